@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smoe.cli.session import describe
+from smoe.cli.session import describe, division
 from smoe.cli.summary import _rows
 from smoe.policy.budget import Demand, Ledger, SlotClass, allocate
 from tests.machine.test_floor import report
@@ -50,6 +50,14 @@ def test_who_was_lost_is_named() -> None:
 )
 def test_workers_that_were_not_needed(all_fit: bool, why: str) -> None:
     assert said([worker("a", 0), worker("b", 0)], all_fit=all_fit) == f"not needed: {why}"
+
+
+def test_the_division_names_sequences_and_what_would_leave_more_to_experts() -> None:
+    ledger = allocate(1000, Demand(10, 20, 30, (SlotClass(10, 2, 200),)))
+    one, four = division(ledger, 512, 1), division(ledger, 512, 4)
+    assert "non-expert weights 10 B" in one and "KV cache 30 B for 1 sequence of 512 tokens" in one
+    assert "for 4 sequences of 512 tokens" in four and "--max-sequences" in four and "--max-sequences" not in one
+    assert f"expert slots {ledger.cache_slots * 10} B" in one
 
 
 def test_a_main_that_keeps_no_experts_says_so() -> None:

@@ -57,15 +57,18 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     on that of a --profile: the engine's own plans are simulated, with routing that repeats itself as recorded texts do.
     Also what other budgets, presets, precisions and a faster disk would buy, and what to type.
     """
-    from smoe.cli.console import print_json
+    from smoe.cli.console import note, print_json
     from smoe.report.forecast import forecast
 
-    result = forecast(model, engine.config(), engine.revision)
+    config = engine.config()
+    result = forecast(model, config, engine.revision)
     if json:
         command_line = None if result.outlook is None else _command(result.model, result.outlook)
         print_json(result.as_json() | {"command": command_line})
     else:
         _print(result)
+        if config.max_sequences == 1 and result.ledger.resident_share < 1:
+            note("planned for one sequence at a time; smoe serve reserves for 4: --max-sequences 4 shows its figures")
 
 
 def _print(result: Forecast) -> None:

@@ -57,6 +57,8 @@ def loaded(
     _log.debug("%s", engine.config)
     try:
         note(described)
+        if engine.ledger.cache_slots < engine.ledger.demand.total_experts:
+            note(division(engine.ledger, engine.context_tokens, engine.config.max_sequences))
         for name, why in engine.reasons.items():
             value = in_words(getattr(engine.config, name))
             _log.info("%s %s, %s", name, value, why)
@@ -97,11 +99,18 @@ def _open_to(cluster: str) -> str:
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
     """The budget in one line; `keeps_experts`: not only where workers fail."""
-    entries, hint = ledger.entries(), ""
-    if ledger.cache_slots < ledger.demand.total_experts and entries["KV cache"] > entries["expert slots"]:
-        hint = f"; the KV cache takes {format_bytes(entries['KV cache'])}: a smaller --context leaves more to experts"
     kept = ledger.residents if keeps_experts else ledger.spare
-    return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {kept}{hint}"
+    return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {kept}"
+
+
+def division(ledger: Ledger, context_tokens: int, sequences: int) -> str:
+    """What each part of the budget takes, and what would leave more to experts."""
+    entries = {name: format_bytes(nbytes) for name, nbytes in ledger.entries().items() if nbytes}
+    cache, texts = format_bytes(ledger.demand.kv_cache_bytes), format_count(sequences, "sequence")
+    entries["KV cache"] = f"{cache} for {texts} of {context_tokens} tokens"
+    parts = ", ".join(f"{name} {size}" for name, size in entries.items())
+    smaller = "--context or --max-sequences leaves" if sequences > 1 else "--context leaves"
+    return f"it holds: {parts}; a smaller {smaller} more to experts"
 
 
 def tokenizer_of(model: str, revision: str | None, chat_template: str | None = None) -> Any:

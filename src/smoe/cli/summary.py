@@ -231,8 +231,8 @@ def _process(report: RunReport) -> str:
         return _whole(report.process_peak_bytes)
     whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
     return (
-        f"{whole} at most: interpreter and libraries {libraries}, budget {budget}, the libraries' kernels and scratch "
-        f"{scratch}"
+        f"{whole} at most: interpreter and libraries {libraries}, of the budget {budget}, the libraries' kernels and "
+        f"scratch {scratch}"
     )
 
 
