@@ -57,6 +57,16 @@ def test_versions_are_those_of_the_tests() -> None:
             assert f"=={version} " in text, f"{name}: make locked"
 
 
+def test_no_later_transformers_is_installed_than_was_tested() -> None:
+    """A plain `pip install .` takes the newest that is allowed, and each minor version may change what the engine hooks
+    into."""
+    (allowed,) = re.findall(r'"transformers>=[\d.]+,<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    (tested,) = re.findall(
+        r"^transformers==(\d+)\.(\d+)\S* ; python_version >=", (ROOT / "constraints.txt").read_text(), re.M
+    )
+    assert (int(allowed[0]), int(allowed[1])) == (int(tested[0]), int(tested[1]) + 1)
+
+
 def test_all_of_our_requirements_are_locked_but_torch() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
