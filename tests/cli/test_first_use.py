@@ -65,6 +65,13 @@ def test_a_preset_of_several_machines_names_its_pack_and_its_workers(
     assert again == [*asked, "--cluster", "local", "--set", "shadow_on=cluster"]
 
 
+def test_pyzmq_is_installed_first_where_it_is_missing(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smoe.cli.first_use.find_spec", lambda name: None)
+    refused = run("generate", model, *SIZE, "--preset", "cluster", "-p", "once")
+    behind = refused.err.partition("to make it work:\n")[2]
+    assert behind.splitlines()[0] == "  pip install 'smoe[cluster]'" and "smoe cluster up" in behind
+
+
 def test_what_to_type_is_the_command_with_all_that_was_typed(run: Run, model: Path) -> None:
     """Quotes and all."""
     text = 'it\'s "so" & so'

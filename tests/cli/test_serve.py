@@ -112,6 +112,12 @@ def test_tools_work_by_a_template_of_the_user(tmp_path: Path) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("rain", {"city": "Oslo"})
 
 
+def test_a_budget_that_is_too_small_is_planned_with_the_servers_sequences(run: Run) -> None:
+    hint = "smoe plan MODEL --max-sequences {}, without --memory, shows"
+    assert hint.format(4) in run("serve", "demo", "--memory", "20MiB").err
+    assert hint.format(8) in run("serve", "demo", "--memory", "20MiB", "--max-sequences", 8).err
+
+
 def test_a_template_that_is_none_is_refused_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
     ran = run("serve", "demo", "--chat-template", tmp_path / "none.jinja")
     assert ran.code == 2 and f"--chat-template {tmp_path / 'none.jinja'} cannot be read" in ran.err

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from smoe.cli.settings import OPTION_OF, option_of
+from smoe.cli.settings import OPTION_OF, SERVED_SEQUENCES, option_of
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.policy.registry import SHADOW
 from smoe.units import format_bytes, format_remaining
@@ -134,13 +134,21 @@ def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
     console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
     hints = [hint for kind, hint in _HINTS.items() if isinstance(error, kind)]
     if isinstance(error, BudgetError) and error.setting != "worker_memory":
-        hints.append(f"smoe plan MODEL, without {_in_words(_not_of_plans())}, shows what each budget buys.")
+        without = _in_words(_not_of_plans())
+        hints.append(f"smoe plan MODEL{_sequences_typed()}, without {without}, shows what each budget buys.")
     for hint in hints:
         console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
     if commands:
         console.print("[bold]to make it work:[/bold]")
     for line in commands:
         console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def _sequences_typed() -> str:
+    """What smoe plan needs for the figures of a server, which reserves for several texts."""
+    if sys.argv[1:2] != ["serve"]:
+        return ""
+    return f" --max-sequences {typed_value(['--max-sequences']) or SERVED_SEQUENCES}"
 
 
 def _not_of_plans() -> list[str]:

@@ -52,20 +52,19 @@ def _preparation(error: UnpreparedError) -> Preparation:
 
 def _workers(shadow_precision: str | None) -> Preparation:
     """Two on this machine, and a draft model where the preset has one; they are not started twice."""
-    has_draft = shadow_precision is not None
+    has_draft, has_zmq = shadow_precision is not None, find_spec("zmq") is not None
     up = f"smoe cluster up MODEL --local 2{' --shadow' if has_draft else ''} {_TERMINAL}"
-    commands = () if _are_running(has_draft) else (up,)
+    commands = () if has_zmq and _are_running(has_draft) else (up,)
+    install = () if has_zmq else ("pip install 'smoe[cluster]'",)
     options = ("--cluster", DEFAULT_NAME)
     if not has_draft:
-        return Preparation(commands, options)
+        return Preparation((*install, *commands), options)
     pack = f"smoe pack MODEL --precision {shadow_precision}"
-    return Preparation((pack, *commands), (*options, "--set", "shadow_on=cluster"))
+    return Preparation((*install, pack, *commands), (*options, "--set", "shadow_on=cluster"))
 
 
 def _are_running(with_draft: bool) -> bool:
     """Whether the workers of the cluster on this machine run already."""
-    if find_spec("zmq") is None:
-        return False
     from smoe.cluster.identity import clusters, read_main
     from smoe.cluster.running import keeper_process
 

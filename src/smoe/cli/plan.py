@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smoe.bounds import EMULATED
 from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.cli.settings import SERVED_SEQUENCES
 from smoe.config import EngineConfig
 from smoe.policy.budget import minimum_bytes
 from smoe.units import format_bytes, format_rate, format_seconds
@@ -68,7 +69,10 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     else:
         _print(result)
         if config.max_sequences == 1 and result.ledger.resident_share < 1:
-            note("planned for one sequence at a time; smoe serve reserves for 4: --max-sequences 4 shows its figures")
+            note(
+                f"planned for one sequence at a time; smoe serve reserves for {SERVED_SEQUENCES}: --max-sequences "
+                f"{SERVED_SEQUENCES} shows its figures"
+            )
 
 
 def _print(result: Forecast) -> None:

@@ -14,6 +14,7 @@ import typer
 from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.request_options import ChatTemplate, ParseControlTokens
+from smoe.cli.settings import SERVED_SEQUENCES
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
@@ -37,8 +38,6 @@ third leaves at once.
 """
 
 _SERVER = "Server"
-_SEQUENCES = 4
-"""Texts decoded together, where nobody says."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ def _serve(
         with suppress(OSError):
             note(text, is_asked=True)
 
-    with loaded(model, engine.config(_SEQUENCES), engine.revision) as ready:
+    with loaded(model, engine.config(SERVED_SEQUENCES), engine.revision) as ready:
         serving = Serving(ready, tokenizer_of(model, engine.revision, template), name, config)
         if not serving.prompts.has_template:
             note(

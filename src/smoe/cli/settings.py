@@ -13,6 +13,8 @@ from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
+SERVED_SEQUENCES = 4
+"""Texts that `smoe serve` decodes together where no number is given."""
 OPTION_OF = {
     "memory_bytes": "--memory",
     "resident_share": "--resident",
@@ -53,7 +55,7 @@ SETTABLE: dict[str, str] = {
     "recent_costs": "Measured loads and computations that the balancer's costs are the means of.",
     "score_window": "With --eviction score: steps over which scores are averaged.",
     "shadow_departure": "With --prefetch shadow: begin the next token by its own guess, or late.",
-    "shadow_on": "With --prefetch shadow: on the coordinator (main), or on a machine of the --cluster.",
+    "shadow_on": "With --prefetch shadow: on main (the coordinator) or in the cluster.",
     "shadow_precision": "With --prefetch shadow: the precision of the copy that runs ahead.",
     "shadow_spares": "With --prefetch shadow: experts of a layer named beside those it chose.",
     "share_substitutes": "In a batch, prefer substitutes that serve several of its sequences.",
