@@ -146,13 +146,13 @@ def wrong_module(path: str) -> Callable[[PreTrainedModel], None]:
 
 
 def wrong_cache(model: PreTrainedModel) -> None:
-    update = kv_cache._Positioned.update
+    update = kv_cache.Positioned.update
 
     def late(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **more: Any) -> Any:
         known, weighed = update(self, keys, values, *args, **more)
         return known, weighed.roll(1, 2)
 
-    kv_cache._Positioned.update = late
+    kv_cache.Positioned.update = late
 
 
 BLOCK = (0, "mlp")
@@ -185,7 +185,7 @@ def test_a_wrong_kernel_is_named(
 
     session_load = session.load
     monkeypatch.setattr(session, "load", load_broken)
-    monkeypatch.setattr(kv_cache._Positioned, "update", kv_cache._Positioned.update)  # put back at the end
+    monkeypatch.setattr(kv_cache.Positioned, "update", kv_cache.Positioned.update)  # put back at the end
     ran = run("verify", toy("qwen2_moe", dtype=torch.bfloat16), "--memory", "64MiB", "--context", 64, "--json")
     assert ran.code == 1
     assert wrong(ran.json) == places

@@ -202,8 +202,8 @@ def test_wrong_blocks_are_noticed(
 
 def compiled_anew(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(kernel, "source", lambda: text)
-    made = kernel._functions.__wrapped__()
-    monkeypatch.setattr(kernel, "_functions", lambda: made)
+    made = kernel.functions.__wrapped__()
+    monkeypatch.setattr(kernel, "functions", lambda: made)
 
 
 def test_another_library_is_noticed(pool: SpinningPool, library: attention.Attention) -> None:
@@ -286,6 +286,7 @@ FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "dots1"]
 WIDE = {"hidden_size": 256, "head_dim": 64}
 
 
+@pytest.mark.usefixtures("each_part_alone")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_models_are_exact(
     family: str, counting: type[Counting], toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]
@@ -335,11 +336,11 @@ def test_a_kernel_that_disagrees_is_not_used(
 
 def test_units_have_whole_groups() -> None:
     """Enough units for all threads, and never a part of one head's work."""
-    assert kernel._group(4, 16, 1) == 4
-    assert kernel._group(4, 16, 4) == 2
-    assert kernel._group(4, 16, 64) == 1
-    assert kernel._group(48, 48, 1) == 16
-    assert math.gcd(kernel._group(6, 6, 2), 6) == kernel._group(6, 6, 2)
+    assert kernel.group_of(4, 16, 1) == 4
+    assert kernel.group_of(4, 16, 4) == 2
+    assert kernel.group_of(4, 16, 64) == 1
+    assert kernel.group_of(48, 48, 1) == 16
+    assert math.gcd(kernel.group_of(6, 6, 2), 6) == kernel.group_of(6, 6, 2)
 
 
 @pytest.mark.parametrize(

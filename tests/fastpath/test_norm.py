@@ -129,7 +129,7 @@ SHAPES = [(1, 1, 128), (1, 1, 16, 128), (128,), (3, 128), (1, 1, 255, 128)]
 def test_a_tokens_rows_are_the_kernels(shape: tuple[int, ...], counted: Counted) -> None:
     module, x = made(Qwen3MoeRMSNorm, 128), torch.randn(shape).bfloat16()
     theirs = module(x)
-    assert speed_up(module) == 1
+    assert len(speed_up(module)) == 1
     counted.calls = 0
     assert_same(module(x), theirs)
     assert counted.calls == 1
@@ -174,7 +174,7 @@ def test_other_inputs_are_the_librarys(x: torch.Tensor, counted: Counted) -> Non
 def test_weights_that_learn_are_the_librarys(counted: Counted) -> None:
     module, x = made(Qwen3MoeRMSNorm, 128), torch.randn(1, 1, 128).bfloat16()
     module.weight.requires_grad_()
-    assert speed_up(module) == 1
+    assert len(speed_up(module)) == 1
     counted.calls = 0
     assert module(x).requires_grad
     assert module(hidden_states=x).requires_grad
@@ -267,7 +267,7 @@ class Nested(Qwen3MoeRMSNorm):
 )
 def test_other_norms_are_left_alone(make: Callable[..., nn.Module], size: int) -> None:
     module = make(size, eps=1e-6).bfloat16().requires_grad_(False)
-    assert speed_up(module) == 0
+    assert len(speed_up(module)) == 0
     assert "forward" not in vars(module)
 
 
@@ -280,9 +280,9 @@ def test_each_is_judged_by_itself() -> None:
     wrong.weight.zero_()
     modules = [zero, wrong, Offset(128, 1e-6, 0.0), Offset(128, 1e-6, 1.0), made(Qwen3MoeRMSNorm, 100)]
     model = nn.ModuleList(modules).bfloat16().requires_grad_(False)
-    assert speed_up(model) == 2
+    assert len(speed_up(model)) == 2
     assert ["forward" in vars(module) for module in modules] == [True, False, True, False, False]
-    assert speed_up(model) == 0, "it has been done"
+    assert len(speed_up(model)) == 0, "it has been done"
 
 
 def two_accumulators(patch: pytest.MonkeyPatch) -> str:
@@ -342,6 +342,7 @@ def test_a_wrong_order_is_noticed(wrong: Callable[[pytest.MonkeyPatch], str], mo
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "granitemoe", "dots1", "deepseek_v3"]
 
 
+@pytest.mark.usefixtures("each_part_alone")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_models_are_exact(
     family: str, counted: Counted, toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]

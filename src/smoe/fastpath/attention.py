@@ -165,15 +165,20 @@ class OneQuery:
 
     def __init__(self, pool: SpinningPool, shape: Shape) -> None:
         self._pool = pool
-        self._shape = shape
+        self.shape = shape
 
     def serves(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether this is what was proven."""
         shape = Shape(query.shape[1], keys.shape[1], query.shape[3])
-        return shape == self._shape and fits(query, keys, values) and not query.requires_grad
+        return shape == self.shape and fits(query, keys, values) and not query.requires_grad
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         return attend(self._pool, query, keys, values, scale)[0]
+
+
+def kernel_of(module: nn.Module) -> OneQuery | None:
+    """What an attention module carries, where it does."""
+    return getattr(module, _ATTRIBUTE, None)
 
 
 def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape) -> bool:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,14 +32,23 @@ _SAMPLED_OUTPUTS = 1 << 16
 _Kind = tuple[torch.Size, bool]
 
 
+class Adopted(NamedTuple):
+    """What our kernels multiply."""
+
+    share: float
+    """Of the linear weights."""
+    parts: Mapping[nn.Module, int]
+    """Layers in bf16, and how many k of each are summed together (`Product.part`)."""
+
+
 def speed_up(
     model: nn.Module,
     pool: SpinningPool,
     routers: Mapping[nn.Module, bool],
     activations: str = BF16,
     is_measured: bool = True,
-) -> float:
-    """Replace the one-row product of every linear layer that gains by it; returns their share of the linear weights.
+) -> Adopted:
+    """Replace the one-row product of every linear layer that gains by it.
 
     Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
     `weight` themselves; True where hidden states [T, H] are all that they take. `activations`: see `multiply_codes`.
@@ -51,10 +60,12 @@ def speed_up(
             kinds.setdefault((module.weight.shape, module.bias is not None), []).append(module)
     parts = {kind: part_that_agrees(pool, some[0].weight.t(), some[0].bias) for kind, some in kinds.items()}
     adopted = quantised = multiply_codes(model, pool, activations)
+    parts_of: dict[nn.Module, int] = {}
     known = {kind: part for kind, part in parts.items() if part is not None}
     for kind, part in (_faster(pool, kinds, known) if is_measured else known).items():
         for module in kinds[kind]:
             module.forward = _forward(module, pool, part)  # type: ignore[method-assign,assignment]
+            parts_of[module] = part
             adopted += module.weight.numel()
     left = [module for some in kinds.values() for module in some if "forward" not in module.__dict__]
     _speed_up_routers(pool, routers)
@@ -62,7 +73,7 @@ def speed_up(
     for module in [*left, *(router for router, can_be_asked in routers.items() if can_be_asked)]:
         module.forward = _row_by_row(pool, module.forward)  # type: ignore[method-assign]
     total = quantised + sum(module.weight.numel() for some in kinds.values() for module in some)
-    return adopted / total if total else 0.0
+    return Adopted(adopted / total if total else 0.0, parts_of)
 
 
 def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16) -> int:

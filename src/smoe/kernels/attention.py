@@ -69,9 +69,9 @@ def attend(
     """
     heads, size, count = query.shape[1], query.shape[3], keys.shape[2]
     shared = heads // keys.shape[1]
-    group = _group(shared, heads, pool.threads)
+    group = group_of(shared, heads, pool.threads)
     out, sums = query.new_empty(1, 1, heads, size), torch.empty(heads, 2, dtype=torch.float32)
-    compute, exp = _functions()
+    compute, exp = functions()
     (scale_bits,) = struct.unpack("I", struct.pack("f", scale))
     fields = (
         *(t.data_ptr() for t in (query, keys, values, out)),
@@ -83,7 +83,7 @@ def attend(
     return out, sums
 
 
-def _group(shared: int, heads: int, threads: int) -> int:
+def group_of(shared: int, heads: int, threads: int) -> int:
     """Query heads of a unit: as many as share their keys, or a part of them where that gives too few units."""
     parts = [n for n in range(1, shared + 1) if shared % n == 0 and n <= _MOST_HEADS]
     return max((n for n in parts if heads // n >= 2 * threads), default=1)
@@ -99,7 +99,7 @@ def libm() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _functions() -> tuple[int, int]:
+def functions() -> tuple[int, int]:
     """Addresses of the kernel, made once a process, and of libm's expf."""
     mathematics = libm()
     assert mathematics is not None, "nobody asks where there is none"

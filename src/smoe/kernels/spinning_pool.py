@@ -89,6 +89,7 @@ class SpinningPool:
         self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
         self._address = ctypes.addressof(self._block)
         self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES)
+        self._progress_at, self._tasks_at = self.word(tasks.PROGRESS), self.word(tasks.HEADER)
         self.at_once = self.word(tasks.PATIENCE)
         """A word that has always reached 0: for tasks that wait for nothing."""
         self.nowhere = self.word(tasks.NOWHERE)
@@ -211,9 +212,13 @@ class SpinningPool:
 
         The first `counts` words of the progress begin at zero. `is_long`: worth waking those who sleep.
         """
-        block = self._block
-        struct.pack_into(f"{counts}q", block, 8 * tasks.PROGRESS, *(0,) * counts)
-        struct.pack_into(f"{len(fields)}q", block, 8 * tasks.HEADER, *fields)
+        self.run_packed(struct.pack(f"{len(fields)}q", *fields), units, is_long, counts)
+
+    def run_packed(self, packed: bytes, units: int, is_long: bool, counts: int = 0) -> None:
+        """`run`, of fields that are packed: words of 8 bytes."""
+        assert len(packed) <= 8 * tasks.MOST_TASKS * tasks.FIELDS, "more tasks than there is room for"
+        ctypes.memset(self._progress_at, 0, 8 * counts)
+        ctypes.memmove(self._tasks_at, packed, len(packed))
         if is_long:
             self._wake()
         self._work(self._address, units)

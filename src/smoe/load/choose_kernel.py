@@ -19,7 +19,7 @@ from smoe.compute.host_experts import HostExperts
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.fastpath import attention, linear, norm
+from smoe.fastpath import attention, decoder_layer, linear, norm
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
 from smoe.load.activations import activations_of, check_activations
@@ -67,7 +67,7 @@ def choose_arithmetic(
     is_given = isinstance(compute.store, QuantisedStore) or (pool is not None and config.kernels != "auto")
     choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
     check_activations(model, config, compute)
-    norm.speed_up(model)
+    norms = norm.speed_up(model)
     # even on one thread our attention is several times faster than the library's on all
     chosen = compute.spinning_pool
     is_measured = config.kernels != "own-order"
@@ -76,8 +76,9 @@ def choose_arithmetic(
         return False
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
-    share = linear.speed_up(model, chosen, routers, activations, is_measured)
-    return settled == model.config.get_text_config().num_hidden_layers and share > _NEARLY_ALL
+    adopted = linear.speed_up(model, chosen, routers, activations, is_measured)
+    decoder_layer.speed_up(model, chosen, decoder_layer.Adopted(adopted.parts, norms))
+    return settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
 
 
 def _not_here(config: EngineConfig, why: str) -> ConfigError:

@@ -179,12 +179,12 @@ class RowCache(DynamicCache):
     @property
     def can_rewind(self) -> bool:
         """Whether all layers address by position (sliding windows too: they keep every position)."""
-        return all(isinstance(layer, (_Positioned, _PositionedSliding)) for layer in self.layers)
+        return all(isinstance(layer, (Positioned, _PositionedSliding)) for layer in self.layers)
 
     def reset(self) -> None:
         self.length = self._pending = 0
         for layer in self.layers:
-            if not isinstance(layer, (_Positioned, _PositionedSliding)):
+            if not isinstance(layer, (Positioned, _PositionedSliding)):
                 layer.reset()
 
     @property
@@ -254,7 +254,7 @@ class _Storage:
                 used.copy_(used[beam_idx.to(tensor.device)])
 
 
-class _Positioned(_Storage, DynamicLayer):
+class Positioned(_Storage, DynamicLayer):
     """Full attention: everything up to the last position."""
 
     def __init__(self, owner: RowCache) -> None:
@@ -266,6 +266,15 @@ class _Positioned(_Storage, DynamicLayer):
         self.is_initialized = True
         start = self._owner.start
         return keys[:, :, start:end], values[:, :, start:end]
+
+    def place(self) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
+        """For machine code that writes one position of a cache of one row itself: the storages, where in them the row
+        begins, and that position. None before anything was written."""
+        owner, store = self._owner, self._store
+        if store is None:
+            return None
+        owner.check_kept()
+        return *store, owner.start, owner.start + owner.length
 
     def get_seq_length(self) -> int:
         return self._owner.length
@@ -301,7 +310,7 @@ class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
 def _positioned(layer: Any, owner: RowCache) -> Any:
     """Our layer in place of the library's, where we have one of its kind."""
     if type(layer) is DynamicLayer:
-        return _Positioned(owner)
+        return Positioned(owner)
     if type(layer) is DynamicSlidingWindowLayer:
         return _PositionedSliding(owner, layer.sliding_window)
     return layer

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from smoe.models.kv_cache import RowCache, _Positioned, _PositionedSliding
+from smoe.models.kv_cache import Positioned, RowCache, _PositionedSliding
 
 
 class KVWindow(RowCache):
@@ -24,7 +24,7 @@ class KVWindow(RowCache):
         super().__init__(config, rows, whole.capacity_tokens)
         self._whole = whole
         self.layers = [
-            _Part(self, layer, first) if type(layer) is _Positioned else _SlidingPart(self, layer, first)
+            _Part(self, layer, first) if type(layer) is Positioned else _SlidingPart(self, layer, first)
             for layer in whole.layers
         ]
 
@@ -80,7 +80,7 @@ class _OfWhole:
         return store
 
 
-class _Part(_OfWhole, _Positioned):
+class _Part(_OfWhole, Positioned):
     def __init__(self, owner: RowCache, layer: Any, first: int) -> None:
         super().__init__(owner)
         self._layer, self._rows = layer, slice(first, first + owner.rows)

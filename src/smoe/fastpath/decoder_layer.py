@@ -1,0 +1,264 @@
+"""One token through a decoder layer: everything but its experts as one work (`kernels/token_attention.py`).
+
+    h = x + attention(norm(x))          one work
+    y = h + mlp(norm(h))                the second norm is part of it, the mlp is the library's, with our experts
+
+A layer of this structure is recognised by the names of its parts, and proven by comparing: with a KV cache that has a
+few positions, and something else in the place of the mlp, both ways must give the same bits. Other layers, several
+rows, masks, hooks and parts that somebody has replaced (adapters) go the library's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.fastpath import attention
+from smoe.kernels.matrix import Matrix
+from smoe.kernels.proof import same_bits
+from smoe.kernels.spinning_pool import SpinningPool
+from smoe.kernels.token_attention import Norm, Parts, Place, Projection, Scratch, TokenAttention, fits
+from smoe.models.kv_cache import Positioned, RowCache
+from smoe.models.quantised_linear import QuantisedLinear
+
+_ATTENTION, _NORM, _LAST_NORM = "self_attn", "input_layernorm", "post_attention_layernorm"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_PROOF_POSITIONS, _PROOF_TURNS = 5, 4
+_UNDERSTOOD = {"position_ids", "use_cache", "cache_position", "output_router_logits"}
+"""What a layer is given that changes nothing of one token with a cache."""
+
+Forward = Callable[..., Any]
+
+
+class Adopted(NamedTuple):
+    """Modules that our kernels compute already, one by one."""
+
+    linears: Mapping[nn.Module, int]
+    """Those in bf16, and `Product.part` of each."""
+    norms: Mapping[nn.Module, float]
+    """Their epsilons."""
+
+
+class _Embeddings(NamedTuple):
+    """What a model's rotary embedding gives a layer for one token: [1, 1, rotary] each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def speed_up(model: PreTrainedModel, pool: SpinningPool, adopted: Adopted) -> int:
+    """Give every decoder layer whose bits the work reproduces the work for one token; returns how many.
+
+    Takes some ten milliseconds for every distinct kind of layer.
+    """
+    embeddings = _embeddings(model)
+    if embeddings is None:
+        return 0
+    scratch, verdicts, count = Scratch(), dict[object, bool](), 0
+    for layer in model.modules():
+        parts = _parts(layer, adopted, embeddings.cos.shape[-1])
+        if parts is None:
+            continue
+        scratch.reserve(parts)
+        ours, kind = OneToken(layer, TokenAttention(pool, parts, scratch)), _kind(layer, parts)
+        if kind not in verdicts:
+            verdicts[kind] = _agrees(model, layer, ours, embeddings)
+        if verdicts[kind]:
+            layer.forward = ours.forward  # type: ignore[method-assign]
+            count += 1
+    return count
+
+
+def _embeddings(model: PreTrainedModel) -> _Embeddings | None:
+    """Of some position; None where a model has none, several, or of another kind."""
+    rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+    if len(rotary) != 1:
+        return None
+    hidden, position = torch.zeros(1, 1, model.config.get_text_config().hidden_size), torch.tensor([[_PROOF_POSITIONS]])
+    try:
+        found = rotary[0](hidden.bfloat16(), position)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes something else
+        return None
+    is_known = isinstance(found, tuple) and len(found) == 2 and all(map(_is_row, found)) and found[0].dim() == 3
+    return _Embeddings(*found) if is_known else None
+
+
+def _is_row(x: object) -> bool:
+    """Whether this is one row in bf16, in one piece, where the CPU computes."""
+    if not isinstance(x, torch.Tensor) or type(x) is not torch.Tensor or x.dtype is not torch.bfloat16:
+        return False
+    return x.is_cpu and x.numel() == x.shape[-1] and x.is_contiguous()
+
+
+def _parts(layer: nn.Module, adopted: Adopted, rotary: int) -> Parts | None:
+    """What a decoder layer computes with; None of other modules, and where a part is none of our kernels'."""
+    names = dict(layer.named_children())
+    if not {_ATTENTION, _NORM, _LAST_NORM} < set(names) or len(names) != 4 or "forward" in vars(layer):
+        return None
+    module = names[_ATTENTION]
+    kernel, scale, inner = attention.kernel_of(module), getattr(module, "scaling", None), dict(module.named_children())
+    has_more = not set(_PROJECTIONS) <= set(inner) <= {*_PROJECTIONS, *_HEAD_NORMS} or module._parameters
+    if kernel is None or has_more or not isinstance(scale, float):
+        return None
+    projections = [_projection(inner[name], adopted.linears) for name in _PROJECTIONS]
+    norms = [_norm(names[name], adopted.norms) for name in (_NORM, _LAST_NORM)]
+    of_q, of_k = (_norm(inner[name], adopted.norms) if name in inner else None for name in _HEAD_NORMS)
+    (q, k, v, o), (first, last) = projections, norms
+    if not (q and k and v and o and first and last):
+        return None
+    if any(name in inner and each is None for name, each in zip(_HEAD_NORMS, (of_q, of_k), strict=True)):
+        return None
+    found = Parts(first, q, k, v, o, last, of_q, of_k, *kernel.shape, rotary, scale)
+    return found if fits(found) else None
+
+
+def _projection(module: nn.Module, linears: Mapping[nn.Module, int]) -> Projection | None:
+    bias = None if module._parameters.get("bias") is None else _address(module, "bias")
+    if isinstance(module, QuantisedLinear) and module.pool is not None:
+        return Projection(lambda: module.matrix, module.out_features, module.in_features, bias)
+    if module in linears:
+        outputs, columns = module.get_parameter("weight").shape
+        at = _address(module, "weight")
+        return Projection(lambda: Matrix(at(), outputs, columns), outputs, columns, bias, linears[module])
+    return None
+
+
+def _norm(module: nn.Module, norms: Mapping[nn.Module, float]) -> Norm | None:
+    if module not in norms:
+        return None
+    return Norm(_address(module, "weight"), module.get_parameter("weight").numel(), norms[module])
+
+
+def _address(module: nn.Module, name: str) -> Callable[[], int]:
+    """Where a parameter lies at present: its module may be given another."""
+    parameters = module._parameters
+    return lambda: parameters[name].data_ptr()  # type: ignore[union-attr]
+
+
+def _kind(layer: nn.Module, parts: Parts) -> object:
+    """Equal for layers that differ in the values of their weights alone."""
+    projections = [
+        (each.matrix()._replace(address=0), each.bias is not None, each.part)
+        for each in (parts.q, parts.k, parts.v, parts.o)
+    ]
+    norms = [each and (each.size, each.eps) for each in (parts.norm, parts.last_norm, parts.q_norm)]
+    return type(layer), type(layer.get_submodule(_ATTENTION)), *projections, *norms, parts[8:]
+
+
+class OneToken:
+    """A layer's forward: one token by the work, everything else as before."""
+
+    def __init__(self, layer: nn.Module, work: TokenAttention) -> None:
+        self.library: Forward = layer.forward
+        self.work = work
+        self._modules, self._attention = layer._modules, layer.get_submodule(_ATTENTION)
+        inner = self._attention
+        self.index: int = inner.layer_idx  # type: ignore[assignment]
+        (self.mlp,) = set(self._modules) - {_ATTENTION, _NORM, _LAST_NORM}
+        ours = [(self._modules, name) for name in (_ATTENTION, _NORM, _LAST_NORM)]
+        self._parts = [
+            (of, name, of[name]) for of, name in (*ours, *((inner._modules, name) for name in inner._modules))
+        ]
+        hooked = [module for _, _, module in self._parts if module is not None]
+        self._hooks = [hooks for each in hooked for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the library's; what follows the hidden states is given by name, as models do."""
+        if attention_mask is None and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
+            place = self.place(hidden_states, position_embeddings, past_key_values)
+            if place is not None:
+                return self.one_token(hidden_states, position_embeddings, place)
+        given = {"attention_mask": attention_mask, "past_key_values": past_key_values, **kwargs}
+        return self.library(hidden_states, position_embeddings=position_embeddings, **given)
+
+    def one_token(
+        self, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], place: Place
+    ) -> torch.Tensor:
+        """[1, 1, H] -> [1, 1, H]"""
+        after, normed = self.work(hidden, *embeddings, place)
+        output = self._modules[self.mlp](normed)  # type: ignore[misc]
+        given: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return after + given
+
+    def is_untouched(self) -> bool:
+        """Whether the parts are those that were proven, and nothing is to be called with what they compute."""
+        return (
+            not any(self._hooks)
+            and not self._attention.training
+            and all(modules[name] is module for modules, name, module in self._parts)
+        )
+
+    def place(self, hidden: torch.Tensor, embeddings: Any, cache: Any) -> Place | None:
+        """Where a token's keys and values go, if this is one token as in the proof."""
+        if not _is_row(hidden) or not isinstance(cache, RowCache) or cache.rows != 1 or cache.row_lengths is not None:
+            return None
+        if hidden.requires_grad or not (isinstance(embeddings, tuple) and all(map(_is_row, embeddings))):
+            return None
+        layer = cache.layers[self.index]
+        found = layer.place() if isinstance(layer, Positioned) else None
+        return None if found is None else Place(*found)
+
+
+def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings: _Embeddings) -> bool:
+    """Whether a layer computes the same bits both ways, and writes the same keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    cache = RowCache(model.config.get_text_config(), 1, _PROOF_POSITIONS + 1)
+    modules, stub, parts = layer._modules, _Stub(), ours.work.parts
+    mlp, modules[ours.mlp] = modules[ours.mlp], stub
+
+    def numbers(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).bfloat16()
+
+    try:
+        with torch.no_grad():
+            cache.layers[ours.index].update(*numbers(2, 1, parts.key_heads, _PROOF_POSITIONS, parts.size))
+            cache.length = _PROOF_POSITIONS
+            return all(
+                _agrees_on(ours, stub, cache, numbers(1, 1, parts.o.outputs), numbers(2, *embeddings.cos.shape).tanh())
+                for _ in range(_PROOF_TURNS)
+            )
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes, or gives, something else
+        return False
+    finally:
+        modules[ours.mlp] = mlp
+
+
+def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tensor, embeddings: torch.Tensor) -> bool:
+    """The same of one token; `embeddings` [2, 1, 1, rotary]."""
+    cos, sin = embeddings
+    position = torch.tensor([[cache.length]])
+    given = {"past_key_values": cache, "position_embeddings": (cos, sin), "position_ids": position}
+    theirs, seen = ours.library(hidden, attention_mask=None, use_cache=True, **given), stub.seen
+    place = ours.place(hidden, (cos, sin), cache)
+    if place is None:
+        return False
+    written = [storage[:, :, place.end].clone() for storage in (place.keys, place.values)]
+    for storage in (place.keys, place.values):
+        storage[:, :, place.end] = 0
+    mine = ours.one_token(hidden, (cos, sin), place)
+    again = [storage[:, :, place.end] for storage in (place.keys, place.values)]
+    return all(map(same_bits, (mine, stub.seen, *again), (theirs, seen, *written)))
+
+
+class _Stub(nn.Module):
+    """In the place of an mlp: it holds what it is given, and gives other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.clone()
+        return x.flip(-1)

@@ -1,0 +1,553 @@
+"""One token through norm, attention and norm of a decoder layer as one work of a pool.
+
+    norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm
+
+Each part waits for the one before in machine code, so Python runs once a layer, where a module for each part runs it
+some forty times. The parts are the kernels that stand in those modules' places one by one, so the bits are theirs; what
+is new is the rotary embedding, elementwise arithmetic with a rounding after every operation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from smoe.kernels import attention, norm, tasks
+from smoe.kernels.byte_layout import Layout
+from smoe.kernels.jit import Source, address_of, compile_functions
+from smoe.kernels.matrix import Matrix
+from smoe.kernels.quantised_work import LONE_UNIT, unit_of
+from smoe.kernels.registers import as_bf16, halved, joined, widened
+from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
+
+LANES = 16
+_LINE = 64
+_COUNTS = 12
+"""Words that count what is done: one for each part, and for every layout of rows in 8 bits."""
+_MOST_LAYOUTS = 3
+
+
+class Norm(NamedTuple):
+    """An RMSNorm."""
+
+    at: Callable[[], int]
+    """The address of its weight in bf16 at present."""
+    size: int
+    eps: float
+
+
+class Projection(NamedTuple):
+    """A linear layer as the pool multiplies it."""
+
+    matrix: Callable[[], Matrix]
+    """Where it lies at present."""
+    outputs: int
+    columns: int
+    bias: Callable[[], int] | None = None
+    """The address of its bias in bf16 at present."""
+    part: int = 0
+    """How many k are summed together, as of `Product`; of bf16 numbers in the library's order."""
+
+
+class Parts(NamedTuple):
+    """What a layer computes with."""
+
+    norm: Norm
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    last_norm: Norm
+    q_norm: Norm | None
+    """Of every head, before the rotary embedding; None where heads have no norm."""
+    k_norm: Norm | None
+    heads: int
+    key_heads: int
+    size: int
+    """Numbers of a head."""
+    rotary: int
+    """The first numbers of a head are turned, the others are not."""
+    scale: float
+
+
+class Place(NamedTuple):
+    """Where a token's keys and values go."""
+
+    keys: torch.Tensor
+    """[1, key heads, capacity, size], as `values`."""
+    values: torch.Tensor
+    begin: int
+    """The first position of its text in them."""
+    end: int
+    """Its own position."""
+
+
+def fits(parts: Parts) -> bool:
+    """Whether machine code knows such shapes."""
+    hidden, half = parts.norm.size, parts.rotary // 2
+    return (
+        norm.fits(hidden)
+        and norm.fits(parts.size)
+        and 0 < parts.rotary <= parts.size
+        and parts.rotary % 2 == 0
+        and half % LANES == 0
+        and parts.heads % parts.key_heads == 0
+        and all(each is None or each.size == parts.size for each in (parts.q_norm, parts.k_norm))
+        and parts.q.outputs == parts.heads * parts.size == parts.o.columns
+        and parts.k.outputs == parts.v.outputs == parts.key_heads * parts.size
+        and parts.last_norm.size == hidden
+        and parts.q.columns == parts.k.columns == parts.v.columns == parts.o.outputs == hidden
+    )
+
+
+class TokenAttention:
+    """The work of one layer. Layers that compute one after the other may share their `Scratch`."""
+
+    def __init__(self, pool: SpinningPool, parts: Parts, scratch: Scratch) -> None:
+        self._pool = pool
+        self.parts = parts
+        self._scratch = scratch
+        self._arguments = _Arguments(pool, parts)
+        self._known: tuple[int, ...] = ()
+        """Addresses for which the tasks were made."""
+        self._tasks, self._units = b"", 0
+        self._lists = (ctypes.c_int64 * (3 * 4))()
+        """For each product in 8 bits: one row, its address and that of its product."""
+        projections, norms = (
+            (parts.q, parts.k, parts.v, parts.o),
+            (parts.norm, parts.last_norm, parts.q_norm, parts.k_norm),
+        )
+        self._matrices = [each.matrix for each in projections]
+        self._others = [each.at for each in norms if each is not None]
+        self._others += [each.bias for each in projections if each.bias is not None]
+        self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
+
+    def __call__(
+        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: Place
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [1, 1, H], cos and sin [1, 1, rotary]: the hidden states behind the attention, and their norm."""
+        after, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+        matrices = [matrix() for matrix in self._matrices]
+        known = self._scratch.address, *[each.address for each in matrices], *[at() for at in self._others]
+        if known != self._known:
+            self._make_tasks(matrices)
+            self._known = known
+        self._arguments.set(hidden, cos, sin, place, after, normed)
+        self._pool.run_packed(self._tasks, self._units, self._is_long, _COUNTS)
+        return after, normed
+
+    def _make_tasks(self, matrices: Sequence[Matrix]) -> None:
+        parts, at, add = self.parts, self._scratch.places(self.parts), _Tasks(self._pool, self._lists)
+        self._arguments.lay(at)
+        head_units = parts.heads // self._arguments.group
+        normed = add.call(self._arguments.norm, 1, add.at_once)
+        heads = add.products(at.normed, matrices[:3], (parts.q, parts.k, parts.v), (at.q, at.k, at.v), at, normed)
+        turned = add.call(self._arguments.heads, parts.key_heads, heads)
+        attended = add.call(self._arguments.attention, head_units, turned)
+        output = add.products(at.attended, matrices[3:], (parts.o,), (at.output,), at, attended)
+        add.call(self._arguments.last, 1, output)
+        self._tasks, self._units = struct.pack(f"{len(add.fields)}q", *add.fields), add.units
+
+
+class _Places(NamedTuple):
+    """Addresses of what lies between the parts."""
+
+    normed: int
+    q: int
+    k: int
+    v: int
+    attended: int
+    output: int
+    sums: int
+    in_bytes: int
+    """The row that is multiplied, in 8 bits, in every layout."""
+
+
+class Scratch:
+    """Memory for what lies between the parts of one layer at a time."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+        self.address = 0
+
+    def reserve(self, parts: Parts) -> None:
+        """Room for a layer."""
+        need = sum(_sizes(parts)) + _LINE
+        if need > len(self._memory):
+            self._memory = bytearray(need)
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            self.address = -(-start // _LINE) * _LINE
+
+    def places(self, parts: Parts) -> _Places:
+        """Addresses, one behind the other."""
+        found, at = [], self.address
+        for size in _sizes(parts):
+            found.append(at)
+            at += size
+        return _Places(*found)
+
+
+def _sizes(parts: Parts) -> list[int]:
+    """Bytes of each of `_Places`, whole cache lines."""
+    hidden, heads = parts.o.outputs, parts.heads * parts.size
+    rows = _MOST_LAYOUTS * 4 * max(hidden, heads)  # a layout's row has some 1.3 bytes a number
+    sizes = [2 * each for each in (hidden, heads, parts.k.outputs, parts.v.outputs, heads, hidden)]
+    return [-(-size // _LINE) * _LINE for size in (*sizes, 8 * parts.heads, rows)]
+
+
+class _Tasks:
+    """Tasks of which each waits for another: (the word that counts its units, how many there are)."""
+
+    def __init__(self, pool: SpinningPool, lists: ctypes.Array[ctypes.c_int64]) -> None:
+        self.fields: list[int] = []
+        self.units = 0
+        self.at_once = pool.at_once, 0
+        self._pool = pool
+        self._lists, self._listed = lists, 0
+        self._words = 0
+
+    def _word(self) -> int:
+        self._words += 1
+        assert self._words <= _COUNTS, "more parts than words that count them"
+        return self._pool.word(tasks.PROGRESS + self._words - 1)
+
+    def call(self, function: tuple[int, int], units: int, wait: tuple[int, int]) -> tuple[int, int]:
+        """A function(arguments, unit) for so many units."""
+        done = self._word()
+        self.fields += (self.units, units, 1, tasks.CALL, *wait, done, *function, 0, 0, 0, 0)
+        self.units += units
+        return done, units
+
+    def products(
+        self,
+        x: int,
+        matrices: Sequence[Matrix],
+        projections: Sequence[Projection],
+        outs: Sequence[int],
+        at: _Places,
+        wait: tuple[int, int],
+    ) -> tuple[int, int]:
+        """The row at `x` times matrices."""
+        done, rows = self._word(), self._rows_in_bytes(x, matrices, at.in_bytes, wait)
+        before = self.units
+        outputs = sum(each.outputs for each in matrices)
+        for matrix, projection, out in zip(matrices, projections, outs, strict=True):
+            bias = 0 if projection.bias is None else projection.bias()
+            self._product(matrix, projection.part, x, out, bias, rows, outputs, len(matrices) > 1, wait, done)
+        return done, self.units - before
+
+    def _rows_in_bytes(
+        self, x: int, matrices: Sequence[Matrix], at: int, wait: tuple[int, int]
+    ) -> dict[Layout, tuple[int, tuple[int, int]]]:
+        """The row in 8 bits in every layout that one of the matrices needs: its address, and what to wait for."""
+        found: dict[Layout, tuple[int, tuple[int, int]]] = {}
+        for matrix in matrices:
+            functions = None if matrix.products is None else matrix.products.in_bytes
+            if functions is None or functions.layout in found:
+                continue
+            done = self._word()
+            self.fields += (self.units, 1, 1, tasks.FORMAT, *wait, done, functions.rows, x, 0, at, matrix.columns, 0)
+            self.units += 1
+            found[functions.layout] = at, (done, 1)
+            at += -(-functions.layout.nbytes(matrix.columns) // _LINE) * _LINE
+        return found
+
+    def _product(
+        self,
+        matrix: Matrix,
+        part: int,
+        x: int,
+        out: int,
+        bias: int,
+        rows: dict[Layout, tuple[int, tuple[int, int]]],
+        outputs_of_all: int,
+        are_several: bool,
+        wait: tuple[int, int],
+        done: int,
+    ) -> None:
+        address, outputs, columns, products = matrix
+        products, unit = products or self._pool.own_order, UNIT if are_several else LONE_UNIT
+        if products is None:
+            kind, arguments = tasks.PRODUCT, (x, address, out, bias, columns, part or columns)
+        elif products.in_bytes is None:
+            kind, arguments = tasks.FORMAT, (products.of_rows[0], x, address, out, columns, bias)
+        else:
+            at, wait = rows[products.in_bytes.layout]
+            unit = unit_of(self._pool.threads, outputs_of_all)
+            listed = self._list(at, out)
+            kind, arguments = tasks.FORMAT, (products.in_bytes.products, listed, address, 0, columns, bias)
+        self.fields += (self.units, outputs, unit, kind, *wait, done, *arguments)
+        self.units += -(-outputs // unit)
+
+    def _list(self, x: int, out: int) -> int:
+        """A list of one row."""
+        first = 3 * self._listed
+        self._lists[first : first + 3] = [1, x, out]
+        self._listed += 1
+        return ctypes.addressof(self._lists) + 8 * first
+
+
+_NORM = ("x", "weight", "out", "size", "eps")
+_HEADS = ("cos", "sin", "key_place", "value_place", "key_head", "value_head", "q", "k", "v", "q_weight", "k_weight",
+          "q_eps", "k_eps", "size", "rotary", "group")  # fmt: skip
+_LAST = ("x", "after", "normed", "added", "weight", "size", "eps")
+"""Words of 8 bytes of each function: addresses, numbers, and a float32's bits."""
+
+
+class _Arguments:
+    """What the functions are given: (function, its words) of each, of which some differ from token to token."""
+
+    def __init__(self, pool: SpinningPool, parts: Parts) -> None:
+        self._parts = parts
+        shared = parts.heads // parts.key_heads
+        self.group = attention.group_of(shared, parts.heads, pool.threads)
+        attend, self._exp = attention.functions()
+        functions = (*_functions(), attend)
+        self._words = [(ctypes.c_int64 * count)() for count in (len(_NORM), len(_HEADS), len(_LAST), 16)]
+        pairs = [(function, ctypes.addressof(words)) for function, words in zip(functions, self._words, strict=True)]
+        self.norm, self.heads, self.last, self.attention = pairs
+
+    def lay(self, at: _Places) -> None:
+        """What stays the same: everything but the token's own."""
+        parts, (of_norm, of_heads, of_last, of_attention) = self._parts, self._words
+        hidden, size = parts.o.outputs, parts.size
+        of_norm[1:] = [parts.norm.at(), at.normed, hidden, _bits(parts.norm.eps)]
+        weights = [0 if each is None else each.at() for each in (parts.q_norm, parts.k_norm)]
+        epsilons = [0 if each is None else _bits(each.eps) for each in (parts.q_norm, parts.k_norm)]
+        shared = parts.heads // parts.key_heads
+        of_heads[6:] = [at.q, at.k, at.v, *weights, *epsilons, size, parts.rotary, shared]
+        of_last[3:] = [at.output, parts.last_norm.at(), hidden, _bits(parts.last_norm.eps)]
+        of_attention[:] = [at.q, 0, 0, at.attended, size, 0, 0, 0, 0, 0, size, self.group, shared // self.group,
+                           _bits(parts.scale), self._exp, at.sums]  # fmt: skip
+
+    def set(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        place: Place,
+        after: torch.Tensor,
+        normed: torch.Tensor,
+    ) -> None:
+        """What this token brings."""
+        of_norm, of_heads, of_last, of_attention = self._words
+        keys, values, begin, end = place
+        _, key_head, key_row, _ = keys.stride()
+        _, value_head, value_row, _ = values.stride()
+        key_at, value_at, x = keys.data_ptr(), values.data_ptr(), hidden.data_ptr()
+        of_norm[0] = x
+        struct.pack_into("6q", of_heads, 0, cos.data_ptr(), sin.data_ptr(), key_at + 2 * key_row * end,
+                         value_at + 2 * value_row * end, key_head, value_head)  # fmt: skip
+        struct.pack_into("3q", of_last, 0, x, after.data_ptr(), normed.data_ptr())
+        struct.pack_into("2q", of_attention, 8, key_at + 2 * key_row * begin, value_at + 2 * value_row * begin)
+        struct.pack_into("5q", of_attention, 40, key_head, key_row, value_head, value_row, end + 1 - begin)
+
+
+def _bits(number: float) -> int:
+    """Of a float32."""
+    (bits,) = struct.unpack("I", struct.pack("f", number))
+    return int(bits)
+
+
+@functools.cache
+def _functions() -> tuple[int, int, int]:
+    """Addresses of the machine code for `_NORM`, `_HEADS` and `_LAST`, made once a process."""
+    signature = (ctypes.c_void_p, ctypes.c_longlong)
+    names = ("norm_row", "turn_heads", "add_and_norm")
+    one, two, three = compile_functions(Source(source), dict.fromkeys(names, signature))
+    return address_of(one), address_of(two), address_of(three)
+
+
+def source() -> str:
+    """`norm_row`, `turn_heads` and `add_and_norm`, each of (arguments, unit), in LLVM's language."""
+    return norm.source() + _norm_row() + _turn_heads() + _HEAD + _TURN + _add_and_norm()
+
+
+def _loads(names: Sequence[str]) -> str:
+    return joined(
+        f"  %{name}.at = getelementptr i64, ptr %arguments, i64 {n}\n  %{name} = load i64, ptr %{name}.at"
+        for n, name in enumerate(names)
+    )
+
+
+def _pointers(*names: str) -> str:
+    return joined(f"  %{name}.p = inttoptr i64 %{name} to ptr" for name in names)
+
+
+def _real(*names: str) -> str:
+    return joined(
+        f"  %{name}.low = trunc i64 %{name} to i32\n  %{name}.f = bitcast i32 %{name}.low to float" for name in names
+    )
+
+
+def _norm_row() -> str:
+    return f"""
+define void @norm_row(ptr %arguments, i64 %unit) #0 {{
+{_loads(_NORM)}
+{_pointers("x", "weight", "out")}
+{_real("eps")}
+  call void @rms_norm(ptr %x.p, ptr %weight.p, ptr %out.p, i64 1, i64 %size, float %eps.f)
+  ret void
+}}
+"""
+
+
+def _turn_heads() -> str:
+    """A unit is a key head: the query heads that share it, its key, which goes to its place, and its value."""
+    return f"""
+define void @turn_heads(ptr %arguments, i64 %unit) #0 {{
+entry:
+{_loads(_HEADS)}
+{_pointers("cos", "sin", "key_place", "value_place", "q", "k", "v", "q_weight", "k_weight")}
+{_real("q_eps", "k_eps")}
+  %first = mul i64 %unit, %group
+  br label %query
+query:
+  %n = phi i64 [0, %entry], [%n.next, %query]
+  %head = add i64 %first, %n
+  %q.offset = mul i64 %head, %size
+  %q.head = getelementptr i16, ptr %q.p, i64 %q.offset
+  call void @head(ptr %q.head, ptr %q.head, ptr %q_weight.p, float %q_eps.f, ptr %cos.p, ptr %sin.p, i64 %size,
+                  i64 %rotary)
+  %n.next = add i64 %n, 1
+  %n.more = icmp slt i64 %n.next, %group
+  br i1 %n.more, label %query, label %key
+key:
+  %k.offset = mul i64 %unit, %size
+  %k.head = getelementptr i16, ptr %k.p, i64 %k.offset
+  %key.offset = mul i64 %unit, %key_head
+  %key.to = getelementptr i16, ptr %key_place.p, i64 %key.offset
+  call void @head(ptr %k.head, ptr %key.to, ptr %k_weight.p, float %k_eps.f, ptr %cos.p, ptr %sin.p, i64 %size,
+                  i64 %rotary)
+  %v.head = getelementptr i16, ptr %v.p, i64 %k.offset
+  %value.offset = mul i64 %unit, %value_head
+  %value.to = getelementptr i16, ptr %value_place.p, i64 %value.offset
+  call void @copied(ptr %v.head, ptr %value.to, i64 0, i64 %size)
+  ret void
+}}
+"""
+
+
+_HEAD = f"""
+define internal void @head(ptr %x, ptr %out, ptr %weight, float %eps, ptr %cos, ptr %sin, i64 %size, i64 %rotary) #0 {{
+entry:
+  %normed = alloca i16, i64 %size, align 64
+  %has.norm = icmp ne ptr %weight, null
+  br i1 %has.norm, label %norm, label %turn
+norm:
+  %mean = call float @mean_of_squares(ptr %x, i64 %size)
+  %variance = fadd float %mean, %eps
+  %deviation = call float @llvm.sqrt.f32(float %variance)
+  %scale = fdiv float 1.0, %deviation
+  call void @weigh(ptr %x, ptr %weight, ptr %normed, i64 %size, float %scale)
+  br label %turn
+turn:
+  %from = phi ptr [%x, %entry], [%normed, %norm]
+  call void @turned(ptr %from, ptr %out, ptr %cos, ptr %sin, i64 %rotary)
+  call void @copied(ptr %from, ptr %out, i64 %rotary, i64 %size)
+  ret void
+}}
+
+define internal void @copied(ptr %from, ptr %to, i64 %begin, i64 %end) #0 {{
+entry:
+  %any = icmp slt i64 %begin, %end
+  br i1 %any, label %strip, label %done
+strip:
+  %i = phi i64 [%begin, %entry], [%i.next, %strip]
+  %from.at = getelementptr i16, ptr %from, i64 %i
+  %bits = load <{LANES} x i16>, ptr %from.at, align 2
+  %to.at = getelementptr i16, ptr %to, i64 %i
+  store <{LANES} x i16> %bits, ptr %to.at, align 2
+  %i.next = add i64 %i, {LANES}
+  %more = icmp slt i64 %i.next, %end
+  br i1 %more, label %strip, label %done
+done:
+  ret void
+}}
+"""
+"""A head, normed where it has a weight, with its first numbers turned."""
+
+
+def _loaded(name: str, pointer: str, at: str) -> str:
+    """`%name`: numbers of bf16 as float32."""
+    return f"""\
+  %{name}.at = getelementptr i16, ptr {pointer}, i64 {at}
+  %{name}.bits = load <{LANES} x i16>, ptr %{name}.at, align 2
+{widened(f"{name}.bits", name, LANES)}"""
+
+
+def _half(name: str, own: str, other: str, cos: str, sin: str) -> str:
+    """bf16(bf16(own cos) + bf16(other sin)), as `%name`."""
+    kind = f"<{LANES} x float>"
+    return f"""\
+  %{name}.a = fmul {kind} {own}, {cos}
+{as_bf16(f"{name}.a", f"{name}.a.half", LANES)}
+  %{name}.b = fmul {kind} {other}, {sin}
+{as_bf16(f"{name}.b", f"{name}.b.half", LANES)}
+  %{name}.sum = fadd {kind} %{name}.a.half, %{name}.b.half
+{as_bf16(f"{name}.sum", f"{name}.near", LANES)}
+{halved(f"{name}.near", name, LANES)}"""
+
+
+_TURN = f"""
+define internal void @turned(ptr %x, ptr %out, ptr %cos, ptr %sin, i64 %rotary) #0 {{
+entry:
+  %half = lshr i64 %rotary, 1
+  br label %strip
+strip:
+  %i = phi i64 [0, %entry], [%i.next, %strip]
+  %j = add i64 %i, %half
+{_loaded("low", "%x", "%i")}
+{_loaded("high", "%x", "%j")}
+{_loaded("low.cos", "%cos", "%i")}
+{_loaded("high.cos", "%cos", "%j")}
+{_loaded("low.sin", "%sin", "%i")}
+{_loaded("high.sin", "%sin", "%j")}
+  %less.high = fneg <{LANES} x float> %high
+{_half("first", "%low", "%less.high", "%low.cos", "%low.sin")}
+{_half("second", "%high", "%low", "%high.cos", "%high.sin")}
+  %first.at = getelementptr i16, ptr %out, i64 %i
+  store <{LANES} x i16> %first, ptr %first.at, align 2
+  %second.at = getelementptr i16, ptr %out, i64 %j
+  store <{LANES} x i16> %second, ptr %second.at, align 2
+  %i.next = add i64 %i, {LANES}
+  %more = icmp slt i64 %i.next, %half
+  br i1 %more, label %strip, label %done
+done:
+  ret void
+}}
+"""
+"""The rotary embedding that takes a head's first half and its second one as a number's two parts."""
+
+
+def _add_and_norm() -> str:
+    """after = bf16(x + added), and its norm."""
+    return f"""
+define void @add_and_norm(ptr %arguments, i64 %unit) #0 {{
+entry:
+{_loads(_LAST)}
+{_pointers("x", "after", "normed", "added", "weight")}
+{_real("eps")}
+  br label %strip
+strip:
+  %i = phi i64 [0, %entry], [%i.next, %strip]
+{_loaded("a", "%x.p", "%i")}
+{_loaded("b", "%added.p", "%i")}
+  %sum = fadd <{LANES} x float> %a, %b
+{as_bf16("sum", "near", LANES)}
+{halved("near", "result", LANES)}
+  %to = getelementptr i16, ptr %after.p, i64 %i
+  store <{LANES} x i16> %result, ptr %to, align 2
+  %i.next = add i64 %i, {LANES}
+  %more = icmp slt i64 %i.next, %size
+  br i1 %more, label %strip, label %norm
+norm:
+  call void @rms_norm(ptr %after.p, ptr %weight.p, ptr %normed.p, i64 1, i64 %size, float %eps.f)
+  ret void
+}}
+"""
