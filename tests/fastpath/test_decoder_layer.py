@@ -6,7 +6,7 @@ written or read one place off, a layer of another structure, and a way that some
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,91 +16,25 @@ from torch import nn
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
-from smoe.bounds import INT8
-from smoe.fastpath import attention, decoder_layer, linear, norm
-from smoe.formats.registry import FORMATS
+from smoe.fastpath import decoder_layer
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.models.kv_cache import RowCache
-from smoe.models.quantised_linear import keep_quantised
-from smoe.packing.quantiser import quantised
 from tests import oracle, promised
+from tests.fastpath.layers import IDS, MODELS, PROMPT, adopt, logits, model_of, quantise
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "attn_implementation": "sdpa",
-}
-MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "norms of heads": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2,
-                                                             "moe_intermediate_size": 32}),
-    "no norms of heads": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "head_dim": 32}),
-    "biases": (Qwen2MoeConfig, Qwen2MoeForCausalLM, {"num_experts": 4, "moe_intermediate_size": 32,
-                                                     "shared_expert_intermediate_size": 32}),
-    "a part turned": (Glm4MoeConfig, Glm4MoeForCausalLM, {"head_dim": 64, "partial_rotary_factor": 0.5,
-                                                          "n_routed_experts": 4, "num_experts_per_tok": 2,
-                                                          "moe_intermediate_size": 32, "first_k_dense_replace": 1}),
-}  # fmt: skip
 OTHERS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "norms of all heads together": (OlmoeConfig, OlmoeForCausalLM, {"num_experts": 4, "num_experts_per_tok": 2}),
     "a factor before each sum": (GraniteMoeConfig, GraniteMoeForCausalLM, {"num_local_experts": 4,
                                                                            "residual_multiplier": 0.5}),
     "norms of another formula": (GemmaConfig, GemmaForCausalLM, {"head_dim": 32}),
 }  # fmt: skip
-IDS = torch.randint(96, (1, 12), generator=torch.Generator().manual_seed(0))
-PROMPT = 7
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[SpinningPool]:
-    """In our own order, which every CPU with our kernels has."""
-    promised.needs_machine_code()
-    with SpinningPool(2, in_own_order=True) as made:
-        yield made
-
-
-def model_of(config: type, make: type, more: dict[str, Any]) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel = make(config(**(SIZES | more))).bfloat16().eval().requires_grad_(False)
-    for module in model.modules():
-        if "Norm" in type(module).__name__:
-            module.weight.copy_(1 + 0.3 * torch.randn_like(module.weight))
-    return model
-
-
-def quantise(model: PreTrainedModel) -> None:
-    """The projections of attention, as files in 8 bits have them."""
-    form = FORMATS["Q8_0"]
-    for name, weight in list(model.named_parameters()):
-        if "_proj.weight" in name and "self_attn" in name:
-            keep_quantised(model, name, form, quantised(weight.float(), form)[0], torch.bfloat16)
-
-
-def adopt(model: PreTrainedModel, pool: SpinningPool) -> int:
-    """All parts, then the layers; returns how many of these."""
-    norms = norm.speed_up(model)
-    attention.speed_up(model, pool, is_measured=False)
-    linears = linear.speed_up(model, pool, {}, INT8, is_measured=False).parts
-    return decoder_layer.speed_up(model, pool, decoder_layer.Adopted(linears, norms))
 
 
 def taken_back(model: PreTrainedModel) -> None:
@@ -108,20 +42,6 @@ def taken_back(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(getattr(module.__dict__.get("forward"), "__self__", None), decoder_layer.OneToken):
             del module.forward
-
-
-def logits(model: PreTrainedModel, ids: torch.Tensor = IDS, start: int = 0, **more: Any) -> list[torch.Tensor]:
-    """Of a prompt's last token, then of one token after the other; `start`: its place in the cache."""
-    cache = RowCache(model.config, ids.shape[0], start + ids.shape[1])
-    cache.start = start
-    found = []
-    with torch.no_grad():
-        for begin, end in ((0, PROMPT), *((n, n + 1) for n in range(PROMPT, ids.shape[1]))):
-            cache.begin(end - begin, ids.shape[0])
-            output = model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, **more)
-            cache.commit()
-            found.append(output.logits[:, -1])
-    return found
 
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -140,12 +60,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("is_quantised", [False, True], ids=["bf16", "8 bits"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_bits_are_those_of_the_parts(
-    kind: str, is_quantised: bool, pool: SpinningPool, monkeypatch: pytest.MonkeyPatch
+    kind: str, is_quantised: bool, own_order: SpinningPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(*MODELS[kind])
     if is_quantised:
         quantise(model)
-    assert adopt(model, pool) == 2
+    assert len(adopt(model, own_order)) == 2
     seen = calls(monkeypatch)
     ours = [logits(model), logits(model, start=3)]
     assert len(seen) == 4 * (IDS.shape[1] - PROMPT)
@@ -156,18 +76,20 @@ def test_the_bits_are_those_of_the_parts(
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_layers_go_the_librarys_way(kind: str, pool: SpinningPool) -> None:
+def test_other_layers_go_the_librarys_way(kind: str, own_order: SpinningPool) -> None:
     model = model_of(*OTHERS[kind])
-    assert adopt(model, pool) == 0
+    assert not adopt(model, own_order)
 
 
-def test_a_layer_that_does_something_more_is_found_out(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_does_something_more_is_found_out(
+    own_order: SpinningPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names and shapes are all as known: only comparing tells."""
     model = model_of(*MODELS["norms of heads"])
     (of_layer,) = {type(layer) for layer in model.model.layers}
     forward = of_layer.forward
     monkeypatch.setattr(of_layer, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs) * 2)
-    assert adopt(model, pool) == 0
+    assert not adopt(model, own_order)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "dots1"])
@@ -183,10 +105,10 @@ def test_whole_models_are_exact(
 
 
 @pytest.fixture
-def adopted(pool: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, list[int]]:
+def adopted(own_order: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, list[int]]:
     """A model, and what goes through the work."""
     model = model_of(*MODELS["norms of heads"])
-    assert adopt(model, pool) == 2
+    assert len(adopt(model, own_order)) == 2
     return model, calls(monkeypatch)
 
 

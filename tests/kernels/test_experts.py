@@ -6,16 +6,21 @@ it needs is there, an expert's output in another's row, scratch that is too smal
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from smoe.bounds import INT8
+from smoe.formats.registry import FORMATS
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import Expert, Sums, TokenExperts
-from smoe.kernels.matrix import in_bf16
+from smoe.kernels.matrix import Matrix, in_bf16, products_of
 from smoe.kernels.spinning_pool import SpinningPool
+from smoe.packing.quantiser import quantised
 from tests import promised
 
 
@@ -70,6 +75,45 @@ def test_the_bits_are_the_librarys(
         kernel.forward(x, chosen[part::parts], rows)
     kernel.forward(x, chosen[parts - 1 :: parts], rows, Sums(gains.tolist(), [(0, count)], out))
     assert torch.equal(out, library(x, experts, gains))
+
+
+FORMS = [("Q4_1", "Q3_K"), ("Q8_0", "Q8_0"), (None, None)]
+
+
+@pytest.mark.parametrize("forms", FORMS, ids=str)
+def test_one_token_has_the_bits_of_the_work_it_saves(forms: tuple[str | None, str | None]) -> None:
+    """Whatever experts follow each other, from whatever addresses, and after works that need more room."""
+    promised.needs_machine_code()
+    hidden, inner, count = 256, 256, 5
+    table, generator = activation_table(swiglu), torch.Generator().manual_seed(0)
+    assert table is not None
+    tokens = torch.randn(6, 1, hidden, generator=generator).bfloat16()
+    experts = [matrices_of(forms, hidden, inner, seed) for seed in range(8)]
+    with SpinningPool(2, in_own_order=True) as pool:
+        kernel, other = (TokenExperts(pool, hidden, inner, table) for _ in range(2))
+        for n, x in enumerate(tokens):
+            chosen = [experts[k] for k in torch.randperm(8, generator=generator)[: count - n % 2].tolist()]
+            gains = torch.rand(len(chosen), generator=generator).tolist()
+            ours, theirs = torch.empty_like(x), torch.empty_like(x)
+            kernel.one_token(x, [matrices for matrices, _ in chosen], gains, ours)
+            rows = torch.empty(len(chosen), hidden, dtype=torch.bfloat16)
+            works = [Expert(matrices, [(0, place)]) for place, (matrices, _) in enumerate(chosen)]
+            other.forward(x, works, rows, Sums(gains, [(0, len(chosen))], theirs))
+            assert torch.equal(ours, theirs)
+            if n == 2:
+                pool.byte_rows(1 << 20)
+                kernel.reserve(1000)
+
+
+def matrices_of(forms: tuple[str | None, str | None], hidden: int, inner: int, seed: int) -> tuple[list[Matrix], Any]:
+    """Gate, up and down of an expert, and what their addresses refer to."""
+    [(up, down)] = some_experts(1, hidden, inner, seed)
+    if forms[0] is None:
+        return list(in_bf16(up.t(), down.t())), (up, down)
+    parts = [(up[:inner], forms[0]), (up[inner:], forms[0]), (down, forms[1])]
+    codes = [(quantised(weights.float(), FORMATS[form])[0], FORMATS[form]) for weights, form in parts]
+    made = [Matrix(data.data_ptr(), data.shape[0], hidden, products_of(form, INT8)) for data, form in codes]
+    return made, codes
 
 
 def test_a_sum_alone(pool: SpinningPool) -> None:

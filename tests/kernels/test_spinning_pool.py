@@ -17,7 +17,7 @@ from smoe.cpu_isa import FAMILY, X86
 from smoe.kernels import jit, object_cache, row_product, spinning_pool, tasks
 from smoe.kernels.proof import agrees, agrees_on_rows, part_that_agrees
 from smoe.kernels.row_product import fits
-from smoe.kernels.spinning_pool import Product, SpinningPool
+from smoe.kernels.spinning_pool import Ahead, Product, SpinningPool
 from tests import promised
 
 SHAPES = [(192, 32), (64, 96), (16, 512), (1536, 544), (64, 768), (512, 2048), (48, 4096), (256, 1408), (80, 96)]
@@ -124,6 +124,22 @@ def test_more_products_than_the_block_holds(pool: SpinningPool, monkeypatch: pyt
     batch = [product(80, 96, seed=n) for n in range(8)]
     pool.multiply(batch)
     assert all(torch.equal(out, x @ w) for x, w, out, *_ in batch)
+
+
+def test_what_is_fetched_ahead_changes_nothing(pool: SpinningPool) -> None:
+    """More ranges than there is room for, memory that is nobody's, and none; works go on meanwhile."""
+    w, x = torch.randn(2, 512, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    matrix, row = w.t(), x[:1]
+    pool.expect_readers(False)
+    outs = []
+    for ranges in ([], [(w.data_ptr(), w.nbytes)], [(w.data_ptr(), 5000)] * 20, [(1 << 46, 1 << 20)], []):
+        pool.fetch_ahead(Ahead.of(ranges))
+        out = torch.empty(1, 512, dtype=torch.bfloat16)
+        for _ in range(20):
+            pool.multiply([Product(row, matrix, out)])
+        outs.append(out)
+    pool.expect_readers(True)
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_closing_ends_the_helpers() -> None:

@@ -38,7 +38,7 @@ from smoe.kernels.threads import threads
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-_NAME = "sdpa"
+NAME = "sdpa"
 _ATTRIBUTE = "one_query"
 """Where a module carries its kernel, ..."""
 _THREADS = "library_threads"
@@ -83,7 +83,7 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = Tru
 
     Takes some tens of milliseconds for every distinct shape, and as long once a process.
     """
-    if model.config.get_text_config()._attn_implementation != _NAME or libm() is None:
+    if model.config.get_text_config()._attn_implementation != NAME or libm() is None:
         return 0
     library, verdicts, settled = _behind_the_name(), dict[Shape, tuple[bool, bool]](), 0
     for module in model.modules():
@@ -109,7 +109,7 @@ def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
     file calls eager."""
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     name = model.config.get_text_config()._attn_implementation
-    if name == _NAME:
+    if name == NAME:
         _behind_the_name()
     elif name != "eager" or not all(map(_stands_before_eager, attentions)):
         return False
@@ -293,13 +293,13 @@ def _products(query: torch.Tensor, keys: torch.Tensor) -> int:
 
 def _behind_the_name() -> Attention:
     """The library's function; from now on ours stands before it, once a process."""
-    registered: Attention = ALL_ATTENTION_FUNCTIONS[_NAME]
+    registered: Attention = ALL_ATTENTION_FUNCTIONS[NAME]
     library: Attention | None = getattr(registered, "library", None)
     if library is not None:
         return library
     ours = _row_by_row(_standing_before(registered), is_causal=True)
     ours.library = registered  # type: ignore[attr-defined]
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, ours)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, ours)
     return registered
 
 

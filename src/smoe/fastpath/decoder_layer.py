@@ -10,6 +10,7 @@ rows, masks, hooks and parts that somebody has replaced (adapters) go the librar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -51,15 +52,15 @@ class _Embeddings(NamedTuple):
     sin: torch.Tensor
 
 
-def speed_up(model: PreTrainedModel, pool: SpinningPool, adopted: Adopted) -> int:
-    """Give every decoder layer whose bits the work reproduces the work for one token; returns how many.
+def speed_up(model: PreTrainedModel, pool: SpinningPool, adopted: Adopted) -> dict[nn.Module, OneToken]:
+    """Give every decoder layer whose bits the work reproduces the work for one token; returns those layers.
 
     Takes some ten milliseconds for every distinct kind of layer.
     """
     embeddings = _embeddings(model)
     if embeddings is None:
-        return 0
-    scratch, verdicts, count = Scratch(), dict[object, bool](), 0
+        return {}
+    scratch, verdicts, found = Scratch(), dict[object, bool](), dict[nn.Module, OneToken]()
     for layer in model.modules():
         parts = _parts(layer, adopted, embeddings.cos.shape[-1])
         if parts is None:
@@ -70,8 +71,10 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, adopted: Adopted) -> in
             verdicts[kind] = _agrees(model, layer, ours, embeddings)
         if verdicts[kind]:
             layer.forward = ours.forward  # type: ignore[method-assign]
-            count += 1
-    return count
+            found[layer] = ours
+    for one, following in itertools.pairwise(found.values()):
+        one.work.following = following.work
+    return found
 
 
 def _embeddings(model: PreTrainedModel) -> _Embeddings | None:
@@ -118,32 +121,31 @@ def _parts(layer: nn.Module, adopted: Adopted, rotary: int) -> Parts | None:
 
 
 def _projection(module: nn.Module, linears: Mapping[nn.Module, int]) -> Projection | None:
-    bias = None if module._parameters.get("bias") is None else _address(module, "bias")
+    bias = None if module._parameters.get("bias") is None else _address(module._parameters, "bias")
     if isinstance(module, QuantisedLinear) and module.pool is not None:
-        return Projection(lambda: module.matrix, module.out_features, module.in_features, bias)
+        return Projection(module.matrix, _address(module._buffers, "codes"), module.codes.nbytes, bias)
     if module in linears:
-        outputs, columns = module.get_parameter("weight").shape
-        at = _address(module, "weight")
-        return Projection(lambda: Matrix(at(), outputs, columns), outputs, columns, bias, linears[module])
+        weight = module.get_parameter("weight")
+        matrix = Matrix(weight.data_ptr(), *weight.shape)
+        return Projection(matrix, _address(module._parameters, "weight"), weight.nbytes, bias, linears[module])
     return None
 
 
 def _norm(module: nn.Module, norms: Mapping[nn.Module, float]) -> Norm | None:
     if module not in norms:
         return None
-    return Norm(_address(module, "weight"), module.get_parameter("weight").numel(), norms[module])
+    return Norm(_address(module._parameters, "weight"), module.get_parameter("weight").numel(), norms[module])
 
 
-def _address(module: nn.Module, name: str) -> Callable[[], int]:
-    """Where a parameter lies at present: its module may be given another."""
-    parameters = module._parameters
-    return lambda: parameters[name].data_ptr()  # type: ignore[union-attr]
+def _address(tensors: Mapping[str, torch.Tensor | None], name: str) -> Callable[[], int]:
+    """Where a module's tensor lies at present: it may be given another."""
+    return lambda: tensors[name].data_ptr()  # type: ignore[union-attr]
 
 
 def _kind(layer: nn.Module, parts: Parts) -> object:
     """Equal for layers that differ in the values of their weights alone."""
     projections = [
-        (each.matrix()._replace(address=0), each.bias is not None, each.part)
+        (each.matrix._replace(address=0), each.bias is not None, each.part)
         for each in (parts.q, parts.k, parts.v, parts.o)
     ]
     norms = [each and (each.size, each.eps) for each in (parts.norm, parts.last_norm, parts.q_norm)]
@@ -176,7 +178,7 @@ class OneToken:
         **kwargs: Any,
     ) -> Any:
         """As the library's; what follows the hidden states is given by name, as models do."""
-        if attention_mask is None and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
+        if attention_mask is None and self.is_sdpa and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
             place = self.place(hidden_states, position_embeddings, past_key_values)
             if place is not None:
                 return self.one_token(hidden_states, position_embeddings, place)
@@ -192,6 +194,11 @@ class OneToken:
         given: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return after + given
 
+    @property
+    def is_sdpa(self) -> bool:
+        """Whether the model still has the attention that was proven."""
+        return bool(self._attention.config._attn_implementation == attention.NAME)  # type: ignore[union-attr]
+
     def is_untouched(self) -> bool:
         """Whether the parts are those that were proven, and nothing is to be called with what they compute."""
         return (
@@ -206,6 +213,10 @@ class OneToken:
             return None
         if hidden.requires_grad or not (isinstance(embeddings, tuple) and all(map(_is_row, embeddings))):
             return None
+        return self.place_in(cache)
+
+    def place_in(self, cache: RowCache) -> Place | None:
+        """Where the keys and values of a cache's next position go; None where this layer cannot write them."""
         layer = cache.layers[self.index]
         found = layer.place() if isinstance(layer, Positioned) else None
         return None if found is None else Place(*found)

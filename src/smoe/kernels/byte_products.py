@@ -128,7 +128,7 @@ class _Products:
         begin = code.at(self.w, build.mul(self.first, self.stride))
 
         def line(i: Value, _: list[Value]) -> list[Value]:
-            code.prefetch(code.at(begin, i))
+            code.prefetch(code.at(begin, i), is_read_once=True)
             return []
 
         code.loop(code.number(0), build.mul(outputs, self.stride), _LINE, [], line)
@@ -180,7 +180,7 @@ class _Products:
                         sums.add(self._as_bytes(codes), self._copied(code.at(x.numbers, k)))
                         k += 4
                     while fetched * form.numbers < lines * k:
-                        code.prefetch(code.at(ahead, _LINE * fetched))
+                        code.prefetch(code.at(ahead, _LINE * fetched), is_read_once=True)
                         fetched += 1
                     code.cut(self.has_columns)
             offset = None if minimum is None else columns.offset(group, minimum)

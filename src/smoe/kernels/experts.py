@@ -13,6 +13,7 @@ in its own order (`own_order.py`) has that of the products instead (grade E1).
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -23,7 +24,7 @@ from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.matrix import ByteFunctions, Matrix
 from smoe.kernels.quantised_work import FEW_ROWS, LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT, unit_of
-from smoe.kernels.rows import MOST_ROWS, passes
+from smoe.kernels.rows import MOST_ROWS, RowLists, passes
 from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class TokenExperts:
         self.wide_at = self.gated_at = 0
         """Where there is room for what is between the products."""
         self.reserve(8)
+        self._prepared: dict[tuple[int, ...], PreparedToken] = {}
 
     def reserve(self, rows: int) -> None:
         """Room for what so many rows are between the products."""
@@ -99,8 +101,21 @@ class TokenExperts:
         work.ups()
         work.downs()
         if sums is not None:
-            work.sums(sums)
+            gains = (ctypes.c_float * len(sums.gains))(*sums.gains)
+            work.sums(sums.spans, ctypes.addressof(gains), sums.out.data_ptr())
         self.run(work, len(experts))
+
+    def one_token(
+        self, x: torch.Tensor, experts: Sequence[Sequence[Matrix]], gains: Sequence[float], out: torch.Tensor
+    ) -> None:
+        """x [1, H] through the matrices of experts, at most `MOST_EXPERTS`; times their gains, added up in this order:
+        out [1, H]. Both are bf16 and lie in one piece."""
+        formats = tuple([id(matrix.products) for matrices in experts for matrix in matrices])
+        prepared = self._prepared.get(formats)
+        if prepared is None or not prepared.is_current:
+            prepared = self._prepared[formats] = PreparedToken(self, experts)
+        addresses = [matrix.address for matrices in experts for matrix in matrices]
+        prepared.run(x.data_ptr(), addresses, gains, out.data_ptr())
 
     def run(self, work: ExpertWork, experts: int) -> None:
         """Have the pool carry out the tasks of so many experts."""
@@ -126,8 +141,10 @@ class ExpertWork:
     An expert's first product, its gates and its second one count what they have done at a word of its own.
     """
 
-    def __init__(self, shape: TokenExperts, x: int, rows: int, experts: Sequence[Expert]) -> None:
-        """`x` and `rows`: addresses."""
+    def __init__(
+        self, shape: TokenExperts, x: int, rows: int, experts: Sequence[Expert], lists: RowLists | None = None
+    ) -> None:
+        """`x` and `rows`: addresses. `lists`: room for lists of rows that only this work uses; None: the pool's."""
         self.fields: list[int] = []
         self.units = 0
         self._shape = shape
@@ -144,16 +161,20 @@ class ExpertWork:
         """Of tokens in 8 bits: where they are, the word that counts units done, and how many there are."""
         self.prepared: dict[Layout, tuple[int, int, int]] = {}
         """The same of tokens that were made before."""
+        self.byte_rows = 0
+        """Bytes of all rows in 8 bits, ..."""
         self._gated_byte_rows = 0
-        """Where gated rows in 8 bits go."""
+        """... and where gated rows in 8 bits go."""
         self._kept: list[object] = []
+        self._lists = shape.pool.row_lists if lists is None else lists
 
     def make_byte_rows(self, tokens: int) -> None:
         """The tokens in 8 bits, in every layout that a first product needs; room for the gated rows behind them."""
         hidden, pool = self._shape.hidden, self._shape.pool
         ups = {each.layout: each for expert in self._experts for each in byte_functions(expert.matrices[:-1])}
         sizes = [tokens * layout.nbytes(hidden) for layout in ups]
-        at = pool.byte_rows(sum(sizes) + self._gated_bytes)
+        self.byte_rows = sum(sizes) + self._gated_bytes
+        at = pool.byte_rows(self.byte_rows)
         units = -(-tokens // ROWS_OF_UNIT)
         for n, (functions, size) in enumerate(zip(ups.values(), sizes, strict=True), start=len(self._experts)):
             done = pool.word(tasks.PROGRESS + n)
@@ -188,7 +209,7 @@ class ExpertWork:
         """Room for one of each matrix, and for one of all rows."""
         counts = [(len(expert.matrices), len(expert.places)) for expert in self._experts]
         words = sum([matrices * (1 + 2 * rows) for matrices, rows in counts])
-        self._shape.pool.row_lists.begin(words + 1 + 2 * sum([rows for _, rows in counts]))
+        self._lists.begin(words + 1 + 2 * sum([rows for _, rows in counts]))
 
     def ups(self) -> None:
         """The first products, into the scratch: row after row, expert after expert."""
@@ -245,7 +266,7 @@ class ExpertWork:
         wait: tuple[int, int],
         count_at: int,
     ) -> None:
-        given = self._shape.pool.row_lists.add(pairs)
+        given = self._lists.add(pairs)
         self.fields += (self.units, matrix.outputs, self._byte_size, tasks.FORMAT, *wait, count_at, functions.products)
         self.fields += (given, matrix.address, 0, matrix.columns, 0)
         self.units += -(-matrix.outputs // self._byte_size)
@@ -312,19 +333,66 @@ class ExpertWork:
     def add_rows(self, function: int, gains: int, totals: Sequence[int]) -> None:
         """Every row times its gain, added to the totals at these addresses, once all products are there."""
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
-        given = pool.row_lists.add([(self._out + 2 * hidden * n, total) for n, total in enumerate(totals)])
+        given = self._lists.add([(self._out + 2 * hidden * n, total) for n, total in enumerate(totals)])
         self.fields += (self.units, hidden, _SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
         self.fields += (given, gains, 0, hidden, 0)
         self.units += -(-hidden // _SUM_UNIT)
 
-    def sums(self, sums: Sums) -> None:
-        """Every token's rows, once all products are there."""
-        pool, hidden, out, before = self._shape.pool, self._shape.hidden, self._out, self.units
-        gains = (ctypes.c_float * len(sums.gains))(*sums.gains)
-        self._kept.append(gains)
-        for token, (first, count) in enumerate(sums.spans):
+    def sums(self, spans: Sequence[tuple[int, int]], gains: int, out: int) -> None:
+        """Every token's rows, once all products are there: spans as in `Sums`, addresses of the gains and of [T, H]."""
+        pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
+        for token, (first, count) in enumerate(spans):
             if count:
                 self.fields += (self.units, hidden, _SUM_UNIT, tasks.COMBINE, pool.finished, before, pool.nowhere)
-                self.fields += (out + 2 * hidden * first, ctypes.addressof(gains) + 4 * first)
-                self.fields += (sums.out.data_ptr() + 2 * hidden * token, count, hidden, 0)
+                self.fields += (self._out + 2 * hidden * first, gains + 4 * first, out + 2 * hidden * token)
+                self.fields += (count, hidden, 0)
                 self.units += -(-hidden // _SUM_UNIT)
+
+
+_X, _OUT, _FIRST = 1 << 50, 1 << 51, 1 << 52
+"""No addresses: they stand in tasks for the token, its sum, and the first of its experts' matrices."""
+
+
+class PreparedToken:
+    """The tasks of one token's experts of some formats, but for addresses: made once, as making them takes Python a
+    fifth of the time of their products."""
+
+    def __init__(self, shape: TokenExperts, experts: Sequence[Sequence[Matrix]]) -> None:
+        count = len(experts)
+        shape.reserve(count)
+        self._shape, self._count = shape, count
+        self._rows = np.empty((count, shape.hidden), np.uint16)
+        self._gains, self._lists = (ctypes.c_float * count)(), RowLists()
+        number = itertools.count(_FIRST)
+        marked = [[matrix._replace(address=next(number)) for matrix in matrices] for matrices in experts]
+        chosen = [Expert(matrices, [(0, n)]) for n, matrices in enumerate(marked)]
+        work = ExpertWork(shape, _X, _address(self._rows), chosen, self._lists)
+        work.make_byte_rows(1)
+        work.ups()
+        work.downs()
+        work.sums([(0, count)], ctypes.addressof(self._gains), _OUT)
+        self._work = work
+        self._memory = self._places()
+        self._fields = np.array(work.fields, np.int64)
+        self._at_x, self._at_out = np.flatnonzero(self._fields == _X), np.flatnonzero(self._fields == _OUT)
+        self._at_matrices = np.flatnonzero(self._fields >= _FIRST)
+        self._order = (self._fields[self._at_matrices] - _FIRST).tolist()
+
+    def _places(self) -> tuple[int, int, int]:
+        """Where the pool and the shape have room for what is between the products."""
+        return self._shape.pool.byte_rows(self._work.byte_rows), self._shape.wide_at, self._shape.gated_at
+
+    @property
+    def is_current(self) -> bool:
+        """Whether that room is still where it was."""
+        return self._places() == self._memory
+
+    def run(self, x: int, matrices: Sequence[int], gains: Sequence[float], out: int) -> None:
+        """Addresses of the token, of its experts' matrices, and of its sum."""
+        fields = self._fields
+        fields[self._at_x], fields[self._at_out] = x, out
+        fields[self._at_matrices] = [matrices[n] for n in self._order]
+        self._gains[:] = list(gains)
+        shape, work = self._shape, self._work
+        is_long = 3 * shape.inner * shape.hidden * self._count >= WAKING_WEIGHTS
+        shape.pool.run_packed(fields.ctypes.data, fields.nbytes, work.units, is_long, self._count + len(work.layouts))

@@ -64,6 +64,22 @@ class Product(NamedTuple):
     """How many k are summed together before the parts are added up; 0: all."""
 
 
+class Ahead(NamedTuple):
+    """Memory that is worth fetching, as machine code finds it (`tasks.py`)."""
+
+    packed: bytes
+    pieces: int
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[int, int]]) -> Ahead:
+        """(address, bytes) of each, in the order in which it is needed; of more than `MOST_RANGES` the first."""
+        words, pieces = list[int](), 0
+        for address, nbytes in ranges[: tasks.MOST_RANGES]:
+            words += [pieces, address]
+            pieces += nbytes // tasks.PIECE
+        return cls(struct.pack(f"{len(words) + 1}q", *words, pieces), pieces)
+
+
 _LINE = 64
 _FEW_ROWS = 8
 """Of bf16 matrices in our own order on CPUs with AVX-512, where the library has a fast product for more (oneDNN)."""
@@ -86,10 +102,11 @@ class SpinningPool:
         self.most_own_rows = MOST_QUANTISED_ROWS if isa is not None and isa.lanes < 16 else _FEW_ROWS
         """... and so many rows at most."""
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
-        self._block = (ctypes.c_int64 * (tasks.HEADER + tasks.MOST_TASKS * tasks.FIELDS))()
+        self._block = (ctypes.c_int64 * tasks.WORDS)()
         self._address = ctypes.addressof(self._block)
         self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES)
         self._progress_at, self._tasks_at = self.word(tasks.PROGRESS), self.word(tasks.HEADER)
+        self._ranges_at = self.word(tasks.RANGES)
         self.at_once = self.word(tasks.PATIENCE)
         """A word that has always reached 0: for tasks that wait for nothing."""
         self.nowhere = self.word(tasks.NOWHERE)
@@ -113,6 +130,13 @@ class SpinningPool:
     def expect_readers(self, are_there: bool) -> None:
         """Whether other threads have use for the cores between two works; if not, helpers look out for work longer."""
         self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE)
+
+    def fetch_ahead(self, ahead: Ahead) -> None:
+        """Memory that will be multiplied next: helpers fetch it while Python runs. What was named before, and is not
+        fetched yet, no longer is."""
+        self._block[tasks.SPARE] = 0
+        ctypes.memmove(self._ranges_at, ahead.packed, len(ahead.packed))
+        self._block[tasks.SPARE] = ahead.pieces << 32
 
     def word(self, index: int) -> int:
         """The address of a word of the block."""
@@ -212,13 +236,13 @@ class SpinningPool:
 
         The first `counts` words of the progress begin at zero. `is_long`: worth waking those who sleep.
         """
-        self.run_packed(struct.pack(f"{len(fields)}q", *fields), units, is_long, counts)
+        self.run_packed(struct.pack(f"{len(fields)}q", *fields), 8 * len(fields), units, is_long, counts)
 
-    def run_packed(self, packed: bytes, units: int, is_long: bool, counts: int = 0) -> None:
-        """`run`, of fields that are packed: words of 8 bytes."""
-        assert len(packed) <= 8 * tasks.MOST_TASKS * tasks.FIELDS, "more tasks than there is room for"
+    def run_packed(self, packed: bytes | int, nbytes: int, units: int, is_long: bool, counts: int = 0) -> None:
+        """`run`, of fields that are packed in words of 8 bytes, or lie so at an address."""
+        assert nbytes <= 8 * tasks.MOST_TASKS * tasks.FIELDS, "more tasks than there is room for"
         ctypes.memset(self._progress_at, 0, 8 * counts)
-        ctypes.memmove(self._tasks_at, packed, len(packed))
+        ctypes.memmove(self._tasks_at, packed, nbytes)
         if is_long:
             self._wake()
         self._work(self._address, units)

@@ -7,8 +7,11 @@ The block of memory that the threads share, in words of 8 bytes:
                of this.
     finished   how many units are done
     patience   ticks for which a helper looks out for work before it sleeps (`_Own.now`)
+    spare      how many pieces of memory are worth fetching (upper half) and the first that nobody has fetched (lower
+               half): what will be multiplied next, for helpers that have nothing else to do
     progress   a count for each of the caller's own purposes, such as an expert's finished units
     tasks      one after the other, in the order in which their units are taken
+    ranges     of the memory worth fetching: (first piece, address) of each, then the number of all pieces
 
 A task is (first unit, outputs, outputs in a unit, kind, wait at, wait for, count at, a, b, c, d, e, f): its units
 begin once the word at `wait at` has reached `wait for`, and each that is done adds one to the word at `count at`.
@@ -34,12 +37,19 @@ from typing import NamedTuple
 from smoe.cpu_isa import AARCH64, FAMILY, X86
 from smoe.kernels import elementwise, row_product
 
-OPEN, FINISHED, PATIENCE, NOWHERE, PROGRESS = 0, 8, 9, 10, 16
+OPEN, FINISHED, PATIENCE, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
 """Words of the header; `open` has a cache line to itself. Nobody reads what is counted at `NOWHERE`."""
 MOST_COUNTS = 144
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
 MOST_TASKS = 8192
+RANGES = HEADER + MOST_TASKS * FIELDS
+MOST_RANGES = 8
+WORDS = RANGES + 2 * MOST_RANGES + 1
+"""Of the whole block."""
+PIECE = 4096
+"""Bytes that are fetched before a helper looks out for work again: 0.2 us."""
+_LINE = 64
 PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
 _STRIP = 32
 """Outputs for which all rows are computed before the next: their weights stay in the second cache level meanwhile."""
@@ -83,6 +93,7 @@ define void @ticks_a_second(ptr %at) {
 }
 _PLAIN = """
 declare i64 @llvm.smin.i64(i64, i64)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 attributes #0 = { nounwind }
 """
 
@@ -277,11 +288,13 @@ done:
 
 
 def _serve(own: _Own) -> str:
-    """Helps until there has been nothing to do for longer than the patience."""
+    """Helps until there has been nothing to do for longer than the patience; fetches what is worth it meanwhile."""
     return f"""
 define void @serve(ptr %block) {{
 entry:
 {_word("open", OPEN)}
+{_word("spare", SPARE)}
+{_word("ranges", RANGES)}
 {_word("patience.at", PATIENCE)}
   br label %rest
 rest:
@@ -292,10 +305,44 @@ look:
   %unit = and i64 %seen, {_LOWER}
   %units = lshr i64 %seen, 32
   %is.work = icmp ult i64 %unit, %units
-  br i1 %is.work, label %help, label %pause
+  br i1 %is.work, label %help, label %other
 help:
   call void @take(ptr %block)
   br label %rest
+other:
+  %left = load atomic i64, ptr %spare acquire, align 8
+  %next = and i64 %left, {_LOWER}
+  %pieces = lshr i64 %left, 32
+  %is.spare = icmp ult i64 %next, %pieces
+  br i1 %is.spare, label %fetch, label %pause
+fetch:
+  %taken = atomicrmw add ptr %spare, i64 1 seq_cst
+  %piece = and i64 %taken, {_LOWER}
+  br label %find
+find:
+  %range = phi ptr [%ranges, %fetch], [%range.next, %find]
+  %range.next = getelementptr i64, ptr %range, i64 2
+  %begins.next = load i64, ptr %range.next
+  %is.later = icmp sge i64 %piece, %begins.next
+  %is.end = icmp sge i64 %piece, %pieces
+  %is.other = xor i1 %is.end, true
+  %goes.on = and i1 %is.later, %is.other
+  br i1 %goes.on, label %find, label %found
+found:
+  %begins = load i64, ptr %range
+  %at.field = getelementptr i64, ptr %range, i64 1
+  %at = load ptr, ptr %at.field
+  %nth = sub i64 %piece, %begins
+  %offset = mul i64 %nth, {PIECE}
+  br label %line
+line:
+  %i = phi i64 [0, %found], [%i.next, %line]
+  %byte = add i64 %offset, %i
+  %line.at = getelementptr i8, ptr %at, i64 %byte
+  call void @llvm.prefetch.p0(ptr %line.at, i32 0, i32 2, i32 1)
+  %i.next = add i64 %i, {_LINE}
+  %more = icmp slt i64 %i.next, {PIECE}
+  br i1 %more, label %line, label %look
 pause:
   {own.pause}
   %now = {own.now}

@@ -23,7 +23,7 @@ from smoe.kernels.jit import Source, address_of, compile_functions
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.quantised_work import LONE_UNIT, unit_of
 from smoe.kernels.registers import as_bf16, halved, joined, widened
-from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
+from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, Ahead, SpinningPool
 
 LANES = 16
 _LINE = 64
@@ -44,14 +44,23 @@ class Norm(NamedTuple):
 class Projection(NamedTuple):
     """A linear layer as the pool multiplies it."""
 
-    matrix: Callable[[], Matrix]
-    """Where it lies at present."""
-    outputs: int
-    columns: int
+    matrix: Matrix
+    """As it lies at first, ..."""
+    at: Callable[[], int]
+    """... and the address of it at present."""
+    nbytes: int
     bias: Callable[[], int] | None = None
     """The address of its bias in bf16 at present."""
     part: int = 0
     """How many k are summed together, as of `Product`; of bf16 numbers in the library's order."""
+
+    @property
+    def outputs(self) -> int:
+        return self.matrix.outputs
+
+    @property
+    def columns(self) -> int:
+        return self.matrix.columns
 
 
 class Parts(NamedTuple):
@@ -113,6 +122,9 @@ class TokenAttention:
         self.parts = parts
         self._scratch = scratch
         self._arguments = _Arguments(pool, parts)
+        self.following: TokenAttention | None = None
+        """The work that comes after this layer's experts: its weights are fetched ahead."""
+        self._weights = Ahead.of([])
         self._known: tuple[int, ...] = ()
         """Addresses for which the tasks were made."""
         self._tasks, self._units = b"", 0
@@ -122,9 +134,8 @@ class TokenAttention:
             (parts.q, parts.k, parts.v, parts.o),
             (parts.norm, parts.last_norm, parts.q_norm, parts.k_norm),
         )
-        self._matrices = [each.matrix for each in projections]
-        self._others = [each.at for each in norms if each is not None]
-        self._others += [each.bias for each in projections if each.bias is not None]
+        self._places = [each.at for each in (*projections, *norms) if each is not None]
+        self._places += [each.bias for each in projections if each.bias is not None]
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
 
     def __call__(
@@ -132,18 +143,22 @@ class TokenAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [1, 1, H], cos and sin [1, 1, rotary]: the hidden states behind the attention, and their norm."""
         after, normed = torch.empty_like(hidden), torch.empty_like(hidden)
-        matrices = [matrix() for matrix in self._matrices]
-        known = self._scratch.address, *[each.address for each in matrices], *[at() for at in self._others]
+        known = self._scratch.address, *[at() for at in self._places]
         if known != self._known:
-            self._make_tasks(matrices)
+            self._make_tasks()
             self._known = known
+        if self.following is not None:
+            self._pool.fetch_ahead(self.following._weights)
         self._arguments.set(hidden, cos, sin, place, after, normed)
-        self._pool.run_packed(self._tasks, self._units, self._is_long, _COUNTS)
+        self._pool.run_packed(self._tasks, len(self._tasks), self._units, self._is_long, _COUNTS)
         return after, normed
 
-    def _make_tasks(self, matrices: Sequence[Matrix]) -> None:
+    def _make_tasks(self) -> None:
         parts, at, add = self.parts, self._scratch.places(self.parts), _Tasks(self._pool, self._lists)
         self._arguments.lay(at)
+        projections = parts.q, parts.k, parts.v, parts.o
+        matrices = [each.matrix._replace(address=each.at()) for each in projections]
+        self._weights = Ahead.of([(each.at(), each.nbytes) for each in projections])
         head_units = parts.heads // self._arguments.group
         normed = add.call(self._arguments.norm, 1, add.at_once)
         heads = add.products(at.normed, matrices[:3], (parts.q, parts.k, parts.v), (at.q, at.k, at.v), at, normed)

@@ -19,7 +19,7 @@ from smoe.compute.host_experts import HostExperts
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.fastpath import attention, decoder_layer, linear, norm
+from smoe.fastpath import attention, decoder_layer, linear, norm, token_pass
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
 from smoe.load.activations import activations_of, check_activations
@@ -77,7 +77,8 @@ def choose_arithmetic(
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
     adopted = linear.speed_up(model, chosen, routers, activations, is_measured)
-    decoder_layer.speed_up(model, chosen, decoder_layer.Adopted(adopted.parts, norms))
+    layers = decoder_layer.speed_up(model, chosen, decoder_layer.Adopted(adopted.parts, norms))
+    token_pass.speed_up(model, layers)
     return settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
 
 

@@ -22,7 +22,7 @@ from smoe.compute.thread_pool import ThreadPool
 from smoe.compute.unit import ComputeUnit, Others, Wanted
 from smoe.expert import EXACT, ExpertKey
 from smoe.gpu_kernels.slot_experts import SlotExperts
-from smoe.kernels.experts import TokenExperts
+from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
 from smoe.kernels.prompt_experts import Chosen, PromptExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.arena import Arena
@@ -238,15 +238,14 @@ class LayerCompute:
     ) -> torch.Tensor:
         """[T, H] through all their experts -> [T, H]."""
         serves = plan.serves
-        ascending = sorted(range(len(serves)), key=lambda n: serves[n].key)
-        tokens = decode_experts(
-            [self.math_of(serve.key) for serve in serves],
-            self.thread_pool,
-            hidden,
-            top_k_weights,
-            [serve.routes for serve in serves],
-            ascending,
-        )
+        kernel = self._kernel_of_token(plan, hidden) if on_look is None else None
+        if kernel is not None:
+            ascending = sorted(serves, key=_key_of)
+            routes, keys = [serve.routes[0] for serve in ascending], [serve.key for serve in ascending]
+            total = self._in_one_work(kernel, keys, hidden, top_k_weights, routes)
+            self._note_served(serves, 0)
+            return total
+        tokens = self._tokens(serves, hidden, top_k_weights)
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
@@ -273,16 +272,80 @@ class LayerCompute:
                 on_look(n + 1)
         return tokens.total()
 
+    def resident_token(
+        self, layer: int, chosen: Sequence[int], hidden: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[1, H] through these experts of a layer, which are all resident -> [1, H]; top_k_weights [1, K]."""
+        started = self._now()
+        order = sorted(range(len(chosen)), key=chosen.__getitem__)
+        keys = [(layer, chosen[n], EXACT) for n in order]
+        kernel = self._kernel_of(keys) if hidden.is_contiguous() else None
+        if kernel is not None:
+            total = self._in_one_work(kernel, keys, hidden, top_k_weights, order)
+        else:
+            serves = [Serve(key, (n,), waits=False) for key, n in zip(keys, order, strict=True)]
+            tokens = self._tokens(serves, hidden, top_k_weights)
+            self._residents(tokens, serves, 0, len(serves))
+            total = tokens.total()
+        self.arrivals.counters.compute_seconds += self._now() - started
+        return total
+
+    def _kernel_of_token(self, plan: LayerPlan, hidden: torch.Tensor) -> TokenExperts | None:
+        """What takes one token through all its experts at once, where all are here and it knows them."""
+        if hidden.shape[0] != 1 or plan.loads or not hidden.is_contiguous():
+            return None
+        if any(serve.waits or serve.unit != DEVICE or len(serve.routes) != 1 for serve in plan.serves):
+            return None
+        return self._kernel_of([serve.key for serve in plan.serves])
+
+    def _kernel_of(self, keys: Sequence[ExpertKey]) -> TokenExperts | None:
+        """What takes one token through these experts of a layer at once, if all are known to it."""
+        maths = [self._experts[key[0], key[2]] for key in keys]
+        kernel = maths[0].kernel
+        if kernel is None or len(keys) > MOST_EXPERTS or maths[0].sums_as_weights or maths[0].slots is not None:
+            return None
+        return kernel if maths.count(maths[0]) == len(maths) or all(math.kernel is not None for math in maths) else None
+
+    def _in_one_work(
+        self,
+        kernel: TokenExperts,
+        keys: Sequence[ExpertKey],
+        hidden: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        routes: Sequence[int],
+    ) -> torch.Tensor:
+        """[1, H] through experts in ascending order -> [1, H]; `routes`: the place of each in top_k_weights [1, K]."""
+        given, out, ready = top_k_weights.flatten().tolist(), torch.empty_like(hidden), self.arrivals.ready
+        began = time.perf_counter()
+        kernel.one_token(hidden, [ready(key).matrices for key in keys], [given[route] for route in routes], out)
+        self.pacing.compute_experts(began, [1] * len(keys))
+        return out
+
+    def _tokens(self, serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor) -> DecodeExperts:
+        """What computes few tokens' experts in the order of these serves."""
+        return decode_experts(
+            [self.math_of(serve.key) for serve in serves],
+            self.thread_pool,
+            hidden,
+            top_k_weights,
+            [serve.routes for serve in serves],
+            sorted(range(len(serves)), key=lambda n: serves[n].key),
+        )
+
+    def _note_served(self, serves: Sequence[Serve], first: int) -> None:
+        """These of a plan's serves, of which so many came before, are computed."""
+        planning = self.pacing.begin_planning()
+        for computed, serve in enumerate(serves, start=first + 1):
+            self.arrivals.served(serve, computed)
+        self.pacing.end_planning(planning)
+
     def _residents(self, tokens: DecodeExperts, serves: Sequence[Serve], begin: int, end: int) -> None:
         """Those of the plan's serves from number `begin` to `end`, which are here, in one piece."""
         weights = [self.arrivals.ready(serve.key) for serve in serves[begin:end]]
         began = time.perf_counter()
         tokens.compute(begin, weights)
         self.pacing.compute_experts(began, [len(serve.routes) for serve in serves[begin:end]])
-        planning = self.pacing.begin_planning()
-        for computed, serve in enumerate(serves[begin:end], start=begin + 1):
-            self.arrivals.served(serve, computed)
-        self.pacing.end_planning(planning)
+        self._note_served(serves[begin:end], begin)
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
         """Whether a prompt's tokens are so few that they go through all experts at once, which are all here."""
@@ -377,6 +440,10 @@ class _HandedOver:
         if self._waiting[unit]:
             serve = self._waiting[unit].popleft()
             (self.under_way[serve.key],) = self._units[unit].submit([_wanted(serve, self._width)], self._hidden)
+
+
+def _key_of(serve: Serve) -> ExpertKey:
+    return serve.key
 
 
 def _wanted(serve: Serve, width: int) -> Wanted:

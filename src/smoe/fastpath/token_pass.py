@@ -1,0 +1,180 @@
+"""One token through a whole model: embedding, decoder layers, last norm and output layer, one after the other.
+
+Where every decoder layer computes one token as one work (`decoder_layer.py`), what is left of the library's forward is
+positions, masks that hide nothing, and some twenty calls around them. A model of this structure is proven by comparing,
+with something else in the place of its layers: the same bits reach the first layer, and the same logits come out.
+Whatever else a call asks for goes the library's way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from smoe.fastpath.decoder_layer import OneToken
+from smoe.kernels.proof import same_bits
+from smoe.models.kv_cache import RowCache
+
+_PROOF_IDS = (0, 1)
+_PLAIN = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids",
+          "return_dict", "cache_position"}  # fmt: skip
+"""What a call may name; everything else only as None or False."""
+_ASKS = ("output_attentions", "output_hidden_states", "output_router_logits")
+"""What a model's config may ask for."""
+
+Layer = Callable[[torch.Tensor, Any, int], torch.Tensor]
+"""Hidden states [1, 1, H], position embeddings and the number of a layer -> [1, 1, H]"""
+
+
+def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> bool:
+    """Give a model whose bits it reproduces this way for one token; returns whether that is so. `layers`: the decoder
+    layers that have a way of their own."""
+    text = next((module for module in model.modules() if _is_text(module, layers)), None)
+    head = model.get_output_embeddings()
+    if text is None or head is None or not layers:
+        return False
+    ours = TokenPass(model, text, head, [layers[layer] for layer in text.layers])  # type: ignore[union-attr]
+    if not ours.is_proven():
+        return False
+
+    @functools.wraps(ours.library)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return ours.forward(*args, **kwargs)
+
+    model.forward = forward  # type: ignore[method-assign]
+    return True
+
+
+def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
+    """Whether a module consists of an embedding, these layers, a norm and a rotary embedding, and of nothing else."""
+    names = dict(module.named_children())
+    if names.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"} or not isinstance(
+        names["layers"], nn.ModuleList
+    ):
+        return False
+    return all(layer in layers for layer in names["layers"]) and len(names["layers"]) == len(layers)
+
+
+class TokenPass:
+    """A model's forward: one token this way, everything else as before."""
+
+    def __init__(self, model: PreTrainedModel, text: nn.Module, head: nn.Module, layers: Sequence[OneToken]) -> None:
+        self.library: Callable[..., Any] = model.forward
+        self._model, self._text, self._head, self._layers = model, text, head, list(layers)
+        self._modules = dict(text.named_children())
+        self._parts = [(text._modules, name, module) for name, module in self._modules.items()]
+        self._parts += [(text.layers._modules, name, each) for name, each in text.layers.named_children()]  # type: ignore[union-attr]
+        hooked = [text, *text.layers]  # type: ignore[misc]
+        self._hooks = [hooks for each in hooked for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._output: Callable[..., Any] = dict
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the library's."""
+        cache = kwargs.get("past_key_values")
+        if args or not isinstance(cache, RowCache) or not self._is_plain(kwargs, cache) or not self._is_untouched():
+            return self.library(*args, **kwargs)
+        through = self._layer_of(cache)
+        if through is None:
+            return self.library(**kwargs)
+        logits = self._logits(kwargs["input_ids"], kwargs.get("position_ids"), cache, through)
+        return self._output(logits=logits, past_key_values=cache)
+
+    def _is_plain(self, kwargs: Mapping[str, Any], cache: RowCache) -> bool:
+        """Whether a call wants the logits of one token behind those in the cache, and nothing else."""
+        ids, mask, position = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1) or cache.rows != 1 or cache.row_lengths is not None:
+            return False
+        if kwargs.get("return_dict") is False or kwargs.get("use_cache") is False or not cache.length:
+            return False
+        if not isinstance(kwargs.get("logits_to_keep", 0), int) or (position is not None and position.shape != (1, 1)):
+            return False
+        if any(value is not None and value is not False for name, value in kwargs.items() if name not in _PLAIN):
+            return False
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != cache.length + 1 or not bool((mask != 0).all())):
+            return False
+        return not any(getattr(self._model.config, name, False) for name in _ASKS)
+
+    def _is_untouched(self) -> bool:
+        """Whether the parts are those that were proven, and nothing is to be called with what they compute."""
+        if any(self._hooks) or not self._layers[0].is_sdpa:
+            return False
+        return all(modules[name] is module for modules, name, module in self._parts)
+
+    def _layer_of(self, cache: RowCache) -> Layer | None:
+        """The layers on this cache; None where one of them goes the library's way."""
+        places = [layer.place_in(cache) if layer.is_untouched() else None for layer in self._layers]
+        if None in places:
+            return None
+
+        def through(hidden: torch.Tensor, embeddings: Any, index: int) -> torch.Tensor:
+            return self._layers[index].one_token(hidden, embeddings, places[index])  # type: ignore[arg-type]
+
+        return through
+
+    def _logits(
+        self, ids: torch.Tensor, position: torch.Tensor | None, cache: RowCache, through: Layer
+    ) -> torch.Tensor:
+        """ids and positions [1, 1] -> [1, 1, vocabulary]"""
+        modules = self._modules
+        hidden = modules["embed_tokens"](ids)
+        if position is None:
+            position = torch.tensor([[cache.length]])
+        embeddings = modules["rotary_emb"](hidden, position)
+        for index in range(len(self._layers)):
+            hidden = through(hidden, embeddings, index)
+        logits: torch.Tensor = self._head(modules["norm"](hidden))
+        return logits
+
+    def is_proven(self) -> bool:
+        """Whether the library gives the first layer the same bits, and of what the last one gives makes the same
+        logits; and nothing else."""
+        cache = RowCache(self._model.config.get_text_config(), 1, 2)
+        cache.length = 1
+        try:
+            return all(self._agrees(torch.tensor([[id]]), cache) for id in _PROOF_IDS)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # wants something else
+            return False
+
+    def _agrees(self, ids: torch.Tensor, cache: RowCache) -> bool:
+        mine: list[torch.Tensor] = []
+        theirs: list[torch.Tensor] = []
+
+        def stand_in(seen: list[torch.Tensor], hidden: torch.Tensor, embeddings: Any) -> torch.Tensor:
+            seen += [hidden, *embeddings]
+            return hidden.flip(-1)
+
+        with torch.no_grad():
+            ours = self._logits(ids, None, cache, lambda hidden, embeddings, _: stand_in(mine, hidden, embeddings))
+            with _stand_ins(self._text.layers, functools.partial(stand_in, theirs)):  # type: ignore[arg-type]
+                output = self.library(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._output = type(output)
+        given = {name for name, value in output.items() if value is not None}
+        is_same = same_bits(ours, output.logits) and len(mine) == len(theirs)
+        return is_same and given == {"logits", "past_key_values"} and all(map(same_bits, mine, theirs))
+
+
+@contextmanager
+def _stand_ins(layers: Sequence[nn.Module], stand_in: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[None]:
+    """Inside, something else stands in the place of decoder layers; it takes no mask."""
+
+    def forward(
+        hidden_states: torch.Tensor, attention_mask: None = None, *, position_embeddings: Any, **_: Any
+    ) -> torch.Tensor:
+        if attention_mask is not None:
+            raise ValueError("a mask for one token")
+        return stand_in(hidden_states, position_embeddings)
+
+    before = [layer.forward for layer in layers]
+    for layer in layers:
+        layer.forward = forward  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.forward = own  # type: ignore[method-assign]
