@@ -20,10 +20,11 @@ from transformers.utils import logging as library_logging
 
 from smoe.kernels import proof
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.machine import measure
+from smoe.machine import measure, quick_look
+from smoe.machine.best_time import best_time
 from smoe.models import read_spec
-from smoe.models.anatomy import Anatomy, examine
-from smoe.models.experts import ExpertsSite
+from smoe.models.examine import examine
+from smoe.models.outline import Anatomy, ExpertsSite
 from smoe.report import on_clock
 from smoe.user_cache import PLACE
 from tests import oracle, promised, zoo
@@ -78,12 +79,17 @@ def measured_briefly() -> Iterator[None]:
     """Rates are measured by one run, and forecasts simulate few steps: a plan takes 0.2 s in the place of 3, and what
     most tests ask of it are its ledger and its words. Tests of figures take `measured_in_full`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_best", lambda action, seconds, best=measure._best: best(action, 0.0))
+        patch.setattr(measure, "best_time", lambda action, seconds: best_time(action, 0.0))
+        patch.setattr(quick_look, "_looked_apart", lambda expert_bytes: (LOOKED, False))
         patch.setattr(measure, "_MEMORY_BYTES", 1 << 20)
         patch.setattr(measure, "_ENOUGH_MEMORY_BYTES", 1 << 20)
         patch.setattr(on_clock, "_WARM_UP", 2)
         patch.setattr(on_clock, "_STEPS", 4)
         yield
+
+
+LOOKED = quick_look.QuickLook(memory=20e9, experts=4e9, products=1e11, disk=1e8)
+"""What tests find at a first look at the machine."""
 
 
 @pytest.fixture

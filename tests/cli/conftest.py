@@ -62,7 +62,6 @@ def one_thread_and_no_profile(tmp_path: Path, object_code: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", cache_with(object_code, tmp_path / "cache"))
     monkeypatch.delenv("SMOE_DEBUG", raising=False)
     monkeypatch.setattr("smoe.machine.measure.measure_memory", lambda seconds, memory=None: 20e9)
-    monkeypatch.setattr("smoe.report.machine_for.measure_small_disk", lambda request_bytes: 1e8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from smoe.cli.libraries import import_libraries
+from smoe.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_it_is_off_during_the_imports_alone(is_on: bool, fails: bool, monkeypatc
     monkeypatch.setattr(builtins, "__import__", importing)
     if fails:
         with pytest.raises(ImportError):
-            import_libraries()
+            import_libraries("demo", EngineConfig())
     else:
-        import_libraries()
+        import_libraries("demo", EngineConfig())
     assert states == [False] and gc.isenabled() is is_on

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from smoe import from_pretrained
-from smoe.machine.measure import layer_seconds
+from smoe.cli.plan import _first
+from smoe.machine.this_machine import layer_seconds
 from smoe.memory.emulation import read_profile
 from smoe.report.forecast import typical_hit_ratio
-from smoe.report.pace import LastRun, Pace, remember
+from smoe.report.pace import UNTAUGHT_SPEEDS, LastRun, Pace, remember
 from smoe.units import parse_share
 
 FIELDS = {
@@ -262,3 +264,11 @@ def test_a_busy_machine_is_mentioned(run, checkpoint, monkeypatch, waited, is_me
     asked = ("plan", checkpoint, "--memory", "4MiB", "--context", 128)
     assert ("this machine is busy: this command waited 50%" in run(*asked).err) is is_mentioned
     assert "busy" not in run(*asked, "--profile", "rtx-4060-ti").err
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(2.0, "1.3 - 6.7 s"), (500.0, "5 min 30 s - 28 min 20 s")])
+def test_a_first_token_is_a_range_of_any_length(seconds: float, words: str) -> None:
+    """Would catch a plan of a large model that ends with a traceback: minutes are written with seconds behind them."""
+    outlook = SimpleNamespace(spread=UNTAUGHT_SPEEDS, seconds=lambda simulated: (simulated / 1.5, simulated / 0.3))
+    case = SimpleNamespace(run=SimpleNamespace(ttft_seconds=seconds))
+    assert _first(outlook, case) == words

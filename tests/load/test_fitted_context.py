@@ -14,6 +14,8 @@ from smoe.errors import BudgetError
 from smoe.load import ledger
 from smoe.load.ledger import LEAST_CONTEXT_TOKENS, demand_of, fit_context, make_ledger, open_if_here
 from smoe.load.pretrained import from_pretrained
+from smoe.models.checkpoint import checkpoint_at
+from smoe.models.files import DEMO_FOLDER
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, minimum_bytes
@@ -29,7 +31,7 @@ def fitted(config: EngineConfig) -> tuple[ModelSpec, EngineConfig, dict[str, str
 
 
 def demand(spec: ModelSpec, config: EngineConfig) -> Demand:
-    store = open_if_here("demo", spec, CPU)
+    store = open_if_here(checkpoint_at(DEMO_FOLDER), spec, CPU)
     assert store is not None
     return demand_of(spec, config, CPU, store)
 
@@ -50,7 +52,7 @@ def test_it_is_halved_until_the_budget_holds_the_model(context: int, monkeypatch
         assert (chosen, why) == (config, {})
     else:
         assert chosen.context_tokens == context and str(USUAL) in why["context_tokens"]
-    make_ledger(spec, chosen, CPU, open_if_here("demo", spec, CPU))
+    make_ledger(spec, chosen, CPU, open_if_here(checkpoint_at(DEMO_FOLDER), spec, CPU))
 
 
 def test_the_least_is_refused_with_what_it_needs() -> None:
@@ -58,7 +60,7 @@ def test_the_least_is_refused_with_what_it_needs() -> None:
     spec, chosen, _ = fitted(config)
     assert spec.context_tokens == LEAST_CONTEXT_TOKENS
     with pytest.raises(BudgetError) as refused:
-        make_ledger(spec, chosen, CPU, open_if_here("demo", spec, CPU))
+        make_ledger(spec, chosen, CPU, open_if_here(checkpoint_at(DEMO_FOLDER), spec, CPU))
     assert refused.value.allowed == f"at least {least(LEAST_CONTEXT_TOKENS)} bytes"
 
 

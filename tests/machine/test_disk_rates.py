@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from smoe.config import EngineConfig
 from smoe.machine import disk_rates
@@ -46,7 +47,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
         return rate(*arguments)
 
     def noted(self: DiskReader, wanted: Read, buffer: memoryview, between: Any = None) -> int:
-        found[-1].append((wanted.offset, disk_rates.torch.frombuffer(buffer, dtype=disk_rates.torch.uint8).data_ptr()))
+        found[-1].append((wanted.offset, torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()))
         return read(self, wanted, buffer, between)
 
     monkeypatch.setattr(disk_rates, "_rate", measured)

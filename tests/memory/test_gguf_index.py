@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from smoe.errors import CheckpointError
 from smoe.memory import gguf_header
 from smoe.memory.gguf_header import GgufArray, is_gguf, part_paths, read_array, read_gguf_header
-from smoe.memory.gguf_index import BLOCKS, index_gguf, read_headers
-from smoe.memory.gguf_tensors import is_readable, plain_tensor, read_tensor
+from smoe.memory.gguf_index import BLOCKS, index_gguf, is_readable, read_headers
+from smoe.memory.gguf_tensors import plain_tensor, read_tensor
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import row_of
 

@@ -179,6 +179,6 @@ def test_the_spec_knows_the_sizes(family: str, toy: Callable[..., Path]) -> None
     experts = {f"{site.name}.{part.name}" for site in plan.sites for part in site.parts}
     assert plan.experts_bytes == sum(4 * named[name].numel() for name in experts)
     others = sum(4 * p.numel() for name, p in named.items() if name not in experts)
-    assert others <= plan.anatomy.weights_bytes <= others + 2**16
+    assert others <= plan.outline.dense_bytes(plan.dtype) <= others + 2**16
     assert plan.expert_bytes * zoo.EXPERTS * len(plan.sites) == plan.experts_bytes
     assert set(plan.anatomy.top_k) == {site.layer for site in plan.sites}

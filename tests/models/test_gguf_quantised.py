@@ -21,7 +21,6 @@ from smoe.formats.registry import FORMATS
 from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight
 from smoe.models.read_spec import read_spec
 from smoe.presets import configure
-from smoe.report.forecast import dense_bytes_read
 from smoe.report.run import dense_bytes
 from tests import gguf_toy, oracle, zoo
 from tests.formats.blocks import random_rows
@@ -82,7 +81,7 @@ def test_tied_embeddings_that_are_quantised(tmp_path: Path, open_model: Open) ->
     assert_near(steps(ours, oracle.PROMPT), steps(theirs, oracle.PROMPT), 1e-4)
     spec = read_spec(path, configure(context_tokens=32, dtype="float32"))
     read = dense_bytes(ours) + bytes_of_positions(ours)
-    assert read == dense_bytes_read(spec) == ours.offload._dense_bytes, "the one matrix is read as output"
+    assert read == spec.dense_bytes_read == ours.offload._dense_bytes, "the one matrix is read as output"
 
 
 def test_the_floor_counts_what_is_read(tmp_path: Path, open_model: Open) -> None:
@@ -91,7 +90,7 @@ def test_the_floor_counts_what_is_read(tmp_path: Path, open_model: Open) -> None
     ours, spec = open_model(path, "half"), read_spec(path, configure(context_tokens=32))
     embedding = ours.get_input_embeddings().codes.nbytes
     read = dense_bytes(ours) + bytes_of_positions(ours)
-    assert read == dense_bytes_read(spec) == ours.offload._dense_bytes - embedding
+    assert read == spec.dense_bytes_read == ours.offload._dense_bytes - embedding
 
 
 def bytes_of_positions(model: PreTrainedModel) -> int:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from smoe import from_pretrained
 from smoe.errors import CheckpointError, SmoeError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
-from smoe.memory.quantised_store import assembled
+from smoe.memory.gguf_tensors import assembled
 from smoe.memory.safetensors_index import index_checkpoint
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.models.read_spec import read_spec
@@ -294,7 +294,7 @@ def test_a_configuration_alone_says_what_the_layers_beside_the_experts_take(name
     (bare / "config.json").write_bytes((whole / "config.json").read_bytes())
     specs = [read_spec(folder, config) for folder in (whole, bare)]
     assert specs[0].dense.keys() == specs[1].dense.keys() and specs[0].dense
-    assert specs[0].weights_bytes == specs[1].weights_bytes < specs[0].anatomy.weights_bytes
+    assert specs[0].weights_bytes == specs[1].weights_bytes < specs[0].outline.dense_bytes(specs[0].dtype)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.errors import ConfigError
-from smoe.models.rotary import LengthRule, length_rule, position_limit
+from smoe.models.position_limit import position_limit
+from smoe.models.rotary import LengthRule, length_rule
 from tests import oracle, published_rope
 from tests.published_rope import ORIGINAL, PUBLISHED
 

@@ -24,7 +24,6 @@ ASKED = {"context_tokens": oracle.CONTEXT, "device": "cpu", "resident_share": 0.
 def nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("smoe.machine.measure.measure_memory", lambda seconds, memory=None: 20e9)
-    monkeypatch.setattr("smoe.report.machine_for.measure_small_disk", lambda request_bytes: 1e8)
 
 
 def planned(model: Path, **switches: object) -> Ledger:

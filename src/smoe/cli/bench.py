@@ -205,7 +205,7 @@ def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfi
     from dataclasses import replace
 
     from smoe.models.checkpoint import described_checkpoint
-    from smoe.models.read_spec import choose_context
+    from smoe.models.finish_spec import choose_context
 
     config = engine.config(max(cell.batch for cell in cells))
     if config.context_tokens is not None:

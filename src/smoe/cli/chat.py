@@ -61,7 +61,7 @@ def command(
     from smoe.cli.console import note, stdin
     from smoe.cli.interrupts import exit_code, was_terminated
 
-    import_libraries()
+    import_libraries(model, engine.config())
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.conversation.template_file import read_template
     from smoe.generation.chat import Chat

@@ -170,19 +170,18 @@ def _run(
 ) -> RunReport:
     from smoe.cli.console import Patience, note, warn
 
-    import_libraries()
-    from smoe.cli.session import loaded, tokenizer_of
-    from smoe.generation.generate import generate
-    from smoe.models.files import fetch
-    from smoe.report.hindsight import look_back
-    from smoe.report.prompt_layers import PromptLayers
-    from smoe.report.run import report_on
-
     config = engine.config(len(texts))
     if tpot is not None and config.prices_answers:
         config, tpot = replace(config, max_perplexity_increase=None, tpot_seconds=tpot), None
     elif tpot is not None:
         config = substituting(engine, len(texts))
+    import_libraries(model, config)
+    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.generation.generate import generate
+    from smoe.models.files import fetch
+    from smoe.report.prompt_layers import PromptLayers
+    from smoe.report.run import report_on
+
     with loaded(model, config, engine.revision, texts) as ready, _shown(ready, model, texts, watch) as say:
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)
@@ -205,6 +204,8 @@ def _run(
             _finish(generation.answers if len(texts) > 1 else [])
         for text in generation.notes:
             warn(text)
+        from smoe.report.hindsight import look_back  # and with it the simulator, once the text is there
+
         report = report_on(generation, ready)
         return replace(report, forecast=look_back(ready, generation, fetch(model, engine.revision), layers))
 

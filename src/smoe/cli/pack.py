@@ -15,7 +15,7 @@ from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 if TYPE_CHECKING:
     from smoe.models.checkpoint import Checkpoint
     from smoe.models.packed import Contents, Packed
-    from smoe.models.spec import ModelSpec
+    from smoe.models.spec import LibrarySpec
     from smoe.packing.calibration import Calibration
 
 EPILOG = """Examples:
@@ -152,10 +152,10 @@ def _pack(
             is_calibrated = (packed or contents).calibration is not None
             entry = _entry(contents, contents.path(checkpoint.place), packed is not None, records)
             files.append(entry | {"is_calibrated": is_calibrated})
-    return {"model": model, "dtype": str(spec.dtype).removeprefix("torch."), "files": files}
+    return {"model": model, "dtype": str(spec.dtype), "files": files}
 
 
-def _as_they_are(checkpoint: Checkpoint, spec: ModelSpec, dtype: str) -> Contents:
+def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Contents:
     """What a file has that changes no number."""
     from smoe.models.packed import contents_as_they_are
 
@@ -212,7 +212,7 @@ def _mark(ids: Sequence[int]) -> str | None:
 
 @contextmanager
 def _calibration(
-    model: str, revision: str | None, beside: Path, spec: ModelSpec, ids: Sequence[int]
+    model: str, revision: str | None, beside: Path, spec: LibrarySpec, ids: Sequence[int]
 ) -> Iterator[Calibration | None]:
     """What the experts are given while the model reads `ids`, on disk in the folder of the packs until the end."""
     from tempfile import TemporaryDirectory
@@ -260,7 +260,7 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
 
 
 def _write(
-    checkpoint: Checkpoint, spec: ModelSpec, contents: Contents, calibration: Calibration | None
+    checkpoint: Checkpoint, spec: LibrarySpec, contents: Contents, calibration: Calibration | None
 ) -> list[dict[str, Any]]:
     from smoe.cli.console import note, progress
     from smoe.packing.writer import pack

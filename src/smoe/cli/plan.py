@@ -193,8 +193,8 @@ def _first(outlook: Outlook, case: Case) -> str:
     if outlook.spread == (1, 1):
         return format_seconds(case.run.ttft_seconds)
     low, high = (format_seconds(_roughly(seconds)) for seconds in outlook.seconds(case.run.ttft_seconds))
-    (number, unit), (_, same) = low.split(" "), high.split(" ")
-    return _span(number if unit == same else low, high)
+    number, _, unit = low.partition(" ")
+    return _span(number if high.partition(" ")[2] == unit else low, high)  # minutes have seconds behind them
 
 
 def _roughly(number: float) -> float:
@@ -269,5 +269,5 @@ def _size(result: Forecast) -> str:
 
 def _precision(spec: ModelSpec) -> str:
     """What the weights are stored in."""
-    dtype = str(spec.dtype).removeprefix("torch.")
+    dtype = str(spec.dtype)
     return dtype if spec.stored_bytes is None else f"its quantised formats, computed in {dtype}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from smoe.config import EngineConfig
     from smoe.eval.recall import Recall
     from smoe.eval.shadow_recall import Comparison
-    from smoe.models.spec import ModelSpec
+    from smoe.models.spec import LibrarySpec
     from smoe.runtime.shadow import Alignment
 
 TOKENS = 256
@@ -201,7 +201,7 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
 @contextmanager
 def _all_loaded(
     model: str, engine: EngineOptions, config: EngineConfig, precisions: list[str]
-) -> Iterator[tuple[PreTrainedModel, ModelSpec, dict[str, PreTrainedModel]]]:
+) -> Iterator[tuple[PreTrainedModel, LibrarySpec, dict[str, PreTrainedModel]]]:
     """The model and its shadows in memory together: first the shadows whole, then the model in what was asked for it,
     or in what is left."""
     from smoe.cli.session import loaded
@@ -279,11 +279,11 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
     note(f"draft models are whole in memory, at most {words}; the model has what was asked for, or what they leave")
 
 
-def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: ModelSpec) -> dict[str, Any]:
+def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: LibrarySpec) -> dict[str, Any]:
     return {
         "model": model,
         "text": str(text) if text else "stories of the demo",
-        "dtype": str(spec.dtype).removeprefix("torch."),
+        "dtype": str(spec.dtype),
         "layers": len(spec.sites),
         "experts": [site.experts for site in spec.sites],
         "top_k": [spec.anatomy.top_k[site.layer] for site in spec.sites],

@@ -224,7 +224,7 @@ def _serve(
     from smoe.cli.console import note, warn
     from smoe.cli.interrupts import answered_by
 
-    import_libraries()
+    import_libraries(model, engine.config(SERVED_SEQUENCES))
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.server.door import opened
     from smoe.server.first_pass import first_pass

@@ -311,7 +311,7 @@ def _bits_of(part: Any, hidden: int) -> Bits:
 def _rows_of(part: Any, dtype: str, hidden: int) -> torch.Tensor:
     import torch
 
-    from smoe.memory.dtypes import TORCH
+    from smoe.memory.torch_dtypes import TORCH
 
     numbers = np.frombuffer(part, np.uint8).copy()  # aligned, and ours to write
     return torch.from_numpy(numbers).view(TORCH[dtype]).view(-1, hidden)
@@ -330,6 +330,6 @@ def _name_of(rows: torch.Tensor | Bits) -> str:
 
 
 def _name_of_dtype(dtype: torch.dtype) -> str:
-    from smoe.memory.dtypes import SAFETENSORS
+    from smoe.memory.torch_dtypes import SAFETENSORS
 
     return SAFETENSORS[dtype]

@@ -12,7 +12,7 @@ from smoe.load.assembly import scoring_rules
 from smoe.load.cache_weights import cache_weights_of
 from smoe.load.learned_file import NotLearnedError
 from smoe.load.next_use import next_use_of
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import LibrarySpec
 from smoe.policy.registry import LEARNED, MULTIDIMENSIONAL, ONLINE_EVICTION, SCORED_EVICTION, EvictionSettings
 from smoe.runtime.engine import Engine
 
@@ -31,7 +31,7 @@ def refused_by(error: Exception) -> Refused:
     return Refused(str(error), str(cause) if isinstance(cause, NotLearnedError) else "")
 
 
-def evictions_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, EvictionSettings], dict[str, Refused]]:
+def evictions_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, EvictionSettings], dict[str, Refused]]:
     """(what each eviction that can take part is made from, why the others cannot).
 
     `learned` goes by the estimate that was trained for the model, `multidimensional` by the weights that were fitted
@@ -47,7 +47,7 @@ def evictions_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Evi
     return found, refused
 
 
-def _settings(name: str, model: PreTrainedModel, spec: ModelSpec) -> EvictionSettings:
+def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionSettings:
     """Raises `SmoeError` where the model, as it is loaded, cannot be served by this eviction."""
     engine: Engine = model.offload  # type: ignore[assignment]
     place = Path(spec.config.name_or_path)

@@ -20,7 +20,7 @@ from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.load.gate_corrections import corrections_of
 from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import LibrarySpec
 from smoe.policy.registry import PREFETCH_WHAT
 from smoe.prediction.activation_path import NOBODY
 from smoe.prediction.corrected_gates import CorrectedGates
@@ -62,7 +62,7 @@ class ExactRun:
 class Listener(StepObserver):
     """Hears one run: keeps the routers' choices and asks the predictors."""
 
-    def __init__(self, model: PreTrainedModel, spec: ModelSpec, rules: dict[int, ScoringRule]) -> None:
+    def __init__(self, model: PreTrainedModel, spec: LibrarySpec, rules: dict[int, ScoringRule]) -> None:
         self.layers = routed_layers(spec)
         self.refused: dict[str, str] = {}
         """Predictors that could not be asked, and why."""
@@ -123,7 +123,7 @@ class Listener(StepObserver):
         named = {name: np.stack([said[name] for said in self._named]) for name in self.predictors}
         return ExactRun(tuple(prompt), tuple(tokens), np.stack(self._chosen), named, cache)
 
-    def _asked(self, model: PreTrainedModel, spec: ModelSpec) -> tuple[StackedGates | None, CorrectedGates | None]:
+    def _asked(self, model: PreTrainedModel, spec: LibrarySpec) -> tuple[StackedGates | None, CorrectedGates | None]:
         """The predictors by routers that this model can have."""
         subject = Subject(model, spec, self._rules, PREFETCH_WHAT[0], max(AHEAD))
         self._learned: Container[tuple[int, int]] = ()

@@ -113,7 +113,7 @@ def learn(
     with torch.no_grad():
         for layer, after in pairs_of(spec):
             pair = _Pair(heard[layer].hidden, heard[after], has_before, matrices[after], engine.rules[after])
-            correction = pair.learned().to(torch.device("cpu"), spec.dtype)
+            correction = pair.learned().to(torch.device("cpu"), spec.dtype.torch)
             corrections[layer, after] = correction
             distance = places[after] - places[layer]
             found.setdefault(distance, []).append(pair.judged(correction, distance))

@@ -14,7 +14,7 @@ from smoe.errors import ConfigError
 from smoe.eval.exact_run import CORRECTED, GATE, SPARES, ExactRun, Listener, Tick, record
 from smoe.eval.recall import Recall, Tally
 from smoe.load.assembly import scoring_rules
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import LibrarySpec
 from smoe.prediction.activation_path import NOBODY
 from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
 
@@ -65,7 +65,7 @@ class Comparison:
 
 def compare(
     model: PreTrainedModel,
-    spec: ModelSpec,
+    spec: LibrarySpec,
     shadows: Mapping[str, PreTrainedModel],
     prompts: Sequence[Sequence[int]],
     tokens: int,

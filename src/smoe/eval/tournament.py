@@ -34,11 +34,12 @@ from smoe.errors import ConfigError, SmoeError
 from smoe.eval.eviction_entrants import Refused, evictions_of, refused_by
 from smoe.eval.replay_times import as_waited, on_clock, times_of
 from smoe.generation.teacher_forcing import forced
-from smoe.load.assembly import predictor_name, scoring_rules
+from smoe.load.assembly import scoring_rules
 from smoe.load.fitted_predictor import fitted_of
 from smoe.load.gate_corrections import corrections_of
+from smoe.load.predictor_name import predictor_name
 from smoe.metrics import Counters
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import LibrarySpec
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, SHADOW, WHOLE_LAYER, EvictionSettings
 from smoe.policy.step import Decision
@@ -184,7 +185,7 @@ def _kept(answer: Prediction) -> Prediction:
     return answer._replace(experts=tuple(answer.experts))
 
 
-def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Predictor], dict[str, Refused]]:
+def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, Predictor], dict[str, Refused]]:
     """(the predictors that can take part, why the others cannot)."""
     engine: Engine = model.offload  # type: ignore[assignment]
     depth = engine.config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
@@ -210,7 +211,7 @@ def predictors_of(model: PreTrainedModel, spec: ModelSpec) -> tuple[dict[str, Pr
     return found, refused
 
 
-def serving_prefetch(model: PreTrainedModel, spec: ModelSpec) -> str:
+def serving_prefetch(model: PreTrainedModel, spec: LibrarySpec) -> str:
     """What the `prefetch` auto stands for where no tournament was held."""
     engine: Engine = model.offload  # type: ignore[assignment]
     return predictor_name(spec, replace(engine.config, prefetch="auto"), model.device)
@@ -219,7 +220,7 @@ def serving_prefetch(model: PreTrainedModel, spec: ModelSpec) -> str:
 @torch.no_grad()
 def hold(
     model: PreTrainedModel,
-    spec: ModelSpec,
+    spec: LibrarySpec,
     ids: Sequence[int],
     kinds: Sequence[str],
     tick: Tick,

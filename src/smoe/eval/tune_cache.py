@@ -15,7 +15,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.eviction.multidimensional import WEIGHTS
 from smoe.policy.registry import CACHE_RECORDS
 from smoe.routing import Phase, Routing
-from smoe.runtime.rerouting import substitution_of
+from smoe.runtime.substitution import substitution_of
 from smoe.simulator.mixed_cache import CacheWeights, MixedCache, best_weights, miss_penalty, multidimensional, named
 from smoe.simulator.replay import first_passes
 

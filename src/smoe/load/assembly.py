@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import DEFAULT_PREFETCH_DEPTH, EMULATED
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.compute.host_experts import Balancer, HostExperts
 from smoe.compute.unit import ComputeUnit
 from smoe.config import EngineConfig
@@ -24,6 +24,7 @@ from smoe.load.clustered import Asked, cluster_of
 from smoe.load.experts_math import experts_math
 from smoe.load.known import Known
 from smoe.load.learned import Learned
+from smoe.load.predictor_name import predictor_name
 from smoe.load.selftest import check_experts
 from smoe.load.tiers import Tiers, make_tiers
 from smoe.machine.processor import reading_threads
@@ -33,7 +34,7 @@ from smoe.memory.link import Link
 from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore, LayerExperts
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 from smoe.models.scoring import ScoringRule, check_weighs_outputs, find_rule
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
@@ -54,15 +55,12 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.offloaded_model import OffloadedModel
-from smoe.runtime.rerouting import substitution_of
 from smoe.runtime.running_ahead import ShadowRouting
 from smoe.runtime.seam import attach
+from smoe.runtime.substitution import substitution_of
 
 if TYPE_CHECKING:
     from smoe.cluster.remote import Cluster
-
-_PREFETCH_PAYS_BYTES = 1 << 20
-"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
 
 
 class Budget(NamedTuple):
@@ -180,7 +178,7 @@ def _compute(
     math = {
         (layer, form): each
         for form, of in stores.items()
-        for layer, each in experts_math(model, spec, of, activations_of(config, spec.dtype, arena.device)).items()
+        for layer, each in experts_math(model, spec, of, activations_of(config, spec.dtype.torch, arena.device)).items()
     }
     arrivals = Arrivals(
         stores=stores,
@@ -224,7 +222,7 @@ def _prove(
     for site in _one_of_each_kind(spec.sites, executor.compute):
         for form, of in checkpoint.items():
             with executor.by_low_copies() if form == LOW else nullcontext():
-                check_experts(site, modules[site.name], of[site.layer], executor, spec.dtype)
+                check_experts(site, modules[site.name], of[site.layer], executor, spec.dtype.torch)
 
 
 def _put_behind(
@@ -256,7 +254,7 @@ def _host_experts(
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
-    math = experts_math(model, spec, store, activations_of(config, spec.dtype, device))
+    math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, device))
     if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             f"`balance` {_balance(config, tiers)}: this family's experts end in a norm that only the device has; use "
@@ -360,19 +358,6 @@ def _predictors(
     if decode is not None and config.prefetch_asked is not None:
         decode.asked = ASKED[config.prefetch_asked]
     return found if decode is None else found | {Phase.DECODE: decode}
-
-
-def predictor_name(spec: ModelSpec, config: EngineConfig, device: torch.device) -> str:
-    """What guesses in decode; a guess must not decide what is computed where a run is to be reproducible."""
-    if config.reproducible and config.alpha > 0:
-        return "none"
-    if config.prefetch != "auto":
-        return config.prefetch
-    is_emulated = config.device == EMULATED
-    stands_for = config.emulated_expert_bytes if is_emulated else None
-    if (spec.expert_bytes if stands_for is None else stands_for) < _PREFETCH_PAYS_BYTES:
-        return "none"
-    return "look-ahead" if device.type != "cpu" or is_emulated else "next-gate"
 
 
 def _is_on_trial(config: EngineConfig) -> bool:

@@ -45,18 +45,18 @@ def choose_arithmetic(
 
     Returns whether the library has next to nothing left to compute for one token.
     """
-    activations = activations_of(config, spec.dtype, compute.device)
-    is_native = spec.dtype is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
+    activations = activations_of(config, spec.dtype.torch, compute.device)
+    is_native = spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
     host = compute.units.get(HOST)
     if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated:
         # an emulated device is timed with the library's products: docs/log.md
         host.multiply_by(SpinningPool(host_threads, in_own_order=not is_supported()))
-    if spec.dtype is torch.bfloat16 and config.kernels != "torch" and compute.device.type == "cpu":
-        compute.fill_up_rows(spec.dtype)
+    if spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and compute.device.type == "cpu":
+        compute.fill_up_rows(spec.dtype.torch)
     if config.kernels == "own-order" and not (is_native and compute.device.type == "cpu"):
         raise _not_here(config, "it is for bfloat16 on a CPU with AVX2, AVX-512 or NEON, and needs llvmlite")
     if not is_native or compute.device.type != "cpu":
-        choose_way(compute, spec.sites[0].layer, spec.dtype, None, isinstance(compute.store, QuantisedStore))
+        choose_way(compute, spec.sites[0].layer, spec.dtype.torch, None, isinstance(compute.store, QuantisedStore))
         take_slot_kernels(compute, config)
         check_activations(model, config, compute)
         return False
@@ -65,7 +65,7 @@ def choose_arithmetic(
         raise _not_here(config, "this model's experts have a shape that it does not know")
     # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
     is_given = isinstance(compute.store, QuantisedStore) or (pool is not None and config.kernels != "auto")
-    choose_way(compute, spec.sites[0].layer, spec.dtype, pool, is_given)
+    choose_way(compute, spec.sites[0].layer, spec.dtype.torch, pool, is_given)
     check_activations(model, config, compute)
     norms = norm.speed_up(model)
     # even on one thread our attention is several times faster than the library's on all

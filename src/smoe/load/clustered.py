@@ -108,14 +108,14 @@ def cluster_of(
     math = _movable_math(model, spec, config, store)
     own = [each for each in asked.demand.all_classes if each.form == EXACT]
     alone = experts_alone(store, math, own, host_sizes(own, 0, LEAST_SLOTS), config)
-    same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype)}
+    same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype.torch)}
     slot_bytes = max(store.slot_bytes.values())
     method, arrivals = config.placement or "finish", compute.arrivals
     staging = sum(pool.staging_slots for pool in arrivals.table.pools)
     cluster = Cluster(
         main,
         alone,
-        Rows(alone.hidden, spec.dtype, _most_rows(spec, config)),
+        Rows(alone.hidden, spec.dtype.torch, _most_rows(spec, config)),
         same,
         method,
         config.balance_order,
@@ -141,7 +141,7 @@ def _movable_math(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, store: ExpertStore
 ) -> dict[int, ExpertMath]:
     """By layer. Raises `ConfigError` for experts that no other machine can compute."""
-    math = experts_math(model, spec, store, activations_of(config, spec.dtype, torch.device("cpu")))
+    math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, torch.device("cpu")))
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
             "this family's experts end in a norm that only the coordinator has; it cannot be served by a `cluster`",

@@ -18,13 +18,13 @@ def experts_math(
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):
         parts = {layer: experts.parts for layer, experts in store.layers.items()}
-        return {site.layer: ExpertMath(modules[site.name], parts[site.layer], spec.dtype) for site in spec.sites}
-    tile = Tile(spec.dtype)
+        return {site.layer: ExpertMath(modules[site.name], parts[site.layer], spec.dtype.torch) for site in spec.sites}
+    tile = Tile(spec.dtype.torch)
     return {
         site.layer: QuantisedMath(
             modules[site.name],
             store.layers[site.layer].parts,
-            spec.dtype,
+            spec.dtype.torch,
             store.matrices(site.layer),
             tile,
             activations,

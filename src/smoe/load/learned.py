@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
+from smoe.bounds import CORRECTED_GATES
 from smoe.config import EngineConfig
-from smoe.load.fitted_predictor import fitted_of
-from smoe.load.gate_corrections import corrections_of
-from smoe.load.next_use import next_use_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.eviction.learned import NextUse
 from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH, LEARNED
-from smoe.prediction import expert_mlp
-from smoe.prediction.correction import Correction
-from smoe.prediction.fitted import Fitted
-from smoe.prediction.registry import routed_layers
+
+if TYPE_CHECKING:
+    from smoe.prediction.correction import Correction
+    from smoe.prediction.fitted import Fitted
 
 
 class Learned(NamedTuple):
@@ -39,7 +36,11 @@ class Learned(NamedTuple):
 def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Of memory, of a predictor that the settings ask for and that has not been fitted yet; 0 for those that are counts
     alone."""
-    return expert_mlp.nbytes_of(routed_layers(spec)) if config.prefetch == EXPERT_MLP else 0
+    if config.prefetch != EXPERT_MLP:
+        return 0
+    from smoe.load.learned_tensors import expert_mlp_bytes
+
+    return expert_mlp_bytes(spec)
 
 
 def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Learned, dict[str, str]]:
@@ -47,13 +48,8 @@ def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Lear
 
     Raises `ConfigError` where something is asked for that has not been learned of these weights.
     """
-    reasons: dict[str, str] = {}
-    fitted = corrections = next_use = None
-    if config.prefetch in FITTED_PREFETCH:
-        fitted = fitted_of(place, config.prefetch)
-    if config.prefetch == CORRECTED_GATES:
-        found = corrections_of(place, spec, config.prefetch_depth or DEFAULT_PREFETCH_DEPTH)
-        corrections, reasons["prefetch"] = found.corrections, str(found)
-    if config.eviction == LEARNED:
-        next_use, reasons["eviction"] = next_use_of(place, {site.layer: site.experts for site in spec.sites})
-    return Learned(fitted, corrections, next_use), reasons
+    if config.prefetch not in (*FITTED_PREFETCH, CORRECTED_GATES) and config.eviction != LEARNED:
+        return Learned(), {}
+    from smoe.load.learned_tensors import read_learned  # these are torch's
+
+    return read_learned(config, place, spec)

@@ -5,51 +5,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-
-import torch
+from typing import TypeVar
 
 from smoe.bounds import EMULATED
 from smoe.compute.experts_alone import LEAST_SLOTS
 from smoe.config import EngineConfig
 from smoe.machine.available_memory import free_device_bytes, less_margin, shortage
+from smoe.machine.device import AnyDevice
 from smoe.machine.processor import reading_threads
-from smoe.memory.dtypes import SAFETENSORS
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
-from smoe.models.checkpoint import Checkpoint, described_checkpoint
+from smoe.models.described import Described
 from smoe.models.packed import contents_as_they_are
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes, minimum_bytes
 
 LEAST_CONTEXT_TOKENS = 512
 """Positions below which a context is not chosen: a text and its answer."""
+_Spec = TypeVar("_Spec", bound=ModelSpec)
 _CUDA_ALIGNMENT = 256
 """What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
 
 
 def open_store(
-    checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, LayerExperts], device: torch.device
+    checkpoint: Described, spec: ModelSpec, experts: Mapping[int, LayerExperts], device: AnyDevice
 ) -> ExpertStore:
     """The experts' places on disk: the packed file where there is one that has them as they are, else the checkpoint
     itself."""
     contents = contents_as_they_are(spec, experts)
     packed = None if contents is None else checkpoint.packed(contents)
-    layers, dtype = experts if packed is None else packed.layers, SAFETENSORS[spec.dtype]
+    layers, dtype = experts if packed is None else packed.layers, spec.dtype.stored
     if is_quantised(layers):
         return QuantisedStore(layers, dtype)
     return ExpertStore(layers, dtype, _CUDA_ALIGNMENT if device.type == "cuda" else None)
 
 
-def open_if_here(
-    model: str | Path, spec: ModelSpec, device: torch.device, revision: str | None = None
-) -> ExpertStore | None:
+def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:
     """The places of a model's experts where its weights are here; nothing is downloaded, and headers alone are read.
 
     None where there is the configuration alone, and of a `precision`: the size of its slots is known without its pack,
     which may have to be written yet.
     """
-    checkpoint = described_checkpoint(model, revision)
     if spec.precision != "auto":
         return None
     if not checkpoint.has_weights():
@@ -59,8 +55,8 @@ def open_if_here(
 
 
 def fit_context(
-    spec: ModelSpec, config: EngineConfig, demand: Callable[[ModelSpec], Demand]
-) -> tuple[ModelSpec, EngineConfig, dict[str, str]]:
+    spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand]
+) -> tuple[_Spec, EngineConfig, dict[str, str]]:
     """The model and its settings with fewer positions for a sequence where no number was given and the budget cannot
     hold it with the usual one: halved until it can, `LEAST_CONTEXT_TOKENS` at the least. With it, by setting, why."""
     usual = spec.context_tokens
@@ -77,7 +73,7 @@ def fit_context(
 def make_ledger(
     spec: ModelSpec,
     config: EngineConfig,
-    device: torch.device,
+    device: AnyDevice,
     store: ExpertStore | None = None,
     learned_bytes: int = 0,
     shadow_bytes: int = 0,
@@ -100,7 +96,7 @@ def make_ledger(
     return allocate(budget, demand), f"{source} less a margin{whole}"
 
 
-def shortages_of(config: EngineConfig, ledger: Ledger, device: torch.device) -> list[str]:
+def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
     """Sentences about memory that is asked for and is not left: the budget, and that of a host tier."""
     host_bytes = config.host_memory_bytes or 0
     if device.type == "cpu":
@@ -112,14 +108,14 @@ def shortages_of(config: EngineConfig, ledger: Ledger, device: torch.device) -> 
 
 
 def share_beside(
-    spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore | None, shadow_bytes: int = 0
+    spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: ExpertStore | None, shadow_bytes: int = 0
 ) -> Callable[[int], float]:
     """Says which share of the experts is resident beside so many learned bytes, and a shadow; saying it raises
     `BudgetError`."""
     return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes, shadow_bytes)[0].resident_share
 
 
-def demand_of(spec: ModelSpec, config: EngineConfig, device: torch.device, store: ExpertStore) -> Demand:
+def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: ExpertStore) -> Demand:
     """What a model whose files are here asks of the budget."""
     # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED

@@ -22,8 +22,9 @@ from smoe.load.device import choose_device
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
 from smoe.load.ledger import demand_of, fit_context, make_ledger, open_store, share_beside, shortages_of
-from smoe.load.shadow import least_shadow_bytes, planned_shadow
+from smoe.load.shadow import planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
+from smoe.load.shadow_size import least_shadow_bytes
 from smoe.load.verified_packs import OnBytes, verify_pack
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
@@ -37,7 +38,7 @@ from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.parameter_count import count_whole
 from smoe.models.read_spec import read_spec, spec_of_whole
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import LibrarySpec, ModelSpec
 from smoe.models.weight_samples import checksum
 from smoe.policy.budget import Ledger, allocate
 from smoe.presets import configure
@@ -144,7 +145,7 @@ def load(
 
 def _open_checkpoint(
     model: str | Path, config: EngineConfig, revision: str | None
-) -> tuple[Checkpoint, ModelSpec, Mapping[int, Mapping[int, LayerExperts]]]:
+) -> tuple[Checkpoint, LibrarySpec, Mapping[int, Mapping[int, LayerExperts]]]:
     """The model's files, downloaded where they are not here, what they hold, and the experts of every format.
 
     A budget that cannot be enough is refused before a download."""

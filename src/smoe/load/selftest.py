@@ -17,7 +17,7 @@ from smoe.compute.expert_math import ROUNDINGS
 from smoe.errors import UnsupportedModelError
 from smoe.memory.quantised_store import is_quantised
 from smoe.memory.store import LayerExperts
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 from smoe.models.reference import reference_parameters
 from smoe.routing import Phase
 from smoe.runtime.execute import LayerExecutor

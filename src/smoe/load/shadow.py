@@ -7,14 +7,12 @@ are the model's own: the same memory, unless the file keeps them quantised.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import DEFAULT_SHADOW, DEPARTURE, EMULATED
+from smoe.bounds import DEPARTURE, EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError, UnsupportedModelError
 from smoe.expert import EXACT
@@ -23,12 +21,13 @@ from smoe.load.assembly import Budget, assemble, scoring_rules
 from smoe.load.known import Known
 from smoe.load.learned import Learned
 from smoe.load.ledger import demand_of, open_store
+from smoe.load.shadow_size import shadow_config
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.read_spec import read_spec
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import LibrarySpec, ModelSpec
 from smoe.models.twin import share_weights
 from smoe.policy.budget import Ledger, allocate, full_bytes
 from smoe.policy.registry import SHADOW
@@ -44,7 +43,7 @@ class PlannedShadow(NamedTuple):
     """What it takes, before anything large is read."""
 
     checkpoint: Checkpoint
-    spec: ModelSpec
+    spec: LibrarySpec
     config: EngineConfig
     ledger: Ledger
     store: ExpertStore
@@ -115,7 +114,7 @@ def planned_shadow(
     if config.prefetch != SHADOW or config.shadow_on == "cluster":
         return None
     check_shadow(spec, config)
-    own = _its_config(spec, config)
+    own = shadow_config(spec, config)
     its, experts = _its_experts(checkpoint, own)
     store = open_store(checkpoint, its, experts, device)
     demand = demand_of(its, own, device, store)
@@ -124,34 +123,7 @@ def planned_shadow(
     return PlannedShadow(checkpoint, its, own, ledger, store, device, departure, spares)
 
 
-def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
-    """What the shadow that a configuration asks for takes on main, beside the model, by the model's configuration
-    alone; 0 where it asks for none."""
-    if config.prefetch != SHADOW or config.shadow_on == "cluster":
-        return 0
-    own = _its_config(spec, config)
-    its = read_spec(model, own, revision)
-    demand = its.demand(own, its.least_slot_bytes())
-    return full_bytes(demand) - (0 if its.dense else demand.weights_bytes)
-
-
-def _its_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
-    return replace(
-        EngineConfig(
-            precision=config.shadow_precision or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True
-        ),
-        context_tokens=spec.context_tokens,
-        prefill_tokens=1,
-        io_threads=1,
-        dtype=config.dtype,
-        device=config.device,
-        kernels=config.kernels,
-        activations=config.activations,
-        direct_io="off",
-    )
-
-
-def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[ModelSpec, Mapping[int, LayerExperts]]:
+def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec, Mapping[int, LayerExperts]]:
     try:
         spec = read_spec(checkpoint.place, own)
         return spec, checkpoint.experts(spec)

@@ -62,7 +62,7 @@ def following(spec: ModelSpec, config: EngineConfig) -> Following:
     named = {layer: min(count, chosen[layer] + spares) for layer, count in experts.items()}
     wanted = {
         "context_tokens": spec.context_tokens,
-        "dtype": str(spec.dtype).removeprefix("torch."),
+        "dtype": str(spec.dtype),
         "activations": config.activations,
         "shadow_precision": config.shadow_precision or DEFAULT_SHADOW,
         "shadow_departure": config.shadow_departure or DEPARTURE[0],

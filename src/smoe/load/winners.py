@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError
 from smoe.load.learned import Learned, expected_bytes, learned_of
+from smoe.machine.device import AnyDevice, gpu_name
 from smoe.machine.measure import describe_machine
 from smoe.memory.emulation import read_profile
 from smoe.models.spec import ModelSpec
@@ -138,7 +137,7 @@ class Decided(NamedTuple):
 
 
 def with_winners(
-    config: EngineConfig, place: Path, spec: ModelSpec, device: torch.device, share_beside: Callable[[int], float]
+    config: EngineConfig, place: Path, spec: ModelSpec, device: AnyDevice, share_beside: Callable[[int], float]
 ) -> Decided:
     """The configuration with every `auto` that a tournament has decided; `place` holds the model.
 
@@ -189,9 +188,9 @@ def _too_far(setting: str, nearest: Winner, share: float) -> str:
     )
 
 
-def where(config: EngineConfig, device: torch.device) -> str:
+def where(config: EngineConfig, device: AnyDevice) -> str:
     """What a tournament's times hold for: the processor, and the device beside it or the profile that it acts."""
     processor = str(describe_machine()["processor"])
     if config.device == EMULATED:
         return f"{processor}, acting {read_profile(config.profile).name}"
-    return processor if device.type == "cpu" else f"{processor}, {torch.cuda.get_device_name(device)}"
+    return processor if device.type == "cpu" else f"{processor}, {gpu_name(device)}"

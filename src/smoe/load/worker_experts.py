@@ -35,4 +35,4 @@ def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConf
         raise UnsupportedModelError("this family's experts end in a norm that only the coordinator has")
     weights = checksum(checkpoint.place)
     alone = experts_alone(store, math, classes, sizes, config)
-    return Served(alone, weights, spec.precision, spec.dtype, str(spec.dtype))
+    return Served(alone, weights, spec.precision, spec.dtype.torch, str(spec.dtype.torch))

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from smoe.machine.cgroup import cgroup_room
+from smoe.machine.device import AnyDevice
 from smoe.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 MARGIN_SHARE = 0.10
 MIN_MARGIN_BYTES = 256 * 2**20
@@ -31,11 +32,12 @@ class Room(NamedTuple):
     advice: str
 
 
-def free_device_bytes(device: torch.device) -> tuple[int, str]:
+def free_device_bytes(device: AnyDevice) -> tuple[int, str]:
     """Free memory of the device that computes, and where the figure comes from."""
     if device.type == "cuda":
         import torch
 
+        assert isinstance(device, torch.device), "torch is what has found it"
         free, _ = torch.cuda.mem_get_info(device)
         return int(free), f"free memory of {torch.cuda.get_device_name(device)}"
     return free_host_bytes()
@@ -82,7 +84,7 @@ def less_margin(free_bytes: int) -> int:
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 
 
-def shortage(what: str, asked_bytes: int, device: torch.device | None = None) -> str | None:
+def shortage(what: str, asked_bytes: int, device: AnyDevice | None = None) -> str | None:
     """A sentence with both numbers where `what` asks for more memory of the host, or of a GPU, than is left there; None
     where there is enough."""
     if device is None or device.type == "cpu":

@@ -11,8 +11,6 @@ from tempfile import NamedTemporaryFile
 from time import perf_counter
 from typing import TypeVar
 
-import torch
-
 from smoe.config import EngineConfig
 from smoe.machine.processor import reading_threads
 from smoe.memory.arena import Arena
@@ -67,7 +65,7 @@ def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[fl
     threads = reading_threads(EngineConfig())
     size = page_ceil(max(read.nbytes for read in reads))
     each = -(-_LEAST_BUFFERS_BYTES // (threads * size))
-    arena = Arena([(threads * each, size)], torch.device("cpu"), huge_pages=True)
+    arena = Arena([(threads * each, size)], huge_pages=True)
     arena.touch()  # as the engine does: into pages that a read, or we, wrote first it is up to half as fast
     arena.wait_touched(None)
     started = perf_counter()

@@ -112,6 +112,11 @@ class Arena:
         """A slot's bytes for a reader (CPU arenas only)."""
         return self._view[self.begins[slot] : self.begins[slot + 1]]
 
+    @property
+    def whole(self) -> memoryview:
+        """All slots' bytes (CPU arenas only)."""
+        return self._view
+
     def tensor(self, slot: int) -> torch.Tensor:
         """A slot's bytes: uint8 [bytes of the slot]."""
         return self.bytes[self.begins[slot] : self.begins[slot + 1]]

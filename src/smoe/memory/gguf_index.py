@@ -8,18 +8,34 @@ a run of bytes there, too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 
+import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from smoe.errors import CheckpointError
+from smoe.memory.dtypes import STORED
 from smoe.memory.gguf_header import GgufHeader, TensorEntry, part_paths, read_gguf_header
 from smoe.memory.safetensors_index import StoredTensor
 
 BLOCKS = {kind.name: GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
 """(elements, bytes) of a block of every type, by ggml's name; a plain number is a block of one."""
 _NAMES = {int(kind): kind.name for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
+
+
+@cache
+def is_readable(dtype: str) -> bool:
+    """Whether the numbers of a ggml type can be had: the plain ones of ours, and what the gguf package dequantises."""
+    if dtype in STORED:
+        return True
+    try:
+        dequantize(np.zeros((1, BLOCKS[dtype][1]), np.uint8), GGMLQuantizationType[dtype])
+    except NotImplementedError:
+        return False
+    return True
 
 
 def read_headers(path: Path) -> list[GgufHeader]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from math import prod
 
 import numpy as np
@@ -12,24 +11,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from smoe.errors import CheckpointError
-from smoe.memory.dtypes import TORCH
+from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_index import BLOCKS
 from smoe.memory.safetensors_index import StoredTensor, check_identity
+from smoe.memory.torch_dtypes import TORCH
 
 _PIECE_ELEMENTS = 2**20
 """Dequantising takes several times the result's bytes (4 an element) for a moment."""
-
-
-@cache
-def is_readable(dtype: str) -> bool:
-    """Whether the numbers of a ggml type can be had: the plain ones of ours, and what the gguf package dequantises."""
-    if dtype in TORCH:
-        return True
-    try:
-        dequantize(np.zeros((1, BLOCKS[dtype][1]), np.uint8), GGMLQuantizationType[dtype])
-    except NotImplementedError:
-        return False
-    return True
 
 
 def read_tensor(tensor: StoredTensor, target: torch.Tensor) -> None:
@@ -66,6 +54,17 @@ def read_bytes(tensor: StoredTensor) -> torch.Tensor:
                 raise CheckpointError(f"{tensor.path} ends inside {tensor.key!r}; download it again")
             done += came
     return torch.from_numpy(data)
+
+
+def assembled(matrix: StoredTensor) -> torch.Tensor:
+    """A matrix whose codes and scales lie apart, as blocks: uint8 [outputs, bytes of a row]."""
+    form = FORMATS[matrix.dtype]
+    found = torch.empty(matrix.shape[0], form.row_bytes(matrix.shape[1]), dtype=torch.uint8)
+    slot = found.view(-1).numpy().data
+    for each in matrix.made_of:
+        if each.arrangement is not None:
+            each.arrangement.put(read_bytes(each.tensor).numpy(), slot, each.place, 0)
+    return found
 
 
 def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:

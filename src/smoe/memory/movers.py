@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype name."""
-    from smoe.memory.dtypes import TORCH
+    from smoe.memory.torch_dtypes import TORCH
 
     return TORCH[name]
 

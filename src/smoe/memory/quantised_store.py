@@ -24,13 +24,11 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
-from smoe.memory.dtypes import TORCH
-from smoe.memory.gguf_tensors import read_bytes
+from smoe.memory.dtypes import STORED, Dtype
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import (
     MATRIX_ALIGNMENT,
@@ -165,7 +163,7 @@ def is_in_pieces(matrix: StoredTensor) -> bool:
     return bool(matrix.made_of) and all(each.arrangement is not None for each in matrix.made_of)
 
 
-def expert_bytes(experts: LayerExperts, dtype: torch.dtype) -> int:
+def expert_bytes(experts: LayerExperts, dtype: Dtype) -> int:
     """An expert of a layer in its slot, without alignment: matrices as they are stored, biases in `dtype`."""
     first = experts.sources[0]
     matrices = sum(blocks_bytes(tensor) for part in experts.parts if not _is_bias(part) for tensor in first[part.name])
@@ -209,22 +207,11 @@ def _ingredients(matrix: StoredTensor, target: int) -> Iterator[Piece]:
         yield from arranged_pieces(each.tensor, target + each.place, each.arrangement)
 
 
-def assembled(matrix: StoredTensor) -> torch.Tensor:
-    """A matrix whose codes and scales lie apart, as blocks: uint8 [outputs, bytes of a row]."""
-    form = FORMATS[matrix.dtype]
-    found = torch.empty(matrix.shape[0], form.row_bytes(matrix.shape[1]), dtype=torch.uint8)
-    slot = found.view(-1).numpy().data
-    for each in matrix.made_of:
-        if each.arrangement is not None:
-            each.arrangement.put(read_bytes(each.tensor).numpy(), slot, each.place, 0)
-    return found
-
-
 def _matrices_of(experts: LayerExperts) -> tuple[StoredMatrix, ...]:
     biases = {part.name for part in experts.parts if _is_bias(part)}
     first, *others = (list(_named(experts.parts, of)) for of in experts.sources)
     for name, part, tensor in first:
-        if part in biases and tensor.dtype in TORCH:
+        if part in biases and tensor.dtype in STORED:
             continue
         if tensor.dtype not in FORMATS or len(tensor.shape) != 2:
             raise CheckpointError(

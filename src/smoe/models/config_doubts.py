@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from smoe.models.library_family import family_by_architecture
 from smoe.models.spec import ModelSpec
 from smoe.units import format_bytes
 
@@ -13,17 +12,6 @@ _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp
 """Under which names families have the number of layers that guess further tokens."""
 _NOTED_DIFFERENCE = 0.02
 """By which share memory and files may differ without a word."""
-
-
-def family_doubts(said: Mapping[str, Any]) -> tuple[str, ...]:
-    """How a config.json of a family that the library lacks is read."""
-    family = family_by_architecture(said)
-    if family is None:
-        return ()
-    return (
-        f"config.json names the family {said.get('model_type')!r:.40}, which transformers does not have; read as "
-        f"{family!r} by its architecture, without the code in the repository",
-    )
 
 
 def doubts_of(said: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
@@ -54,15 +42,14 @@ def _of_further_layers(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
 def _of_type(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
     if any(each.get(name) for each in _texts(said) for name in ("dtype", "torch_dtype")):
         return None
-    dtype = str(spec.own_dtype).removeprefix("torch.")
-    return f"config.json names no dtype: what is not quantised is counted as {dtype}"
+    return f"config.json names no dtype: what is not quantised is counted as {spec.own_dtype}"
 
 
 def _of_tied(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
-    tied = spec.shell.all_tied_weights_keys
+    tied = spec.outline.tied
     if not tied or any("tie_word_embeddings" in each for each in _texts(said)):
         return None
-    nbytes = sum(spec.shell.get_parameter(name).numel() for name in tied) * spec.dtype.itemsize
+    nbytes = sum(spec.outline.weights[source].numbers for source in tied.values()) * spec.dtype.itemsize
     return (
         "config.json does not say whether the output matrix is the embedding, which is the family's default; where the "
         f"files have one of its own, it takes {format_bytes(nbytes)} more"

@@ -21,7 +21,7 @@ from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts, row_of
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 from smoe.models.released_schemes import METHODS
 
 _MERGING = {"MergeModulelist", "Concatenate", "ExpertsOfRows"}

@@ -7,34 +7,19 @@ computes. Models whose experts are not of such a class are refused: nothing abou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
-from smoe.formats.base import Format
+from smoe.errors import NotMoEError, UnsupportedModelError
 from smoe.memory.store import Part
 from smoe.models.dense import one_at_a_time
+from smoe.models.outline import ExpertsSite
 from smoe.models.registration import opened_family
-
-
-@dataclass(frozen=True)
-class ExpertsSite:
-    """One layer's experts module: where it is, and what its weights look like."""
-
-    layer: int
-    name: str
-    """Module path, for example `model.layers.3.mlp.experts`."""
-    experts: int
-    parts: tuple[Part, ...]
-    transposed: frozenset[str] = frozenset()
-    """The matrices that are [inputs, outputs] in the library, not the other way round."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -103,42 +88,13 @@ def _site(name: str, module: nn.Module) -> ExpertsSite:
         )
     parts = tuple(Part(n, shape[1:]) for n, shape in shapes.items())
     transposed = frozenset(n for n in shapes if is_transposed(module, n))
-    return ExpertsSite(int(indices[0]), name, experts, parts, transposed)
+    takes_turns = not getattr(module, "is_concatenated", True)
+    return ExpertsSite(int(indices[0]), name, experts, parts, transposed, takes_turns)
 
 
 def is_transposed(module: nn.Module, part: str) -> bool:
     """Whether a matrix of an experts module is [inputs, outputs]: all, none, or those that a family of ours names."""
     return bool(module.is_transposed) or part in getattr(module, "transposed_parts", ())
-
-
-def stored_expert_bytes(
-    sites: Sequence[ExpertsSite],
-    dtype: torch.dtype,
-    form_of: Callable[[ExpertsSite, int], Format | None],
-    config_place: Path,
-    blocks: str,
-) -> dict[int, int]:
-    """An expert of every layer by the configuration alone: matrices by `form_of` a module and their columns, biases in
-    `dtype`; `blocks`: what they should be made of, in words.
-
-    Raises `CheckpointError` for rows that are not made of whole blocks.
-    """
-    found = {}
-    for site in sites:
-        found[site.layer] = 0
-        for part in site.parts:
-            if len(part.shape) == 1:
-                found[site.layer] += part.shape[0] * dtype.itemsize
-                continue
-            rows, columns = part.shape[::-1] if part.name in site.transposed else part.shape
-            form = form_of(site, columns)
-            if form is None:
-                raise CheckpointError(
-                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and {blocks}; download "
-                    "it again"
-                )
-            found[site.layer] += rows * form.row_bytes(columns)
-    return found
 
 
 @contextmanager

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-
 from smoe.formats.mxfp4 import MXFP4_PAIRS
+from smoe.memory.dtypes import Dtype
 from smoe.memory.store import Part
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite, Outline, Weight
 from smoe.models.released_schemes import Scheme
 
 
@@ -30,19 +27,17 @@ def bytes_of_files(paths: Iterable[Path]) -> FileBytes:
     return FileBytes(sum(path.stat().st_size for path in paths))
 
 
-def expected_bytes(
-    shell: PreTrainedModel, sites: Sequence[ExpertsSite], dtype: torch.dtype, scheme: Scheme | None, has_mxfp4: bool
-) -> FileBytes:
+def expected_bytes(outline: Outline, dtype: Dtype, scheme: Scheme | None, has_mxfp4: bool) -> FileBytes:
     """Files that are not here: matrices as their release stores them, all else in `dtype`, tied weights once."""
-    experts = sum(_expert_bytes(site, part, dtype, scheme, has_mxfp4) for site in sites for part in site.parts)
-    own = {f"{site.name}.{part.name}" for site in sites for part in site.parts}
+    experts = sum(_expert_bytes(site, part, dtype, scheme, has_mxfp4) for site in outline.sites for part in site.parts)
+    own = outline.of_experts
     others = sum(
-        _layer_bytes(shell, name, weight, dtype, scheme) for name, weight in shell.named_parameters() if name not in own
+        _layer_bytes(name, weight, dtype, scheme) for name, weight in outline.weights.items() if name not in own
     )
     return FileBytes(experts + others, experts)
 
 
-def _expert_bytes(site: ExpertsSite, part: Part, dtype: torch.dtype, scheme: Scheme | None, has_mxfp4: bool) -> int:
+def _expert_bytes(site: ExpertsSite, part: Part, dtype: Dtype, scheme: Scheme | None, has_mxfp4: bool) -> int:
     """One weight of all experts of a layer."""
     kind = None if scheme is None else scheme.of_experts(site.name)
     if len(part.shape) == 1 or (kind is None and not has_mxfp4):
@@ -51,13 +46,11 @@ def _expert_bytes(site: ExpertsSite, part: Part, dtype: torch.dtype, scheme: Sch
     return site.experts * (rows * MXFP4_PAIRS.row_bytes(columns) if kind is None else kind.file_bytes(rows, columns))
 
 
-def _layer_bytes(
-    shell: PreTrainedModel, name: str, weight: nn.Parameter, dtype: torch.dtype, scheme: Scheme | None
-) -> int:
+def _layer_bytes(name: str, weight: Weight, dtype: Dtype, scheme: Scheme | None) -> int:
     """A weight beside the experts."""
     owner, _, key = name.rpartition(".")
-    if scheme is not None and key == "weight" and isinstance(shell.get_submodule(owner), nn.Linear):
+    if scheme is not None and key == "weight" and weight.is_linear:
         kind = scheme.of(owner)
         if kind is not None:
             return kind.file_bytes(*weight.shape)
-    return weight.numel() * dtype.itemsize
+    return weight.numbers * dtype.itemsize

@@ -12,13 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
-
-from smoe.errors import CheckpointError, ModelError, NotMoEError, UnsupportedModelError
+from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader, Value
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.models.config_file import check_number, check_sizes
-from smoe.models.files import naming
 from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of
 
 _SIZES = {
@@ -66,9 +63,11 @@ _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"
 _SPECIAL = {"bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "tokenizer.ggml.padding_token_id"}
 
 
-def read_gguf_config(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> PretrainedConfig:
-    """The configuration that a file describes. Raises `CheckpointError` with file and entry, `UnsupportedModelError`
-    for what the library's family does not compute."""
+def gguf_fields(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> tuple[str, dict[str, Any]]:
+    """(the library's family, the fields of its configuration) that a file describes.
+
+    Raises `CheckpointError` with file and entry, `UnsupportedModelError` for what the family does not compute.
+    """
     architecture, path = architecture_of(header), header.path
     family = FAMILIES[architecture]
     said = _said(header, architecture, family)
@@ -96,10 +95,7 @@ def read_gguf_config(header: GgufHeader, tensors: Mapping[str, StoredTensor]) ->
     values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
     values["rope_parameters"] = _rope(path, family, said) | _turned_part(path, family, values, said)
     check_sizes(values, path)
-    with naming(f"{path} describes no configuration", ModelError):
-        config: PretrainedConfig = AutoConfig.for_model(family.model_type, **values)
-    config._name_or_path = str(path)
-    return config
+    return family.model_type, values
 
 
 def _said(header: GgufHeader, architecture: str, family: GgufFamily) -> dict[str, Value]:

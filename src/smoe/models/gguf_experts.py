@@ -15,27 +15,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts, Part, row_of
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 
 _KINDS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _BIAS = "_bias"
 
 
-def index_gguf_experts(
-    place: Path, site: ExpertsSite, module: nn.Module, tensors: Mapping[str, StoredTensor]
-) -> LayerExperts:
-    """The stored pieces of every expert of a layer; `module` is the library's, on the meta device.
+def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, StoredTensor]) -> LayerExperts:
+    """The stored pieces of every expert of a layer.
 
     Raises `CheckpointError` where a tensor is missing or of another shape, `UnsupportedModelError` for experts whose
     form the file cannot have.
     """
-    parts = tuple(_stored_part(part, module) for part in site.parts)
+    parts = tuple(_stored_part(part, site) for part in site.parts)
     found: dict[str, list[Sequence[StoredTensor]]] = {}
     for part in parts:
         kinds, suffix = _KINDS[part.name.removesuffix(_BIAS)], "bias" if part.name.endswith(_BIAS) else "weight"
@@ -61,13 +57,13 @@ def tensors_of(experts: LayerExperts) -> Iterator[StoredTensor]:
             yield from pieces
 
 
-def _stored_part(part: Part, module: nn.Module) -> Part:
+def _stored_part(part: Part, site: ExpertsSite) -> Part:
     """A part as the files have it: outputs by inputs, the gate's rows before the up's."""
-    has_turns = not getattr(module, "is_concatenated", True)
-    is_known = part.name.removesuffix(_BIAS) in _KINDS and has_turns == bool(getattr(module, "is_transposed", False))
+    has_turns = site.takes_turns
+    is_known = part.name.removesuffix(_BIAS) in _KINDS and has_turns == bool(site.transposed)
     if not is_known:
         raise UnsupportedModelError(
-            f"{part.name!r} of {type(module).__name__} has no place in GGUF files; take the model's safetensors release"
+            f"{part.name!r} of {site.name!r} has no place in GGUF files; take the model's safetensors release"
         )
     return replace(
         part, is_turned=has_turns and len(part.shape) == 2, takes_turns=has_turns and part.name.startswith("gate_up")

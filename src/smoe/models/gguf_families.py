@@ -10,9 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import PretrainedConfig
-
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader
 
@@ -139,12 +136,3 @@ def architecture_of(header: GgufHeader) -> str:
             f"{', '.join(FAMILIES)}: take the model's safetensors release, which may well work"
         )
     return name
-
-
-def row_order(family: GgufFamily, name: str, config: PretrainedConfig, rows: int) -> torch.Tensor | None:
-    """Which of a file's rows is each row of the library's weight `name`: [rows]; None where they are the same."""
-    module = name.rpartition(".")[0]
-    if not family.has_paired_rows or not module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
-        return None
-    heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

@@ -34,6 +34,17 @@ def family_by_architecture(said: Mapping[str, Any]) -> str | None:
     return None
 
 
+def family_doubts(said: Mapping[str, Any]) -> tuple[str, ...]:
+    """How a config.json of a family that the library lacks is read."""
+    family = family_by_architecture(said)
+    if family is None:
+        return ()
+    return (
+        f"config.json names the family {said.get('model_type')!r:.40}, which transformers does not have; read as "
+        f"{family!r} by its architecture, without the code in the repository",
+    )
+
+
 def read_library_config(folder: Path, said: Mapping[str, Any]) -> PretrainedConfig:
     """The library's configuration of a folder whose config.json is `said`. Raises `UnsupportedModelError` for a family
     that only code in the repository knows."""

@@ -28,20 +28,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from smoe.bounds import PRECISION
 from smoe.errors import CheckpointError, ConfigError, UnpreparedError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.formats.registry import FORMATS, format_of
 from smoe.memory.checkpoint_json import check_regular, parse_object
-from smoe.memory.dtypes import SAFETENSORS
+from smoe.memory.dtypes import Dtype
 from smoe.memory.gguf_header import part_stem
 from smoe.memory.quantised_store import is_in_pieces, is_quantised
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of
 from smoe.memory.store import LayerExperts, Part, page_ceil
-from smoe.models.experts import ExpertsSite
 from smoe.models.files import DEMO_FOLDER
+from smoe.models.outline import ExpertsSite
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
 from smoe.units import format_bytes
@@ -153,8 +151,8 @@ def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, LayerExperts]) -
     `spec` or, where they are quantised, in the formats that they have. None of those that lie in one piece already, and
     of those that cannot."""
     if not is_quantised(experts):
-        return contents_in_dtype(spec.sites, SAFETENSORS[spec.dtype])
-    plain = SAFETENSORS[spec.own_dtype]
+        return contents_in_dtype(spec.sites, spec.dtype.stored)
+    plain = spec.own_dtype.stored
     parts = {layer: [_as_stored(part, of, plain) for part in of.parts] for layer, of in experts.items()}
     found = {layer: tuple(part for part in of if part is not None) for layer, of in parts.items()}
     if any(len(found[layer]) < len(of) for layer, of in parts.items()):
@@ -178,14 +176,12 @@ def contents_in_dtype(sites: Sequence[ExpertsSite], dtype: str) -> Contents:
     )
 
 
-def contents_in_precision(
-    sites: Sequence[ExpertsSite], precision: str, model_type: str, dtype: torch.dtype
-) -> Contents:
+def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_type: str, dtype: Dtype) -> Contents:
     """The matrices of the experts in fewer bits, their biases in `dtype`, which is in the file the checkpoint's own.
 
     Raises `UnsupportedModelError` for weights that no format of the precision fits.
     """
-    plain = SAFETENSORS[dtype]
+    plain = dtype.stored
     parts = {}
     for site in sites:
         odd = [part.name for part in site.parts if not 1 <= len(part.shape) <= 2]

@@ -22,9 +22,7 @@ from smoe.kernels.quantised_work import MOST_BYTE_ROWS, Target, most_quantised_r
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.unpacked import unpacked
-
-PIECE_ELEMENTS = 2**22
-"""Numbers that are unpacked at a time."""
+from smoe.models.workspace import PIECE_ELEMENTS
 
 
 class QuantisedWeight(nn.Module):

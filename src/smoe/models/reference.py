@@ -12,11 +12,11 @@ from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.registry import FORMATS
-from smoe.memory.dtypes import TORCH
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
 from smoe.memory.store import LayerExperts, Part
+from smoe.memory.torch_dtypes import TORCH
 from smoe.models.released_numbers import released_numbers
 from smoe.models.released_schemes import METHODS
 

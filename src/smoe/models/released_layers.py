@@ -7,25 +7,22 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from smoe.errors import CheckpointError, UnsupportedModelError
-from smoe.formats.base import Format
+from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.quantised_store import assembled
+from smoe.memory.gguf_tensors import assembled
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.models.dense import built_of, check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import parameter_names, stored_as
-from smoe.models.experts import ExpertsSite, stored_expert_bytes, without_expert_weights
+from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.quantised_linear import can_stay_quantised, keep_quantised
 from smoe.models.reference import stored_numbers
-from smoe.models.released_schemes import Scheme
-from smoe.models.spec import ModelSpec
+from smoe.models.spec import LibrarySpec
 
 
-def quantised_layers(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Matrices that stay quantised, by the library's names."""
     found = {}
     experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
@@ -37,50 +34,14 @@ def quantised_layers(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> d
     return found
 
 
-def expected_layers(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[str, StoredTensor]:
-    """The same by what config.json says, where the weights are not here: matrices of the right shape and format, which
-    lie nowhere. What is published may have more of them in full than it says."""
-    found = {}
-    experts = {site.name for site in spec.sites}
-    for owner, module in spec.shell.named_modules():
-        its = None if owner in experts or not isinstance(module, nn.Linear) else scheme.of(owner)
-        form = None if its is None else its.form(module.in_features)
-        if form is not None and can_stay_quantised(module):
-            nbytes, shape = module.out_features * form.row_bytes(module.in_features), tuple(module.weight.shape)
-            found[f"{owner}.weight"] = StoredTensor(place, 0, nbytes, form.name, shape)
-    return found
-
-
-def released_expert_bytes(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[int, int] | None:
-    """An expert of every layer in a slot by what config.json says; None where all experts are in full. Raises
-    `UnsupportedModelError` where only some layers' are."""
-    kinds = {site.name: scheme.of_experts(site.name) for site in spec.sites}
-    in_full = [name for name, kind in kinds.items() if kind is None]
-    if len(in_full) == len(kinds):
-        return None
-    if in_full:
-        raise UnsupportedModelError(
-            f"{place}: the experts of {len(kinds) - len(in_full)} layers are quantised, those of {len(in_full)} "
-            f"({in_full[0]} first) are not; smoe reads models whose experts are all quantised, or none: take another "
-            "release of the model"
-        )
-
-    def form_of(site: ExpertsSite, columns: int) -> Format | None:
-        kind = kinds[site.name]
-        return None if kind is None else kind.form(columns)
-
-    group = next(kind for kind in kinds.values() if kind is not None).columns_each
-    return stored_expert_bytes(spec.sites, spec.dtype, form_of, place, f"scales are for {group or 'all'} of them")
-
-
-def load_released(place: Path, spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:
+def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:
     """The library's model with all weights but the experts', those of `spec.dense` quantised."""
     state = _state(spec, matrices)
     with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
-        loaded, report = built_of(state, spec.shell, spec.dtype)
+        loaded, report = built_of(state, spec.shell, spec.dtype.torch)
     check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
     for name, tensor in spec.dense.items():
-        keep_quantised(loaded, name, FORMATS[tensor.dtype], _blocks(tensor), spec.dtype)
+        keep_quantised(loaded, name, FORMATS[tensor.dtype], _blocks(tensor), spec.dtype.torch)
     move_to_own_memory(loaded)  # of what is left: nothing lies behind what was replaced
     loaded.name_or_path = loaded.config.name_or_path = str(place)  # for messages: the loader had no name
     if (place / "generation_config.json").exists():
@@ -89,7 +50,7 @@ def load_released(place: Path, spec: ModelSpec, matrices: Mapping[str, StoredTen
     return model
 
 
-def _state(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+def _state(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
     """What the loader is given, by the keys of an unquantised release; nothing behind what stays quantised. What the
     library has no place for, such as layers that guess further tokens, is not read."""
     experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
@@ -99,9 +60,9 @@ def _state(spec: ModelSpec, matrices: Mapping[str, StoredTensor]) -> dict[str, t
         if name not in known or name.rpartition(".")[0] in experts:
             continue
         if name in spec.dense:
-            found[key] = torch.zeros((), dtype=spec.dtype).expand(known[name].shape)
+            found[key] = torch.zeros((), dtype=spec.dtype.torch).expand(known[name].shape)
         elif tensor.made_of:
-            found[key] = stored_numbers(tensor).to(spec.dtype)
+            found[key] = stored_numbers(tensor).to(spec.dtype.torch)
         else:
             with safe_open(tensor.path, framework="pt") as file:
                 found[key] = file.get_tensor(tensor.key)

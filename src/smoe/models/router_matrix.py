@@ -43,7 +43,7 @@ def matrices_of(model: nn.Module, spec: ModelSpec) -> dict[int, RouterMatrix]:
     hidden, found = spec.config.get_text_config().hidden_size, {}
     for site in spec.sites[1:]:
         router, block = modules[spec.anatomy.routers[site.layer]], modules[site.name.rpartition(".")[0]]
-        found[site.layer] = find_matrix(router, block, hidden, site.experts, spec.dtype, site.layer)
+        found[site.layer] = find_matrix(router, block, hidden, site.experts, spec.dtype.torch, site.layer)
     return found
 
 

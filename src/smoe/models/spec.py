@@ -1,6 +1,7 @@
 """From a model's configuration alone: what it needs, what a budget buys, and the floor of the time per token.
 
-Nothing is downloaded but the config, nothing is loaded: the model's empty shell tells its sizes.
+Nothing is downloaded but the config, nothing is loaded: the model's outline tells its sizes. Of a model that is to be
+loaded there is the library's empty one, too (`LibrarySpec`).
 """
 
 from __future__ import annotations
@@ -8,49 +9,52 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, MOST_CORRECTED_LAYERS, STACKED_GATES
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
-from smoe.memory.dtypes import SAFETENSORS
+from smoe.memory.dtypes import BF16, BY_NAME, Dtype
 from smoe.memory.quantised_store import blocks_bytes
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
-from smoe.models.anatomy import Anatomy
-from smoe.models.experts import ExpertsSite
 from smoe.models.file_bytes import FileBytes
-from smoe.models.quantised_linear import PIECE_ELEMENTS
-from smoe.models.workspace import workspace_bytes
+from smoe.models.outline import Anatomy, ExpertsSite, Outline
+from smoe.models.workspace import PIECE_ELEMENTS, workspace_bytes
 from smoe.policy.budget import MIN_STAGING_SLOTS, Demand, SlotClass, slot_classes
 from smoe.policy.registry import WHOLE_LAYER
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
-def own_dtype(model_config: PretrainedConfig) -> torch.dtype:
+
+class ModelConfig(Protocol):
+    """What is asked of a configuration: the library's, or one without it (`plain_config.py`)."""
+
+    model_type: str
+
+    def get_text_config(self) -> Any:
+        """That of the language model, where others are beside it."""
+
+
+def own_dtype(model_config: ModelConfig) -> Dtype:
     """The element type that a model is in by its configuration as it was read (building a model sets another); bf16
     where that is of no use. Raises `CheckpointError` for what is no type."""
     own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
-    if own is not None and not isinstance(own, (str, torch.dtype)):
+    if own is not None and not isinstance(own, str) and type(own).__name__ != "dtype":  # torch's
         raise CheckpointError(f"config.json: 'dtype' is {own!r:.80}, it must be the name of a type, as \"bfloat16\"")
-    own = getattr(torch, own) if isinstance(own, str) else own
-    return own if own in SAFETENSORS else torch.bfloat16
+    return BY_NAME.get(str(own).removeprefix("torch."), BF16)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A model known by its configuration."""
 
-    config: PretrainedConfig
-    shell: PreTrainedModel
-    """The model on the meta device, experts included."""
-    sites: list[ExpertsSite]
-    anatomy: Anatomy
-    dtype: torch.dtype
-    own_dtype: torch.dtype
+    config: ModelConfig
+    outline: Outline
+    dtype: Dtype
+    own_dtype: Dtype
     """That of the checkpoint, whatever is computed in."""
     context_tokens: int
     """Positions reserved for every sequence."""
@@ -71,11 +75,29 @@ class ModelSpec:
     read in more than one way."""
 
     @property
+    def sites(self) -> list[ExpertsSite]:
+        """Where the routed experts are, in layer order."""
+        return self.outline.sites
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.outline.anatomy
+
+    @property
     def weights_bytes(self) -> int:
         """Everything but the routed experts, as it is kept; tied weights once."""
-        weights = dict(self.shell.named_parameters())
-        plain: int = sum(weights[name].numel() for name in self.dense) * self.dtype.itemsize
-        return self.anatomy.weights_bytes - plain + sum(map(blocks_bytes, self.dense.values()))
+        plain = sum(self.outline.weights[name].numbers for name in self.dense) * self.dtype.itemsize
+        return self.outline.dense_bytes(self.dtype) - plain + sum(map(blocks_bytes, self.dense.values()))
+
+    @property
+    def dense_bytes_read(self) -> int:
+        """Of that, what a decode step reads: all of it, of an untied input embedding just a row."""
+        name = self.outline.embedding
+        if name is None:
+            return self.weights_bytes
+        stored = self.dense.get(name)
+        whole = self.outline.weights[name].numbers * self.dtype.itemsize
+        return self.weights_bytes - (whole if stored is None else stored.nbytes)
 
     @property
     def expert_bytes(self) -> int:
@@ -159,7 +181,7 @@ class ModelSpec:
         tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
         text = self.config.get_text_config()
         item = self.dtype.itemsize
-        widest = max(max(weight.shape, default=0) for weight in self.shell.parameters())
+        widest = max(max(weight.shape, default=0) for weight in self.outline.weights.values())
         return Demand(
             weights_bytes=self.weights_bytes,
             workspace_bytes=workspace_bytes(
@@ -174,3 +196,12 @@ class ModelSpec:
             low=() if self.low is None else tuple(each._replace(form=LOW) for each in self.low._slot_classes(None)),
             low_share=config.low_share if self.low is not None else 0.0,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibrarySpec(ModelSpec):
+    """The same of a model that can be loaded."""
+
+    config: PretrainedConfig
+    shell: PreTrainedModel
+    """The library's model on the meta device, experts included."""

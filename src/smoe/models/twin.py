@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 from smoe.models.quantised_linear import QuantisedWeight
 
 

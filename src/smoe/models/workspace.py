@@ -7,15 +7,19 @@ the last position only, as generation asks for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from transformers import PretrainedConfig
+from smoe.models.outline import ExpertsSite
 
-from smoe.models.experts import ExpertsSite
+if TYPE_CHECKING:
+    from smoe.models.spec import ModelConfig
 
 _HIDDEN_COPIES = 10
 """Tensors [tokens, H] alive at once: residual, norm, projections, block input and output, combination."""
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
+PIECE_ELEMENTS = 2**22
+"""Of a quantised layer's weights, unpacked at a time (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
 """What the CPU library keeps for the shapes it has met: compiled kernels and scratch (docs/log.md). Reserved in full
 for models of 4 GiB and more; for a model so small that this would dwarf it, what is not reserved is a line of the
@@ -23,7 +27,7 @@ process beside the budget (`machine/process_memory.py`)."""
 
 
 def workspace_bytes(
-    config: PretrainedConfig,
+    config: ModelConfig,
     sites: Sequence[ExpertsSite],
     top_k: Mapping[int, int],
     tokens: int,
@@ -60,7 +64,7 @@ def reserved_kernel_bytes(experts_bytes: int) -> int:
     return min(KERNEL_CACHE_BYTES, experts_bytes // 32)
 
 
-def _inner(text: PretrainedConfig) -> int:
+def _inner(text: Any) -> int:
     names = (
         "intermediate_size",
         "shared_expert_intermediate_size",
@@ -70,7 +74,7 @@ def _inner(text: PretrainedConfig) -> int:
     return max(_largest(text, name) for name in names)
 
 
-def _largest(text: PretrainedConfig, name: str) -> int:
+def _largest(text: Any, name: str) -> int:
     """A size of the configuration, of all layers the largest where they differ; 0 where there is none."""
     is_heterogeneous = getattr(text, "is_heterogeneous", False)  # such a one refuses to be asked for all layers
     return max(int(getattr(each, name, None) or 0) for each in (text.per_layer_config if is_heterogeneous else [text]))

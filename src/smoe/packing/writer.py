@@ -22,11 +22,11 @@ import torch
 from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.file_lock import FileLock
 from smoe.formats.registry import FORMATS
-from smoe.memory.dtypes import TORCH
-from smoe.memory.quantised_store import assembled
+from smoe.memory.gguf_tensors import assembled
 from smoe.memory.store import LayerExperts
-from smoe.models.experts import ExpertsSite
+from smoe.memory.torch_dtypes import TORCH
 from smoe.models.files import check_disk
+from smoe.models.outline import ExpertsSite
 from smoe.models.packed import Contents, Packed, header_bytes, may_be_packed, record_bytes
 from smoe.models.reference import reference_parameters, stored_numbers
 from smoe.packing.calibration import Calibration

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 from smoe.policy.prediction import Prediction, Predictor, Sight
 from smoe.policy.trial import WORTH
 from smoe.prediction.correction import Correction

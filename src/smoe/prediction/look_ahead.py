@@ -21,8 +21,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from smoe.kernels.proof import same_bits
-from smoe.models.experts import ExpertsSite
 from smoe.models.kv_cache import RowCache
+from smoe.models.outline import ExpertsSite
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.prediction.next_gate import NextGate
 from smoe.prediction.unheard import is_heard, unheard

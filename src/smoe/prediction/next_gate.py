@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 from smoe.models.scoring import ScoringRule, in_order
 from smoe.policy.importance import ALL_IMPORTANT, graded, scaled
 from smoe.policy.prediction import Prediction, Predictor, Sight

@@ -74,7 +74,7 @@ def _look_ahead(subject: Subject) -> Predictor:
 def _stacked_gates(subject: Subject) -> Predictor:
     """Raises `UnsupportedModelError` where a router cannot be stacked; it has a rule, or loading would have ended."""
     matrices = matrices_of(subject.model, subject.spec)
-    return StackedGates(subject.spec.sites, matrices, subject.ranking, subject.depth, subject.spec.dtype)
+    return StackedGates(subject.spec.sites, matrices, subject.ranking, subject.depth, subject.spec.dtype.torch)
 
 
 def _corrected_gates(subject: Subject) -> Predictor:
@@ -88,7 +88,7 @@ def _corrected_gates(subject: Subject) -> Predictor:
         )
     parameter = next(subject.model.parameters())
     corrections = {
-        layers: correction.to(parameter.device, subject.spec.dtype)
+        layers: correction.to(parameter.device, subject.spec.dtype.torch)
         for layers, correction in subject.corrections.items()
     }
     return CorrectedGates(subject.spec.sites, corrections, subject.ranking, subject.depth)

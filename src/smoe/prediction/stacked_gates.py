@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import ExpertsSite
 from smoe.models.router_matrix import RouterMatrix
 from smoe.policy.prediction import Prediction, Predictor, Sight
 from smoe.prediction.ranking import Ranking

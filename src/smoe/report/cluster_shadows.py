@@ -9,7 +9,7 @@ from typing import Any
 from smoe.bounds import DEFAULT_SHADOW
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
-from smoe.load.shadow import least_shadow_bytes
+from smoe.load.shadow_size import least_shadow_bytes
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.policy.budget import Ledger, allocate, budget_for_share, full_bytes
 from smoe.policy.registry import SHADOW

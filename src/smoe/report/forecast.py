@@ -15,27 +15,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
-
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.load.assembly import predictor_name
-from smoe.load.device import choose_device
 from smoe.load.learned import expected_bytes
 from smoe.load.ledger import demand_of, fit_context, make_ledger, open_if_here, share_beside, shortages_of
+from smoe.load.planned_device import device_for
+from smoe.load.predictor_name import predictor_name
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
+from smoe.machine.device import AnyDevice
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
-from smoe.machine.measure import (
-    layer_seconds,
-)
 from smoe.machine.process_memory import beside_budget
-from smoe.machine.processor import set_compute_threads
+from smoe.machine.this_machine import layer_seconds
 from smoe.memory.emulation import read_profile
-from smoe.models.checkpoint import Checkpoint, described_checkpoint
 from smoe.models.config_doubts import beside_files
-from smoe.models.read_spec import read_spec
+from smoe.models.described import Described
+from smoe.models.model_sizes import model_sizes
 from smoe.models.spec import ModelSpec
 from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
@@ -133,7 +129,7 @@ class Forecast:
         return {
             "model": self.model,
             "model_type": spec.config.model_type,
-            "dtype": str(spec.dtype).removeprefix("torch."),
+            "dtype": str(spec.dtype),
             "moe_layers": len(spec.sites),
             "experts": ledger.demand.total_experts,
             "top_k": ledger.demand.top_k,
@@ -181,7 +177,7 @@ class Survey(NamedTuple):
     ledger: Ledger
     reason: str
     rates: Rates
-    device: torch.device
+    device: AnyDevice
     is_emulated: bool
     is_estimate: bool
     """From the configuration alone, though the model's own files say it exactly."""
@@ -223,7 +219,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
 
 def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     """Read the config, divide the budget, get to know the machine. Raises `ConfigError` for what is not simulated."""
-    device = choose_device(config)
+    device = device_for(config)
     if config.cluster is not None or config.placement is not None:
         preset = preset_of(config)
         has = f"`placement` {config.placement}" if preset == "own" else f"`preset` {preset}"
@@ -245,15 +241,13 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:
         config = replace(config, memory_bytes=config.memory_bytes or less_margin(int(profile.device_memory_bytes)))
-    set_compute_threads(config.threads)
-    spec = read_spec(model, config, revision)
-    store = open_if_here(model, spec, device, revision)
+    checkpoint, spec = model_sizes(model, config, revision)
+    store = open_if_here(checkpoint, spec, device)
     spec, config, fitted = fit_context(
         spec,
         config,
         lambda each: each.demand(config) if store is None else demand_of(each, config, device, store),
     )
-    checkpoint = described_checkpoint(model, revision)
     beside = share_beside(spec, config, device, store)
     config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, beside)
     decided = [*(f"`{name}` {getattr(config, name)}, {why}" for name, why in fitted.items()), *decided]
@@ -267,7 +261,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     if machine is not None:
         guess = functools.partial(predictor_name, device=device)
         pace = functools.partial(pace_for, checkpoint, device, is_direct, is_emulated)
-        subject = Subject(model, checkpoint, spec, config, machine, dense_bytes_read(spec), guess, pace, unlearned)
+        subject = Subject(model, checkpoint, spec, config, machine, spec.dense_bytes_read, guess, pace, unlearned)
         known = pace(spec.precision)
         if device.type == "cpu" and not is_emulated:
             last = last_run_of(checkpoint.place, spec.precision, is_direct)
@@ -278,9 +272,9 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
 
 def _decided(
     config: EngineConfig,
-    checkpoint: Checkpoint,
+    checkpoint: Described,
     spec: ModelSpec,
-    device: torch.device,
+    device: AnyDevice,
     share_beside: Callable[[int], float],
 ) -> tuple[EngineConfig, int, list[str], tuple[str, ...]]:
     """(the configuration as a run would have it, the bytes of what was learned for it, what decided, what is
@@ -307,7 +301,7 @@ def _alternatives(chosen: Ledger) -> list[Ledger]:
     return [allocate(size, demand) for size in sorted(sizes - {chosen.budget_bytes})]
 
 
-def _recommend(demand: Demand, device: torch.device, foretell: Callable[[Ledger], Choice]) -> Recommendation | None:
+def _recommend(demand: Demand, device: AnyDevice, foretell: Callable[[Ledger], Choice]) -> Recommendation | None:
     """As much as is free less a margin, and never more than the whole model; in a round number."""
     free, source = free_device_bytes(device)
     room, full = less_margin(free), round_up(full_bytes(demand))
@@ -340,11 +334,11 @@ def typical_hit_ratio(resident_share: float) -> float:
     return 1.0
 
 
-def _choice(spec: ModelSpec, ledger: Ledger, rates: Rates, device: torch.device, is_emulated: bool) -> Choice:
+def _choice(spec: ModelSpec, ledger: Ledger, rates: Rates, device: AnyDevice, is_emulated: bool) -> Choice:
     has_link = is_emulated or device.type == "cuda"
 
     def case(hit_ratio: float) -> Traffic:
-        step = step_at(spec.expert_bytes_per_token, dense_bytes_read(spec), hit_ratio, has_link)
+        step = step_at(spec.expert_bytes_per_token, spec.dense_bytes_read, hit_ratio, has_link)
         step = replace(step, disk=0.0) if is_emulated else step
         return Traffic(step, floor_of(step, rates))
 
@@ -369,13 +363,3 @@ def _as_json(recommended: Recommendation | None) -> dict[str, Any] | None:
         "floor_tokens_per_second": _range(recommended.choice),
         "free_bytes": recommended.free_bytes,
     }
-
-
-def dense_bytes_read(spec: ModelSpec) -> int:
-    """Non-expert weights that a decode step reads: all of them, of an untied input embedding just a row."""
-    embedding, output = spec.shell.get_input_embeddings(), spec.shell.get_output_embeddings()
-    if embedding is None or output is None or embedding.weight is output.weight:
-        return spec.weights_bytes
-    name = next(name for name, weight in spec.shell.named_parameters() if weight is embedding.weight)
-    stored = spec.dense.get(name)
-    return spec.weights_bytes - (embedding.weight.numel() * spec.dtype.itemsize if stored is None else stored.nbytes)

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.generation.generate import Generation
-from smoe.load.assembly import predictor_name
 from smoe.load.known import known_of
+from smoe.load.predictor_name import predictor_name
 from smoe.machine.disk_rates import measure_reads
 from smoe.machine.measure import quick_rates
 from smoe.metrics import Counters
@@ -22,7 +22,6 @@ from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.policy.registry import LEARNED, SHADOW, make_eviction_for
 from smoe.policy.residency import PoolSize
-from smoe.report.forecast import dense_bytes_read
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
 from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, simulate, work_of
 from smoe.report.pace import LEAST_STEPS, UNKNOWN, LastRun, Pace, measured_pace, of_prompt, remember
@@ -125,7 +124,7 @@ def _simulated(
         return None
     known = known_of(engine.config, place, engine.ledger.resident_share)
     scene = Scene(
-        work_of(spec, dense_bytes_read(spec)),
+        work_of(spec, spec.dense_bytes_read),
         machine,
         engine.ledger,
         engine.config,

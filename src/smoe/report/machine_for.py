@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from smoe.config import EngineConfig
 from smoe.errors import SmoeError
 from smoe.load.host_slots import reads_directly
 from smoe.load.ledger import open_store
 from smoe.machine.available_memory import free_device_bytes
-from smoe.machine.disk_rates import measure_reads, measure_small_disk
+from smoe.machine.device import AnyDevice
+from smoe.machine.disk_rates import measure_reads
 from smoe.machine.floor import Rates
-from smoe.machine.measure import (
-    emulated_rates,
-    expert_rate,
-    layer_seconds,
-    quick_rates,
-    this_machine,
-)
+from smoe.machine.measure import emulated_rates, load_profile, quick_rates
+from smoe.machine.quick_look import quick_look
+from smoe.machine.this_machine import expert_rate, layer_seconds, this_machine
 from smoe.memory.emulation import DeviceProfile
 from smoe.memory.store import ExpertStore
-from smoe.models.checkpoint import Checkpoint
+from smoe.models.described import Described
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Pace, pace_of
@@ -36,25 +31,29 @@ _COPY_SECONDS = 30e-6
 
 
 def rates_for(
-    device: torch.device, expert_bytes: int, profile: DeviceProfile | None, store: ExpertStore | None = None
+    device: AnyDevice, expert_bytes: int, profile: DeviceProfile | None, store: ExpertStore | None = None
 ) -> Rates:
     """The profile's, else what `smoe doctor` has measured, else a quick look; of a disk that holds the model's files
     (`store`, where they are read past the page cache), what it gives of these."""
     if profile is not None:
         return emulated_rates(profile)
-    rates = quick_rates(device)
+    if load_profile() is None and device.type == "cpu":
+        look = quick_look(expert_bytes)
+        rates = Rates(look.memory, look.disk, None, "a quick measurement")
+    else:
+        rates = quick_rates(device)
     if store is not None:
         return replace(rates, disk=measure_reads(store, READING_SECONDS))
-    return rates if rates.disk is not None else replace(rates, disk=measure_small_disk(expert_bytes))
+    return rates if rates.disk is not None else replace(rates, disk=quick_look(expert_bytes).disk)
 
 
-def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: torch.device) -> bool:
+def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: AnyDevice) -> bool:
     """Whether loads are reads of the disk; where RAM beside the budget holds the whole model, they are copies from the
     page cache."""
     return reads_directly(config, spec.experts_bytes, free_device_bytes(device)[0] - ledger.budget_bytes)
 
 
-def files_of(checkpoint: Checkpoint, spec: ModelSpec, device: torch.device) -> ExpertStore | None:
+def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:
     """The places of the experts on this machine's disk; None where they are not here, or have to be packed first."""
     if not checkpoint.has_weights():
         return None
@@ -65,10 +64,10 @@ def files_of(checkpoint: Checkpoint, spec: ModelSpec, device: torch.device) -> E
 
 
 def machine_for(
-    rates: Rates, device: torch.device, profile: DeviceProfile | None, is_direct: bool, spec: ModelSpec
+    rates: Rates, device: AnyDevice, profile: DeviceProfile | None, is_direct: bool, spec: ModelSpec
 ) -> DeviceProfile | None:
     """The profile named, else this machine; None where nobody knows how fast experts come in."""
-    machine = this_machine(rates, device) if profile is None else profile
+    machine = this_machine(rates, device, spec.expert_bytes) if profile is None else profile
     if machine is None or profile is not None or device.type != "cpu":
         return machine
     computed = expert_rate(spec.expert_bytes)
@@ -82,7 +81,7 @@ def machine_for(
     )
 
 
-def pace_for(checkpoint: Checkpoint, device: torch.device, is_direct: bool, is_emulated: bool, precision: str) -> Pace:
+def pace_for(checkpoint: Described, device: AnyDevice, is_direct: bool, is_emulated: bool, precision: str) -> Pace:
     """What earlier runs of the model have shown: on a CPU, whose clock is the run's own."""
     if device.type != "cpu" or is_emulated:
         return UNKNOWN

@@ -28,7 +28,7 @@ from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded
 from smoe.routing import Phase, Routing
-from smoe.runtime.rerouting import substitution_of
+from smoe.runtime.substitution import substitution_of
 from smoe.simulator.foresight import Foresight, Recorded
 from smoe.simulator.synthetic import TYPICAL, Habits, Shape, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
@@ -253,8 +253,14 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     timed, before = _served(scene, times, layers, trace)
     reading = (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
     if not scene.machine.has_link and reading > _LEAST_READING:
-        times = _in_a_crowd(times, reading)
-        timed, before = _served(scene, times, layers, trace)
+        crowded_times = _in_a_crowd(times, reading)
+        if scene.predictor == "none" and scene.prices is None:
+            # every load is waited for in its own layer: nothing else changes when a layer takes longer
+            longer = layers * (crowded_times.layer(1) - times.layer(1))
+            timed = replace(timed, step_seconds=[seconds + longer for seconds in timed.step_seconds])
+        else:
+            timed, before = _served(scene, crowded_times, layers, trace)
+        times = crowded_times
     scale = work.layers / layers
     seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / _STEPS
     uses, loads = timed.uses - before.uses, timed.loads - before.loads

@@ -15,9 +15,9 @@ from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
 from smoe.load.known import Known, known_of
 from smoe.memory.emulation import DeviceProfile
-from smoe.models.checkpoint import Checkpoint
+from smoe.models.described import Described
+from smoe.models.finish_spec import with_experts_of
 from smoe.models.packed import contents_in_precision
-from smoe.models.read_spec import with_experts_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger, allocate
 from smoe.policy.registry import LEARNED
@@ -131,7 +131,7 @@ class Subject:
     """What is looked at: a model with settings, on a machine."""
 
     model: str
-    checkpoint: Checkpoint
+    checkpoint: Described
     spec: ModelSpec
     config: EngineConfig
     machine: DeviceProfile

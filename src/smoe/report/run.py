@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,9 +22,11 @@ from smoe.memory.emulation import Emulation
 from smoe.memory.pacing import Pacing
 from smoe.metrics import Counters
 from smoe.models.quantised_linear import QuantisedWeight
-from smoe.report.hindsight import Foretold
 from smoe.runtime.engine import Engine
 from smoe.units import identifier
+
+if TYPE_CHECKING:
+    from smoe.report.hindsight import Foretold
 
 DISK, LINK, DEVICE, HOST, WORKERS, EXPERTS, DENSE, AHEAD, PYTHON = (
     "disk",

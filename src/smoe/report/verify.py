@@ -38,10 +38,11 @@ from smoe.memory.quantised_store import is_quantised
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts
 from smoe.models.checkpoint import whole_checkpoint
-from smoe.models.experts import ExpertsSite
+from smoe.models.finish_spec import choose_context
 from smoe.models.kv_cache import RowCache
+from smoe.models.outline import ExpertsSite
 from smoe.models.quantised_linear import QuantisedWeight
-from smoe.models.read_spec import choose_context, read_spec, spec_of_whole
+from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.twin import ModelPart, parts_of, share_weights
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver

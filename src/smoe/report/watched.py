@@ -19,7 +19,6 @@ from smoe.report.run import seconds_by_part
 from smoe.routing import Phase
 from smoe.runtime.engine import Engine
 from smoe.runtime.watch import PassNote, Watch
-from smoe.simulator.stack_distances import misses_by_size
 
 ABSENT, LOW_COMING, COMING, LOW_HERE, PASSING, HERE = range(6)
 """Where an expert is: in no slot; its low copy or its own under way; its low copy in a slot; its own in a staging slot,
@@ -186,6 +185,8 @@ class Watched:
         return _pairs(np.flatnonzero(now != np.frombuffer(before, np.uint8)), now)
 
     def _curve(self) -> dict[str, list[float]]:
+        from smoe.simulator.stack_distances import misses_by_size  # all of the simulator that a server needs, and late
+
         misses = misses_by_size(self._uses, len(self._uses) // 2)
         slots = np.unique(np.linspace(0, len(misses) - 1, CURVE_POINTS).astype(int))
         counted = len(self._uses) - len(self._uses) // 2

@@ -25,9 +25,9 @@ from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore
 from smoe.metrics import Counters
-from smoe.models.anatomy import Anatomy
 from smoe.models.guards import not_copied
 from smoe.models.kv_cache import RowCache
+from smoe.models.outline import Anatomy
 from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
@@ -39,8 +39,9 @@ from smoe.runtime.cancellation import Cancellation
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
 from smoe.runtime.observer import Routed, RoutingList, StepObserver
-from smoe.runtime.rerouting import Scored, substitution_of
+from smoe.runtime.rerouting import Scored
 from smoe.runtime.stand_in import LayerExperts, StandIn, as_routed
+from smoe.runtime.substitution import substitution_of
 from smoe.runtime.turns import Turns
 from smoe.units import format_bytes, identifier
 

@@ -46,7 +46,8 @@ from smoe.runtime.asking import Asking
 from smoe.runtime.counting import count_decision, count_selection
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.observer import StepObserver
-from smoe.runtime.rerouting import EXACTLY, Scored, Substitution, with_substitutes
+from smoe.runtime.rerouting import Scored, with_substitutes
+from smoe.runtime.substitution import EXACTLY, Substitution
 
 _SHADOWS = 8
 """Layers whose loads may be over only after the host has gone on: no more are kept in mind."""

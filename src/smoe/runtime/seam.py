@@ -29,9 +29,9 @@ from smoe.fastpath.attention import listen_to
 from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.ended_rows import EndedRows
-from smoe.models.experts import ExpertsSite
 from smoe.models.guards import guard, refuse_gradients, uncompiled, without_backward
 from smoe.models.kv_cache import RowCache
+from smoe.models.outline import ExpertsSite
 from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import in_order
 from smoe.runtime.cancellation import Cancellation

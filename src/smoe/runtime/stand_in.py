@@ -14,7 +14,8 @@ import torch
 
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.observer import Routed
-from smoe.runtime.rerouting import EXACTLY, Scored
+from smoe.runtime.rerouting import Scored
+from smoe.runtime.substitution import EXACTLY
 
 
 class LayerExperts(NamedTuple):

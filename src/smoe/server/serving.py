@@ -21,7 +21,7 @@ from smoe.generation.choices import end_tokens
 from smoe.generation.loop import DecodeLoop
 from smoe.generation.request import End, Piece, Request
 from smoe.machine.native_heap import give_back_heap
-from smoe.models.rotary import position_limit
+from smoe.models.position_limit import position_limit
 from smoe.runtime.engine import Engine
 from smoe.server.body import asked_of, body_of
 from smoe.server.body_budget import release_body

@@ -11,35 +11,30 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from smoe.models.experts import ExpertsSite
+from smoe.models.outline import Anatomy, Buffer, ExpertsSite, Outline, Weight
+from smoe.models.quantised_linear import can_stay_quantised
 from smoe.models.rotary import rotary_modules
 
 _PROBE_TOKENS = 2
 
 
-@dataclass(frozen=True)
-class Anatomy:
-    """Facts of a model that the engine and the budget need."""
-
-    weights_bytes: int
-    """Parameters and buffers that are not routed experts, tied ones once, in the dtype asked for."""
-    kv_bytes_per_token: int
-    """Keys and values of all attention layers for one token of one sequence."""
-    state_bytes_per_sequence: int
-    """Recurrent and convolution states, which do not grow with the context."""
-    routers: dict[int, str]
-    """Module path of each layer's router, where it could be found."""
-    gates: dict[int, str]
-    """Of those, the routers that need nothing but hidden states, and so can be applied to another layer's."""
-    top_k: dict[int, int]
-    """Experts a token uses, by layer."""
+def outline_of(model: PreTrainedModel, sites: list[ExpertsSite], anatomy: Anatomy, dtype: torch.dtype) -> Outline:
+    """What a model on the meta device, experts included, is made of."""
+    return Outline(
+        weights=_weights(model, dtype),
+        buffers=_buffers(model),
+        sites=sites,
+        anatomy=anatomy,
+        embedding=_embedding(model),
+        tied=dict(model.all_tied_weights_keys),
+        optional="|".join(model._keys_to_ignore_on_load_missing or ()),
+    )
 
 
 def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> Anatomy:
@@ -52,7 +47,6 @@ def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype
     names = {module: name for name, module in model.named_modules()}
     per_token, fixed = _cache_bytes(cache, dtype)
     return Anatomy(
-        weights_bytes=_weights_bytes(model, sites, dtype),
         kv_bytes_per_token=per_token,
         state_bytes_per_sequence=fixed,
         routers={layer: names[module] for layer, module in notes.routers.items()},
@@ -154,15 +148,33 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in values if isinstance(tensor, torch.Tensor) and tensor.dim() >= 3]
 
 
-def _weights_bytes(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> int:
-    experts = {f"{site.name}.{part.name}" for site in sites for part in site.parts}
+def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Weight]:
+    """The parameters, tied ones once."""
     wide = "|".join(model._get_dtype_plan(dtype)) or "$^"  # what the library's loader keeps in float32
-    total = 0
-    for name, parameter in model.named_parameters():  # tied parameters come once
-        if name not in experts:
-            is_wide = re.search(rf"(^|\.)({wide})($|\.)", name) is not None
-            item = 4 if is_wide else int(parameter.element_size())
-            total += int(parameter.numel()) * item
-    for buffer in model.buffers():
-        total += int(buffer.numel()) * max(4, int(buffer.element_size()))
-    return total
+    found = {}
+    for name, parameter in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        is_wide = parameter.dtype == torch.float32 or re.search(rf"(^|\.)({wide})($|\.)", name) is not None
+        found[name] = Weight(
+            tuple(parameter.shape),
+            is_linear=isinstance(module, nn.Linear),
+            is_plain=can_stay_quantised(module),
+            is_wide=is_wide and dtype != torch.float32,
+        )
+    return found
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, Buffer]:
+    kept = model.state_dict().keys()
+    return {
+        name: Buffer(tuple(each.shape), max(4, each.element_size()), name in kept)
+        for name, each in model.named_buffers()
+    }
+
+
+def _embedding(model: PreTrainedModel) -> str | None:
+    """The name of an input embedding that is not the output matrix."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or output is None or embedding.weight is output.weight:
+        return None
+    return next(str(name) for name, weight in model.named_parameters() if weight is embedding.weight)

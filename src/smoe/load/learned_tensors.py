@@ -1,0 +1,35 @@
+"""Reading what was learned of a model: predictors, corrections of routers, estimates of the next use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
+from smoe.config import EngineConfig
+from smoe.load.fitted_predictor import fitted_of
+from smoe.load.gate_corrections import corrections_of
+from smoe.load.learned import Learned
+from smoe.load.next_use import next_use_of
+from smoe.models.spec import ModelSpec
+from smoe.policy.registry import FITTED_PREFETCH, LEARNED
+from smoe.prediction.expert_mlp import nbytes_of
+from smoe.prediction.registry import routed_layers
+
+
+def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Learned, dict[str, str]]:
+    """As `learned_of`, where something is asked for."""
+    reasons: dict[str, str] = {}
+    fitted = corrections = next_use = None
+    if config.prefetch in FITTED_PREFETCH:
+        fitted = fitted_of(place, config.prefetch)
+    if config.prefetch == CORRECTED_GATES:
+        found = corrections_of(place, spec, config.prefetch_depth or DEFAULT_PREFETCH_DEPTH)
+        corrections, reasons["prefetch"] = found.corrections, str(found)
+    if config.eviction == LEARNED:
+        next_use, reasons["eviction"] = next_use_of(place, {site.layer: site.experts for site in spec.sites})
+    return Learned(fitted, corrections, next_use), reasons
+
+
+def expert_mlp_bytes(spec: ModelSpec) -> int:
+    """What a predictor by a network takes."""
+    return nbytes_of(routed_layers(spec))

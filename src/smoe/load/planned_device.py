@@ -1,0 +1,36 @@
+"""Which device a model computes on, as far as it is known without torch."""
+
+from __future__ import annotations
+
+import re
+
+from smoe.bounds import EMULATED
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError
+from smoe.machine.device import CPU, AnyDevice, may_have_gpu
+
+_NAMES = re.compile(r"(cpu|cuda)(:\d+)?")
+
+
+def planned_device(config: EngineConfig) -> AnyDevice | None:
+    """The CPU where the configuration asks for it, or nothing else may be here; None where torch has to say. Raises
+    `ConfigError` for what is no device."""
+    if config.device == EMULATED or (config.device == "auto" and not may_have_gpu()):
+        return CPU
+    if config.device != "auto" and not _NAMES.fullmatch(config.device):
+        raise no_device(config.device)
+    return CPU if config.device.startswith("cpu") else None
+
+
+def device_for(config: EngineConfig) -> AnyDevice:
+    """The device asked for, else the first GPU, else the CPU; torch is loaded only where there may be a GPU."""
+    planned = planned_device(config)
+    if planned is not None:
+        return planned
+    from smoe.load.device import choose_device
+
+    return choose_device(config)
+
+
+def no_device(given: str) -> ConfigError:
+    return ConfigError.out_of_bounds("device", given, "auto, cpu, cuda, a numbered GPU such as cuda:1, or emulated")

@@ -1,0 +1,24 @@
+"""What guesses which experts come next, by name."""
+
+from __future__ import annotations
+
+from smoe.bounds import EMULATED
+from smoe.config import EngineConfig
+from smoe.machine.device import AnyDevice
+from smoe.models.spec import ModelSpec
+
+_PREFETCH_PAYS_BYTES = 1 << 20
+"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
+
+
+def predictor_name(spec: ModelSpec, config: EngineConfig, device: AnyDevice) -> str:
+    """What guesses in decode; a guess must not decide what is computed where a run is to be reproducible."""
+    if config.reproducible and config.alpha > 0:
+        return "none"
+    if config.prefetch != "auto":
+        return config.prefetch
+    is_emulated = config.device == EMULATED
+    stands_for = config.emulated_expert_bytes if is_emulated else None
+    if (spec.expert_bytes if stands_for is None else stands_for) < _PREFETCH_PAYS_BYTES:
+        return "none"
+    return "look-ahead" if device.type != "cpu" or is_emulated else "next-gate"

@@ -1,0 +1,41 @@
+"""What a copy of the model that runs ahead takes, by the model's configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from smoe.bounds import DEFAULT_SHADOW
+from smoe.config import EngineConfig
+from smoe.models.model_sizes import model_sizes
+from smoe.models.spec import ModelSpec
+from smoe.policy.budget import full_bytes
+from smoe.policy.registry import SHADOW
+
+
+def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
+    """What the shadow that a configuration asks for takes on main, beside the model, by the model's configuration
+    alone; 0 where it asks for none."""
+    if config.prefetch != SHADOW or config.shadow_on == "cluster":
+        return 0
+    own = shadow_config(spec, config)
+    _, its = model_sizes(model, own, revision)
+    demand = its.demand(own, its.least_slot_bytes())
+    return full_bytes(demand) - (0 if its.dense else demand.weights_bytes)
+
+
+def shadow_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
+    """Of the shadow itself."""
+    return replace(
+        EngineConfig(
+            precision=config.shadow_precision or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True
+        ),
+        context_tokens=spec.context_tokens,
+        prefill_tokens=1,
+        io_threads=1,
+        dtype=config.dtype,
+        device=config.device,
+        kernels=config.kernels,
+        activations=config.activations,
+        direct_io="off",
+    )

@@ -1,0 +1,104 @@
+"""A first look at this machine, where nobody has measured it properly (`smoe doctor`): half a second, kept for a day.
+
+It is taken by a process of its own, which gives the memory that it reads back: large caches would answer for less.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from smoe.machine.disk_rates import measure_small_disk
+from smoe.machine.measure import describe_machine, measure_experts, measure_memory, measure_products
+from smoe.machine.processor import BUSY_SHARE, waited_share
+from smoe.safe_path import WORKING_FOLDER, child_environment, module_line
+from smoe.user_cache import cache_folder, keep, kept
+
+_FORMAT = 1
+_SECONDS = 0.1
+"""For each rate but the disk's."""
+_KEPT_SECONDS = 24 * 3600.0
+_MOST_SECONDS = 60.0
+"""Within which the other process must have answered."""
+
+
+@dataclass(frozen=True)
+class QuickLook:
+    """Rates in bytes, or operations, a second."""
+
+    memory: float
+    experts: float
+    """Experts of the size asked for, computed for one token."""
+    products: float
+    """Of many rows."""
+    disk: float | None
+    """None where nothing can be written to the user's cache."""
+
+
+@cache
+def quick_look(expert_bytes: int) -> QuickLook:
+    """As it was kept, else as it is now."""
+    path = cache_folder() / "quick-look.json"
+    stored = kept(path, _FORMAT) or {}
+    if stored.get("machine") != describe_machine():
+        stored = {}
+    found = _fresh(stored.get(str(expert_bytes)))
+    if found is not None:
+        return found
+    look, is_disturbed = _looked_apart(expert_bytes)
+    if not is_disturbed:
+        entry = {"rates": asdict(look), "at": time.time()}
+        with suppress(OSError):
+            keep(path, {"format": _FORMAT, **stored, "machine": describe_machine(), str(expert_bytes): entry})
+    return look
+
+
+def _fresh(entry: Any) -> QuickLook | None:
+    """What was kept, unless it is too old, or damaged."""
+    try:
+        look = QuickLook(**entry["rates"])
+        return look if 0 <= time.time() - entry["at"] < _KEPT_SECONDS else None
+    except (TypeError, KeyError):
+        return None
+
+
+def _looked_apart(expert_bytes: int) -> tuple[QuickLook, bool]:
+    """(the rates, whether other programs had the cores meanwhile)"""
+    done = subprocess.run(
+        [*module_line("smoe.machine.quick_look"), str(expert_bytes)],
+        capture_output=True,
+        timeout=_MOST_SECONDS,
+        cwd=WORKING_FOLDER,
+        env=child_environment(),
+    )
+    if done.returncode:
+        raise RuntimeError(f"the machine could not be measured: {done.stderr.decode(errors='replace').strip()[-2000:]}")
+    answer = json.loads(done.stdout)
+    return QuickLook(**answer["rates"]), answer["is_disturbed"]
+
+
+def look(expert_bytes: int) -> QuickLook:
+    """Measure, in this process."""
+    return QuickLook(
+        memory=measure_memory(_SECONDS),
+        experts=measure_experts(expert_bytes, _SECONDS),
+        products=measure_products(_SECONDS),
+        disk=measure_small_disk(expert_bytes),
+    )
+
+
+def main() -> None:
+    """Print what a look says."""
+    rates = look(int(sys.argv[1]))
+    waited = waited_share()
+    print(json.dumps({"rates": asdict(rates), "is_disturbed": waited is not None and waited >= BUSY_SHARE}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""The families whose models are described by arithmetic on their configuration: what the library would build.
+
+A family that is not here, and a configuration of no usual kind, are looked at by building the library's empty model
+(`examine.py`), which takes seconds and hundreds of MiB. A test compares the two for every family that is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from smoe.models import family_layers as layers
+from smoe.models.family_parts import Weights
+from smoe.models.plain_config import PlainConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of a family are made."""
+
+    layer: Callable[[str, PlainConfig, int], Weights]
+    """The weights of one layer: by the layer's name, the configuration and the layer's number."""
+    defaults: Mapping[str, Any]
+    """Every field that decides a size, and what the library takes where a config.json does not have it."""
+    top_k: str = "num_experts_per_tok"
+    router: str = "mlp.gate"
+    """Where a layer's router is."""
+    has_gates: bool = True
+    """Whether routers need nothing but hidden states."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """The library's further names of fields."""
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that have to be so, or missing: with others the library decides."""
+    cached: Callable[[PlainConfig], tuple[int, int, int]] = layers.in_every_layer
+    correction: str | None = None
+    """A buffer beside every router: what is added to its scores."""
+    final_norm: str = "model.norm"
+    has_norm_bias: bool = False
+    head_bias: str | None = None
+    """The field that says whether the output matrix has one."""
+    rotary: str = "model.rotary_emb"
+    turned: float = 1.0
+    """Share of a head that positions turn."""
+    can_turn_less: bool = False
+    """A configuration may say another share."""
+    attention: str = "sdpa"
+    is_transposed: bool = False
+    """Experts' matrices are [inputs, outputs], with gate and up in turns."""
+    keys: tuple[tuple[str, str], ...] = ()
+    """(of a checkpoint's keys, of the library's names): patterns, and what takes their place."""
+
+
+_LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": None, "pad_token_id": None}
+_QWEN = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_BLOCK_SPARSE = ((r"\.block_sparse_moe\.", ".mlp."),)
+
+
+def _defaults(
+    vocabulary: int,
+    hidden: int,
+    inner: int,
+    depth: int,
+    count: int,
+    key_values: int | None,
+    positions: int,
+    **others: Any,
+) -> dict[str, Any]:
+    """What all families have, then what this one has."""
+    usual = {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": depth,
+        "num_attention_heads": count,
+        "num_key_value_heads": key_values,
+        "max_position_embeddings": positions,
+    }
+    return _LLAMA | usual | others
+
+
+# fmt: off
+FAMILIES: Mapping[str, Family] = {
+    "mixtral": Family(
+        layers.mixtral,
+        _defaults(32000, 4096, 14336, 32, 32, 8, 131072, num_experts_per_tok=2, num_local_experts=8, head_dim=None),
+        aliases={"num_experts": "num_local_experts"},
+        keys=_BLOCK_SPARSE,
+    ),
+    "phimoe": Family(
+        layers.phimoe,
+        _defaults(
+            32064, 4096, 6400, 32, 32, 8, 131072, num_experts_per_tok=2, num_local_experts=16, attention_bias=False,
+            lm_head_bias=False,
+        ),
+        router="mlp.router",
+        has_norm_bias=True,
+        head_bias="lm_head_bias",
+        usual={"num_experts_per_tok": 2},
+        keys=((r"\.block_sparse_moe\.gate\.", ".mlp.router."), *_BLOCK_SPARSE),
+    ),
+    "qwen2_moe": Family(
+        layers.qwen2_moe,
+        _defaults(
+            151936, 2048, 5632, 24, 16, 16, 32768, **_QWEN, moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632, num_experts_per_tok=4, num_experts=60, qkv_bias=True,
+        ),
+    ),
+    "qwen3_moe": Family(
+        layers.qwen3_moe,
+        _defaults(
+            151936, 2048, 6144, 24, 32, 4, 32768, **_QWEN, moe_intermediate_size=768, num_experts_per_tok=8,
+            num_experts=128, attention_bias=False,
+        ),
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "qwen3_next": Family(
+        layers.qwen3_next,
+        _defaults(
+            151936, 2048, 5632, 48, 16, 2, 32768, **_QWEN, moe_intermediate_size=512,
+            shared_expert_intermediate_size=512, num_experts_per_tok=10, num_experts=512, attention_bias=False,
+            head_dim=256, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128,
+            linear_num_key_heads=16, linear_num_value_heads=32, layer_types=(),
+        ),
+        cached=layers.with_linear_attention,
+        turned=0.25,
+        can_turn_less=True,
+    ),
+    "olmoe": Family(
+        layers.olmoe,
+        _defaults(
+            50304, 2048, 2048, 16, 16, None, 4096, num_experts_per_tok=8, num_experts=64, attention_bias=False,
+            pad_token_id=1,
+        ),
+        aliases={"num_local_experts": "num_experts"},
+    ),
+    "deepseek_v2": Family(
+        layers.deepseek_v3,
+        _defaults(
+            102400, 4096, 11008, 32, 32, None, 2048, first_k_dense_replace=0, kv_lora_rank=512, q_lora_rank=1536,
+            n_routed_experts=64, n_shared_experts=2, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+            num_experts_per_tok=None, moe_intermediate_size=1407, n_group=None, topk_group=None, topk_method="greedy",
+        ),
+        aliases={"num_experts": "n_routed_experts"},
+        usual={"attention_bias": False, "mlp_bias": False},
+        cached=layers.latents,
+    ),
+    "deepseek_v3": Family(
+        layers.deepseek_v3,
+        _defaults(
+            129280, 7168, 18432, 61, 128, 128, 4096, first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=1536,
+            n_routed_experts=256, n_shared_experts=1, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+            num_experts_per_tok=8, moe_intermediate_size=2048, n_group=8, topk_group=4,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        usual={"attention_bias": False},
+        cached=layers.latents,
+        correction="mlp.gate.e_score_correction_bias",
+    ),
+    "deepseek": Family(
+        layers.deepseek,
+        _defaults(
+            102400, 2048, 10944, 28, 16, None, 4096, moe_intermediate_size=1408, n_routed_experts=64,
+            n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, moe_layer_freq=1,
+        ),
+        aliases={"num_experts": "n_routed_experts"},
+        usual={"attention_bias": False, "mlp_bias": False, "scoring_func": "softmax"},
+    ),
+    "gpt_oss": Family(
+        layers.gpt_oss,
+        _defaults(
+            201088, 2880, 2880, 36, 64, 8, 131072, num_local_experts=128, head_dim=64, num_experts_per_tok=4,
+            attention_bias=True,
+            rope_parameters={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        ),
+        router="mlp.router",
+        aliases={"num_experts": "num_local_experts"},
+        attention="eager",
+        is_transposed=True,
+    ),
+    "glm4_moe": Family(
+        layers.glm4_moe,
+        _defaults(
+            151552, 4096, 10944, 46, 96, 8, 131072, attention_bias=False, moe_intermediate_size=1408,
+            num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128, n_group=1, topk_group=1,
+            first_k_dense_replace=1, use_qk_norm=False,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        correction="mlp.gate.e_score_correction_bias",
+        turned=0.5,
+        can_turn_less=True,
+    ),
+    "dots1": Family(
+        layers.dots1,
+        _defaults(
+            152064, 4608, 10944, 62, 32, 32, 2048, moe_intermediate_size=1408, n_shared_experts=None,
+            n_routed_experts=None, n_group=1, topk_group=1, num_experts_per_tok=None, first_k_dense_replace=0,
+            attention_bias=False,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        correction="mlp.gate.e_score_correction_bias",
+    ),
+    "minimax_m2": Family(
+        layers.minimax_m2,
+        _defaults(
+            200064, 3072, 1536, 62, 48, 8, 196608, head_dim=128, num_experts_per_tok=8, num_local_experts=256
+        ),
+        has_gates=False,
+        can_turn_less=True,
+        aliases={"num_experts": "num_local_experts"},
+        correction="mlp.e_score_correction_bias",
+        keys=_BLOCK_SPARSE,
+    ),
+    "ernie4_5_moe": Family(
+        layers.ernie,
+        _defaults(
+            103424, 2560, 12288, 28, 20, 4, 131072, use_bias=False, moe_intermediate_size=1536, moe_k=6,
+            moe_num_experts=64, moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1,
+            moe_layer_interval=1, tie_word_embeddings=True, pad_token_id=0,
+        ),
+        top_k="moe_k",
+        aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        head_bias="use_bias",
+        keys=((r"\.mlp\.moe_statics\.", ".mlp.gate.moe_statics."),),
+    ),
+    "granitemoe": Family(
+        layers.granitemoe,
+        _defaults(
+            32000, 4096, 11008, 32, 32, None, 2048, attention_bias=False, num_local_experts=8, num_experts_per_tok=2
+        ),
+        router="block_sparse_moe.router",
+        keys=(
+            (r"\.block_sparse_moe\.input_linear\.weight", ".block_sparse_moe.experts.gate_up_proj"),
+            (r"\.block_sparse_moe\.output_linear\.weight", ".block_sparse_moe.experts.down_proj"),
+            (r"\.router\.layer\.", ".router."),
+        ),
+    ),
+    "hunyuan_v1_moe": Family(
+        layers.hunyuan,
+        _defaults(
+            290943, 4096, 11008, 32, 32, None, 2048, attention_bias=False, num_experts=1, moe_topk=1, head_dim=None,
+            pad_token_id=0,
+        ),
+        top_k="moe_topk",
+    ),
+    "lfm2_moe": Family(
+        layers.lfm2_moe,
+        _defaults(
+            65536, 2048, 7168, 32, 32, 8, 128000, moe_intermediate_size=1792, num_dense_layers=2,
+            num_experts_per_tok=4, num_experts=32, conv_L_cache=3, layer_types=(), tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+        router="feed_forward.gate",
+        has_gates=False,
+        usual={"conv_bias": False, "use_expert_bias": True},
+        cached=layers.with_convolutions,
+        correction="feed_forward.expert_bias",
+        final_norm="model.embedding_norm",
+        rotary="model.pos_emb",
+    ),
+    "xverse": Family(
+        layers.xverse,
+        _defaults(
+            100534, 2560, 1728, 28, 32, None, 8192, num_experts=None, moe_top_k=6, num_shared_experts=2, pad_token_id=1
+        ),
+        top_k="moe_top_k",
+        router="mlp.router",
+        aliases={"num_experts_per_tok": "moe_top_k", "moe_intermediate_size": "intermediate_size"},
+        usual={"attention_bias": False, "mlp_bias": False},
+    ),
+}
+"""By `model_type`."""
+# fmt: on

@@ -1,0 +1,244 @@
+"""One layer of every family that is described by arithmetic: what weights it has, and what it leaves in caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smoe.models.family_parts import (
+    Weights,
+    experts,
+    gated,
+    head_dim,
+    head_norms,
+    heads,
+    latent,
+    linear,
+    norm,
+    norms,
+    router,
+    whole_norms,
+)
+from smoe.models.outline import Weight
+from smoe.models.plain_config import PlainConfig, UndescribedError
+
+
+def mixtral(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c)
+    yield from router(f"{name}.mlp.gate", c, c.num_local_experts)
+    yield from experts(f"{name}.mlp", c, c.num_local_experts, c.intermediate_size)
+    yield from norms(name, c)
+
+
+def phimoe(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    yield f"{name}.mlp.router.weight", Weight((c.num_local_experts, c.hidden_size), is_linear=True)
+    yield from experts(f"{name}.mlp", c, c.num_local_experts, c.intermediate_size)
+    yield from norms(name, c, bias=True)
+
+
+def minimax_m2(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from mixtral(name, c, layer)
+    yield from whole_norms(f"{name}.self_attn", c)
+
+
+def olmoe(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    yield from whole_norms(f"{name}.self_attn", c)
+    yield from router(f"{name}.mlp.gate", c, c.num_experts)
+    yield from experts(f"{name}.mlp", c, c.num_experts, c.intermediate_size)
+    yield from norms(name, c)
+
+
+def granitemoe(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    yield from router(f"{name}.block_sparse_moe.router", c, c.num_local_experts)
+    yield from experts(f"{name}.block_sparse_moe", c, c.num_local_experts, c.intermediate_size)
+    yield from norms(name, c)
+
+
+def gpt_oss(name: str, c: PlainConfig, layer: int) -> Weights:
+    count, inner, block = c.num_local_experts, c.intermediate_size, f"{name}.mlp"
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    yield f"{name}.self_attn.sinks", Weight((c.num_attention_heads,))
+    yield from router(f"{block}.router", c, count)
+    yield f"{block}.router.bias", Weight((count,))
+    yield f"{block}.experts.gate_up_proj", Weight((count, c.hidden_size, 2 * inner))
+    yield f"{block}.experts.gate_up_proj_bias", Weight((count, 2 * inner))
+    yield f"{block}.experts.down_proj", Weight((count, inner, c.hidden_size))
+    yield f"{block}.experts.down_proj_bias", Weight((count, c.hidden_size))
+    yield from norms(name, c)
+
+
+def _qwen_block(name: str, c: PlainConfig, layer: int, has_shared: bool) -> Weights:
+    """Of Qwen's families: experts in every so many layers."""
+    if not c.num_experts or layer in (c.mlp_only_layers or ()) or (layer + 1) % c.decoder_sparse_step:
+        yield from gated(f"{name}.mlp", c, c.intermediate_size)
+        return
+    yield from router(f"{name}.mlp.gate", c, c.num_experts)
+    yield from experts(f"{name}.mlp", c, c.num_experts, c.moe_intermediate_size)
+    if has_shared:
+        yield from gated(f"{name}.mlp.shared_expert", c, c.shared_expert_intermediate_size)
+        yield from linear(f"{name}.mlp.shared_expert_gate", 1, c.hidden_size)
+
+
+def qwen2_moe(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.qkv_bias)
+    yield from _qwen_block(name, c, layer, has_shared=True)
+    yield from norms(name, c)
+
+
+def qwen3_moe(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    yield from head_norms(f"{name}.self_attn", c)
+    yield from _qwen_block(name, c, layer, has_shared=False)
+    yield from norms(name, c)
+
+
+def qwen3_next(name: str, c: PlainConfig, layer: int) -> Weights:
+    if _kinds(c)[layer] == "full_attention":
+        yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias, gates=2)
+        yield from head_norms(f"{name}.self_attn", c)
+    else:
+        block, keys, values = f"{name}.linear_attn", *_linear_widths(c)
+        yield f"{block}.dt_bias", Weight((c.linear_num_value_heads,))
+        yield f"{block}.A_log", Weight((c.linear_num_value_heads,))
+        yield f"{block}.conv1d.weight", Weight((2 * keys + values, 1, c.linear_conv_kernel_dim))
+        yield from linear(f"{block}.in_proj_qkvz", 2 * keys + 2 * values, c.hidden_size)
+        yield from linear(f"{block}.in_proj_ba", 2 * c.linear_num_value_heads, c.hidden_size)
+        yield from norm(f"{block}.norm", c.linear_value_head_dim)
+        yield from linear(f"{block}.out_proj", c.hidden_size, values)
+    yield from _qwen_block(name, c, layer, has_shared=True)
+    yield from norms(name, c)
+
+
+def _linear_widths(c: PlainConfig) -> tuple[int, int]:
+    """(keys, values) of all heads of linear attention together."""
+    return c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
+
+
+def _deepseek_block(name: str, c: PlainConfig, layer: int, shared: int | None, is_sparse: bool) -> Weights:
+    """Of DeepSeek's kind: dense layers first, then experts with shared ones beside them."""
+    if not is_sparse:
+        yield from gated(f"{name}.mlp", c, c.intermediate_size)
+        return
+    yield from router(f"{name}.mlp.gate", c, c.n_routed_experts)
+    yield from experts(f"{name}.mlp", c, c.n_routed_experts, c.moe_intermediate_size)
+    if shared:
+        yield from gated(f"{name}.mlp.shared_experts", c, shared * c.moe_intermediate_size)
+
+
+def deepseek_v3(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from latent(f"{name}.self_attn", c)
+    yield from _deepseek_block(name, c, layer, c.n_shared_experts, layer >= c.first_k_dense_replace)
+    yield from norms(name, c)
+
+
+def deepseek(name: str, c: PlainConfig, layer: int) -> Weights:
+    is_sparse = layer >= c.first_k_dense_replace and layer % c.moe_layer_freq == 0
+    yield from heads(f"{name}.self_attn", c)
+    yield from _deepseek_block(name, c, layer, c.n_shared_experts, is_sparse)
+    yield from norms(name, c)
+
+
+def dots1(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    yield from head_norms(f"{name}.self_attn", c)
+    yield from _deepseek_block(name, c, layer, c.n_shared_experts, layer >= c.first_k_dense_replace)
+    yield from norms(name, c)
+
+
+def glm4_moe(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias)
+    if c.use_qk_norm:
+        yield from head_norms(f"{name}.self_attn", c)
+    yield from _deepseek_block(name, c, layer, c.n_shared_experts, layer >= c.first_k_dense_replace)
+    yield from norms(name, c)
+
+
+def xverse(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c)
+    yield from router(f"{name}.mlp.router", c, c.num_experts, is_wide=True)
+    yield from experts(f"{name}.mlp", c, c.num_experts, c.intermediate_size)
+    if c.num_shared_experts:
+        yield from gated(f"{name}.mlp.shared_experts", c, c.num_shared_experts * c.intermediate_size)
+    yield from norms(name, c)
+
+
+def ernie(name: str, c: PlainConfig, layer: int) -> Weights:
+    last = c.num_hidden_layers - 1 if c.moe_layer_end_index == -1 else c.moe_layer_end_index
+    yield from heads(f"{name}.self_attn", c, c.use_bias, c.use_bias)
+    if (layer + 1) % c.moe_layer_interval or not c.moe_layer_start_index <= layer <= last:
+        yield from gated(f"{name}.mlp", c, c.intermediate_size, c.use_bias)
+    else:
+        yield from router(f"{name}.mlp.gate", c, c.moe_num_experts, is_wide=True)
+        yield f"{name}.mlp.gate.moe_statics.e_score_correction_bias", Weight((1, c.moe_num_experts), is_wide=True)
+        yield from experts(f"{name}.mlp", c, c.moe_num_experts, c.moe_intermediate_size)
+        if c.moe_num_shared_experts:
+            shared = c.moe_num_shared_experts * c.moe_intermediate_size
+            yield from gated(f"{name}.mlp.shared_experts", c, shared, c.use_bias)
+    yield from norms(name, c)
+
+
+def hunyuan(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    yield from head_norms(f"{name}.self_attn", c, "query_layernorm", "key_layernorm")
+    yield f"{name}.mlp.gate.wg.weight", Weight((c.num_experts, c.hidden_size), True, True, is_wide=True)
+    yield from experts(f"{name}.mlp", c, c.num_experts, c.intermediate_size)
+    yield from gated(f"{name}.mlp.shared_mlp", c, c.intermediate_size)
+    yield from norms(name, c)
+
+
+def lfm2_moe(name: str, c: PlainConfig, layer: int) -> Weights:
+    hidden, block = c.hidden_size, f"{name}.feed_forward"
+    if _kinds(c)[layer] == "full_attention":
+        yield from heads(f"{name}.self_attn", c, output="out_proj")
+        yield from head_norms(f"{name}.self_attn", c, "q_layernorm", "k_layernorm")
+    else:
+        yield f"{name}.conv.conv.weight", Weight((hidden, 1, c.conv_L_cache))
+        yield from linear(f"{name}.conv.in_proj", 3 * hidden, hidden)
+        yield from linear(f"{name}.conv.out_proj", hidden, hidden)
+    if layer < c.num_dense_layers:
+        yield from linear(f"{block}.w1", c.intermediate_size, hidden)
+        yield from linear(f"{block}.w3", c.intermediate_size, hidden)
+        yield from linear(f"{block}.w2", hidden, c.intermediate_size)
+    else:
+        yield from experts(block, c, c.num_experts, c.moe_intermediate_size)
+        yield from router(f"{block}.gate", c, c.num_experts)
+    yield from norm(f"{name}.operator_norm", hidden)
+    yield from norm(f"{name}.ffn_norm", hidden)
+
+
+def _kinds(c: PlainConfig) -> Sequence[str]:
+    """What each layer is where attention takes turns with something else."""
+    kinds: Sequence[str] = c.layer_types
+    if not kinds and c.model_type == "qwen3_next":
+        every = c.get("full_attention_interval", 4)
+        return ["full_attention" if (n + 1) % every == 0 else "linear_attention" for n in range(c.num_hidden_layers)]
+    known = {"full_attention", "linear_attention" if c.model_type == "qwen3_next" else "conv"}
+    if len(kinds) != c.num_hidden_layers or not known.issuperset(kinds):
+        raise UndescribedError(f"layer_types {kinds!r:.80}")
+    return kinds
+
+
+def in_every_layer(c: PlainConfig) -> tuple[int, int, int]:
+    """What caches hold, numbers a token, and a text's numbers in the model's type and in float32: keys and values of
+    every layer."""
+    return c.num_hidden_layers * 2 * c.num_key_value_heads * head_dim(c), 0, 0
+
+
+def latents(c: PlainConfig) -> tuple[int, int, int]:
+    return c.num_hidden_layers * (c.kv_lora_rank + c.qk_rope_head_dim), 0, 0
+
+
+def with_linear_attention(c: PlainConfig) -> tuple[int, int, int]:
+    full = _kinds(c).count("full_attention")
+    rest, (keys, values) = c.num_hidden_layers - full, _linear_widths(c)
+    convolved = rest * (2 * keys + values) * c.linear_conv_kernel_dim
+    recurrent = rest * c.linear_num_value_heads * c.linear_key_head_dim * c.linear_value_head_dim
+    return full * 2 * c.num_key_value_heads * head_dim(c), convolved, recurrent
+
+
+def with_convolutions(c: PlainConfig) -> tuple[int, int, int]:
+    full = _kinds(c).count("full_attention")
+    convolved = (c.num_hidden_layers - full) * c.hidden_size * c.conv_L_cache
+    return full * 2 * c.num_key_value_heads * head_dim(c), convolved, 0

@@ -1,0 +1,134 @@
+"""A model's configuration and outline by arithmetic, for the families of `families.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from smoe.memory.dtypes import F32, Dtype
+from smoe.memory.store import Part
+from smoe.models.families import FAMILIES, Family
+from smoe.models.family_parts import head_dim, linear, norm
+from smoe.models.outline import Anatomy, Buffer, ExpertsSite, Outline, Weight
+from smoe.models.plain_config import PlainConfig, UndescribedError
+
+_EXPERTS = re.compile(r"(?P<module>model\.layers\.(?P<layer>\d+)\..*experts)\.(?P<part>\w+)")
+_OTHERS_CODE = re.compile(r".*(implementation|kernel(s|_config|_mapping)?)(_internal)?")
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def plain_config(model_type: str, said: Mapping[str, Any]) -> PlainConfig:
+    """The configuration whose fields are `said`. Raises `UndescribedError` for what the library has to read."""
+    family = FAMILIES.get(model_type)
+    if family is None or "quantization_config" in said or any(map(_OTHERS_CODE.fullmatch, said)):
+        raise UndescribedError(model_type)
+    config = PlainConfig(model_type, said, family.defaults, family.aliases)
+    for key, usual in {**family.usual, "hidden_act": "silu"}.items():
+        if config.get(key, usual) != usual:
+            raise UndescribedError(f"{key} {config.get(key)!r:.80}")
+    config.settle(num_key_value_heads=config.num_key_value_heads or config.num_attention_heads)
+    config.settle(_attn_implementation=family.attention)
+    if config.get("qk_rope_head_dim"):
+        config.settle(head_dim=config.qk_rope_head_dim)
+    _check(config)
+    return config
+
+
+def _check(c: PlainConfig) -> None:
+    """Raise `UndescribedError` where the library's model could not be built, or run: it says why."""
+    groups, chosen = c.get("n_group"), c.get("topk_group")
+    experts = c.get("n_routed_experts") or 0
+    is_odd = (
+        not all((c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads))
+        or c.num_attention_heads % c.num_key_value_heads
+        or (c.hidden_size % c.num_attention_heads and (not c.get("head_dim") or c.get("q_lora_rank", 0) != 0))
+        or head_dim(c) % 2
+        or (c.pad_token_id or 0) >= c.vocab_size
+        or (groups is not None and (not groups or experts % groups or experts // groups < 2))
+        or (groups is not None and not 1 <= (chosen or 0) <= groups)
+        or (c.model_type != "deepseek" and c.get("n_shared_experts", 1) in (0, None))
+    )
+    if is_odd:
+        raise UndescribedError(c.model_type)
+
+
+def outline_by_family(config: PlainConfig, dtype: Dtype) -> Outline:
+    """What the model is made of. Raises `UndescribedError`."""
+    family = FAMILIES[config.model_type]
+    weights = _weights(config, family)
+    if dtype == F32:
+        weights = {name: weight._replace(is_wide=False) for name, weight in weights.items()}
+    sites = _sites(weights, family)
+    top_k = getattr(config, family.top_k)
+    if not sites or not top_k or any(top_k > site.experts for site in sites):
+        raise UndescribedError("its experts")
+    a_token, a_text, a_text_wide = family.cached(config)
+    routers = {site.layer: f"model.layers.{site.layer}.{family.router}" for site in sites}
+    return Outline(
+        weights=weights,
+        buffers=_buffers(config, family, sites),
+        sites=sites,
+        anatomy=Anatomy(
+            kv_bytes_per_token=a_token * dtype.itemsize,
+            state_bytes_per_sequence=a_text * dtype.itemsize + a_text_wide * F32.itemsize,
+            routers=routers,
+            gates=routers if family.has_gates else {},
+            top_k=dict.fromkeys(routers, top_k),
+        ),
+        embedding=None if config.tie_word_embeddings else _EMBEDDING,
+        tied={_OUTPUT: _EMBEDDING} if config.tie_word_embeddings else {},
+    )
+
+
+def _weights(c: PlainConfig, family: Family) -> dict[str, Weight]:
+    found = {_EMBEDDING: Weight((c.vocab_size, c.hidden_size), is_plain=True)}
+    for layer in range(c.num_hidden_layers):
+        found.update(family.layer(f"model.layers.{layer}", c, layer))
+    found.update(norm(family.final_norm, c.hidden_size, family.has_norm_bias))
+    has_bias = family.head_bias is not None and getattr(c, family.head_bias)
+    found.update(linear(_OUTPUT.removesuffix(".weight"), c.vocab_size, c.hidden_size, has_bias))
+    if c.tie_word_embeddings:
+        del found[_OUTPUT]
+    return found
+
+
+def _sites(weights: Mapping[str, Weight], family: Family) -> list[ExpertsSite]:
+    parts: dict[tuple[int, str, int], list[Part]] = {}
+    for name, weight in weights.items():
+        match = _EXPERTS.fullmatch(name)
+        if match is not None:
+            experts, *shape = weight.shape
+            site = int(match["layer"]), match["module"], experts
+            parts.setdefault(site, []).append(Part(match["part"], tuple(shape)))
+    return [
+        ExpertsSite(
+            *site,
+            tuple(of),
+            frozenset(part.name for part in of if family.is_transposed),
+            takes_turns=family.is_transposed,
+        )
+        for site, of in sorted(parts.items())
+    ]
+
+
+def _buffers(c: PlainConfig, family: Family, sites: list[ExpertsSite]) -> dict[str, Buffer]:
+    turned = (int(head_dim(c) * _turned_share(c, family)) + 1) // 2
+    found = {f"{family.rotary}.{name}": Buffer((turned,)) for name in ("inv_freq", "original_inv_freq")}
+    if family.correction is not None:
+        for site in sites:
+            name = f"model.layers.{site.layer}.{family.correction}"
+            found[name] = Buffer((site.experts,), is_stored=True)
+    return found
+
+
+def _turned_share(c: PlainConfig, family: Family) -> float:
+    """Of a head, what positions turn."""
+    share = c.rope_parameters.get("partial_rotary_factor", c.get("partial_rotary_factor"))
+    if share is None and c.get("rotary_dim") is not None:
+        share = c.rotary_dim / c.head_dim
+    if share is None:
+        return family.turned
+    if not family.can_turn_less or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise UndescribedError(f"partial_rotary_factor {share!r:.80}")
+    return float(share)

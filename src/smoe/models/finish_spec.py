@@ -1,0 +1,86 @@
+"""What is the same of a model's spec, whichever way its outline was found: the choices of a configuration, and what its
+files say beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from smoe.config import EngineConfig
+from smoe.errors import CheckpointError, ConfigError
+from smoe.expert import LOW
+from smoe.memory.dtypes import BY_NAME, Dtype
+from smoe.models.described import Described
+from smoe.models.outline import Outline
+from smoe.models.position_limit import position_limit
+from smoe.models.spec import ModelConfig, ModelSpec, own_dtype
+from smoe.units import format_bytes
+
+DEFAULT_CONTEXT_TOKENS = 4096
+_Spec = TypeVar("_Spec", bound=ModelSpec)
+
+
+def finished(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
+    """The spec with what the checkpoint's files, or its configuration alone, say of quantised weights and of bytes."""
+    _check_used(spec.outline, checkpoint.config_place)
+    dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
+    spec = with_experts_of(replace(spec, dense=dense), checkpoint, config)
+    spec = replace(spec, files=checkpoint.file_bytes(spec))
+    return replace(spec, doubts=checkpoint.doubts(spec))
+
+
+def with_experts_of(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
+    """The same model with its experts, and their low copies, in the precisions of a configuration. Raises `ConfigError`
+    for those that it cannot have."""
+    spec = replace(spec, precision=config.precision, low=None)
+    spec = replace(spec, stored_bytes=checkpoint.quantised_bytes(spec))
+    return replace(spec, low=_low_copies(spec, checkpoint, config)) if config.has_low else spec
+
+
+def _low_copies(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
+    """The model with its experts' low copies; raises `ConfigError` where they would not be smaller."""
+    low = replace(spec, precision=config.low_precision, form=LOW)
+    low = replace(low, stored_bytes=checkpoint.quantised_bytes(low))
+    if low.expert_bytes >= spec.expert_bytes:
+        raise ConfigError(
+            f"`low_precision` {config.low_precision}: a low copy would take {format_bytes(low.expert_bytes)}, and the "
+            f"experts take {format_bytes(spec.expert_bytes)} as they are; give a lower one, or none",
+            setting="low_precision",
+            given=config.low_precision,
+            allowed="a precision of fewer bits than the experts have",
+        )
+    return low
+
+
+def choose_dtype(model_config: ModelConfig, config: EngineConfig) -> Dtype:
+    """The element type asked for, else the checkpoint's own."""
+    if config.dtype != "auto":
+        return BY_NAME[config.dtype]  # checked with the configuration
+    return own_dtype(model_config)
+
+
+def choose_context(model_config: ModelConfig, config: EngineConfig) -> int:
+    """The positions asked for, else `DEFAULT_CONTEXT_TOKENS` or the model's own limit; raises beyond that limit."""
+    limit = position_limit(model_config)
+    if config.context_tokens is None:
+        return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
+    if limit is not None and config.context_tokens > limit:
+        raise ConfigError(
+            f"`context_tokens` {config.context_tokens} is more than the {limit} positions the model was made for by "
+            f"its config.json; give at most {limit}",
+            setting="context_tokens",
+            given=config.context_tokens,
+            allowed=f"a whole number from 1 to {limit}",
+        )
+    return config.context_tokens
+
+
+def _check_used(outline: Outline, path: Path) -> None:
+    """Raise `CheckpointError` where a token would use no experts, or more than there are."""
+    for site in outline.sites:
+        top_k = outline.anatomy.top_k.get(site.layer)
+        if top_k is None or not 1 <= top_k <= site.experts:
+            raise CheckpointError(
+                f"{path}: a token would use {top_k} of {site.experts} experts in layer {site.layer}; download it again"
+            )

@@ -1,0 +1,47 @@
+"""A model's spec without the library that computes it, where arithmetic says what the model is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from smoe.config import EngineConfig
+from smoe.models.described import Described, described_at
+from smoe.models.family_outline import outline_by_family, plain_config
+from smoe.models.files import described_place
+from smoe.models.finish_spec import choose_context, choose_dtype, finished
+from smoe.models.plain_config import UndescribedError
+from smoe.models.spec import ModelSpec, own_dtype
+
+
+def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = None) -> tuple[Described, ModelSpec]:
+    """What is known of a model's files, and its spec: by arithmetic, else by building the library's empty model, which
+    takes seconds and hundreds of MiB."""
+    place = described_place(model, revision)
+    try:
+        described, spec = by_arithmetic(place, config)
+        if described.has_weights():
+            described.experts(replace(spec, precision="auto"))  # and with them all other weights
+        return described, spec
+    except UndescribedError:
+        from smoe.models.checkpoint import checkpoint_at
+        from smoe.models.read_spec import read_spec
+
+        return checkpoint_at(place), read_spec(place, config)
+
+
+def by_arithmetic(place: Path, config: EngineConfig) -> tuple[Described, ModelSpec]:
+    """The same by arithmetic alone; files are not compared with it. Raises `UndescribedError` for a model that only the
+    library can build."""
+    described = described_at(place)
+    model_config = plain_config(*described.fields())
+    dtype = choose_dtype(model_config, config)
+    spec = ModelSpec(
+        config=model_config,
+        outline=outline_by_family(model_config, dtype),
+        dtype=dtype,
+        own_dtype=own_dtype(model_config),
+        context_tokens=choose_context(model_config, config),
+        precision=config.precision,
+    )
+    return described, finished(spec, described, config)

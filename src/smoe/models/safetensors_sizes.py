@@ -1,0 +1,132 @@
+"""What a folder of config.json and safetensors says of a model by its configuration and by the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from smoe.errors import UnsupportedModelError
+from smoe.formats.mxfp4 import MXFP4_PAIRS
+from smoe.memory.checkpoint_json import read_object
+from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint, shard_paths
+from smoe.memory.store import LayerExperts
+from smoe.models.config_doubts import doubts_of
+from smoe.models.config_file import check_config
+from smoe.models.expert_keys import index_by_keys, layers_by_keys
+from smoe.models.file_bytes import FileBytes, bytes_of_files, expected_bytes
+from smoe.models.mxfp4_experts import check_mxfp4, has_mxfp4_experts, joined
+from smoe.models.mxfp4_experts import form_of as mxfp4_form
+from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
+from smoe.models.released_schemes import Scheme, read_scheme
+from smoe.models.released_sizes import expected_layers, released_expert_bytes
+from smoe.models.released_tensors import joined as released
+from smoe.models.spec import ModelSpec
+from smoe.models.stated_quantisation import Stated, stated_quantisation
+from smoe.models.stored_experts import stored_expert_bytes
+
+
+class SafetensorsSizes:
+    """A `Described` in a folder; no code that lies in it is run."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.config_place = place / "config.json"
+
+    def fields(self) -> tuple[str, dict[str, Any]]:
+        family, fields = check_config(self.place), dict(read_object(self.config_place))
+        if self._has_mxfp4 or self._scheme is not None:
+            fields = {key: value for key, value in fields.items() if key != "quantization_config"}
+        return family, fields
+
+    def has_weights(self) -> bool:
+        return has_shards(self.place)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        return index_checkpoint(self.place)
+
+    def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+        stored = self._index(spec)
+        if self._has_mxfp4:
+            check_mxfp4(stored)
+        if spec.precision == "auto":
+            return stored
+        return experts_in_precision(self.place, spec)
+
+    def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
+        if spec.precision != "auto":
+            return bytes_in_precision(spec)
+        if self._has_mxfp4:
+            blocks = f"MXFP4 comes in blocks of {MXFP4_PAIRS.numbers}"
+            return stored_expert_bytes(
+                spec.sites, spec.dtype, lambda _, columns: mxfp4_form(columns), self.config_place, blocks
+            )
+        if self._scheme is None or self._scheme.is_reordered:  # the latter can only be packed
+            return None
+        return released_expert_bytes(spec, self._scheme, self.config_place)
+
+    def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
+        if self._scheme is None:
+            return {}
+        if self.has_weights():
+            return self._stored_layers(spec)
+        return {} if self._scheme.is_reordered else expected_layers(spec, self._scheme, self.config_place)
+
+    @cached_property
+    def _matrices(self) -> dict[str, StoredTensor]:
+        """The tensors, with those joined that are one matrix: tens of thousands, which are asked for three times. Each
+        knows which file it was."""
+        if self._scheme is not None:
+            return released(self.tensors(), self._scheme)
+        return joined(self.tensors()) if self._has_mxfp4 else self.tensors()
+
+    def file_bytes(self, spec: ModelSpec) -> FileBytes:
+        if self.has_weights():
+            return bytes_of_files(shard_paths(self.place))
+        return expected_bytes(spec.outline, spec.own_dtype, self._scheme, self._has_mxfp4)
+
+    def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
+        said = read_object(self.config_place)
+        return () if self.has_weights() else doubts_of(said, spec, self._scheme is not None)
+
+    def packed(self, contents: Contents) -> Packed | None:
+        return read_packed(self.place, contents)
+
+    def check_servable(self) -> None:
+        if self._scheme is not None and self._scheme.is_reordered:
+            raise UnsupportedModelError(
+                f"{self.config_place}: the experts are quantised in the order of activations ({self._scheme.method}), "
+                "and cannot be served as they lie: run smoe pack with `precision` int8 or int4 once, and give the same "
+                "`precision` whenever the model is used"
+            )
+
+    def check_gatherable(self) -> None:
+        """What gains nothing by it is gathered as well; what has no blocks to be gathered in is not."""
+        if self._scheme is not None and self._scheme.is_reordered:
+            raise not_gatherable(
+                f"the experts in {self.place} are quantised in the order of activations ({self._scheme.method}): their "
+                "columns lie in another order than their scales, and they cannot be packed as they are; give "
+                "`precision`, as int8 or int4",
+                "int8, int4, int3 or int2 for such experts",
+            )
+
+    @cached_property
+    def _has_mxfp4(self) -> bool:
+        return has_mxfp4_experts(read_object(self.config_place))
+
+    @cached_property
+    def _stated(self) -> Stated | None:
+        return stated_quantisation(self.config_place)
+
+    @cached_property
+    def _scheme(self) -> Scheme | None:
+        return read_scheme(self._stated)
+
+    def _index(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+        """The stored pieces of every expert; all other weights are compared with `spec`, too."""
+        return index_by_keys(spec, self._matrices)
+
+    def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
+        """Layers beside the experts that are quantised in the files, and stay so."""
+        return layers_by_keys(spec, self._matrices)

@@ -1,0 +1,41 @@
+"""What experts take in a quantised release, by the configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from smoe.errors import CheckpointError
+from smoe.formats.base import Format
+from smoe.memory.dtypes import Dtype
+from smoe.models.outline import ExpertsSite
+
+
+def stored_expert_bytes(
+    sites: Sequence[ExpertsSite],
+    dtype: Dtype,
+    form_of: Callable[[ExpertsSite, int], Format | None],
+    config_place: Path,
+    blocks: str,
+) -> dict[int, int]:
+    """An expert of every layer by the configuration alone: matrices by `form_of` a module and their columns, biases in
+    `dtype`; `blocks`: what they should be made of, in words.
+
+    Raises `CheckpointError` for rows that are not made of whole blocks.
+    """
+    found = {}
+    for site in sites:
+        found[site.layer] = 0
+        for part in site.parts:
+            if len(part.shape) == 1:
+                found[site.layer] += part.shape[0] * dtype.itemsize
+                continue
+            rows, columns = part.shape[::-1] if part.name in site.transposed else part.shape
+            form = form_of(site, columns)
+            if form is None:
+                raise CheckpointError(
+                    f"{config_place}: rows of {part.name} have {columns} numbers by its sizes, and {blocks}; download "
+                    "it again"
+                )
+            found[site.layer] += rows * form.row_bytes(columns)
+    return found

@@ -1,0 +1,36 @@
+"""A budget that cannot hold a model, refused before the libraries that would load it are imported."""
+
+from __future__ import annotations
+
+from smoe.bounds import EMULATED
+from smoe.config import EngineConfig
+from smoe.load.ledger import fit_context, make_ledger, open_if_here
+from smoe.load.planned_device import planned_device
+from smoe.machine.device import CPU
+from smoe.models.files import local_place
+from smoe.models.model_sizes import by_arithmetic
+from smoe.models.plain_config import UndescribedError
+from smoe.policy.budget import minimum_bytes
+
+
+def refuse_early(model: str, config: EngineConfig) -> None:
+    """Raise `BudgetError` where a model that is here cannot be held, as loading it would. What else a configuration
+    asks for (workers, copies in fewer bits), and a family that only the library knows, is left to that.
+
+    Where the budget is enough, files are not looked at.
+    """
+    device, place = planned_device(config), local_place(model)
+    asks_for_more = config.cluster is not None or config.has_low or config.precision != "auto"
+    if config.memory_bytes is None or asks_for_more or place is None:
+        return
+    if device != CPU or config.device == EMULATED:
+        return
+    try:
+        checkpoint, spec = by_arithmetic(place, config)
+        spec, fitted, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()))
+        if minimum_bytes(spec.demand(fitted, spec.least_slot_bytes())) <= config.memory_bytes:
+            return
+        store = open_if_here(checkpoint, spec, CPU)
+    except UndescribedError:
+        return
+    make_ledger(spec, fitted, CPU, store)
