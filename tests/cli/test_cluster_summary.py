@@ -14,6 +14,7 @@ import pytest
 
 from smoe.cli.session import describe, division
 from smoe.cli.summary import _rows
+from smoe.config import EngineConfig
 from smoe.policy.budget import Demand, Ledger, SlotClass, allocate
 from tests.machine.test_floor import report
 
@@ -54,10 +55,14 @@ def test_workers_that_were_not_needed(all_fit: bool, why: str) -> None:
 
 def test_the_division_names_sequences_and_what_would_leave_more_to_experts() -> None:
     ledger = allocate(1000, Demand(10, 20, 30, (SlotClass(10, 2, 200),)))
-    one, four = division(ledger, 512, 1), division(ledger, 512, 4)
+    one, four, top_k = (
+        division(ledger, 512, EngineConfig(**settings))
+        for settings in ({}, {"max_sequences": 4}, {"expert_cache": "top-k"})
+    )
     assert "non-expert weights 10 B" in one and "KV cache 30 B for 1 sequence of 512 tokens" in one
     assert "for 4 sequences of 512 tokens" in four and "--max-sequences" in four and "--max-sequences" not in one
     assert f"expert slots {ledger.cache_slots * 10} B" in one
+    assert "leaves more to experts" in one and "leaves more" not in top_k, "a choice's number of experts is fixed"
 
 
 def test_a_main_that_keeps_no_experts_says_so() -> None:

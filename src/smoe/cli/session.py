@@ -58,7 +58,7 @@ def loaded(
     try:
         note(described)
         if engine.ledger.cache_slots < engine.ledger.demand.total_experts:
-            note(division(engine.ledger, engine.context_tokens, engine.config.max_sequences))
+            note(division(engine.ledger, engine.context_tokens, engine.config))
         for name, why in engine.reasons.items():
             value = in_words(getattr(engine.config, name))
             _log.info("%s %s, %s", name, value, why)
@@ -103,14 +103,16 @@ def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
     return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {kept}"
 
 
-def division(ledger: Ledger, context_tokens: int, sequences: int) -> str:
-    """What each part of the budget takes, and what would leave more to experts."""
+def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
+    """What each part of the budget takes, and what would leave more to experts, where their number is what is left."""
     entries = {name: format_bytes(nbytes) for name, nbytes in ledger.entries().items() if nbytes}
-    cache, texts = format_bytes(ledger.demand.kv_cache_bytes), format_count(sequences, "sequence")
+    cache, texts = format_bytes(ledger.demand.kv_cache_bytes), format_count(config.max_sequences, "sequence")
     entries["KV cache"] = f"{cache} for {texts} of {context_tokens} tokens"
-    parts = ", ".join(f"{name} {size}" for name, size in entries.items())
-    smaller = "--context or --max-sequences leaves" if sequences > 1 else "--context leaves"
-    return f"it holds: {parts}; a smaller {smaller} more to experts"
+    parts = f"it holds: {', '.join(f'{name} {size}' for name, size in entries.items())}"
+    if config.expert_cache != "budget" or config.resident_share is not None:
+        return parts
+    smaller = "--context or --max-sequences leaves" if config.max_sequences > 1 else "--context leaves"
+    return f"{parts}; a smaller {smaller} more to experts"
 
 
 def tokenizer_of(model: str, revision: str | None, chat_template: str | None = None) -> Any:
