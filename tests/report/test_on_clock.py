@@ -110,9 +110,9 @@ def test_a_prefetch_that_does_not_pay_is_off() -> None:
     """Beside compute that takes no time there is nothing to hide a load behind, and wrong guesses cost."""
     fast = replace(MACHINE, device_layer_seconds=1e-9, device_bytes_per_second=1e15, device_expert_seconds=1e-9)
     on_trial = replace(scene(40, machine=fast, preset="exact"), predictor="next-gate")
-    assert settled(on_trial).predictor == "none"
+    assert settled(on_trial)[0].predictor == "none"
     slow = replace(MACHINE, device_layer_seconds=1.0)
-    assert settled(replace(scene(40, machine=slow, preset="exact"), predictor="next-gate")).predictor == "next-gate"
+    assert settled(replace(scene(40, machine=slow, preset="exact"), predictor="next-gate"))[0].predictor == "next-gate"
 
 
 def test_times_by_hand() -> None:

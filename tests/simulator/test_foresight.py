@@ -12,7 +12,7 @@ import pytest
 
 from smoe.policy.prediction import Sight
 from smoe.routing import Phase, Routing
-from smoe.simulator.foresight import Foresight
+from smoe.simulator.foresight import Foresight, blurred
 from smoe.simulator.synthetic import Shape, synthesise
 
 TRACE = synthesise(Shape(experts=32, top_k=4, layers=6, steps=40, prompt_tokens=8), with_scores=True)
@@ -20,7 +20,7 @@ TRACE = synthesise(Shape(experts=32, top_k=4, layers=6, steps=40, prompt_tokens=
 
 def named(recall: float, errs_nearby: bool, alpha: float = 0.0) -> list[tuple[Routing, list[int]]]:
     """Each routing of a decode step that something was named for, and what."""
-    predictor, found = Foresight(TRACE, recall, errs_nearby=errs_nearby), []
+    predictor, found = Foresight(TRACE, recall, guesses=blurred(TRACE, recall) if errs_nearby else None), []
     predictor.alpha = alpha
     for routing in TRACE:
         predictor.observe(routing)

@@ -23,7 +23,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.registry import LEARNED, SHADOW, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
-from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, simulate, work_of
+from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, work_of
 from smoe.report.pace import LEAST_STEPS, UNKNOWN, LastRun, Pace, measured_pace, of_prompt, remember
 from smoe.report.prompt_layers import PromptLayers
 from smoe.runtime.engine import Engine
@@ -133,7 +133,7 @@ def _simulated(
         pace=pace,
         prompt_tokens=min(prompt_tokens, _LONGEST_PROMPT),
     )
-    return simulate(settled(scene), TYPICAL)
+    return settled(scene)[1]
 
 
 def _prompt_shown(generation: Generation, run: Simulated, pace: Pace, layers: PromptLayers) -> Pace:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, STACKED_GATES
 from smoe.config import EngineConfig
@@ -29,7 +30,7 @@ from smoe.policy.residency import PoolSize
 from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded
 from smoe.routing import Phase, Routing
 from smoe.runtime.substitution import substitution_of
-from smoe.simulator.foresight import Foresight, Recorded
+from smoe.simulator.foresight import Foresight, Recorded, blurred
 from smoe.simulator.synthetic import TYPICAL, Habits, Shape, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
@@ -234,12 +235,14 @@ class Scene:
     prompt_tokens: int = PROMPT_TOKENS
 
 
-def settled(scene: Scene) -> Scene:
-    """Without a prefetch that does not pay, where the engine would find that out."""
+def settled(scene: Scene) -> tuple[Scene, Simulated]:
+    """Without a prefetch that does not pay, where the engine would find that out; and simulated with typical
+    routing."""
+    as_it_is = scene, simulate(scene, TYPICAL)
     if scene.predictor == "none" or scene.config.prefetch != "auto":
-        return scene
+        return as_it_is
     without = replace(scene, predictor="none")
-    return min(scene, without, key=lambda each: simulate(each, TYPICAL).seconds_per_token)
+    return min(as_it_is, (without, simulate(without, TYPICAL)), key=lambda each: each[1].seconds_per_token)
 
 
 def simulate(scene: Scene, habits: Habits) -> Simulated:
@@ -249,8 +252,8 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     layers = min(work.layers, MOST_LAYERS)
     if scene.pace.skew is not None:
         habits = replace(habits, skew=scene.pace.skew * habits.skew)
-    trace = _trace(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
-    timed, before = _served(scene, times, layers, trace)
+    drawn = Drawn(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
+    timed, before = _served(scene, times, layers, drawn)
     reading = (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
     if not scene.machine.has_link and reading > _LEAST_READING:
         crowded_times = _in_a_crowd(times, reading)
@@ -259,7 +262,7 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
             longer = layers * (crowded_times.layer(1) - times.layer(1))
             timed = replace(timed, step_seconds=[seconds + longer for seconds in timed.step_seconds])
         else:
-            timed, before = _served(scene, crowded_times, layers, trace)
+            timed, before = _served(scene, crowded_times, layers, drawn)
         times = crowded_times
     scale = work.layers / layers
     seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / _STEPS
@@ -271,7 +274,7 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
         seconds,
         scale * timed.prefill_seconds,
         _parts(scene, times, seconds, scale * weighed / _STEPS),
-        _prefill_parts(scene, times, trace[:layers], scale),
+        _prefill_parts(scene, times, drawn.trace[:layers], scale),
         {
             "load": times.load,
             "expert": times.expert(1) * (weighed / by_device if by_device > 0 else 1.0),
@@ -283,9 +286,9 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     )
 
 
-def _served(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) -> tuple[Timed, Timed]:
+def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> tuple[Timed, Timed]:
     """(what became of all, of what only fills the cache)."""
-    clock = _clock(scene, times, layers, trace)
+    clock, trace = _clock(scene, times, layers, drawn), drawn.trace
     begin = layers * (1 + _WARM_UP)
     for routing in trace[:begin]:
         clock.serve(routing)
@@ -301,13 +304,32 @@ def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
     return replace(times, layer=lambda tokens: times.layer(tokens) * (slower if tokens == 1 else 1.0))
 
 
+class Drawn(NamedTuple):
+    """A run that nobody made: the same for every budget."""
+
+    shape: Shape
+    habits: Habits
+
+    @property
+    def trace(self) -> list[Routing]:
+        return _synthesised(self.shape, self.habits)
+
+    def guesses(self, recall: float) -> dict[int, list[int]]:
+        """What a router names that is right so often, by the numbers of decode steps' routings."""
+        return _guessed(self.shape, self.habits, recall)
+
+
 @cache
-def _trace(shape: Shape, habits: Habits) -> list[Routing]:
-    """Kept: the same for every budget."""
+def _synthesised(shape: Shape, habits: Habits) -> list[Routing]:
     return synthesise(shape, habits, with_scores=True)
 
 
-def _clock(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) -> VirtualClock:
+@cache
+def _guessed(shape: Shape, habits: Habits, recall: float) -> dict[int, list[int]]:
+    return blurred(_synthesised(shape, habits), recall)
+
+
+def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> VirtualClock:
     """The engine's policies over a share of the slots."""
     work, config, share = scene.work, scene.config, layers / scene.work.layers
     slots = max(work.top_k, round(share * scene.ledger.cache_slots))
@@ -323,15 +345,15 @@ def _clock(scene: Scene, times: StepTimes, layers: int, trace: list[Routing]) ->
         times,
         substitution_of(config).switches,
         balance if times.host else None,
-        _predictor(scene, trace),
+        _predictor(scene, drawn),
         low_slots,
         _answering(config, scene.prices, layers, times),
     )
 
 
-def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
+def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
     """Who guesses: right as often as the one that is named, or, naming everything, always."""
-    name, config = scene.predictor, scene.config
+    name, config, trace = scene.predictor, scene.config, drawn.trace
     if name == "none":
         return None
     if name == WHOLE_LAYER:
@@ -340,7 +362,7 @@ def _predictor(scene: Scene, trace: list[Routing]) -> Predictor | None:
     asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
     if config.prefetch_asked is not None:
         asked = ASKED[config.prefetch_asked]
-    predictor = Foresight(trace, _RECALL[name], asked, depth=depth, errs_nearby=trace[0].scores is not None)
+    predictor = Foresight(trace, _RECALL[name], asked, depth=depth, guesses=drawn.guesses(_RECALL[name]))
     predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
     if trace[0].weights is not None:
         predictor.thresholds = substitution_of(config).switches.thresholds

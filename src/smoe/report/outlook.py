@@ -151,7 +151,7 @@ class Subject:
         work = work_of(self.spec, self.dense_bytes)
         predictor = self.predictor_of(self.spec, known.config)
         pace = self.pace_of(self.spec.precision)
-        scene = settled(Scene(work, self.machine, ledger, known.config, predictor, known.prices, pace=pace))
+        scene, run = settled(Scene(work, self.machine, ledger, known.config, predictor, known.prices, pace=pace))
         config = self.config
         case = Case(
             preset_of(config),
@@ -160,7 +160,7 @@ class Subject:
             ledger.resident_share,
             config.lossy,
             missing,
-            simulate(scene, TYPICAL),
+            run,
             pace.layer is not None,
             pace.first_pass,
         )
@@ -219,6 +219,14 @@ def outlook_of(
     """Simulate all of it: some seconds. `budgets` are the ones to compare, `ledger`, the one asked for, among them;
     `is_here`: the machine is this one, where runs teach."""
     asked, scene = subject.case(ledger)
+    known = {ledger.pools: asked}
+
+    def case(budget: Ledger) -> Case:
+        """Budgets that hold as many experts, such as all of them, are one run."""
+        if budget.pools not in known:
+            known[budget.pools] = subject.case(budget)[0]
+        return replace(known[budget.pools], budget_bytes=budget.budget_bytes, resident_share=budget.resident_share)
+
     return Outlook(
         machine=subject.machine,
         asked=asked,
@@ -226,8 +234,8 @@ def outlook_of(
         fastest=simulate(scene, MOST_REPETITIVE),
         with_faster_reads=simulate(replace(scene, faster_reads=FASTER_READS), TYPICAL),
         others=list(_others(subject, ledger, asked)),
-        curve=[asked if each is ledger else subject.case(each)[0] for each in budgets],
-        recommended=None if recommended is None else subject.case(recommended)[0],
+        curve=[asked if each is ledger else case(each) for each in budgets],
+        recommended=None if recommended is None else case(recommended),
         settings=_settings(subject, ledger, asked),
         warnings=_warnings(asked),
         spread=UNTAUGHT_SPEEDS if is_here and not asked.is_taught else (1.0, 1.0),

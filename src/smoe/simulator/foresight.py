@@ -4,7 +4,7 @@ one that repeats what another has said."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -34,8 +34,7 @@ class Foresight(Predictor):
     """Says what the next `depth` layers of a trace will choose. Hears the trace from its beginning, step by step.
 
     With a `recall` below 1 every expert is named with that probability, and another one in its place else: any other,
-    or, `errs_nearby`, as a router errs that sees its input blurred, who ranks just behind in the place of who ranks
-    just before; the trace must then have scores. With
+    or one of the `guesses` for the routing of that number (`blurred`); the trace must then have scores. With
     `thresholds` below 1 it knows importance, too: the trace must then have weights; with an `alpha` above 0 it names
     top-score experts alone: the trace must then have scores.
     """
@@ -47,7 +46,7 @@ class Foresight(Predictor):
         asked: Moment = Moment.ROUTED,
         seed: int = 0,
         depth: int = 1,
-        errs_nearby: bool = False,
+        guesses: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         assert 0.0 <= recall <= 1.0 and depth >= 1, (recall, depth)
         self.asked = asked
@@ -56,7 +55,7 @@ class Foresight(Predictor):
         self._depth = depth
         self._chance = random.Random(seed)
         self._next = 0
-        self._blurred = _blurred(trace, recall, seed) if errs_nearby and recall < 1 else None
+        self._blurred = guesses if recall < 1 else None
 
     def observe(self, routing: Routing) -> None:
         assert self._trace[self._next] is routing or self._trace[self._next] == routing, "another trace"
@@ -105,9 +104,10 @@ class Foresight(Predictor):
 _HALVINGS = 12
 
 
-def _blurred(trace: Sequence[Routing], recall: float, seed: int) -> dict[int, list[int]]:
+def blurred(trace: Sequence[Routing], recall: float, seed: int = 0) -> dict[int, list[int]]:
     """By the numbers of decode steps' routings, as many experts as are chosen by logits with noise, highest first: with
-    so much noise that this share of them is right."""
+    so much noise that this share of them is right. A router errs so that sees its input blurred: it names who ranks
+    just behind in the place of who ranks just before."""
     numbers = [number for number, routing in enumerate(trace) if routing.phase is Phase.DECODE]
     scores = [routing.scores for routing in map(trace.__getitem__, numbers) if routing.scores is not None]
     assert len(scores) == len(numbers), "a trace with scores"
