@@ -156,3 +156,12 @@ def test_two_threads_are_exact_where_the_library_cuts_sums(
 def test_the_kernel_can_be_declined(toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel]) -> None:
     model = open_model(toy("qwen3_moe", dtype=torch.bfloat16), "full", kernels="torch")
     assert not any("forward" in m.__dict__ for m in model.modules() if type(m) is nn.Linear)
+
+
+def test_layers_that_are_sure_are_not_timed(own_order: SpinningPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are part of a larger work: what one takes by itself does not matter."""
+    monkeypatch.setattr(linear, "_faster", lambda *_: {})
+    model = nn.ModuleList([nn.Linear(64, 96, bias=False) for _ in range(2)]).bfloat16().requires_grad_(False)
+    adopted = linear.speed_up(model, own_order, {}, sure={model[1]})
+    assert list(adopted.parts) == [model[1]]
+    assert adopted.share == 0.5

@@ -77,6 +77,13 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, adopted: Adopted) -> di
     return found
 
 
+def projections(model: nn.Module) -> set[nn.Module]:
+    """The projections of all attentions that have our kernel: part of one work they take no call of their own, so how
+    long one takes by itself does not matter."""
+    attentions = [module for module in model.modules() if attention.kernel_of(module) is not None]
+    return {child for module in attentions for name, child in module.named_children() if name in _PROJECTIONS}
+
+
 def _embeddings(model: PreTrainedModel) -> _Embeddings | None:
     """Of some position; None where a model has none, several, or of another kind."""
     rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -47,12 +47,13 @@ def speed_up(
     routers: Mapping[nn.Module, bool],
     activations: str = BF16,
     is_measured: bool = True,
+    sure: Collection[nn.Module] = (),
 ) -> Adopted:
     """Replace the one-row product of every linear layer that gains by it.
 
     Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
     `weight` themselves; True where hidden states [T, H] are all that they take. `activations`: see `multiply_codes`.
-    Unless `is_measured`, ours is taken to be faster.
+    Unless `is_measured`, ours is taken to be faster, as it is for the layers `sure`.
     """
     kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
@@ -62,8 +63,9 @@ def speed_up(
     adopted = quantised = multiply_codes(model, pool, activations)
     parts_of: dict[nn.Module, int] = {}
     known = {kind: part for kind, part in parts.items() if part is not None}
-    for kind, part in (_faster(pool, kinds, known) if is_measured else known).items():
-        for module in kinds[kind]:
+    faster = _faster(pool, kinds, known) if is_measured else known
+    for kind, part in known.items():
+        for module in kinds[kind] if kind in faster else [each for each in kinds[kind] if each in sure]:
             module.forward = _forward(module, pool, part)  # type: ignore[method-assign,assignment]
             parts_of[module] = part
             adopted += module.weight.numel()

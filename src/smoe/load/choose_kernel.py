@@ -76,7 +76,8 @@ def choose_arithmetic(
         return False
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
-    adopted = linear.speed_up(model, chosen, routers, activations, is_measured)
+    sure = decoder_layer.projections(model)
+    adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure)
     layers = decoder_layer.speed_up(model, chosen, decoder_layer.Adopted(adopted.parts, norms))
     token_pass.speed_up(model, layers)
     return settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
