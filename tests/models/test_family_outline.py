@@ -26,8 +26,10 @@ from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec, ModelSpec
 from smoe.presets import configure
 from tests import gguf_toy, zoo
+from tests.published_configs import PUBLISHED, Published
 
 CONFIG = configure(context_tokens=32, resident_share=0.5)
+DESCRIBED = {*FAMILIES, "kimi_k2"}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [{"decoder_sparse_step": 2, "mlp_only_layers": [3], "qkv_bias": False}],
     "qwen3_moe": [{"tie_word_embeddings": True, "attention_bias": True}],
@@ -76,6 +78,17 @@ CASES += [(family, more) for family, all_of in VARIANTS.items() for more in all_
 @pytest.mark.parametrize(("family", "more"), CASES, ids=lambda value: value if isinstance(value, str) else len(value))
 def test_the_library_builds_the_same(family: str, more: dict[str, Any], tmp_path: Path) -> None:
     folder = written(tmp_path / family, said(family, **more))
+    compare(by_arithmetic(folder, CONFIG)[1], read_spec(folder, CONFIG))
+
+
+@pytest.mark.parametrize("name", [name for name, each in PUBLISHED.items() if each.config["model_type"] in DESCRIBED])
+def test_published_configurations_of_few_layers(name: str, tmp_path: Path) -> None:
+    """Their quantised releases, and one that is published under a name of its own."""
+    published = PUBLISHED[name]
+    few = {**published.config, "num_hidden_layers": 4, "layer_types": None}
+    folder = Published({key: value for key, value in few.items() if value is not None}).write(tmp_path)
+    if published.hf_quant_config is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(published.hf_quant_config))
     compare(by_arithmetic(folder, CONFIG)[1], read_spec(folder, CONFIG))
 
 

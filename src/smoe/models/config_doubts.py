@@ -14,6 +14,14 @@ _NOTED_DIFFERENCE = 0.02
 """By which share memory and files may differ without a word."""
 
 
+def read_as(said: Mapping[str, Any], family: str) -> str:
+    """Of a family that the library lacks."""
+    return (
+        f"config.json names the family {said.get('model_type')!r:.40}, which transformers does not have; read as "
+        f"{family!r} by its architecture, without the code in the repository"
+    )
+
+
 def doubts_of(said: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
     """Of a model whose weights are not here."""
     found = [_of_further_layers(said, spec), _of_type(said, spec), _of_tied(said, spec)]

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from smoe.errors import UnsupportedModelError
+from smoe.models.config_doubts import read_as
 
 
 def family_by_architecture(said: Mapping[str, Any]) -> str | None:
@@ -37,12 +38,7 @@ def family_by_architecture(said: Mapping[str, Any]) -> str | None:
 def family_doubts(said: Mapping[str, Any]) -> tuple[str, ...]:
     """How a config.json of a family that the library lacks is read."""
     family = family_by_architecture(said)
-    if family is None:
-        return ()
-    return (
-        f"config.json names the family {said.get('model_type')!r:.40}, which transformers does not have; read as "
-        f"{family!r} by its architecture, without the code in the repository",
-    )
+    return () if family is None else (read_as(said, family),)
 
 
 def read_library_config(folder: Path, said: Mapping[str, Any]) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.memory.checkpoint_json import read_object
 from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint, shard_paths
 from smoe.memory.store import LayerExperts
-from smoe.models.config_doubts import doubts_of
+from smoe.models.config_doubts import doubts_of, read_as
 from smoe.models.config_file import check_config
 from smoe.models.expert_keys import index_by_keys, layers_by_keys
 from smoe.models.file_bytes import FileBytes, bytes_of_files, expected_bytes
@@ -26,6 +26,9 @@ from smoe.models.spec import ModelSpec
 from smoe.models.stated_quantisation import Stated, stated_quantisation
 from smoe.models.stored_experts import stored_expert_bytes
 
+_PUBLISHED_AS = {"kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3")}
+"""Families that are published under names of their own: the library's class that computes them, and its family."""
+
 
 class SafetensorsSizes:
     """A `Described` in a folder; no code that lies in it is run."""
@@ -36,6 +39,7 @@ class SafetensorsSizes:
 
     def fields(self) -> tuple[str, dict[str, Any]]:
         family, fields = check_config(self.place), dict(read_object(self.config_place))
+        family = _published_as(fields) or family
         if self._has_mxfp4 or self._scheme is not None:
             fields = {key: value for key, value in fields.items() if key != "quantization_config"}
         return family, fields
@@ -88,7 +92,13 @@ class SafetensorsSizes:
 
     def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
         said = read_object(self.config_place)
-        return () if self.has_weights() else doubts_of(said, spec, self._scheme is not None)
+        how = self._read_as(said)
+        return how if self.has_weights() else (*how, *doubts_of(said, spec, self._scheme is not None))
+
+    def _read_as(self, said: Mapping[str, Any]) -> tuple[str, ...]:
+        """How a family is read that is published under another name."""
+        family = _published_as(said)
+        return () if family is None else (read_as(said, family),)
 
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)
@@ -130,3 +140,11 @@ class SafetensorsSizes:
     def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         """Layers beside the experts that are quantised in the files, and stay so."""
         return layers_by_keys(spec, self._matrices)
+
+
+def _published_as(said: Mapping[str, Any]) -> str | None:
+    """The library's family of a model that is published under another name, with code of its own."""
+    named, family = _PUBLISHED_AS.get(str(said.get("model_type")), ("", None))
+    architectures = said.get("architectures")
+    is_said = bool(said.get("auto_map")) and isinstance(architectures, list) and named in architectures
+    return family if is_said else None
