@@ -142,6 +142,7 @@ def times_for(
             seconds += (1 - in_host) * nbytes / machine.disk_bytes_per_second
         return seconds / faster_reads
 
+    @cache
     def expert(rows: int) -> float:
         if rows == 1 and pace.expert is not None:
             return pace.expert

@@ -138,7 +138,7 @@ class _Link:
         return self._free > now
 
     def _run(self, now: float) -> None:
-        while self._begin_next(now):
+        while (self._waiting or self._expected) and self._begin_next(now):
             pass
 
     def _begin_next(self, before: float) -> bool:
@@ -305,7 +305,8 @@ class VirtualClock:
 
     def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
         """Residents first, then what is missing, each waited for in the order of the plan."""
-        times, serves = self._times, plan.serves
+        times, serves, ready = self._times, plan.serves, self._table.ready
+        guesses = self._predictor is not None
         by_host, host_free = {}, self._now
         for serve in serves:
             if serve.unit != DEVICE:
@@ -316,19 +317,19 @@ class VirtualClock:
         for computed, serve in enumerate(serves, start=1):
             if computed == here + 1 and is_decode:
                 self._ask(Moment.RESIDENTS_DONE, plan)
-            if serve.key in by_host:
+            if by_host and serve.key in by_host:
                 self._now = max(self._now, by_host[serve.key])
                 continue
-            if serve.key not in self._table.ready:
+            if serve.key not in ready:
                 self._now = max(self._now, self._link.wait(serve.key, self._now))
                 self._progress.arrive(serve.key)
-            if computed > here:
+            if guesses and computed > here:
                 self._look_for_answer(plan, computed - 1)
             is_alone = is_decode and computed > here
             self._now += times.expert(len(serve.routes)) * (times.alone if is_alone else 1.0)
             self.result.computed_alone += is_alone
             self._progress.served(serve, computed)
-            if computed == 1 or computed >= here:  # residents after the first are computed in one piece
+            if guesses and (computed == 1 or computed >= here):  # residents after the first are computed in one piece
                 self._look_for_answer(plan, computed)
 
 
