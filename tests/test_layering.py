@@ -172,3 +172,31 @@ def test_what_is_exported_exists() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = smoe.nothing
     assert importlib.util.find_spec("smoe") is not None
+
+
+def reached(*starts: str) -> set[str]:
+    """Our modules that importing these imports, by imports at the top of files."""
+    found, left = set[str](), list(starts)
+    while left:
+        module = left.pop()
+        if module in found or module not in ALL:
+            continue
+        found.add(module)
+        body = ast.parse(ALL[module].read_text(encoding="utf8")).body
+        for node in (each for each in body if isinstance(each, (ast.Import, ast.ImportFrom))):
+            base = getattr(node, "module", None)
+            left += [alias.name if base is None else f"{base}.{alias.name}" for alias in node.names]
+            left += [] if base is None else [base]
+    return found
+
+
+def test_a_server_starts_without_the_simulator() -> None:
+    modules = reached("smoe.cli.session", "smoe.server.app", "smoe.server.first_pass", "smoe.server.totals")
+    assert "smoe.load.pretrained" in modules and not [name for name in modules if name.startswith("smoe.simulator")]
+
+
+def test_a_model_is_read_without_the_readers_of_other_formats() -> None:
+    modules = reached("smoe.models.checkpoint", "smoe.models.described")
+    assert modules.isdisjoint({"smoe.models.gguf_sizes", "smoe.models.safetensors_sizes"})
+    assert "smoe.models.safetensors_sizes" not in reached("smoe.models.gguf_file")
+    assert "smoe.models.gguf_sizes" not in reached("smoe.models.safetensors_folder")
