@@ -101,10 +101,12 @@ def open_model(folder: Path | str, budget: str | int = "half", **switches: Any) 
     """Our model inside a named budget or a number of cache slots; whoever opens it closes `model.offload`.
 
     Experts are read when they are wanted, so that tests can say when, unless `preload` says otherwise; and where our
-    kernels cannot have torch's bits, torch computes, whatever is faster.
+    kernels cannot have torch's bits, torch computes, whatever is faster. A budget has the slots that its name says,
+    whatever else is in use.
     """
     kernels = "auto" if is_supported() and not promised.disagreeing else "native"
-    switches = {"context_tokens": CONTEXT, "preload": False, "kernels": kernels, **switches}
+    usual = {"context_tokens": CONTEXT, "preload": False, "lend_reserve": False, "kernels": kernels}
+    switches = usual | switches
     return from_pretrained(folder, memory=budget_bytes(folder, budget, **switches), **switches)
 
 

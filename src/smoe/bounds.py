@@ -55,7 +55,10 @@ LOW_PRECISION = ("none", *PRECISION[1:])
 AUTO, INT8, BF16 = ACTIVATIONS = ("auto", "int8", "bf16")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
+COUNTS = ("budget", "process")
+"""What `memory_bytes` is the size of: the budget, or the whole process, interpreter and libraries included."""
 CHOICES: dict[str, tuple[str, ...]] = {
+    "count": COUNTS,
     "dtype": DTYPES,
     "eviction": tuple(ONLINE_EVICTION),
     "cache_records": CACHE_RECORDS,
@@ -130,6 +133,7 @@ OWNERS = (
 """Settings that would have no effect unless another has one of these values."""
 SWITCHES = (
     "preload",
+    "lend_reserve",
     "prefetch_trial",
     "prefill_balance",
     "alpha_as_priced",

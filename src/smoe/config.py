@@ -44,6 +44,9 @@ class EngineConfig:
 
     memory_bytes: int | None = None
     """Device memory for weights, workspace, KV cache, staging and slots; None: what is free less a margin."""
+    count: str = "budget"
+    """What `memory_bytes` counts: the budget alone, or the whole process on a CPU, of which the budget is what
+    interpreter and libraries, measured at the start, leave."""
     resident_share: float | None = None
     """In place of `memory_bytes`: the share of the routed experts that stays in device memory, above 0 and at most 1;
     the budget is then what that takes."""
@@ -55,6 +58,9 @@ class EngineConfig:
     """Sequences that run together."""
     prefill_tokens: int = 2048
     """Tokens of all sequences in one step; longer prompts are read in chunks (their grade then is E1, not E0)."""
+    lend_reserve: bool = True
+    """Memory that is reserved for activations and positions holds experts while it is not used, on a CPU under Linux;
+    not where `resident_share` says how many experts there are."""
     threads: int | None = None
     """Computing threads of every request; None: torch's number, at most the CPUs that the process may use."""
     io_threads: int = 2
@@ -264,6 +270,14 @@ class EngineConfig:
                 setting="resident_share",
                 given=self.resident_share,
                 allowed="only without `memory`",
+            )
+        if self.count == "process" and (self.memory_bytes is None or self.device in ("cuda", EMULATED)):
+            raise ConfigError(
+                "`count` process says that `memory` is the size of the whole process on a CPU; give `memory`, and no "
+                "`device` with a memory of its own",
+                setting="count",
+                given=self.count,
+                allowed="process with `memory` on a CPU",
             )
         for name, owner, values in OWNERS:
             if getattr(self, name) is not None and getattr(self, owner) not in values:

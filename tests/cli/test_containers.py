@@ -68,3 +68,14 @@ def test_a_quota_bounds_the_computing_threads_and_the_readers(checkpoint):
     torch.set_num_threads(4)
     with from_pretrained(checkpoint, memory="4MiB", context_tokens=64, threads=3).offload:
         assert torch.get_num_threads() == 3, "as asked"
+
+
+def test_a_process_is_given_its_size(run, checkpoint):
+    """The budget is what the rest leaves, and a process that cannot be is refused with what it takes."""
+    asked = ["-p", "x", "--max-new-tokens", 2, "--context", 64]
+    given = run("generate", checkpoint, *asked, "--process-memory", "1500MiB", "--json").json
+    assert 0 < given["memory_budget_bytes"] < 1500 << 20
+    refused = run("generate", checkpoint, *asked, "--process-memory", "100MiB")
+    assert refused.code == 2 and "interpreter and libraries" in refused.err and "a process of 100 MiB" in refused.err
+    both = run("generate", checkpoint, *asked, "--process-memory", "1500MiB", "--memory", "4MiB")
+    assert both.code == 2 and "give one of them" in both.err

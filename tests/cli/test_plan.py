@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from types import SimpleNamespace
@@ -47,6 +48,15 @@ def test_of_a_checkpoint_that_is_not_all_here_the_config_is_planned(run, checkpo
     (config_only / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     ran = run("plan", config_only, "--memory", "4MiB", "--json")
     assert ran.code == 0 and "from config.json alone" in str(ran.json["remarks"])
+
+
+def test_a_process_is_divided_by_one_reading_of_what_it_holds(run, config_only, monkeypatch):
+    """It grows while a plan is made. Would catch a division by two readings, which does not add up."""
+    held = itertools.count(100 << 20, 64 << 10)
+    monkeypatch.setattr("smoe.machine.process_memory.libraries_bytes", lambda: next(held))
+    limit = (100 + 96 + 64 + 2) << 20
+    value = run("plan", config_only, "--process-memory", str(limit), "--context", 64, "--json").json
+    assert value["memory_budget_bytes"] + sum(value["beside_budget_bytes"].values()) == limit
 
 
 def test_floor_is_the_arithmetic_of_uniform_routing(run, config_only):

@@ -33,6 +33,7 @@ GIVEN = {
     "prefill_balance": ("off", False),
     "prefill_keep": ("eviction", "eviction"),
     "prefill_tokens": ("64", 64),
+    "lend_reserve": ("off", False),
     "placement": ("round-robin", "round-robin"),
     "preload": ("off", False),
     "recent_costs": ("4", 4),

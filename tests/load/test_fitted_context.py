@@ -27,7 +27,7 @@ USUAL = 1024
 
 
 def fitted(config: EngineConfig) -> tuple[ModelSpec, EngineConfig, dict[str, str]]:
-    return fit_context(read_spec("demo", config), config, lambda each: demand(each, config))
+    return fit_context(read_spec("demo", config), config, lambda each: demand(each, config), {})
 
 
 def demand(spec: ModelSpec, config: EngineConfig) -> Demand:

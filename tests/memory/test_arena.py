@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from smoe.memory.arena import Arena
+from smoe.memory.arena import GIVES_BACK, Arena
+from smoe.memory.store import PAGE
 
 MIB = 2**20
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -56,3 +57,14 @@ def test_every_slot_is_its_own() -> None:
         assert [len(arena.buffer(slot)) for slot in range(3)] == [MIB, MIB, 2 * MIB]
     finally:
         arena.close()
+
+
+@pytest.mark.skipif(not GIVES_BACK, reason="only Linux gives memory back in parts")
+def test_a_slot_is_given_back_alone() -> None:
+    """What was there is gone, its neighbours are as they were, and it can be written to again."""
+    arena = Arena([(2, PAGE), (1, 2 * PAGE)])
+    arena.bytes.fill_(7)
+    arena.give_back(1)
+    assert [set(arena.buffer(slot).tolist()) for slot in range(3)] == [{7}, {0}, {7}]
+    arena.tensor(1).fill_(5)
+    assert set(arena.buffer(1).tolist()) == {5}

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from smoe import from_pretrained
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight
+from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight, StoredEmbedding
 from smoe.models.read_spec import read_spec
 from smoe.presets import configure
 from smoe.report.run import dense_bytes
@@ -87,10 +87,41 @@ def test_tied_embeddings_that_are_quantised(tmp_path: Path, open_model: Open) ->
 def test_the_floor_counts_what_is_read(tmp_path: Path, open_model: Open) -> None:
     """Beside the weights a row of the input embedding, which is none of them."""
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
-    ours, spec = open_model(path, "half"), read_spec(path, configure(context_tokens=32))
+    ours, spec = open_model(path, "full"), read_spec(path, configure(context_tokens=32))
     embedding = ours.get_input_embeddings().codes.nbytes
     read = dense_bytes(ours) + bytes_of_positions(ours)
     assert read == spec.dense_bytes_read == ours.offload._dense_bytes - embedding
+
+
+@pytest.mark.parametrize("mixture", ["Q8_0", "Q4_K_M"])
+def test_below_memory_rows_of_the_embedding_stay_in_the_file(mixture: str, tmp_path: Path, open_model: Open) -> None:
+    """The same bits, in a budget smaller by its bytes."""
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
+    whole, below = open_model(path, "full"), open_model(path, "half")
+    assert isinstance(below.get_input_embeddings(), StoredEmbedding)
+    kept = whole.get_input_embeddings().codes.nbytes
+    assert (
+        below.offload.ledger.demand.embedding_bytes == kept == whole.offload._dense_bytes - below.offload._dense_bytes
+    )
+    assert dense_bytes(below) == dense_bytes(whole)
+    assert torch.equal(below.get_input_embeddings().weight, whole.get_input_embeddings().weight)
+    ids = torch.cat([oracle.PROMPT, oracle.PROMPT], 1)
+    assert all(map(torch.equal, steps(below, ids), steps(whole, ids)))
+
+
+def test_a_row_of_a_damaged_embedding_is_refused(tmp_path: Path, open_model: Open) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
+    ours = open_model(path, "half")
+    rows = ours.get_input_embeddings().rows
+    damaged = rows.read([5])
+    damaged[0, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    with path.open("r+b") as file:
+        file.seek(rows.tensor.offset + 5 * rows.row_bytes)
+        file.write(damaged.tobytes())
+    ours = open_model(path, "half")
+    ours(torch.tensor([[4, 6]]))
+    with pytest.raises(CheckpointError, match="token_embd"):
+        ours(torch.tensor([[4, 5]]))
 
 
 def bytes_of_positions(model: PreTrainedModel) -> int:

@@ -6,6 +6,7 @@ wrong place.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from smoe.errors import EngineStateError
-from smoe.models.kv_cache import RowCache
+from smoe.memory.arena import GIVES_BACK
+from smoe.models.kv_cache import BLOCK_TOKENS, RowCache
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -179,3 +181,30 @@ def test_positions_travel_as_bytes(dtype: torch.dtype) -> None:
     ours.retire()
     with pytest.raises(EngineStateError):
         ours.taken_out(0, 1)
+
+
+def test_memory_is_counted_before_it_is_written_and_given_back() -> None:
+    """In blocks, row by row; what is given back is zeros, what is kept stays."""
+
+    class Asked:
+        calls = 0
+
+        def note_growth(self) -> None:
+            self.calls += 1
+
+    asked, config = Asked(), zoo.make("mixtral").config
+    cache = RowCache(config, 2, 4 * BLOCK_TOKENS, weakref.ref(asked))
+    for tokens, blocks, calls in ((100, 1, 1), (28, 1, 1), (1, 2, 2), (300, 4, 3)):
+        cache.begin(tokens, 2)
+        assert (cache.backed_tokens, asked.calls) == (2 * blocks * BLOCK_TOKENS, calls)
+        for layer in cache.layers:
+            layer.update(*(torch.ones(2, 2, tokens, 16) for _ in range(2)))
+        cache.commit()
+    cache.give_back(1, 5)
+    left = BLOCK_TOKENS if GIVES_BACK else cache.capacity_tokens
+    assert cache.backed_tokens == cache.capacity_tokens + left
+    keys = cache.layers[0]._store[0]
+    assert bool((keys[0, :, : cache.length] == 1).all()) and bool((keys[1, :, :left] == 1).all())
+    assert not keys[1, :, left:].any()
+    cache.reset()
+    assert cache.backed_tokens == (0 if GIVES_BACK else 2 * cache.capacity_tokens)

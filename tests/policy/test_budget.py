@@ -39,12 +39,16 @@ def demands(draw: st.DrawFn, most_classes: int = 3) -> Demand:
     return Demand(
         low=tuple(draw(slot_class((layer,)))._replace(form=LOW) for layer in range(lows)),
         low_share=draw(st.floats(0.01, 0.9)) if lows else 0.0,
-        weights_bytes=draw(st.integers(0, 10**10)),
+        weights_bytes=draw(st.integers(10**5, 10**10)),
         workspace_bytes=draw(st.integers(0, 10**9)),
         kv_cache_bytes=draw(st.integers(0, 10**10)),
         classes=tuple(draw(slot_class((layer,))) for layer in range(draw(st.integers(1, most_classes)))),
         read_buffer_bytes=draw(st.integers(0, 10**8)),
         predictor_bytes=draw(st.integers(0, 10**8)),
+        embedding_bytes=draw(st.sampled_from([0, 10**5])),
+        position_bytes=draw(st.integers(0, 10**6)),
+        square_bytes=draw(st.integers(0, 100)),
+        step_tokens=draw(st.sampled_from([0, 7, 2048])),
     )
 
 
@@ -56,7 +60,8 @@ def test_entries_add_up_and_stay_inside(demand: Demand, more: int) -> None:
     """Would catch a part that is forgotten, counted twice, or rounded up past the budget."""
     ledger = allocate(minimum_bytes(demand) + more, demand)
     assert sum(ledger.entries().values()) == ledger.total_bytes <= ledger.budget_bytes
-    assert list(ledger.entries().values())[:3] == [demand.weights_bytes, demand.workspace_bytes, demand.kv_cache_bytes]
+    workspace = demand.workspace_bytes + demand.step_bytes(demand.step_tokens)
+    assert list(ledger.entries().values())[:3] == [ledger.weights_bytes, workspace, demand.kv_cache_bytes]
     for pool, each in zip(ledger.pools, demand.all_classes, strict=True):
         assert each.top_k <= pool.cache <= each.experts
         assert MIN_STAGING_SLOTS <= pool.staging <= MAX_STAGING_SLOTS
@@ -65,6 +70,33 @@ def test_entries_add_up_and_stay_inside(demand: Demand, more: int) -> None:
     left = ledger.budget_bytes - ledger.total_bytes
     most = sum(each.slot_bytes for each in demand.all_classes)
     assert left < most or ledger.cache_slots == demand.total_experts, "a slot that would fit is not used"
+
+
+@given(demand=demands(), more=extra, used=st.lists(st.floats(0, 1), min_size=2, max_size=2).map(sorted))
+def test_what_is_lent_fits_beside_what_is_used(demand: Demand, more: int, used: list[float]) -> None:
+    """Would catch slots that take memory that is in use, and a loan that costs residents."""
+    demand = replace(demand, low=(), low_share=0.0)
+    ledger = allocate(minimum_bytes(demand) + more, demand)
+    others = ledger.total_bytes - demand.slots_bytes([pool.cache for pool in ledger.pools]) - demand.reserve_bytes
+    little, much = (int(share * demand.reserve_bytes) for share in used)
+    for taken in (little, much, demand.reserve_bytes):
+        slots = ledger.slots_beside(taken)
+        assert others + taken + demand.slots_bytes(slots) <= ledger.budget_bytes
+        assert all(
+            pool.cache <= n <= each.experts for pool, n, each in zip(ledger.pools, slots, demand.classes, strict=True)
+        )
+    assert all(a >= b for a, b in zip(ledger.slots_beside(little), ledger.slots_beside(much), strict=True))
+    lent = ledger.lending()
+    assert lent.entries() == ledger.entries()
+    assert [pool.cache + pool.spare for pool in lent.pools] == ledger.slots_beside(0)
+
+
+@given(demand=demands(), more=extra)
+def test_an_embedding_is_kept_where_everything_fits(demand: Demand, more: int) -> None:
+    ledger = allocate(minimum_bytes(demand) + more, demand)
+    is_whole = ledger.budget_bytes >= full_bytes(demand)
+    assert ledger.weights_bytes == demand.weights_bytes - (0 if is_whole else demand.embedding_bytes)
+    assert ledger.embedding_on_disk is (demand.embedding_bytes > 0 and not is_whole)
 
 
 @given(demand=demands())
@@ -128,7 +160,8 @@ def test_low_copies_get_their_share(demand: Demand, room: float) -> None:
     are all here or the others have their least."""
     least = minimum_bytes(demand)
     ledger = allocate(least + int(room * (full_bytes(demand) - least)), demand)
-    slots = ledger.budget_bytes - demand.fixed_bytes
+    on_disk = demand.embedding_bytes if ledger.embedding_on_disk else 0
+    slots = ledger.budget_bytes - demand.fixed_bytes + on_disk
     pools = list(zip(ledger.pools, demand.all_classes, strict=True))
     own, low = ([(pool, each) for pool, each in pools if is_low is (each.form == LOW)] for is_low in (False, True))
     taken = sum((pool.cache + pool.staging) * each.slot_bytes for pool, each in low)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.lru import LRU
+from smoe.policy.eviction.pools import SizePools
 from smoe.policy.plan import LayerPlan, Load, Reason
 from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import Progress
@@ -164,3 +165,21 @@ def test_nothing_is_expected_after_an_interrupt() -> None:
     progress.recover()
     progress.prefetch([Load(LAST, progress.table.pools[0].free_staging[0], None, False, Reason.PREFETCH, 0)])
     assert progress._expected == {LAST}
+
+
+def test_what_will_be_missed_least_is_withdrawn() -> None:
+    """Free slots first, then the residents that the policy would forget; of the pool that shrinks alone."""
+    table = SlotTable(PoolSize(4, 1, (0,)), PoolSize(2, 1, (1,)))
+    by_layer = {0: LRU(), 1: LRU()}
+    progress = Progress(table, SizePools(by_layer), lambda load: progress.arrive(load.key))
+    for layer, experts in ((1, [[5, 4]]), (0, [[2], [0], [1]])):
+        for chosen in experts:
+            routing = Routing(layer, Phase.DECODE, EXPERTS, [chosen])
+            progress.eviction.observe(routing)
+            progress.adopt(plan_layer(routing, table, progress.eviction, 9))
+    assert len(progress.withdraw(table.pools[0], 3)) == 3
+    table.check()
+    assert set(table.cached()) == {(0, 1, EXACT), (1, 4, EXACT), (1, 5, EXACT)} == progress.eviction.residents()
+    table.pools[0].give(2)
+    table.check()
+    assert table.pools[0].cache_slots == 3

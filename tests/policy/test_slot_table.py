@@ -23,9 +23,9 @@ COPIES = [(layer, expert, EXACT) for layer in range(3) for expert in range(4)]
 class Model(RuleBasedStateMachine):
     """Oracle: `state[copy] = (ready or inflight, cache or staging, slot)`."""
 
-    @initialize(cache=st.integers(1, 5), staging=st.integers(0, 3))
-    def start(self, cache: int, staging: int) -> None:
-        self.table = SlotTable(PoolSize(cache, staging))
+    @initialize(cache=st.integers(1, 5), staging=st.integers(0, 3), spare=st.integers(0, 3))
+    def start(self, cache: int, staging: int, spare: int) -> None:
+        self.table = SlotTable(PoolSize(cache, staging, spare=spare))
         self.state: dict[ExpertKey, tuple[str, str, int]] = {}
         self.sizes = {"cache": cache, "staging": staging}
 
@@ -43,6 +43,24 @@ class Model(RuleBasedStateMachine):
         if victim is not None:
             assert self.state.pop(victim) == ("ready", "cache", slot)
         self.state[key] = ("inflight", kind, slot)
+
+    @precondition(lambda self: self.table.pools[0].withdrawn)
+    @rule()
+    def give(self) -> None:
+        self.table.pools[0].give(1)
+        self.sizes["cache"] += 1
+
+    @precondition(lambda self: self.sizes["cache"] > 1 and self.room("cache"))
+    @rule(data=st.data())
+    def withdraw(self, data: Any) -> None:
+        self.table.pools[0].withdraw(data.draw(st.sampled_from(list(self.table.pools[0].free_cache))))
+        self.sizes["cache"] -= 1
+
+    @precondition(lambda self: self.those("ready", "cache"))
+    @rule(data=st.data())
+    def discard(self, data: Any) -> None:
+        key = data.draw(st.sampled_from(self.those("ready", "cache")))
+        assert self.table.discard(key) == self.state.pop(key)[2]
 
     @precondition(lambda self: self.absent() and self.room("cache"))
     @rule(data=st.data())

@@ -54,6 +54,13 @@ class EngineOptions:
         str | None,
         typer.Option(help="The budget, e.g. 8GiB. Default: what is free less a margin.", rich_help_panel=_MEMORY),
     ] = None
+    process_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: the most that the whole process takes, interpreter and libraries included.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None
     resident: Annotated[
         str | None,
         typer.Option(
@@ -252,9 +259,19 @@ class EngineOptions:
             )
         if self.profile is not None and self.device != EMULATED:
             raise ConfigError.idle("profile", self.profile, "`device` emulated")
+        if self.memory is not None and self.process_memory is not None:
+            raise ConfigError(
+                f"--memory {self.memory} and --process-memory {self.process_memory} both say how much memory there is; "
+                "give one of them",
+                setting="process_memory",
+                given=self.process_memory,
+                allowed="only without --memory",
+            )
+        memory = self.process_memory or self.memory
         config = configure(
             self._preset,
-            memory_bytes=parse_bytes(self.memory, "memory_bytes") if self.memory is not None else None,
+            memory_bytes=parse_bytes(memory, "memory_bytes") if memory is not None else None,
+            count="process" if self.process_memory is not None else None,
             resident_share=parse_share(self.resident, "resident_share") if self.resident is not None else None,
             host_memory_bytes=(
                 parse_bytes(self.host_memory, "host_memory_bytes") if self.host_memory is not None else None

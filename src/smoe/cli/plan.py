@@ -83,6 +83,7 @@ def _print(result: Forecast) -> None:
 
     console = output()
     console.print(f"[bold]{escape(result.model)}[/bold]  {escape(_size(result))}", soft_wrap=True)
+    console.print(f"\n[bold]experts in memory[/bold]  {_experts(result.ledger)}", soft_wrap=True)
     console.print(f"\n[bold]a budget of {format_bytes(result.ledger.budget_bytes)}[/bold] ({result.reason})")
     budget = Table(show_header=False, **_STYLE)
     budget.add_column(style="dim")
@@ -95,7 +96,7 @@ def _print(result: Forecast) -> None:
         for name, count in _taken(result.beside_budget):
             budget.add_row(name, format_bytes(count))
         whole = result.ledger.total_bytes + sum(result.beside_budget.values())
-        budget.add_row("[bold]whole process at most[/bold]", f"[bold]{format_bytes(whole)}[/bold]")
+        budget.add_row("[bold]whole process at most[/bold] (--process-memory)", f"[bold]{format_bytes(whole)}[/bold]")
     console.print(budget)
     if result.outlook is not None:
         _print_expected(result.outlook, console)
@@ -216,6 +217,18 @@ _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": 
 def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
     """Entries that take something: what a model lacks, or what is counted elsewhere, is no line to read."""
     return [(name, count) for name, count in entries.items() if count]
+
+
+def _experts(ledger: Ledger) -> str:
+    """How many stay, at least and at most."""
+    nbytes = format_bytes(ledger.most_experts_bytes)
+    if ledger.most_slots == ledger.cache_slots:
+        return f"{_slots(ledger)}, {nbytes}"
+    share = ledger.most_slots / ledger.demand.total_experts
+    return (
+        f"{ledger.most_slots} ({share:.0%}), {nbytes}; {_slots(ledger)} once all positions, and a prompt of "
+        f"{ledger.demand.step_tokens} tokens, need their memory"
+    )
 
 
 def _slots(ledger: Ledger) -> str:

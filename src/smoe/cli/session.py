@@ -159,7 +159,7 @@ class _Watch:
 
     def start(self, ledger: Ledger) -> None:
         self._before = self._process.memory_info().rss
-        self._expected = ledger.demand.weights_bytes + sum(slots * nbytes for slots, nbytes in ledger.sizes)
+        self._expected = ledger.weights_bytes + sum(slots * nbytes for slots, nbytes in ledger.sizes)
         self._bar.start()
 
     def expect(self, nbytes: int) -> None:

@@ -27,6 +27,7 @@ OPTION_OF = {
     "idle_seconds": "--idle-timeout",
     "unread_seconds": "--unread-timeout",
     "drain_seconds": "--drain",
+    "count": "--process-memory",
 }
 """Settings whose option has another name."""
 SETTABLE: dict[str, str] = {
@@ -43,6 +44,7 @@ SETTABLE: dict[str, str] = {
     "emulated_expert_bytes": "With --device emulated: pace everything as if every expert had this size.",
     "expert_cache": "How many experts stay: by the budget, or one token's choice.",
     "io_threads": "Reading threads; one or two saturate a disk.",
+    "lend_reserve": "Memory that activations and positions do not use yet holds experts.",
     "prefetch_asked": "Ask what sees routing alone, as expert-mlp, before or beside the experts.",
     "prefetch_depth": "With --prefetch stacked-gates, corrected-gates: layers ahead, at most.",
     "prefetch_trial": "Prefetch only while a clock finds that it pays.",

@@ -22,7 +22,7 @@ from smoe.kernels.proof import part_that_agrees, same_bits
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, Product, SpinningPool
 from smoe.kernels.threads import threads
-from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight, share_inputs
+from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight, StoredEmbedding, share_inputs
 
 _MOST_TIMED = 8
 """Layers of one kind that are timed."""
@@ -84,6 +84,8 @@ def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     for layer in layers:
         layer.pool, layer.activations = pool, activations
+    for embedding in (module for module in model.modules() if isinstance(module, StoredEmbedding)):
+        embedding.pool = pool
     share_inputs(model)
     return sum(layer.shape.numel() for layer in layers if isinstance(layer, QuantisedLinear))
 

@@ -333,7 +333,7 @@ def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
     """What the library has really allocated for the weights beside the experts; more than promised is refused."""
     tensors = [*model.parameters(), *model.buffers()]
     used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights once
-    promised = ledger.demand.weights_bytes
+    promised = ledger.weights_bytes
     if used > promised:
         raise BudgetError(
             f"the non-expert weights take {used} bytes, {promised} were planned; please report this model"

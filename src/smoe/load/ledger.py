@@ -10,15 +10,22 @@ from typing import TypeVar
 from smoe.bounds import EMULATED
 from smoe.compute.experts_alone import LEAST_SLOTS
 from smoe.config import EngineConfig
+from smoe.errors import BudgetError, ConfigError
+from smoe.kernels.isa import widest
 from smoe.machine.available_memory import free_device_bytes, less_margin, shortage
 from smoe.machine.device import AnyDevice
+from smoe.machine.process_memory import beside_budget
 from smoe.machine.processor import reading_threads
+from smoe.memory.arena import GIVES_BACK
+from smoe.memory.dtypes import BF16
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.store import ExpertStore, LayerExperts
 from smoe.models.described import Described
 from smoe.models.packed import contents_as_they_are
 from smoe.models.spec import ModelSpec
+from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_bytes, minimum_bytes
+from smoe.units import format_bytes
 
 LEAST_CONTEXT_TOKENS = 512
 """Positions below which a context is not chosen: a text and its answer."""
@@ -55,14 +62,18 @@ def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> E
 
 
 def fit_context(
-    spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand]
+    spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand], beside: Mapping[str, int]
 ) -> tuple[_Spec, EngineConfig, dict[str, str]]:
     """The model and its settings with fewer positions for a sequence where no number was given and the budget cannot
-    hold it with the usual one: halved until it can, `LEAST_CONTEXT_TOKENS` at the least. With it, by setting, why."""
+    hold it with the usual one: halved until it can, `LEAST_CONTEXT_TOKENS` at the least. With it, by setting, why.
+    `beside`: what a process takes beside the budget."""
     usual = spec.context_tokens
     if config.context_tokens is not None or config.memory_bytes is None:
         return spec, config, {}
-    while minimum_bytes(demand(spec)) > config.memory_bytes and spec.context_tokens > LEAST_CONTEXT_TOKENS:
+    room = config.memory_bytes
+    if config.count == "process":
+        room -= sum(beside.values())
+    while minimum_bytes(demand(spec)) > room and spec.context_tokens > LEAST_CONTEXT_TOKENS:
         spec = replace(spec, context_tokens=max(LEAST_CONTEXT_TOKENS, spec.context_tokens // 2))
     if spec.context_tokens == usual:
         return spec, config, {}
@@ -77,14 +88,30 @@ def make_ledger(
     store: ExpertStore | None = None,
     learned_bytes: int = 0,
     shadow_bytes: int = 0,
+    beside: Mapping[str, int] | None = None,
 ) -> tuple[Ledger, str]:
     """The budget divided, and where its size comes from; `learned_bytes`: of what was learned of the model;
-    `shadow_bytes`: of a copy of it that runs ahead.
+    `shadow_bytes`: of a copy of it that runs ahead; `beside`: what the process takes beside the budget, as `beside_of`
+    says, which is asked now where nothing is given.
 
     Raises `BudgetError`.
     """
-    demand = spec.demand(config) if store is None else demand_of(spec, config, device, store)
+    demand = _settled(spec.demand(config), config, device) if store is None else demand_of(spec, config, device, store)
     demand = replace(demand, learned_bytes=learned_bytes, shadow_bytes=shadow_bytes)
+    ledger, reason = _divided(config, device, demand, beside_of(spec, config) if beside is None else beside)
+    return (ledger.lending() if _lends(config, device, ledger) else ledger), reason
+
+
+def _lends(config: EngineConfig, device: AnyDevice, ledger: Ledger) -> bool:
+    """Whether experts have what workspace and KV cache do not use: where memory can be given back in parts, and nothing
+    else says how many experts there are."""
+    is_plain = config.lend_reserve and config.expert_cache == "budget" and config.resident_share is None
+    return is_plain and GIVES_BACK and device.type == "cpu" and config.device != EMULATED and not ledger.demand.low
+
+
+def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, beside: Mapping[str, int]) -> tuple[Ledger, str]:
+    if config.memory_bytes is not None and config.count == "process":
+        return _in_process(config.memory_bytes, beside, device, demand)
     if config.memory_bytes is not None:
         return allocate(config.memory_bytes, demand), "as asked"
     if config.resident_share is not None:
@@ -94,6 +121,41 @@ def make_ledger(
     budget = min(less_margin(free), full_bytes(demand))
     whole = ", and the whole model fits" if budget == full_bytes(demand) else ""
     return allocate(budget, demand), f"{source} less a margin{whole}"
+
+
+def _in_process(limit_bytes: int, beside: Mapping[str, int], device: AnyDevice, demand: Demand) -> tuple[Ledger, str]:
+    """The budget of a process that is to stay within so many bytes, what it takes beside the budget included."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"`count` process is about RAM, and this model computes on {device}; use `device` cpu, or give the memory "
+            "of the device alone",
+            setting="count",
+            given="process",
+            allowed="budget on this device",
+        )
+    room = limit_bytes - sum(beside.values())
+    try:
+        budget = min(room, full_bytes(demand))
+        ledger = allocate(budget, demand)
+    except BudgetError as error:
+        least = minimum_bytes(demand) + limit_bytes - room
+        taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in beside.items())
+        raise BudgetError(
+            f"a process of {format_bytes(limit_bytes)} cannot hold this model; beside the budget it takes{taken}\n"
+            f"which leaves {format_bytes(max(0, room))}; give {format_bytes(least)} or more. {error}",
+            setting="memory_bytes",
+            given=limit_bytes,
+            allowed=f"at least {least} bytes",
+        ) from error
+    whole = ", and the whole model fits" if budget < room else ""
+    return ledger, f"of a process of {format_bytes(limit_bytes)}{whole}"
+
+
+def beside_of(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
+    """What a process with the model on a CPU takes beside the budget, at most, by name, if it begins as this one is."""
+    is_quantised = spec.stored_bytes is not None and bool(spec.dense) and spec.dtype is BF16
+    by_own_kernels = is_quantised and config.kernels != "torch" and widest() is not None
+    return beside_budget(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
@@ -108,11 +170,18 @@ def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> lis
 
 
 def share_beside(
-    spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: ExpertStore | None, shadow_bytes: int = 0
+    spec: ModelSpec,
+    config: EngineConfig,
+    device: AnyDevice,
+    store: ExpertStore | None,
+    shadow_bytes: int = 0,
+    beside: Mapping[str, int] | None = None,
 ) -> Callable[[int], float]:
     """Says which share of the experts is resident beside so many learned bytes, and a shadow; saying it raises
     `BudgetError`."""
-    return lambda learned_bytes: make_ledger(spec, config, device, store, learned_bytes, shadow_bytes)[0].resident_share
+    return lambda learned_bytes: (
+        make_ledger(spec, config, device, store, learned_bytes, shadow_bytes, beside)[0].resident_share
+    )
 
 
 def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: ExpertStore) -> Demand:
@@ -122,4 +191,10 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: E
     buffers = 0 if has_host_tier else 2 * reading_threads(config) * store.staging_buffer_bytes
     if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
         buffers += LEAST_SLOTS * sum(set(store.slot_bytes.values())) + store.staging_buffer_bytes
-    return spec.demand(config, store.slot_bytes, buffers)
+    return _settled(spec.demand(config, store.slot_bytes, buffers), config, device)
+
+
+def _settled(demand: Demand, config: EngineConfig, device: AnyDevice) -> Demand:
+    """The same on this device: with a memory of its own it keeps the whole embedding, whose rows have no way there."""
+    has_memory = device.type != "cpu" or config.device == EMULATED
+    return replace(demand, embedding_bytes=0) if has_memory else demand

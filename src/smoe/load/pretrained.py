@@ -21,7 +21,7 @@ from smoe.load.clustered import check_cluster
 from smoe.load.device import choose_device
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
-from smoe.load.ledger import demand_of, fit_context, make_ledger, open_store, share_beside, shortages_of
+from smoe.load.ledger import beside_of, demand_of, fit_context, make_ledger, open_store, share_beside, shortages_of
 from smoe.load.shadow import planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
 from smoe.load.shadow_size import least_shadow_bytes
@@ -29,6 +29,7 @@ from smoe.load.verified_packs import OnBytes, verify_pack
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
 from smoe.machine.available_memory import free_device_bytes
+from smoe.machine.native_heap import give_back_heap
 from smoe.machine.process_memory import note_start
 from smoe.machine.processor import set_compute_threads
 from smoe.memory.arena import Arena, forget_peak
@@ -56,6 +57,7 @@ def from_pretrained(
     model: str | Path = "demo",
     *,
     memory: str | int | None = None,
+    count: str = "budget",
     resident: str | float | None = None,
     host_memory: str | int | None = None,
     preset: str = "exact",
@@ -65,7 +67,8 @@ def from_pretrained(
     """Load a Mixture-of-Experts model whose experts stay on disk until they are needed.
 
     Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
-    ("8GiB", bytes; None: what is free less a margin); `resident` ("40%", 0.4) asks for as much as keeps that share of
+    ("8GiB", bytes; None: what is free less a margin), or with `count` "process" the most that this whole process may
+    take; `resident` ("40%", 0.4) asks for as much as keeps that share of
     the routed experts in memory instead. `switches` are fields of `EngineConfig`, over those of `preset`; `dtype` and
     `device` may be torch's own objects.
 
@@ -74,6 +77,7 @@ def from_pretrained(
     """
     if resident is not None:
         switches["resident_share"] = parse_share(resident, "resident_share") if isinstance(resident, str) else resident
+    switches["count"] = count
     sizes = {"memory_bytes": memory, "host_memory_bytes": host_memory}
     switches |= {name: parse_bytes(size, name) for name, size in sizes.items() if size is not None}
     torch_s_own = {name: given for name, given in switches.items() if isinstance(given, (torch.dtype, torch.device))}
@@ -106,13 +110,16 @@ def load(
     config = placed_shadow(config)
     checkpoint, spec, by_form = _open_checkpoint(model, config, revision)
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
-    spec, config, fitted = fit_context(spec, config, lambda each: demand_of(each, config, device, stores[EXACT]))
+    beside = beside_of(spec, config)
+    spec, config, fitted = fit_context(
+        spec, config, lambda each: demand_of(each, config, device, stores[EXACT]), beside
+    )
     shadow = planned_shadow(checkpoint, spec, config, device)
     shadow_bytes = 0 if shadow is None else shadow.nbytes
-    share_of = share_beside(spec, config, device, stores[EXACT], shadow_bytes)
+    share_of = share_beside(spec, config, device, stores[EXACT], shadow_bytes, beside)
     won = with_winners(config, checkpoint.place, spec, device, share_of)
     config, learned = won.config, won.learned
-    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes)
+    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes, beside)
     for sentence in shortages_of(config, ledger, device):
         on_shortage(sentence)
     for form, of in ((EXACT, spec), (LOW, spec.low)):
@@ -122,10 +129,11 @@ def load(
         on_ledger(ledger)
     known = known_of(config, checkpoint.place, ledger.resident_share)
     config = _settled_reads(known.config, stores.values(), ledger, device)
+    spec = replace(spec, embedding_on_disk=ledger.embedding_on_disk)
     forget_peak(device)
     arena = Arena(ledger.sizes, device, huge_pages=config.direct_io == "on")
     try:
-        arena.touch()  # slower than the disk, and free beside the loading of the other weights
+        arena.touch(slots=ledger.slots_in_use)  # slower than the disk, and free beside the loading of the other weights
         loaded = checkpoint.load_dense(spec, device)
         count_whole(loaded, spec.shell)
         arena.wait_touched(_TOUCH_SECONDS)
@@ -137,7 +145,9 @@ def load(
         if is_apart(config):
             ahead = ShadowRouting(following(spec, config))
         budget = Budget(ledger, reason, known, learned, weights, ahead, files)
-        return assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
+        served = assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
+        give_back_heap()  # what only loading needed
+        return served
     except BaseException:
         arena.close()
         raise
@@ -152,9 +162,9 @@ def _open_checkpoint(
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
     experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
-    if config.memory_bytes is not None and checkpoint is None:
+    if config.memory_bytes is not None and config.count == "budget" and checkpoint is None:
         shadow_bytes = least_shadow_bytes(model, spec, config, revision)
-        fewest, _, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()))
+        fewest, _, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), {})
         least = fewest.demand(config, fewest.least_slot_bytes())
         allocate(config.memory_bytes, replace(least, shadow_bytes=shadow_bytes))
     if checkpoint is None or experts is None:

@@ -16,12 +16,16 @@ from typing import NamedTuple
 
 import psutil
 
+from smoe.machine.native_heap import give_back_heap
+
 _STATUS = Path("/proc/self/status")
 LIBRARIES_BYTES = 440 * 2**20
 """Interpreter and libraries, imported and nothing done with them: torch 2.13 (CPU) and transformers 5.23 on Linux."""
 LIBRARY_CODE_BYTES = 96 * 2**20
 """Pages of program files that loading and computing bring in besides those that importing does, at most: 79 MiB with
 torch 2.13 (CPU)."""
+OWN_KERNELS_CODE_BYTES = 40 * 2**20
+"""The same where our kernels compute all that is large: 27 MiB."""
 LIBRARY_SCRATCH_BYTES = 64 * 2**20
 """Kernels that the library keeps, its scratch, and what the allocator holds free, at most: 33 to 53 MiB."""
 
@@ -80,13 +84,15 @@ def process_memory(held_bytes: int) -> ProcessMemory | None:
     return ProcessMemory(whole, libraries, budget, whole - libraries - budget)
 
 
-def beside_budget(reserved_bytes: int) -> dict[str, int]:
+def beside_budget(reserved_bytes: int, by_own_kernels: bool = False) -> dict[str, int]:
     """What a process on a CPU takes beside the budget, at most, by name, for a plan made in this process.
 
-    `reserved_bytes`: of the library's kernels, the budget holds so much already.
+    `reserved_bytes`: of the library's kernels, the budget holds so much already; `by_own_kernels`: they compute all
+    that is large.
     """
+    give_back_heap()
     lines = {} if (libraries := libraries_bytes()) is None else {"interpreter and libraries": libraries}
-    lines["their code, once they compute"] = LIBRARY_CODE_BYTES
+    lines["their code, once they compute"] = OWN_KERNELS_CODE_BYTES if by_own_kernels else LIBRARY_CODE_BYTES
     lines["their kernels and scratch"] = max(0, LIBRARY_SCRATCH_BYTES - reserved_bytes)
     return lines
 

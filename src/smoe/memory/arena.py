@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _POPULATE_WRITE = 23 if sys.platform == "linux" else None
 """madvise(2): back pages as if written to, without changing them; Python has no name for it."""
 _POPULATE_BYTES = 64 * 2**20
+GIVES_BACK = sys.platform == "linux"
+"""Whether parts of such memory can be given back at once and used again; other systems keep it until they lack some."""
 
 
 class Arena:
@@ -45,7 +47,7 @@ class Arena:
         self._touchers: list[threading.Thread] = []
         self._is_closing = False
         if device is None or device.type == "cpu":
-            self._map = _anonymous(self.nbytes)
+            self._map = anonymous(self.nbytes)
             if huge_pages:
                 _ask_for_huge_pages(self._map)
             self._view = memoryview(self._map)
@@ -78,14 +80,19 @@ class Arena:
     def nbytes(self) -> int:
         return self.begins[-1]
 
-    def touch(self, threads: int = 1) -> None:
-        """Have the operating system back every page, in threads of its own; contents are left alone.
+    def touch(self, threads: int = 1, slots: Sequence[range] | None = None) -> None:
+        """Have the operating system back every page, or those of some slots, in threads of its own; contents are left
+        alone.
 
         Pages that a read reaches first are backed by the read, only more slowly.
         """
         if self._map is None or _POPULATE_WRITE is None:
             return
-        steps = range(0, self.nbytes, _POPULATE_BYTES)
+        parts = [range(len(self.begins) - 1)] if slots is None else slots
+        spans = [(self.begins[part.start], self.begins[part.stop]) for part in parts]
+        steps = [
+            (at, min(at + _POPULATE_BYTES, end)) for begin, end in spans for at in range(begin, end, _POPULATE_BYTES)
+        ]
         shares = [steps[n::threads] for n in range(min(threads, len(steps)))]
         self._touchers = [
             threading.Thread(target=self._populate, args=(share,), name="smoe-touch", daemon=True) for share in shares
@@ -99,13 +106,19 @@ class Arena:
         for toucher in self._touchers:
             toucher.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-    def _populate(self, steps: range) -> None:
+    def give_back(self, slot: int) -> None:
+        """Let the operating system have a slot's memory, until it is written to again; what was there is lost."""
+        assert self._map is not None and GIVES_BACK, "this memory cannot be given back in parts"
+        begin, end = self.begins[slot : slot + 2]
+        self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def _populate(self, steps: Sequence[tuple[int, int]]) -> None:
         assert _POPULATE_WRITE is not None
-        begins_at, madvise = self._begin, _madvise()
-        for begin in steps:
+        begins_at, madvise = self._begin, system_madvise()
+        for begin, end in steps:
             if self._is_closing:
                 return
-            if madvise(begins_at + begin, min(_POPULATE_BYTES, self.nbytes - begin), _POPULATE_WRITE):
+            if madvise(begins_at + begin, end - begin, _POPULATE_WRITE):
                 return  # a kernel before 5.14
 
     def buffer(self, slot: int) -> memoryview:
@@ -147,7 +160,7 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _madvise() -> Callable[[int, int, int], int]:
+def system_madvise() -> Callable[[int, int, int], int]:
     """The system's own: Python's holds the interpreter lock, and so every other thread, until all pages are there."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -155,7 +168,7 @@ def _madvise() -> Callable[[int, int, int], int]:
     return call
 
 
-def _anonymous(nbytes: int) -> mmap.mmap:
+def anonymous(nbytes: int) -> mmap.mmap:
     """Memory of this process alone: what could be shared, as Python's own default, gets no huge pages on most systems
     (docs/log.md)."""
     if sys.platform == "win32":

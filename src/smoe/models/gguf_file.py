@@ -15,13 +15,14 @@ from smoe.errors import CheckpointError, ModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_tensors import read_bytes, read_tensor
 from smoe.memory.safetensors_index import StoredTensor
+from smoe.memory.stored_rows import StoredRows
 from smoe.models.dense import built_of, check_loaded, quiet_library
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.gguf_families import GgufFamily
 from smoe.models.gguf_sizes import GgufSizes
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
-from smoe.models.quantised_linear import keep_quantised
+from smoe.models.quantised_linear import keep_on_disk, keep_quantised
 from smoe.models.spec import LibrarySpec
 
 
@@ -55,6 +56,9 @@ class GgufFile(GgufSizes):
             loaded, report = built_of(state, spec.shell, spec.dtype.torch)
         check_loaded(loaded, report, self.place, lambda name: f"{keys.get(name, name)!r} in {self.place}")
         for name, tensor in spec.dense.items():
+            if name == spec.embedding and spec.embedding_on_disk:
+                keep_on_disk(loaded, name, FORMATS[tensor.dtype], StoredRows(tensor), spec.dtype.torch)
+                continue
             codes, order = self._codes(tensor), _row_order(self._family, name, spec.config, tensor.shape[0])
             codes = codes if order is None else codes[order]
             keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)

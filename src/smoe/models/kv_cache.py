@@ -1,5 +1,8 @@
 """The KV cache: reserved once, written at explicit positions, sliced to the used length.
 
+Reserved are addresses. On a CPU the system backs them with memory as positions are written; how many of each row, in
+blocks, the cache counts before they are (`back`), so that whoever lends that memory can take it back in time.
+
 Positions come from the cache as a whole (`length`, committed by the engine after a whole forward pass), never from a
 counter inside a layer. Writing the same positions twice is therefore harmless: a pass that failed leaves nothing
 behind, a look-ahead through a later layer needs no rollback. What attention sees has the same shapes as with the
@@ -10,13 +13,29 @@ Linear-attention and convolution layers keep the library's own state objects: th
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import mmap
+import weakref
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from smoe.errors import ContextError, EngineStateError
+from smoe.memory.arena import GIVES_BACK, anonymous, system_madvise
+from smoe.memory.store import PAGE, page_ceil
+
+BLOCK_TOKENS = 128
+"""Positions that are counted as one; with 16 numbers of a head and more they are whole pages."""
+
+
+class Room(Protocol):
+    """The memory that several caches share."""
+
+    def note_growth(self) -> None:
+        """Positions of a cache are about to be backed with memory."""
 
 
 class RowCache(DynamicCache):
@@ -24,8 +43,14 @@ class RowCache(DynamicCache):
 
     layers: list[Any]
 
-    def __init__(self, config: PretrainedConfig, rows: int, capacity_tokens: int) -> None:
+    def __init__(
+        self, config: PretrainedConfig, rows: int, capacity_tokens: int, room: weakref.ref[Room] | None = None
+    ) -> None:
+        """`room` is called before more positions are backed with memory."""
         super().__init__(config=config)
+        self._room = room
+        self._backed = [0] * rows
+        """Positions of every row that may have memory."""
         self.rows = rows
         self.capacity_tokens = capacity_tokens
         self.length = 0
@@ -52,6 +77,33 @@ class RowCache(DynamicCache):
         if self.length + tokens > self.capacity_tokens:
             raise self._too_small(self.length + tokens, "shorten the prompt")
         self._pending = tokens
+        self.back(0, rows, self.start + self.length + tokens)
+
+    def back(self, first: int, rows: int, end: int) -> None:
+        """Rows `first` and following are about to be written up to the place `end` of their storages."""
+        blocks = -(-end // BLOCK_TOKENS) + bool(self.capacity_tokens % BLOCK_TOKENS)  # else a row may begin in a page
+        backed, grown = min(blocks * BLOCK_TOKENS, self.capacity_tokens), False
+        for row in range(first, first + rows):
+            if backed > self._backed[row]:
+                self._backed[row], grown = backed, True
+        room = self._room() if grown and self._room is not None else None
+        if room is not None:
+            room.note_growth()
+
+    @property
+    def backed_tokens(self) -> int:
+        """Positions of all rows that may have memory."""
+        return 0 if self._is_retired else sum(self._backed)
+
+    def give_back(self, row: int, end: int) -> None:
+        """Nothing of a row is needed from the place `end` of its storages on: let the system have that memory."""
+        blocks = min(-(-end // BLOCK_TOKENS) * BLOCK_TOKENS, self.capacity_tokens)
+        if not GIVES_BACK or self._backed[row] <= blocks:
+            return
+        for tensor in (each for store in self._stores for each in store if each.device.type == "cpu"):
+            for strip in tensor[row, :, blocks:].unbind(0):
+                _let_go(strip)
+        self._backed[row] = blocks
 
     def check_room(self, tokens: int) -> None:
         """Raise `ContextError` where a call that may write so many tokens of every row would come to an end of this
@@ -128,6 +180,7 @@ class RowCache(DynamicCache):
                 f"a cache of {self.rows} rows of {self.length} tokens cannot take over positions {begin} to {end} of "
                 f"one of {other.rows} rows of {other.length}"
             )
+        self.back(0, self.rows, self.start + end)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if theirs._store is not None:
                 for to, source in zip(mine._reserved(theirs._store), theirs._store, strict=True):
@@ -156,6 +209,7 @@ class RowCache(DynamicCache):
                 f"for {self.capacity_tokens} of {like.position_bytes} bytes"
             )
         at = 0
+        self.back(0, self.rows, self.start + end)
         for layer, theirs in zip(self.layers, like.layers, strict=True):
             for to in () if theirs._store is None else layer._reserved(theirs._store):
                 part = to[:, :, self.start + begin : self.start + end]
@@ -183,6 +237,8 @@ class RowCache(DynamicCache):
 
     def reset(self) -> None:
         self.length = self._pending = 0
+        for row in range(self.rows):
+            self.give_back(row, 0)
         for layer in self.layers:
             if not isinstance(layer, (Positioned, _PositionedSliding)):
                 layer.reset()
@@ -242,7 +298,7 @@ class _Storage:
         """The storages, for keys and values of such shapes but for the positions."""
         if self._store is None:
             room = self._owner.capacity_tokens
-            keys, values = (t.new_zeros(t.shape[0], t.shape[1], room, t.shape[3]) for t in like)
+            keys, values = (_zeros(t, (t.shape[0], t.shape[1], room, t.shape[3])) for t in like)
             self._store = keys, values
         return self._store
 
@@ -305,6 +361,26 @@ class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
 
     def _begin(self) -> int:
         return max(self._owner.length - int(self.sliding_window) + 1, 0)
+
+
+def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Zeros of such numbers; on a CPU only what is written to takes memory, a page at a time."""
+    nbytes = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or not nbytes:
+        return like.new_zeros(shape)
+    memory = anonymous(nbytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages: they would back far more than is written
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
+
+
+def _let_go(strip: torch.Tensor) -> None:
+    """Give whole pages of contiguous memory back; they are zeros from then on."""
+    begin = page_ceil(strip.data_ptr())
+    end = (strip.data_ptr() + strip.numel() * strip.element_size()) // PAGE * PAGE
+    if begin < end:
+        system_madvise()(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def _positioned(layer: Any, owner: RowCache) -> Any:

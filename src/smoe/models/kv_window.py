@@ -22,7 +22,7 @@ class KVWindow(RowCache):
         if not whole.can_rewind:
             raise ValueError("layers with a recurrent state have no positions, so no window")
         super().__init__(config, rows, whole.capacity_tokens)
-        self._whole = whole
+        self._whole, self._first = whole, first
         self.layers = [
             _Part(self, layer, first) if type(layer) is Positioned else _SlidingPart(self, layer, first)
             for layer in whole.layers
@@ -38,6 +38,9 @@ class KVWindow(RowCache):
         super().begin(tokens, rows)
         assert self.start + self.length + tokens <= self.capacity_tokens, "nobody has moved the texts to the front"
 
+    def back(self, first: int, rows: int, end: int) -> None:
+        self._whole.back(self._first + first, rows, end)
+
     def check_kept(self) -> None:
         self._whole.check_kept()
 
@@ -47,6 +50,10 @@ class KVWindow(RowCache):
 
     @property
     def reserved_tokens(self) -> int:
+        return 0  # the whole's
+
+    @property
+    def backed_tokens(self) -> int:
         return 0  # the whole's
 
     @property

@@ -2,7 +2,7 @@
 
     few rows    the codes themselves, times x                    (`kernels/quantised.py`, once `pool` is set)
     more rows   unpacked, some outputs at a time, then as usual
-    embedding   the rows that are asked for, unpacked
+    embedding   the rows that are asked for, unpacked; they may stay in the file until then
 
 They stand in the places of `nn.Linear` and `nn.Embedding` and compute in the model's dtype.
 """
@@ -16,12 +16,14 @@ from torch import nn
 from torch.nn import functional
 
 from smoe.bounds import BF16
+from smoe.errors import CheckpointError
 from smoe.formats.base import Format
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.quantised_work import MOST_BYTE_ROWS, Target, most_quantised_rows
 from smoe.kernels.rows import MOST_ROWS
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.unpacked import unpacked
+from smoe.memory.stored_rows import StoredRows
 from smoe.models.workspace import PIECE_ELEMENTS
 
 
@@ -207,6 +209,45 @@ class QuantisedEmbedding(QuantisedWeight):
         return out.view(*input.shape, self.embedding_dim)
 
 
+class StoredEmbedding(nn.Module):
+    """In the place of an `nn.Embedding`: rows are read from the file when they are asked for."""
+
+    def __init__(self, form: Format, rows: StoredRows, dtype: torch.dtype, padding_idx: int | None) -> None:
+        super().__init__()
+        self.form = form
+        self.rows = rows
+        self.dtype = dtype
+        self.padding_idx = padding_idx
+        self.num_embeddings, self.embedding_dim = self.shape = torch.Size(rows.tensor.shape)
+        self.pool: SpinningPool | None = None
+        """What unpacks, where our kernels are used."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """All numbers, read anew each time: for comparisons."""
+        return self._numbers(range(self.num_embeddings))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Token ids [...] -> [..., embedding_dim]"""
+        ids: list[int] = input.reshape(-1).tolist()
+        places = {token: n for n, token in enumerate(dict.fromkeys(ids))}
+        out = self._numbers(list(places))
+        if len(places) < len(ids):
+            out = out[[places[token] for token in ids]]
+        return out.view(*input.shape, self.embedding_dim)
+
+    def _numbers(self, ids: Sequence[int]) -> torch.Tensor:
+        codes = self.rows.read(ids)
+        if not self.form.is_finite(codes):
+            raise CheckpointError(
+                f"{self.rows.tensor.path}: {self.rows.tensor.key!r} has a scale that is NaN or infinite in "
+                f"{self.form.name}; download the checkpoint again"
+            )
+        read = QuantisedWeight(self.form, torch.from_numpy(codes), self.dtype)
+        read.pool = self.pool
+        return read.numbers(0, len(ids))
+
+
 def can_stay_quantised(module: nn.Module) -> bool:
     """Whether one of ours can take its place: the library's own plain layers, not their descendants."""
     return type(module) in (nn.Linear, nn.Embedding)
@@ -219,6 +260,15 @@ def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tenso
     for path, module in tied:
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, _of_codes(module, form, codes, dtype))
+
+
+def keep_on_disk(model: nn.Module, name: str, form: Format, rows: StoredRows, dtype: torch.dtype) -> None:
+    """Put one of ours in the place of the embedding that has the parameter `name` for itself."""
+    path = name.removesuffix(".weight")
+    parent, _, child = path.rpartition(".")
+    library = model.get_submodule(path)
+    assert isinstance(library, nn.Embedding), library
+    setattr(model.get_submodule(parent), child, StoredEmbedding(form, rows, dtype, library.padding_idx))
 
 
 def _of_codes(module: nn.Module, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> QuantisedWeight:

@@ -21,7 +21,7 @@ from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import PAGE, page_ceil
 from smoe.models.file_bytes import FileBytes
 from smoe.models.outline import Anatomy, ExpertsSite, Outline
-from smoe.models.workspace import PIECE_ELEMENTS, workspace_bytes
+from smoe.models.workspace import PIECE_ELEMENTS, workspace_of
 from smoe.policy.budget import MIN_STAGING_SLOTS, Demand, SlotClass, slot_classes
 from smoe.policy.registry import WHOLE_LAYER
 
@@ -68,6 +68,8 @@ class ModelSpec:
     """Of what its experts are: their own copies, or low ones."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Weights beside the experts that are quantised and stay so, by the library's names."""
+    embedding_on_disk: bool = False
+    """Whether rows of `embedding` are read when a token asks for them, and so are not kept."""
     files: FileBytes | None = None
     """What the model's files take; None where that was not asked for."""
     doubts: tuple[str, ...] = ()
@@ -98,6 +100,15 @@ class ModelSpec:
         stored = self.dense.get(name)
         whole = self.outline.weights[name].numbers * self.dtype.itemsize
         return self.weights_bytes - (whole if stored is None else stored.nbytes)
+
+    @property
+    def embedding(self) -> str | None:
+        """The library's name of an input embedding that can stay on disk: no other layer has its weights, and every row
+        lies there as it is used."""
+        name = self.outline.embedding
+        stored = None if name is None else self.dense.get(name)
+        is_shared = name in self.outline.tied.values()
+        return name if stored is not None and not stored.made_of and not is_shared else None
 
     @property
     def expert_bytes(self) -> int:
@@ -178,16 +189,19 @@ class ModelSpec:
     ) -> Demand:
         """What the model asks of the budget; without `slot_bytes` of each layer, with the largest alignment that a slot
         may need. Low copies are in packs, where there is none."""
-        tokens = min(config.prefill_tokens, self.context_tokens * config.max_sequences)
         text = self.config.get_text_config()
         item = self.dtype.itemsize
         widest = max(max(weight.shape, default=0) for weight in self.outline.weights.values())
+        workspace = workspace_of(
+            text, self.sites, self.anatomy.top_k, config.max_sequences, item, self.experts_bytes, widest
+        )
         return Demand(
             weights_bytes=self.weights_bytes,
-            workspace_bytes=workspace_bytes(
-                text, self.sites, self.anatomy.top_k, tokens, config.max_sequences, item, self.experts_bytes, widest
-            )
-            + self.unpacked_bytes,
+            embedding_bytes=0 if self.embedding is None else blocks_bytes(self.dense[self.embedding]),
+            workspace_bytes=workspace.fixed + self.unpacked_bytes,
+            position_bytes=workspace.position,
+            square_bytes=workspace.square,
+            step_tokens=min(config.prefill_tokens, self.context_tokens * config.max_sequences),
             kv_cache_bytes=self.anatomy.kv_bytes_per_token * self.context_tokens * config.max_sequences
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=tuple(self._cached(each, config) for each in self._slot_classes(slot_bytes)),

@@ -65,6 +65,7 @@ class TextRows:
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
         self._move(row, 0)
+        self.whole.give_back(row, length)
 
     def forget(self, row: int, length: int) -> None:
         """Keep the first tokens of a row, where they are."""
@@ -74,6 +75,7 @@ class TextRows:
     def copy(self, source: int, row: int, length: int) -> None:
         """Let a row begin as another one does; what it had is lost."""
         begin = self.starts[source]
+        self.whole.back(row, 1, length)
         for tensor in self._storages():
             tensor[row, :, :length] = tensor[source, :, begin : begin + length]
         self.starts[row], self.lengths[row] = 0, length
@@ -84,6 +86,8 @@ class TextRows:
             return
         end = max(self.starts[row] + self.lengths[row] for row in (a, b))
         begin = min(self.starts[row] for row in (a, b))
+        for row in (a, b):
+            self.whole.back(row, 1, end)
         for tensor in self._storages():
             kept = tensor[a, :, begin:end].clone()
             tensor[a, :, begin:end] = tensor[b, :, begin:end]
@@ -108,6 +112,7 @@ class TextRows:
         self.starts[row] = start
         if old == start or not length:
             return
+        self.whole.back(row, 1, start + length)
         for tensor in self._storages():
             tensor[row, :, start : start + length] = tensor[row, :, old : old + length].clone()
 

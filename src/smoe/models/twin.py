@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.models.outline import ExpertsSite
-from smoe.models.quantised_linear import QuantisedWeight
+from smoe.models.quantised_linear import QuantisedWeight, StoredEmbedding
 
 
 class ModelPart(NamedTuple):
@@ -33,7 +33,7 @@ def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
     modules = dict(model.named_modules())
     for name, module in twin.named_modules():
         source = modules[name]
-        if isinstance(source, QuantisedWeight):
+        if isinstance(source, (QuantisedWeight, StoredEmbedding)):
             module._parameters["weight"] = nn.Parameter(source.weight, requires_grad=False)
         for key in module._parameters:
             weight = source._parameters.get(key)

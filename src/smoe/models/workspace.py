@@ -7,7 +7,7 @@ the last position only, as generation asks for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smoe.models.outline import ExpertsSite
 
@@ -26,17 +26,27 @@ for models of 4 GiB and more; for a model so small that this would dwarf it, wha
 process beside the budget (`machine/process_memory.py`)."""
 
 
-def workspace_bytes(
+class Workspace(NamedTuple):
+    """Bytes of a step, by what they depend on."""
+
+    fixed: int
+    """Whatever the step."""
+    position: int
+    """For each of its positions."""
+    square: int
+    """More, times the square of its positions."""
+
+
+def workspace_of(
     config: ModelConfig,
     sites: Sequence[ExpertsSite],
     top_k: Mapping[int, int],
-    tokens: int,
     rows: int,
     item: int,
     experts_bytes: int,
     widest: int,
-) -> int:
-    """Bytes for a step of `tokens` new positions over `rows` sequences at `item` bytes an element.
+) -> Workspace:
+    """What a step over `rows` sequences takes at `item` bytes an element.
 
     `experts_bytes` are all routed experts of the model together; `widest` is the largest dimension that any of its
     weights has: a configuration may name widths of layers that the model lacks.
@@ -45,18 +55,16 @@ def workspace_bytes(
     hidden = int(text.hidden_size)
     heads = _largest(text, "num_attention_heads") or 1
     head_dim = _largest(text, "head_dim") or _largest(text, "v_head_dim") or hidden // heads
-    attention = tokens * heads * head_dim * 5 * item
-    if getattr(text, "_attn_implementation", "sdpa") == "eager":
-        attention += heads * tokens * tokens * (item + 4)
+    attention = heads * head_dim * 5 * item
+    has_scores = getattr(text, "_attn_implementation", "sdpa") == "eager"
     of_experts = max(part.shape[-1] for site in sites for part in site.parts if part.name == "down_proj")
     inner = max(min(_inner(text), widest), of_experts)
     experts = max(site.experts for site in sites)
     width = max(top_k.values())
-    step = tokens * (
-        hidden * _HIDDEN_COPIES * item + inner * 4 * item + experts * _ROUTER_COPIES * 4 + width * (hidden + 32)
-    )
+    position = hidden * _HIDDEN_COPIES * item + inner * 4 * item + experts * _ROUTER_COPIES * 4 + width * (hidden + 32)
     logits = rows * int(text.vocab_size) * (2 * item + 8)
-    return _FLOOR_BYTES + step + attention + logits + reserved_kernel_bytes(experts_bytes)
+    fixed = _FLOOR_BYTES + logits + reserved_kernel_bytes(experts_bytes)
+    return Workspace(fixed, position + attention, heads * (item + 4) if has_scores else 0)
 
 
 def reserved_kernel_bytes(experts_bytes: int) -> int:

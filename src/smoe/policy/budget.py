@@ -4,6 +4,9 @@ On a machine without a GPU the budget is RAM beside the interpreter and its libr
 Order of claims: non-expert weights, workspace, KV cache, what a predictor copies of weights, read buffers, staging (at
 least two experts); all the rest is cache slots. The minimum number of cache slots is the top-k of the widest layer.
 
+Workspace and KV cache are reserved for the largest step and the longest texts. What of them is not in use can be lent
+to experts (`Ledger.lending`): the pools then have *spare* slots, in use only while the reserve is not.
+
 Layers whose experts differ in size, as in a file of several formats, have slots of several sizes. Each size, a *slot
 class*, gets the least that its layers need and its share of what is left, so that all keep the same part of their
 experts.
@@ -17,7 +20,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from smoe.errors import BudgetError
@@ -96,13 +100,15 @@ class Demand:
     weights_bytes: int
     """Non-expert weights and buffers, tied weights once."""
     workspace_bytes: int
-    """Activations of the largest step and the logits of the last position."""
+    """What a step takes whatever its size, as the logits of the last position."""
     kv_cache_bytes: int
     """Reserved at context x sequences."""
     classes: tuple[SlotClass, ...]
     """Where experts go."""
     read_buffer_bytes: int = 0
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
+    embedding_bytes: int = 0
+    """Of the weights, an input embedding that can stay on disk: a token asks for one row of it."""
     predictor_bytes: int = 0
     """What a predictor keeps of weights: a second copy of the routers, or corrected ones."""
     learned_bytes: int = 0
@@ -114,6 +120,22 @@ class Demand:
     """Where low copies go; empty: there are none."""
     low_share: float = 0.0
     """Of the bytes that are left for slots, those of low copies."""
+    position_bytes: int = 0
+    """Activations of each position of a step."""
+    square_bytes: int = 0
+    """More of them, times the square of the positions: where attention has a score for each pair."""
+    step_tokens: int = 0
+    """Positions of the largest step."""
+
+    def step_bytes(self, positions: int) -> int:
+        """Activations of a step of so many positions; longer texts take several."""
+        positions = min(positions, self.step_tokens)
+        return positions * self.position_bytes + positions * positions * self.square_bytes
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Of workspace and KV cache, what is in use only at times: by the largest step and the longest texts."""
+        return self.kv_cache_bytes + self.step_bytes(self.step_tokens)
 
     @property
     def all_classes(self) -> tuple[SlotClass, ...]:
@@ -149,11 +171,11 @@ class Demand:
         """Everything that does not depend on the number of slots."""
         return sum(self.fixed_entries().values())
 
-    def fixed_entries(self) -> dict[str, int]:
+    def fixed_entries(self, embedding_on_disk: bool = False) -> dict[str, int]:
         """The fixed parts by name, in order of claim."""
         entries = {
-            "non-expert weights": self.weights_bytes,
-            "workspace": self.workspace_bytes,
+            "non-expert weights": self.weights_bytes - (self.embedding_bytes if embedding_on_disk else 0),
+            "workspace": self.workspace_bytes + self.step_bytes(self.step_tokens),
             "KV cache": self.kv_cache_bytes,
         }
         others = {
@@ -175,6 +197,57 @@ class Ledger:
     """Slots of each of the demand's classes, those of low copies last."""
 
     @property
+    def embedding_on_disk(self) -> bool:
+        """Whether the input embedding is left there: where not everything fits, experts are worth more."""
+        return self.demand.embedding_bytes > 0 and self.budget_bytes < full_bytes(self.demand)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Non-expert weights that are kept."""
+        return self._fixed_entries["non-expert weights"]
+
+    @property
+    def _fixed_entries(self) -> dict[str, int]:
+        return self.demand.fixed_entries(self.embedding_on_disk)
+
+    def lending(self) -> Ledger:
+        """The same with spare slots, which hold experts while workspace and KV cache are not used."""
+        most = self.slots_beside(0)
+        pools = (pool._replace(spare=slots - pool.cache) for pool, slots in zip(self.pools, most, strict=True))
+        return replace(self, pools=tuple(pools))
+
+    def slots_beside(self, reserve_bytes: int) -> list[int]:
+        """Cache slots of each pool while so many bytes of the reserve are in use; never fewer than without a loan."""
+        assert not self.demand.low, "low copies have a share of their own"
+        lent = max(0, self.demand.reserve_bytes - reserve_bytes)
+        room = self.budget_bytes - sum(self._fixed_entries.values()) + lent
+        more = zip(self.pools, share_out(room, self.demand.classes), strict=True)
+        classes = zip(more, self.demand.classes, strict=True)
+        return [
+            max(pool.cache, min(found.cache + found.staging - pool.staging, each.experts))
+            for (pool, found), each in classes
+        ]
+
+    @property
+    def slots_in_use(self) -> list[range]:
+        """The numbers of the slots that are not spare, of each pool."""
+        begins = accumulate((slots for slots, _ in self.sizes), initial=0)
+        return [
+            range(first, first + pool.cache + pool.staging) for first, pool in zip(begins, self.pools, strict=False)
+        ]
+
+    @property
+    def most_slots(self) -> int:
+        """Cache slots for experts' own copies while nothing of the reserve is used."""
+        return self.cache_slots + sum(pool.spare for pool in self.pools)
+
+    @property
+    def most_experts_bytes(self) -> int:
+        """Of experts' own copies, in as many slots."""
+        pools = zip(self.pools, self.demand.all_classes, strict=True)
+        return sum((pool.cache + pool.spare) * each.slot_bytes for pool, each in pools if pool.form == EXACT)
+
+    @property
     def cache_slots(self) -> int:
         """For experts' own copies."""
         return sum(pool.cache for pool in self.pools if pool.form == EXACT)
@@ -190,14 +263,14 @@ class Ledger:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(slots, bytes of each) by class, cache and staging together."""
-        classes = self.demand.all_classes
-        return [(pool.cache + pool.staging, each.slot_bytes) for pool, each in zip(self.pools, classes, strict=True)]
+        """(slots, bytes of each) by class, cache, staging and spare slots together."""
+        pools = zip(self.pools, self.demand.all_classes, strict=True)
+        return [(pool.cache + pool.staging + pool.spare, each.slot_bytes) for pool, each in pools]
 
     def entries(self) -> dict[str, int]:
         """Bytes by name, in order of claim."""
         demand = self.demand
-        entries = demand.fixed_entries() | {
+        entries = self._fixed_entries | {
             "staging": demand.slots_bytes([pool.staging for pool in self.pools]),
             "expert slots": demand.slots_bytes([pool.cache * (pool.form == EXACT) for pool in self.pools]),
         }
@@ -218,7 +291,10 @@ class Ledger:
         """What fits the cache slots, in words."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
         kept = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
-        return f"{kept} resident ({self.resident_share:.0%}){self._beside}"
+        more = (
+            f", up to {self.most_slots} while reserved memory is not used" if self.most_slots > self.cache_slots else ""
+        )
+        return f"{kept} resident ({self.resident_share:.0%}){more}{self._beside}"
 
     @property
     def spare(self) -> str:
@@ -232,7 +308,8 @@ class Ledger:
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
     """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
-    room = budget_bytes - demand.fixed_bytes
+    on_disk = demand.embedding_bytes if budget_bytes < full_bytes(demand) else 0
+    room = budget_bytes - demand.fixed_bytes + on_disk
     for_low = min(int(demand.low_share * room), room - least_bytes(demand.classes))
     # not what its slots come to: a byte more would then give it a slot, and take many bytes from the others
     for_low = min(max(least_bytes(demand.low), for_low), most_bytes(demand.low))
@@ -301,7 +378,7 @@ def most_bytes(classes: Sequence[SlotClass]) -> int:
 
 def minimum_bytes(demand: Demand) -> int:
     """The smallest budget with which the model can run at all."""
-    return demand.fixed_bytes + least_bytes(demand.all_classes)
+    return demand.fixed_bytes - demand.embedding_bytes + least_bytes(demand.all_classes)
 
 
 def full_bytes(demand: Demand) -> int:
@@ -323,7 +400,7 @@ def _each_size(demand: Demand) -> str:
 def _refusal(budget_bytes: int, demand: Demand) -> str:
     of_each = _each_size(demand)
     staging = [each.least - each.top_k for each in demand.all_classes]
-    needed = demand.fixed_entries() | {
+    needed = demand.fixed_entries(embedding_on_disk=True) | {
         f"staging ({max(staging)} experts{of_each})": demand.slots_bytes(staging),
         f"expert slots (top-k = {demand.top_k}{of_each})": demand.slots_bytes(
             [each.top_k for each in demand.all_classes]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Promotion, Serve
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import SlotPool, SlotTable
 from smoe.routing import Phase, Routing
 
 
@@ -96,6 +96,21 @@ class Progress:
             self.eviction.insert(key)
         if self._queue:
             self._issue(computed)
+
+    def withdraw(self, pool: SlotPool, count: int) -> list[int]:
+        """Between plans: take so many cache slots out of use, free ones first, then those of the residents that will be
+        missed least; which these are. All of its cache slots are free or hold residents."""
+        residents = [key for key in self.table.cached() if self.table.pool_of(key) is pool]
+        if count > len(pool.free_cache):
+            ranked = self.eviction.of_layer(residents[0][0])
+            for key in ranked.victims(count - len(pool.free_cache), ()):
+                self.table.discard(key)
+                self.eviction.remove(key)
+        slots = list(pool.free_cache)[:count]
+        assert len(slots) == count, (count, slots)
+        for slot in slots:
+            pool.withdraw(slot)
+        return slots
 
     def recover(self) -> None:
         """After an error or an interrupt, wherever it struck, with no load under way: only what is ready is kept."""

@@ -4,7 +4,7 @@ Slots are numbers. They fall into two sets that exchange members without copying
 hold experts until a policy evicts them, *staging* slots hold what passes through (a prefill larger than the
 cache, a prefetch that has not proven itself). Every slot is at all times in exactly one of
 
-    free cache | free staging | in flight (cache or staging) | ready (cache or staging)
+    free cache | free staging | in flight (cache or staging) | ready (cache or staging) | withdrawn
 
 and `check` asserts it. A plan reads the table, the engine changes it between plans.
 
@@ -32,28 +32,45 @@ class PoolSize(NamedTuple):
     """Whose experts they hold; empty: all layers'."""
     form: int = EXACT
     """The format of the copies that they hold."""
+    spare: int = 0
+    """More cache slots, withdrawn at first."""
 
 
 class SlotPool:
-    """The slots of one size: `cache_slots + staging_slots`, numbered from `first`."""
+    """The slots of one size: `cache_slots + staging_slots` in use, and those withdrawn, numbered from `first`."""
 
-    __slots__ = ("cache_slots", "first", "free_cache", "free_staging", "staging_slots")
+    __slots__ = ("end", "first", "free_cache", "free_staging", "staging_slots", "withdrawn")
 
-    def __init__(self, first: int, cache_slots: int, staging_slots: int) -> None:
-        assert cache_slots > 0 and staging_slots >= 0, (cache_slots, staging_slots)
+    def __init__(self, first: int, cache_slots: int, staging_slots: int, spare_slots: int = 0) -> None:
+        assert cache_slots > 0 and staging_slots >= 0 and spare_slots >= 0, (cache_slots, staging_slots, spare_slots)
         self.first = first
-        self.cache_slots = cache_slots
         self.staging_slots = staging_slots
+        in_use = first + cache_slots + staging_slots
+        self.end = in_use + spare_slots
+        """The number after the last."""
         self.free_cache: deque[int] = deque(range(first, first + cache_slots))
-        self.free_staging: deque[int] = deque(range(first + cache_slots, self.end))
+        self.free_staging: deque[int] = deque(range(first + cache_slots, in_use))
+        self.withdrawn = list(range(self.end - 1, in_use - 1, -1))
+        """Cache slots whose memory serves something else."""
 
     @property
-    def end(self) -> int:
-        """The number after the last."""
-        return self.first + self.cache_slots + self.staging_slots
+    def cache_slots(self) -> int:
+        """In use at present."""
+        return self.end - self.first - self.staging_slots - len(self.withdrawn)
+
+    def give(self, slots: int) -> None:
+        """Use so many of the withdrawn slots again."""
+        for _ in range(slots):
+            self.free_cache.append(self.withdrawn.pop())
+
+    def withdraw(self, slot: int) -> None:
+        """Use a free cache slot no longer."""
+        self.free_cache.remove(slot)
+        self.withdrawn.append(slot)
 
     def settle(self, used: set[int]) -> None:
-        """Cache slots in `used` are taken, all others free."""
+        """Cache slots in `used` are taken, all others free but for those withdrawn."""
+        used = used.union(self.withdrawn)
         free = [slot for slot in range(self.first, self.end) if slot not in used]
         in_cache = len(free) - self.staging_slots
         self.free_cache, self.free_staging = deque(free[:in_cache]), deque(free[in_cache:])
@@ -68,8 +85,8 @@ class SlotTable:
         self._pool_for_all: dict[int, SlotPool] = {}
         self.has_low = any(size.form == LOW for size in sizes)
         """Whether there are slots for low copies."""
-        for cache, staging, layers, form in sizes:
-            self.pools.append(SlotPool(self.slots, cache, staging))
+        for cache, staging, layers, form, spare in sizes:
+            self.pools.append(SlotPool(self.slots, cache, staging, spare))
             self._pool_of |= dict.fromkeys(((layer, form) for layer in layers), self.pools[-1])
             if not layers:
                 assert form not in self._pool_for_all, sizes
@@ -81,7 +98,7 @@ class SlotTable:
 
     @property
     def slots(self) -> int:
-        """Cache and staging slots of all sizes."""
+        """Slots of all sizes, those withdrawn included."""
         return self.pools[-1].end if self.pools else 0
 
     def pool(self, layer: int, form: int = EXACT) -> SlotPool:
@@ -140,6 +157,13 @@ class SlotTable:
         freed = pool.free_cache.popleft() if victim is None else self.ready.pop(victim)
         pool.free_staging.append(freed)
 
+    def discard(self, key: ExpertKey) -> int:
+        """Forget a resident; its cache slot, which is free then."""
+        assert key not in self.staged, f"{key} is staged"
+        slot = self.ready.pop(key)
+        self.pool_of(key).free_cache.append(slot)
+        return slot
+
     def clear(self) -> None:
         """Forget everything, as if new."""
         self.ready.clear()
@@ -174,7 +198,7 @@ class SlotTable:
     def check(self) -> None:
         """Assert that every slot is in exactly one state, the two sets kept their sizes, and every copy lies in a slot
         of its size."""
-        free = chain.from_iterable((*pool.free_cache, *pool.free_staging) for pool in self.pools)
+        free = chain.from_iterable((*pool.free_cache, *pool.free_staging, *pool.withdrawn) for pool in self.pools)
         used = [*self.ready.values(), *self.inflight.values(), *free]
         assert sorted(used) == list(range(self.slots)), used
         assert not self.ready.keys() & self.inflight.keys(), self.ready.keys() & self.inflight.keys()

@@ -19,21 +19,19 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.learned import expected_bytes
-from smoe.load.ledger import demand_of, fit_context, make_ledger, open_if_here, share_beside, shortages_of
+from smoe.load.ledger import beside_of, demand_of, fit_context, make_ledger, open_if_here, share_beside, shortages_of
 from smoe.load.planned_device import device_for
 from smoe.load.predictor_name import predictor_name
 from smoe.load.winners import with_winners
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.device import AnyDevice
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
-from smoe.machine.process_memory import beside_budget
 from smoe.machine.this_machine import layer_seconds
 from smoe.memory.emulation import read_profile
 from smoe.models.config_doubts import beside_files
 from smoe.models.described import Described
 from smoe.models.model_sizes import model_sizes
 from smoe.models.spec import ModelSpec
-from smoe.models.workspace import reserved_kernel_bytes
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
 from smoe.policy.registry import SHADOW
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
@@ -139,6 +137,7 @@ class Forecast:
             "bytes": {identifier(name): count for name, count in ledger.entries().items()},
             "beside_budget_bytes": {identifier(name): count for name, count in self.beside_budget.items()},
             "slots": ledger.cache_slots,
+            "most_slots": ledger.most_slots,
             "low_slots": ledger.low_slots,
             "low_copy_bytes": None if spec.low is None else spec.low.expert_bytes,
             "staging_slots": ledger.staging_slots,
@@ -176,6 +175,8 @@ class Survey(NamedTuple):
     spec: ModelSpec
     ledger: Ledger
     reason: str
+    beside: dict[str, int]
+    """What a process takes beside the budget, by name."""
     rates: Rates
     device: AnyDevice
     is_emulated: bool
@@ -202,7 +203,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     choices = sorted([chosen, *map(choose, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
     recommended = None if is_emulated else _recommend(ledger.demand, device, choose)
     has_own_memory = is_emulated or device.type != "cpu"
-    beside = {} if has_own_memory else beside_budget(reserved_kernel_bytes(spec.experts_bytes))
+    beside = {} if has_own_memory else survey.beside
     remarks = of_machine(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
     remarks += [*spec.doubts, *beside_files(spec)]
     remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.remarks
@@ -243,15 +244,17 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
         config = replace(config, memory_bytes=config.memory_bytes or less_margin(int(profile.device_memory_bytes)))
     checkpoint, spec = model_sizes(model, config, revision)
     store = open_if_here(checkpoint, spec, device)
+    beside = beside_of(spec, config)
     spec, config, fitted = fit_context(
         spec,
         config,
         lambda each: each.demand(config) if store is None else demand_of(each, config, device, store),
+        beside,
     )
-    beside = share_beside(spec, config, device, store)
-    config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, beside)
+    share_of = share_beside(spec, config, device, store, 0, beside)
+    config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, share_of)
     decided = [*(f"`{name}` {getattr(config, name)}, {why}" for name, why in fitted.items()), *decided]
-    ledger, reason = make_ledger(spec, config, device, store, learned_bytes)
+    ledger, reason = make_ledger(spec, config, device, store, learned_bytes, 0, beside)
     if profile is None:
         decided = [*decided, *shortages_of(config, ledger, device)]
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
@@ -267,7 +270,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
             last = last_run_of(checkpoint.place, spec.precision, is_direct)
             decided = [*decided, *of_earlier_runs(known, last, spec.precision)]
     is_estimate = store is None and spec.precision == "auto"
-    return Survey(spec, ledger, reason, rates, device, is_emulated, is_estimate, decided, subject)
+    return Survey(spec, ledger, reason, beside, rates, device, is_emulated, is_estimate, decided, subject)
 
 
 def _decided(

@@ -21,7 +21,7 @@ from smoe.machine.process_memory import ProcessMemory, peak_bytes, process_memor
 from smoe.memory.emulation import Emulation
 from smoe.memory.pacing import Pacing
 from smoe.metrics import Counters
-from smoe.models.quantised_linear import QuantisedWeight
+from smoe.models.quantised_linear import QuantisedWeight, StoredEmbedding
 from smoe.runtime.engine import Engine
 from smoe.units import identifier
 
@@ -246,9 +246,11 @@ def dense_bytes(model: PreTrainedModel) -> int:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     weights = {each.data_ptr(): each for each in (*model.parameters(), *(layer.codes for layer in layers))}
+    if isinstance(embedding, StoredEmbedding):
+        return sum(each.nbytes for each in weights.values())
     if embedding is not None and output is not None and _stored(embedding).data_ptr() != _stored(output).data_ptr():
         del weights[_stored(embedding).data_ptr()]
-    return sum(each.numel() * each.element_size() for each in weights.values())
+    return sum(each.nbytes for each in weights.values())
 
 
 def _stored(layer: nn.Module) -> torch.Tensor:

@@ -17,7 +17,7 @@ from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import LayerPlan, Load, Reason, Serve
 from smoe.policy.plan_progress import Progress
-from smoe.policy.residency import SlotTable
+from smoe.policy.residency import SlotPool, SlotTable
 from smoe.routing import Phase, Routing
 
 
@@ -104,6 +104,28 @@ class Arrivals:
         self._progress.prefetch(
             [Load(key, slot, None, True, Reason.PREFETCH, 0) for key, slot in slots if slot is not None]
         )
+
+    def resize(self, pool: SlotPool, cache_slots: int) -> list[int]:
+        """Between passes: have a pool use so many cache slots. Returns those that it uses no longer; what was there is
+        lost."""
+        count = pool.cache_slots - cache_slots
+        if count <= 0:
+            pool.give(-count)
+            return []
+        if count > len(pool.free_cache):
+            self._end_loads(pool)
+        slots = self._progress.withdraw(pool, count)
+        for slot in slots:
+            self._weights[slot] = None
+        return slots
+
+    def _end_loads(self, pool: SlotPool) -> None:
+        """Nothing is under way to a pool's cache slots any more: each is free or holds a resident."""
+        for key, ticket in list(self.tickets.items()):
+            if self.table.pool_of(key) is pool and key not in self.table.staged:
+                if not self.transfers.cancel(ticket) and not ticket.is_over:
+                    ticket.join()
+                self._close(key, ticket)
 
     def _begin(self, load: Load) -> None:
         self._weights[load.slot] = self._bind(load)

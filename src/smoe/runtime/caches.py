@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
@@ -12,21 +13,37 @@ from smoe.models.kv_cache import RowCache
 class Caches:
     """`context_tokens * sequences` positions in all; the oldest caches are invalidated where a new one has no room."""
 
-    def __init__(self, config: PretrainedConfig, context_tokens: int, sequences: int, promised_bytes: int) -> None:
-        """`promised_bytes`: the ledger's entry."""
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        context_tokens: int,
+        sequences: int,
+        promised_bytes: int,
+        on_growth: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`promised_bytes`: the ledger's entry; `on_growth` is called before more of them are used."""
         self._config = config
         self._context_tokens, self._sequences = context_tokens, sequences
         self._promised_bytes = promised_bytes
+        self.note_growth = on_growth
         self._made: list[weakref.ref[RowCache]] = []
         self.peak_bytes = 0
 
     def new(self, sequences: int) -> RowCache:
         """One of so many rows, which share all positions."""
-        return self._kept(RowCache(self._config, sequences, self._reserved // sequences))
+        return self._kept(self._made_of(sequences, self._reserved // sequences))
 
     def new_ones(self) -> list[RowCache]:
         """One for every sequence."""
-        return [self._kept(RowCache(self._config, 1, self._context_tokens)) for _ in range(self._sequences)]
+        return [self._kept(self._made_of(1, self._context_tokens)) for _ in range(self._sequences)]
+
+    @property
+    def backed_tokens(self) -> int:
+        """Positions of all sequences that may have memory."""
+        return sum(cache.backed_tokens for cache in self._alive())
+
+    def _made_of(self, rows: int, tokens: int) -> RowCache:
+        return RowCache(self._config, rows, tokens, weakref.ref(self))
 
     def check(self) -> None:
         """Those in use must stay inside their entry of the ledger."""

@@ -40,6 +40,7 @@ from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
 from smoe.runtime.observer import Routed, RoutingList, StepObserver
 from smoe.runtime.rerouting import Scored
+from smoe.runtime.reserve import Reserve
 from smoe.runtime.stand_in import LayerExperts, StandIn, as_routed
 from smoe.runtime.substitution import substitution_of
 from smoe.runtime.turns import Turns
@@ -100,7 +101,10 @@ class Engine:
         self.stand_in: StandIn = as_routed
         self._silent: torch.Tensor | None = None
         """[T] of this pass, True at positions that ask for no expert; None where all do."""
+        positions = context_tokens * config.max_sequences
         self._caches = Caches(model_config, context_tokens, config.max_sequences, ledger.demand.kv_cache_bytes)
+        self._reserve = Reserve(ledger, executor, arena, self._caches, anatomy.kv_bytes_per_token, positions)
+        self._caches.note_growth = self._reserve.note_growth
         self._dense_bytes = dense_bytes
         self._held = Held(self, transfers, arena, executor.helpers)
 
@@ -288,6 +292,7 @@ class Engine:
                 cache.begin(tokens, rows)
             self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
             self._sequences = rows
+            self._reserve.begin(tokens * rows)
             self._note_silent(tokens, padding, cache)
             self.executor.begin_pass(given if given.dim() == 2 else None, cache)
             started = self.now()
@@ -385,8 +390,10 @@ class Engine:
             return int(torch.cuda.max_memory_allocated(self._arena.device))
         demand = self.ledger.demand
         of_predictors = demand.predictor_bytes + demand.learned_bytes + demand.shadow_bytes
-        fixed = self._dense_bytes + self._arena.nbytes + demand.workspace_bytes + of_predictors
-        return fixed + self._caches.peak_bytes
+        fixed = self._dense_bytes + demand.workspace_bytes + of_predictors
+        if self._reserve.is_lent:
+            return fixed + self._reserve.peak_bytes
+        return fixed + self._arena.nbytes + demand.step_bytes(demand.step_tokens) + self._caches.peak_bytes
 
     @property
     def slot_memory(self) -> torch.Tensor:
@@ -399,6 +406,7 @@ class Engine:
             "bytes": {identifier(name): count for name, count in self.ledger.entries().items()},
             "memory_budget_bytes": self.ledger.budget_bytes,
             "slots": self.ledger.cache_slots,
+            "most_slots": self.ledger.most_slots,
             "low_slots": self.ledger.low_slots,
             "staging_slots": self.ledger.staging_slots,
             "resident_share": self.ledger.resident_share,

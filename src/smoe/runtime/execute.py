@@ -94,7 +94,7 @@ class LayerExecutor:
         self._hearing = list({id(predictor): predictor for predictor in predictors.values()}.values())
         self._awaited: deque[tuple[list[Ticket], float]] = deque(maxlen=_SHADOWS)
         """Of the last layers, what each still waited for when its resident experts were done, and when that was."""
-        self._layer_shares = layer_shares(self.table, list(compute.store.layers))
+        self.share_slots()
         self._experts = len(compute.store.keys())
         self._asking = Asking()
 
@@ -110,6 +110,10 @@ class LayerExecutor:
     @property
     def counters(self) -> Counters:
         return self.arrivals.counters
+
+    def share_slots(self) -> None:
+        """The number of slots has changed: every layer has its share of them."""
+        self._layer_shares = layer_shares(self.table, list(self.compute.store.layers))
 
     def start_anew(self, eviction: Eviction) -> None:
         """Reset slots, statistics and counters, so that measurements made at load do not count."""

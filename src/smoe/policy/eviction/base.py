@@ -58,6 +58,11 @@ class Eviction(ABC):
         del form
         return self
 
+    def of_layer(self, layer: int) -> Eviction:
+        """What ranks the copies of a layer's experts, where those of others lie in slots of another size."""
+        del layer
+        return self
+
     def worth(self, key: ExpertKey) -> float:
         """How much `key` will be missed, whether or not it is resident; only the order counts."""
         return 0.0

@@ -113,6 +113,9 @@ class SizePools(Eviction):
         self._running = self._pools[routing.layer]
         self._running.observe(routing)
 
+    def of_layer(self, layer: int) -> Eviction:
+        return self._pools[layer]
+
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         """Of the running layer's pool only: fewer where it has no more."""
         return self._running.victims(count, shield)

@@ -1,0 +1,49 @@
+"""Rows of a stored matrix, read from its file when they are asked for."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from smoe.errors import CheckpointError
+from smoe.memory.expert_file import opening
+from smoe.memory.safetensors_index import StoredTensor, check_identity
+
+
+class StoredRows:
+    """A matrix on disk; what is read goes through the page cache, which keeps the rows that come often while there is
+    room. The file stays open as long as this lives."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        """Raises `CheckpointError` where the file is not what it was when it was indexed."""
+        self.tensor = tensor
+        self.row_bytes = tensor.nbytes // tensor.shape[0]
+        self._file = opening()(tensor.path, False)
+        weakref.finalize(self, self._file.close)
+        if hasattr(os, "posix_fadvise"):  # rows are far apart: what lies around one is not wanted
+            os.posix_fadvise(self._file.descriptor, tensor.offset, tensor.nbytes, os.POSIX_FADV_RANDOM)
+        self._check()
+
+    def read(self, rows: Sequence[int]) -> np.ndarray:
+        """uint8 [n, bytes of a row]. Raises `CheckpointError` where the file is not what it was."""
+        self._check()
+        out = np.empty((len(rows), self.row_bytes), np.uint8)
+        for row, to in zip(rows, out, strict=True):
+            assert 0 <= row < self.tensor.shape[0], (row, self.tensor.shape)
+            self._read(self.tensor.offset + row * self.row_bytes, to.data)
+        return out
+
+    def _read(self, offset: int, to: memoryview) -> None:
+        done = 0
+        while done < len(to):
+            came = self._file.read_into(to[done:], offset + done)
+            if not came:
+                raise CheckpointError(f"{self.tensor.path} ends inside {self.tensor.key!r}; download it again")
+            done += came
+
+    def _check(self) -> None:
+        if self.tensor.identity is not None:
+            check_identity(self.tensor.path, self._file.descriptor, self.tensor.identity)
