@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from smoe import from_pretrained
+from smoe.cli.options import EngineOptions, in_container
 from smoe.machine import cgroup
 
 LIMIT, USED, CACHE = 900 << 20, 850 << 20, 350 << 20
@@ -68,6 +70,24 @@ def test_a_quota_bounds_the_computing_threads_and_the_readers(checkpoint):
     torch.set_num_threads(4)
     with from_pretrained(checkpoint, memory="4MiB", context_tokens=64, threads=3).offload:
         assert torch.get_num_threads() == 3, "as asked"
+
+
+def test_what_serves_takes_the_container_for_itself():
+    """What is left, and what this process holds; less is taken where less is asked for, and other commands share."""
+    held = psutil.Process().memory_info().rss
+    config = in_container(EngineOptions().config(4))
+    assert config.count == "process" and config.memory_bytes == pytest.approx(held + (400 << 20) - (48 << 20), rel=0.05)
+    assert in_container(EngineOptions(memory="4MiB").config()).memory_bytes == 4 << 20
+    assert in_container(EngineOptions(resident="40%").config()).memory_bytes is None
+    assert in_container(EngineOptions(device="emulated").config()).memory_bytes is None
+
+
+@pytest.mark.parametrize("command", [["serve", "--port", 0], ["chat"]], ids=lambda command: command[0])
+def test_these_take_it(command, run, checkpoint, monkeypatch):
+    """Would catch one that leaves it out: with a process of 1 MiB no model can be held."""
+    monkeypatch.setattr("smoe.machine.available_memory.container_bytes", lambda: 1 << 20)
+    ran = run(*command, checkpoint, "--context", 64)
+    assert ran.code == 2 and "a process of 1.00 MiB cannot hold" in ran.err
 
 
 def test_a_process_is_given_its_size(run, checkpoint):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from smoe.cli.libraries import import_libraries
-from smoe.cli.options import Debug, EngineOptions, Model, check_text
+from smoe.cli.options import Debug, EngineOptions, Model, check_text, in_container
 from smoe.cli.request_options import ChatSamplingOptions, ChatTemplate, ParseControlTokens
 from smoe.errors import ConfigError, ContextError
 
@@ -61,7 +61,8 @@ def command(
     from smoe.cli.console import note, stdin
     from smoe.cli.interrupts import exit_code, was_terminated
 
-    import_libraries(model, engine.config())
+    settings = in_container(engine.config())
+    import_libraries(model, settings)
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.conversation.template_file import read_template
     from smoe.generation.chat import Chat
@@ -70,7 +71,7 @@ def command(
         raise ConfigError("smoe chat reads what you say from stdin, and stdin is closed; run it in a terminal or pipe")
     _sampling(sampling, None)  # bad values are refused before the model is loaded
     template = None if chat_template is None else read_template(chat_template)
-    with loaded(model, engine.config(), engine.revision) as ready:
+    with loaded(model, settings, engine.revision) as ready:
         chosen = _sampling(sampling, ready)
         tokenizer = tokenizer_of(model, engine.revision, template)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)

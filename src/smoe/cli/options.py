@@ -331,6 +331,20 @@ _AS_GIVEN = (
 """Options that are settings of the same name and type."""
 
 
+def in_container(config: EngineConfig) -> EngineConfig:
+    """The same for a process that has a container for itself: it takes the container's limit, where there is one and no
+    amount of memory is given, on a CPU."""
+    from smoe.load.planned_device import planned_device
+    from smoe.machine.available_memory import container_bytes
+    from smoe.machine.device import CPU
+
+    is_given = config.memory_bytes is not None or config.resident_share is not None
+    if is_given or config.device == EMULATED or planned_device(config) != CPU:
+        return config
+    limit = container_bytes()
+    return config if limit is None else replace(config, memory_bytes=limit, count="process")
+
+
 def _refuse_idle_copies(config: EngineConfig) -> None:
     """Raise `ConfigError` for low copies that would only take room: nothing would ask for one."""
     by_thresholds = config.precision_shares is None and not config.prices_answers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smoe.cli.libraries import import_libraries
-from smoe.cli.options import Debug, EngineOptions, Json, Model
+from smoe.cli.options import Debug, EngineOptions, Json, Model, in_container
 from smoe.cli.request_options import ChatTemplate, ParseControlTokens
 from smoe.cli.settings import SERVED_SEQUENCES
 from smoe.errors import ConfigError
@@ -224,7 +224,8 @@ def _serve(
     from smoe.cli.console import note, warn
     from smoe.cli.interrupts import answered_by
 
-    import_libraries(model, engine.config(SERVED_SEQUENCES))
+    settings = in_container(engine.config(SERVED_SEQUENCES))
+    import_libraries(model, settings)
     from smoe.cli.session import loaded, tokenizer_of
     from smoe.server.door import opened
     from smoe.server.first_pass import first_pass
@@ -240,7 +241,7 @@ def _serve(
         with suppress(OSError):
             note(text, is_asked=True)
 
-    with loaded(model, engine.config(SERVED_SEQUENCES), engine.revision) as ready:
+    with loaded(model, settings, engine.revision) as ready:
         serving = Serving(ready, tokenizer_of(model, engine.revision, template), name, config)
         if not serving.prompts.has_template:
             note(

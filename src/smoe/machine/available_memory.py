@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MARGIN_SHARE = 0.10
 MIN_MARGIN_BYTES = 256 * 2**20
+_GROUP_MARGIN_SHARE = 0.04
+_GROUP_MARGIN_BYTES = 48 * 2**20
 
 
 class Room(NamedTuple):
@@ -52,6 +54,15 @@ def free_host_bytes() -> tuple[int, str]:
 def least_room() -> Room:
     """Of the host's memory, as it is now: the tightest of all that this system tells."""
     return min(_rooms(), key=lambda room: room.nbytes)  # of equals the first
+
+
+def container_bytes() -> int | None:
+    """What this whole process may take in a container that limits memory: what it holds, and what is left under the
+    limit but for a margin that the kernel's own share of the group, and pages of files, take; None without a limit."""
+    room = cgroup_room() if sys.platform == "linux" else None
+    if room is None:
+        return None
+    return int(psutil.Process().memory_info().rss) + room - max(_GROUP_MARGIN_BYTES, int(room * _GROUP_MARGIN_SHARE))
 
 
 def _rooms() -> Iterator[Room]:
