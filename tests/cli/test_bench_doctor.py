@@ -25,12 +25,16 @@ def test_bench_ends_with_one_line_of_json(run, checkpoint):
 def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint, monkeypatch):
     monkeypatch.setattr("smoe.benchmark.cells.QUICK_CELLS", [Cell(8, 4, 1), Cell(16, 64, 1)])
     ran = run("bench", checkpoint, "--memory", "64MiB", "--quick", "--context", 64)
-    assert ran.code == 0 and [c["prompt_tokens"] for c in ran.json["cells"]] == [8] and "1 cells need more" in ran.err
+    assert (
+        ran.code == 0
+        and [c["prompt_tokens"] for c in ran.json["cells"]] == [8]
+        and "1 cells need a context longer" in ran.err
+    )
 
 
 def test_a_context_that_holds_no_cell_is_refused_before_the_model_is_loaded(run, checkpoint):
     ran = run("bench", checkpoint, "--quick", "--context", 64, "--json")
-    assert ran.code == 2 and "--context 64 holds none of the cells; the shortest takes 80 tokens" in ran.err
+    assert ran.code == 2 and "--context 64 is too short for every cell; the shortest needs 80 tokens" in ran.err
     assert ran.json["error"]["setting"] == "context_tokens" and "resident" not in ran.err
 
 
@@ -175,7 +179,7 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, quick, monke
     ran = run("bench", checkpoint, "--memory", "2700KiB", "--ablation", "smoe", "--text", quick)
     assert ran.code == 130
     assert [step["name"] for step in ran.json["steps"]] == ["LRU on demand", "LRU + next gate"]
-    assert f"interrupted: 2 of {2 * len(ABLATIONS['smoe'])} turns" in ran.err
+    assert f"interrupted: 2 of {2 * len(ABLATIONS['smoe'])} rounds" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,7 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, quick, monke
         (("--ablation", "smoe", "--batch", -1), "--batch is -1; it must be at least 1"),
         (("--ablation", "smoe", "--tokens", 0), "at least 1"),
         (("--quick", "--tokens", 9), "--tokens belongs to --ablation"),
-        (("--ablation", "smoe", "--plot", "/nowhere/x.png"), "no folder"),
+        (("--ablation", "smoe", "--plot", "/nowhere/x.png"), "does not exist: create it"),
         (("--ablation", "smoe", "--plot", "x.gif"), ".png, .svg or .pdf"),
         (("--ablation", "smoe", "--quick"), "--quick"),
         (("--ablation", "smoe", "--preset", "lru"), "--preset"),

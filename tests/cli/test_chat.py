@@ -22,15 +22,15 @@ def say(run, monkeypatch):
 @pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye"])
 def test_without_a_template_the_text_goes_on(say, checkpoint, leave):
     ran = say(checkpoint, "One", "Two", leave, "never read")
-    assert ran.code == 0 and "continues the text" in ran.err
-    assert "0 of 3 tokens were known" in ran.err and "10 of 15 tokens were known" in ran.err
+    assert ran.code == 0 and "continues your text" in ran.err
+    assert "0 of 3 tokens were in the KV cache" in ran.err and "10 of 15 tokens were in the KV cache" in ran.err
 
 
 def test_with_a_template_only_the_new_turn_is_computed(say, tmp_path):
     model = save_toy(tmp_path / "model", template=TEMPLATE)
     ran = say(model, "Hi", "And now?")
-    assert ran.code == 0 and "continues the text" not in ran.err
-    known = [int(line.split(", ")[-1].split()[0]) for line in ran.err.splitlines() if "were known" in line]
+    assert ran.code == 0 and "continues your text" not in ran.err
+    known = [int(line.split(", ")[-1].split()[0]) for line in ran.err.splitlines() if "were in the KV cache" in line]
     first = len("user: Hi\nassistant:")
     assert known[0] == 0 and known[1] >= first
 
@@ -40,8 +40,8 @@ def test_a_template_of_the_user_replaces_the_models(say, checkpoint, tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text(TEMPLATE)
     ran = say(checkpoint, "Hi", "/quit", more=("--chat-template", path))
-    assert ran.code == 0 and "continues the text" not in ran.err
-    assert f"0 of {len('user: Hi') + 1 + len('assistant:')} tokens were known" in ran.err
+    assert ran.code == 0 and "continues your text" not in ran.err
+    assert f"0 of {len('user: Hi') + 1 + len('assistant:')} tokens were in the KV cache" in ran.err
     ran = say(checkpoint, "Hi", more=("--chat-template", tmp_path))
     assert ran.code == 2 and f"--chat-template {tmp_path} cannot be read: Is a directory" in ran.err
 
@@ -49,13 +49,13 @@ def test_a_template_of_the_user_replaces_the_models(say, checkpoint, tmp_path):
 def test_reset_forgets(say, checkpoint):
     ran = say(checkpoint, "One", "/reset", "One", "/quit")
     first, second = ran.out.splitlines()[0], ran.out.splitlines()[-1]
-    assert ran.err.count("0 of 3 tokens were known") == 2 and "forgotten" in ran.err
+    assert ran.err.count("0 of 3 tokens were in the KV cache") == 2 and "forgotten" in ran.err
     assert first == second
 
 
 def test_an_unknown_command_is_not_for_the_model(say, checkpoint):
     ran = say(checkpoint, "/hlep", "One", "/quit")
-    assert "there is no /hlep; /help lists" in ran.err and "0 of 3 tokens were known" in ran.err
+    assert "unknown command /hlep; /help lists" in ran.err and "0 of 3 tokens were in the KV cache" in ran.err
 
 
 def test_commands_are_listed_at_the_start_and_by_help(say, checkpoint):
@@ -123,8 +123,8 @@ def test_a_closed_stdin_is_one_message(run, checkpoint, monkeypatch):
 
 def test_a_full_context_is_said_and_survived(say, checkpoint):
     ran = say(checkpoint, "x" * 40, "/reset", "One", more=("--context", 32))
-    assert ran.code == 0 and "the prompt has 40 tokens" in ran.err and "makes room" in ran.err
-    assert "0 of 3 tokens were known" in ran.err
+    assert ran.code == 0 and "the prompt has 40 tokens" in ran.err and "starts a new conversation" in ran.err
+    assert "0 of 3 tokens were in the KV cache" in ran.err
 
 
 def test_ctrl_c_stops_the_answer_not_the_program(say, checkpoint, monkeypatch):
@@ -139,4 +139,4 @@ def test_ctrl_c_stops_the_answer_not_the_program(say, checkpoint, monkeypatch):
 
     monkeypatch.setattr(chat, "_write", write)
     ran = say(checkpoint, "One", "Two", "/quit")
-    assert ran.code == 0 and ran.err.count("stopped, ") == 1 and ran.err.count("were known") == 2
+    assert ran.code == 0 and ran.err.count("stopped, ") == 1 and ran.err.count("were in the KV cache") == 2

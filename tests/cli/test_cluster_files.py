@@ -72,7 +72,7 @@ def test_a_machine_without_the_model_becomes_a_worker(run: Any, checkpoint: Path
 
 def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, cluster: str, tmp_path: Path) -> None:
     both = run("cluster", "join", cluster, checkpoint, "--fetch", tmp_path / "f")
-    assert both.code == 2 and "brings the coordinator's model, whatever it is" in both.err
+    assert both.code == 2 and "downloads the coordinator's model" in both.err
     alone = run("cluster", "join", cluster, checkpoint, "--rate", "1MiB/s")
     assert alone.code == 2 and "--rate belongs to --fetch" in alone.err
     for rate, why in (("fast", "is not a size"), ("0", "is nothing"), ("20/s", "has no unit")):

@@ -49,7 +49,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_is_let_in_no_longer(run: Any) -> None:
     ran = run("cluster", "forget", "--name", "home", "--worker", "far")
-    assert ran.out.splitlines() == ["removed worker far of the cluster home: it is let in no longer"]
+    assert ran.out.splitlines() == ["removed worker far of the cluster home: it is no longer admitted"]
     assert sorted(read_main("home").workers) == ["home-1", "home-2"] and joined() == ["home-1", "home-2", "work"]
     assert "its keys on this machine" in run("cluster", "forget", "--name", "home", "--worker", "home-1").out
     assert sorted(read_main("home").workers) == ["home-2"] and joined() == ["home-2", "work"]
@@ -74,7 +74,7 @@ def test_what_is_not_there_or_in_use_stays(run: Any) -> None:
     assert (
         busy.code == 2 and f"process {os.getpid()} is its coordinator" in busy.err and clusters() == ["home", "other"]
     )
-    assert "lets it in until it ends" in run("cluster", "forget", "--name", "home", "--worker", "far").out
+    assert "admits it until that process ends" in run("cluster", "forget", "--name", "home", "--worker", "far").out
 
 
 def test_who_keeps_workers_running_is_known(run: Any) -> None:
@@ -83,7 +83,7 @@ def test_who_keeps_workers_running_is_known(run: Any) -> None:
     keep_keeper("home", parent.pid, parent.create_time() - 1e4)
     assert keeper_process("home") is None, "another process had that number"
     keep_keeper("home", parent.pid, parent.create_time())
-    with pytest.raises(ClusterError, match=f"run already: process {parent.pid}"):
+    with pytest.raises(ClusterError, match=f"are already running: process {parent.pid}"):
         become_keeper("home")
     busy = run("cluster", "forget", "--name", "home")
-    assert busy.code == 2 and "keeps its workers running" in busy.err
+    assert busy.code == 2 and "supervises its workers" in busy.err

@@ -31,7 +31,7 @@ def own_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workers", "2"], "--workers belongs to --ray"),
         (["--address", "192.0.2.7"], "--address belongs to --ray"),
         (["--allow-open-ray"], "--allow-open-ray belongs to --ray"),
-        (["--ray", "auto", "--local", "2"], "say how many with --workers"),
+        (["--ray", "auto", "--local", "2"], "give their number with --workers"),
         (["--ray", "auto"], "pip install 'smoe[ray]'"),
     ],
 )

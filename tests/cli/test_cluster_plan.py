@@ -74,9 +74,9 @@ def test_a_recorded_run_is_asked_for_its_routing(run, checkpoint, traces):
     [
         (("--name", "home"), "no coordinator of the cluster 'home' has measured its workers yet"),
         (("--name", "away"), "there is no cluster 'away' on this machine"),
-        (("--name", "home", "--slots", 4), "says what the workers are, and so does --slots"),
-        (("--name", "home", "--worker-profile", "laptop-cpu"), "and so does --worker-profile"),
-        (("--slots", 4, "--worker-memory", "1MiB"), "both say how many experts a worker holds"),
+        (("--name", "home", "--slots", 4), "and --slots both describe the workers"),
+        (("--name", "home", "--worker-profile", "laptop-cpu"), "--worker-profile both describe the workers"),
+        (("--slots", 4, "--worker-memory", "1MiB"), "both set how many experts a worker holds"),
         (("--worker-memory", "2KiB"), "for experts at least, 2.00 KiB were given"),
         (("--worker-profile", "toaster"), "--worker-profile is 'toaster', and there is no such profile"),
         (("--link", "fast"), "--link is 'fast', which is no link's rate; write for example 1Gbit or 100Mbit"),
@@ -89,21 +89,23 @@ def test_refusals(run, checkpoint, home, options, why):
 
 def test_the_name_of_a_cluster_is_an_option_of_its_own(run, checkpoint, home):
     ran = run("cluster", "plan", checkpoint, "--memory", "3MiB", "--cluster", "home")
-    assert ran.code == 2 and "--cluster home is for a run" in ran.err and "it as --name" in " ".join(ran.err.split())
+    assert ran.code == 2 and "--cluster home is for a run" in ran.err and "give --name" in " ".join(ran.err.split())
 
 
 def test_workers_that_never_loaded_are_refused(run, checkpoint, home):
     keep_status("home", [member(seconds_per_load=0.0)], is_over=True)
     ran = plan(run, checkpoint, "--name", "home")
-    assert ran.code != 0 and "have loaded nothing, so nobody knows what a load takes" in " ".join(ran.err.split())
+    assert ran.code != 0 and "have loaded no experts, so the time of a load is not measured" in " ".join(
+        ran.err.split()
+    )
 
 
 def test_a_plan_of_one_machine_names_what_was_typed(run, checkpoint):
     preset = run("plan", checkpoint, "--preset", "cluster", "--memory", "3MiB")
-    assert preset.code == 2 and "smoe cluster plan foretells several. Leave out --preset cluster" in preset.err
+    assert preset.code == 2 and "use smoe cluster plan for several, or leave out --preset cluster" in preset.err
     assert "--cluster" not in preset.err and "placement" not in preset.err
     named = run("plan", checkpoint, "--cluster", "home", "--memory", "3MiB")
-    assert named.code == 2 and named.err.rstrip().endswith("Leave out --cluster")
+    assert named.code == 2 and named.err.rstrip().endswith("leave out --cluster")
 
 
 def test_a_missing_pack_is_named_once_before_the_commands_that_make_it(run, checkpoint):

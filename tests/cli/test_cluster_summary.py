@@ -31,22 +31,22 @@ def worker(name: str, computed: int, why: str = "") -> dict[str, Any]:
 
 def test_who_was_lost_is_named() -> None:
     at = time.mktime((2026, 1, 2, 17, 52, 3, 0, 0, -1))
-    lost = [{"name": "b", "why": "said nothing for 1 s", "at": at}]
-    assert said([worker("a", 7), worker("b", 3, "said nothing for 1 s")], lost_workers=lost) == (
-        "experts computed: a 7, b 3; b was lost at 17:52:03 (said nothing for 1 s)"
+    lost = [{"name": "b", "why": "sent nothing for 1 s", "at": at}]
+    assert said([worker("a", 7), worker("b", 3, "sent nothing for 1 s")], lost_workers=lost) == (
+        "experts computed: a 7, b 3; b was lost at 17:52:03 (sent nothing for 1 s)"
     )
     assert said([worker("a", 7), worker("b", 3)], lost_workers=lost) == (
-        "experts computed: a 7, b 3; b was away at 17:52:03 (said nothing for 1 s) and came back"
+        "experts computed: a 7, b 3; b was lost at 17:52:03 (sent nothing for 1 s) and reconnected"
     )
     assert said([worker("a", 7), worker("c", 0, "has other bits")]) == "experts computed: a 7, c 0; c: has other bits"
-    assert said([]) == "nobody came"
+    assert said([]) == "no worker connected"
 
 
 @pytest.mark.parametrize(
     ("all_fit", "why"),
     [
         (True, "all experts fit into the coordinator's memory"),
-        (False, "the coordinator had every expert sooner itself"),
+        (False, "the coordinator was faster for every expert"),
     ],
 )
 def test_workers_that_were_not_needed(all_fit: bool, why: str) -> None:
@@ -62,12 +62,12 @@ def test_the_division_names_sequences_and_what_would_leave_more_to_experts() -> 
     assert "non-expert weights 10 B" in one and "KV cache 30 B for 1 sequence of 512 tokens" in one
     assert "for 4 sequences of 512 tokens" in four and "--max-sequences" in four and "--max-sequences" not in one
     assert f"expert slots {ledger.cache_slots * 10} B" in one
-    assert "leaves more to experts" in one and "leaves more" not in top_k, "a choice's number of experts is fixed"
+    assert "leaves more for experts" in one and "leaves more" not in top_k, "a choice's number of experts is fixed"
 
 
 def test_a_main_that_keeps_no_experts_says_so() -> None:
     ledger: Ledger = allocate(1000, Demand(10, 10, 10, (SlotClass(10, 2, 200),), shadow_bytes=100))
     assert "resident (" in describe(ledger, "as asked")
     by_turns = describe(ledger, "as asked", keeps_experts=False)
-    assert "no experts resident while workers are there (room for" in by_turns and "%" not in by_turns
-    assert by_turns.endswith("beside a shadow of 100 B")
+    assert "no experts resident while workers are connected (room for" in by_turns and "%" not in by_turns
+    assert by_turns.endswith("with a draft model of 100 B")

@@ -38,7 +38,7 @@ def test_who_is_refused_is_not_started_again(
         keep_running({"home-1": ends(REFUSED), "home-2": ends(REFUSED)})
     said = " ".join(capsys.readouterr().err.split())
     for name in ("home-1", "home-2"):
-        assert said.count(f"worker {name} is not started again: the coordinator has refused it") == 1
+        assert said.count(f"worker {name} is not started again: the coordinator refused it") == 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
@@ -80,7 +80,7 @@ def test_one_process_keeps_a_cluster_s_workers(tmp_path: Path, monkeypatch: pyte
     before = read_main("local")
     ran = run("cluster", "up", "demo")
     words = " ".join(ran.err.split())
-    assert ran.code == 2 and f"run already: process {parent.pid}" in words and "another --name" in words
+    assert ran.code == 2 and f"are already running: process {parent.pid}" in words and "another --name" in words
     assert read_main("local") == before, "their keys are good still"
 
 

@@ -68,9 +68,9 @@ def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):
         (("--tokens", 1), "at least 2"),
         (("--text", "missing.txt"), "cannot read"),
         (("--plot", "price.bmp"), "must end in .png"),
-        (("--plot", "/nowhere/price.png"), "there is no folder"),
-        (("--alpha", 0.3), "sets alpha itself"),
-        (("--tasks", "piqa", "--questions", "q.jsonl"), "both say what is asked"),
+        (("--plot", "/nowhere/price.png"), "does not exist: create it"),
+        (("--alpha", 0.3), "this command sets alpha"),
+        (("--tasks", "piqa", "--questions", "q.jsonl"), "both choose the questions"),
         (("--task-folder", "mine"), "belongs to --tasks"),
         (("--tasks", "piqa", "--most-questions", 0), "at least 1"),
         (("--tasks", " , "), "--tasks is ' , '; it must be names of tasks"),
@@ -87,7 +87,9 @@ def test_results_that_could_not_be_kept_are_refused_first(run, checkpoint, tmp_p
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", "/proc/nowhere"):
         ran = run("eval", checkpoint, "--out", out)
-        assert ran.code == 2 and "where no results can be kept" in " ".join(ran.err.split()) and "budget" not in ran.err
+        assert (
+            ran.code == 2 and "where no results can be stored" in " ".join(ran.err.split()) and "budget" not in ran.err
+        )
     ran = run("eval", checkpoint, "--plot", tmp_path)
     assert ran.code == 2 and "must end in" in ran.err
 
@@ -125,17 +127,20 @@ def test_questions_too_long_are_left_out_and_said(run, checkpoint, text, tmp_pat
         20,
     )
     ran = run(*asked, "--questions", questions)
-    assert ran.json["questions"] == 1 and "1 of 2 questions leave no room for an answer in 64 tokens" in ran.err
+    assert (
+        ran.json["questions"] == 1
+        and "1 of 2 questions are skipped: they leave no room for an answer in 64 tokens" in ran.err
+    )
     questions.write_text(json.dumps({"prompt": long, "answer": "x"}) + "\n")
     refused = run(*asked, "--questions", questions)
-    assert refused.code == 2 and "no question fits the context of 64 tokens; raise --context" in refused.err
+    assert refused.code == 2 and "no question fits in the context of 64 tokens; raise --context" in refused.err
 
 
 def test_a_text_without_anything_to_predict_is_refused(run, checkpoint, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("o")
     ran = run("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", path, "--most-questions", 0)
-    assert ran.code == 2 and "at least 2 are needed" in ran.err
+    assert ran.code == 2 and "needs at least 2" in ran.err
 
 
 def test_an_interrupt_says_what_is_kept(run, checkpoint, text, tmp_path, monkeypatch):
@@ -153,17 +158,17 @@ def test_an_interrupt_says_what_is_kept(run, checkpoint, text, tmp_path, monkeyp
     common = ("eval", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", text, "--tokens", 40)
     first = 0.1
     ran = run(*common, "--out", tmp_path / "out")
-    assert ran.code == 130 and f"is in {tmp_path / 'out'}; the same command goes on" in " ".join(ran.err.split())
+    assert ran.code == 130 and f"is in {tmp_path / 'out'}; the same command continues" in " ".join(ran.err.split())
     ran = run(*common, "--json")
     (kept,) = tmp_path.glob("smoe-eval-*")
     assert (
         ran.json["error"]["type"] == "Interrupted"
-        and f"--out {kept} goes on from there" in ran.json["error"]["message"]
+        and f"--out {kept} continues from there" in ran.json["error"]["message"]
     )
     assert [entry["alpha"] for entry in json.loads((kept / "quality.json").read_text())["qualities"]] == [0]
     first = 0
     ran = run(*common)
-    assert ran.code == 130 and "nothing to keep" in ran.err and list(tmp_path.glob("smoe-eval-*")) == [kept]
+    assert ran.code == 130 and "nothing is stored" in ran.err and list(tmp_path.glob("smoe-eval-*")) == [kept]
 
 
 def test_generate_says_what_was_replaced(run, checkpoint):

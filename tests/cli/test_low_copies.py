@@ -68,7 +68,11 @@ def test_a_run_says_what_low_copies_did(run, packed):
     assert found["served"] + found["left_out"] < 1 and found["bytes_per_token"] < value["bytes_read_per_token"]
     assert value["lossy"] == ["missing experts in int4 beyond 0.3", "none beyond 0.9"]
     said = " ".join(run(*asked).err.split())
-    assert "low copies served" in said and "of low copies read per token" in said and "smoe eval says" in said
+    assert (
+        "of the experts used were low copies" in said
+        and "of low copies read per token" in said
+        and "smoe eval measures" in said
+    )
     assert run("generate", packed, *FEW, "--context", 128, "-p", "x", "--json").json["low_copies"] == {}
 
 
@@ -89,7 +93,7 @@ def test_plan_has_their_slots(run, packed):
     value = run("plan", packed, *HOBBIT, *FEW, "--json").json
     assert value["low_slots"] > 0 and 0 < value["low_copy_bytes"] < value["expert_bytes"]
     assert value["bytes"]["slots_of_low_copies"] >= value["low_slots"] * value["low_copy_bytes"]
-    assert "told without low copies" in str(value["remarks"])
+    assert "speeds are without low copies" in str(value["remarks"])
     said = " ".join(run("plan", packed, *HOBBIT, *FEW).out.split())
     assert f"+ {value['low_slots']} low" in said and "in int4" in said and "slots of low copies" in said
     assert run("plan", packed, *FEW, "--context", 128, "--json").json["low_slots"] == 0
@@ -131,7 +135,7 @@ def test_tune_profiles_a_text_and_presets_use_it(run, packed, text, tmp_path):
     asked = ("tune", packed, "--memory", "64MiB", "--context", 128, "--shares", "60,30,10")
     ran = run(*asked, "--text", text, "--tokens", 120)
     assert ran.code == 0 and ran.out.startswith("T1 0.") and "for shares of 60,30,10, by 120 tokens of" in ran.out
-    assert "remembered for --precision-shares and --preset hobbit" in ran.err
+    assert "stored for --precision-shares and --preset hobbit" in ran.err
     said = " ".join(run("generate", packed, *HOBBIT, *FEW, "-p", "x", "--max-new-tokens", 2).err.split())
     assert "shares of 67/30/3 as you profiled it: 120 tokens of text.jsonl" in said
     trace = tmp_path / "run.trace"
@@ -145,7 +149,7 @@ def test_tune_profiles_a_text_and_presets_use_it(run, packed, text, tmp_path):
     [
         (("--trace", "run.trace"), "--trace belongs to --predictor or --shares"),
         (("--shares", "67,30,3", "--tpot", "80ms"), "are two measurements; give one of them"),
-        (("--shares", "67,30,3", "--text", "a.txt", "--trace", "run.trace"), "both say what is profiled"),
+        (("--shares", "67,30,3", "--text", "a.txt", "--trace", "run.trace"), "both give the data to profile"),
         (("--shares", "67,30"), "--precision-shares is"),
         (("--shares", "67,30,3", "--tokens", 20), "at least 100 are needed"),
     ],

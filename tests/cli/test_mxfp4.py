@@ -72,7 +72,7 @@ def test_packed_as_it_is_it_says_the_same(run, folder, tmp_path):
     assert "relative" not in ran.err, "nothing was quantised"
     assert run(*asked).json["token_ids"] == before["token_ids"]
     assert run("verify", model, *SMALL).code == 0
-    assert "packed already" in run("pack", model).err
+    assert "already packed" in run("pack", model).err
 
 
 def test_a_lower_copy_is_verified(run, folder):

@@ -53,4 +53,4 @@ def test_doctor_measures_them(run, tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "measure_experts", lambda *args, **named: 4e9)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said = run("doctor", "--folder", tmp_path).out
-    assert all(line in said for line in ("beside the budget", *LINES))
+    assert all(line in said for line in ("outside the budget", *LINES))

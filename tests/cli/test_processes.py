@@ -157,7 +157,7 @@ def test_bytes_that_are_no_text(start, checkpoint):
     process.stdin.close()
     process.stdin = None
     code, _, err = ended(process)
-    assert code == 0 and "UTF-8" in err and "tokens were known" in err
+    assert code == 0 and "UTF-8" in err and "tokens were in the KV cache" in err
 
 
 IN_TURN = """

@@ -43,7 +43,8 @@ def test_a_table_for_people_and_json_for_programs(run, packed, text, tmp_path):
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"recall-by-token.png", "recall-by-periods.png"}
     words = " ".join(ran.err.split())
     assert (
-        "draft models are whole in memory, at most int4" in words and "smoe tune on the model with --predictor" in words
+        "draft models are held in memory whole, at most int4" in words
+        and "smoe tune on the model with --predictor" in words
     )
     lines = ran.err.splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith("shadow "))
@@ -70,7 +71,7 @@ def test_shadows_that_do_not_fit_are_refused(run, packed, monkeypatch):
     monkeypatch.setattr("smoe.machine.available_memory.free_device_bytes", lambda device: (300 << 20, "some RAM"))
     monkeypatch.setattr("smoe.machine.available_memory.less_margin", lambda free: 1 << 20)
     ran = run("eval", packed, "--recall", "--tokens", 20, "--shadow", "int4")
-    assert ran.code == 2 and "there are 1.00 MiB (some RAM less a margin)" in " ".join(ran.err.split())
+    assert ran.code == 2 and "1.00 MiB are available (some RAM less a margin)" in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize(
@@ -82,15 +83,15 @@ def test_shadows_that_do_not_fit_are_refused(run, packed, monkeypatch):
         (("--recall", "--prompts", 0), "--prompts is 0; it must be at least 1"),
         (("--recall", "--prompt-tokens", 0), "--prompt-tokens is 0; it must be at least 1"),
         (("--recall", "--tokens", 0), "--tokens is 0; it must be at least 1"),
-        (("--recall", "--alphas", "0,0.1"), "--alphas belongs to prices"),
-        (("--recall", "--most-questions", 5), "--most-questions belongs to prices"),
-        (("--recall", "--out", "somewhere"), "--out belongs to prices"),
-        (("--recall", "--precision", "int4"), "experts in int4; leave that out"),
-        (("--recall", "--context", 64), "prompts and answers have 296 tokens"),
+        (("--recall", "--alphas", "0,0.1"), "--alphas applies to measurements"),
+        (("--recall", "--most-questions", 5), "--most-questions applies to measurements"),
+        (("--recall", "--out", "somewhere"), "--out applies to measurements"),
+        (("--recall", "--precision", "int4"), "experts in int4; leave them out"),
+        (("--recall", "--context", 64), "prompts and answers need 296 tokens"),
         (("--recall", "--context", 512), "--context 512 is more than the 256 positions"),
         (("--recall", "--tokens", 250), "290 tokens together: lower --tokens or --prompt-tokens"),
         (("--recall", "--tokens", 20, "--text", "missing.txt"), "cannot read"),
-        (("--recall", "--plot", "/nowhere/pictures"), "there is no folder /nowhere; make it"),
+        (("--recall", "--plot", "/nowhere/pictures"), "the folder /nowhere does not exist; create it"),
         (("--recall", "--plot", "/proc/nowhere"), "nothing can be written in /proc"),
         (("--shadow", "int4"), "--shadow belongs to --recall"),
         (("--periods", "1"), "--periods belongs to --recall"),

@@ -67,13 +67,13 @@ def test_a_text_is_read_token_by_token(run, checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--out", "/nowhere/a.trace"), "there is no folder /nowhere; make it, or give another"),
+        (("--out", "/nowhere/a.trace"), "the folder /nowhere does not exist; create it, or give another"),
         (
             ("--out", "/proc/a.trace"),
             "give another",
         ),
         (("--out", __file__), "--force"),
-        (("--out", "a.trace", "--text", __file__, "-p", "x"), "without --prompt"),
+        (("--out", "a.trace", "--text", __file__, "-p", "x"), "leave out --prompt"),
         (("--out", "a.trace", "--text", "missing.txt"), "cannot read"),
         (("--out", "a.trace"), "nothing to record"),
         (("--out", "a.trace", "-p", "x", "--tokens", 9), "--tokens belongs to --text"),

@@ -60,7 +60,7 @@ def test_times_are_those_of_the_virtual_clock(run, trace):
     seen = run(*asked, "--foresight", 1).json
     assert seen["prefetches"] == seen["prefetches_used"] > 0 == alone["prefetches"]
     ran = run("replay", trace, "--resident", "50%", *CLOCK)
-    assert "beside rtx-a6000 (simulated)" in ran.out
+    assert "with rtx-a6000 (simulated)" in ran.out
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_times_are_those_of_the_virtual_clock(run, trace):
         (("--slots", 9, *CLOCK, "--balance", "half"), "none, paper, optimal, host"),
         (("--slots", 9, *CLOCK, "--foresight", 2), "from 0 to 1"),
         (("--slots", 9, "--profile", "rtx-a6000", "--expert-size", "0B"), "from 1B to 1TiB"),
-        ((), "one of --slots N and --resident"),
+        ((), "either --slots N or --resident"),
         (
             ("--slots", 9, "--resident", "40%"),
-            "--slots 9 and --resident 40% both say how large the cache is; leave one",
+            "--slots 9 and --resident 40% both set the size of the cache; leave out one",
         ),
         (("--resident", "many"), "is not a share"),
         (("--resident", "140%"), "is not a share"),
@@ -91,7 +91,7 @@ def test_times_are_those_of_the_virtual_clock(run, trace):
         (("--slots", 15, "--pools", "own"), "global, layer"),
         (("--slots", 9, "--eviction", "belady, lfu"), "belady, lfu"),
         (("--slots", 9, "--alpha", 2), "from 0 (exact) to 1"),
-        (("--slots", 9, "--alpha", 0.3, "--eviction", "belady"), "--eviction belady knows"),
+        (("--slots", 9, "--alpha", 0.3, "--eviction", "belady"), "--eviction belady needs"),
     ],
 )
 def test_bad_options_are_refused(run, trace, arguments, words):

@@ -78,11 +78,14 @@ def test_a_predictor_and_how_far_it_looks_are_given_together() -> None:
     ("given", "says"),
     [
         (["prefill_keep"], "must be NAME=VALUE, such as io_threads=2; --set help lists all names"),
-        (["eviction=lru"], "--set eviction: it has an option of its own, use --eviction"),
-        (["memory_bytes=3"], "use --memory"),
-        (["prefill_kep=eviction"], "knows no 'prefill_kep'; did you mean prefill_keep? --set help lists all names"),
+        (["eviction=lru"], "--set eviction: use its own option --eviction instead"),
+        (["memory_bytes=3"], "use its own option --memory"),
+        (
+            ["prefill_kep=eviction"],
+            "unknown --set 'prefill_kep'; did you mean prefill_keep? --set help lists all names",
+        ),
         (["evicton=lru"], "did you mean --eviction? --set help lists all names"),
-        (["xyzzy=1"], r"knows no 'xyzzy'; the closest name is \w+; --set help lists all names"),
+        (["xyzzy=1"], r"unknown --set 'xyzzy'; the closest name is \w+; --set help lists all names"),
         (["=1"], "--set is '=1'; it must be NAME=VALUE"),
         ([""], "--set is ''; it must be NAME=VALUE"),
         (["io_threads=two"], "`io_threads` is 'two'; it must be a whole number from 1 to 64"),

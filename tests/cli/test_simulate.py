@@ -41,7 +41,7 @@ def test_what_was_simulated_is_said_and_simulated_anew_where_asked(run, monkeypa
     ask = ("simulate", "--paper", "duoserve", "--json")
     first, again, anew = run(*ask), run(*ask), run(*ask, "--fresh")
     assert first.code == 0 and "before" not in first.err and first.json == again.json == anew.json
-    assert "4 of 4 settings were simulated before; --fresh simulates them anew" in again.err
+    assert "4 of 4 settings were simulated before; --fresh simulates them again" in again.err
     assert len(simulated) == 8 and "before" not in anew.err
 
 

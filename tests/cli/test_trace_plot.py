@@ -108,9 +108,9 @@ def test_what_is_not_drawn_is_said(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "miss-ratio.png").write_text("old")
     ran = run("trace", "plot", write(tmp_path / "a.trace", phase=0), "--out", tmp_path / "out")
-    assert ran.code == 0 and "the miss-ratio curves left out: only prompts were recorded" in ran.err
+    assert ran.code == 0 and "the miss-ratio curves omitted: only prompts were recorded" in ran.err
     assert "(smoe record with --text)" in ran.err and "reuse and scores by rank left out" in ran.err
-    assert "there are still miss-ratio.png of an earlier run" in ran.err
+    assert "still contains miss-ratio.png of an earlier run" in ran.err
 
 
 def refused(ran, *words):
@@ -140,7 +140,7 @@ def test_bad_traces_are_refused(run, trace, tmp_path):
         (("--out", "here", "--format", "gif"), "png, svg, pdf", "format"),
         (("--out", "here", "--tokens", 0), "at least 1", "tokens"),
         (("--out", "here", "--expert-size", "9"), "has no unit", "expert_size"),
-        (("--out", "no/where/at-all"), "there is no folder", "out"),
+        (("--out", "no/where/at-all"), "does not exist; create it", "out"),
     ],
 )
 def test_bad_options_are_refused_before_the_trace_is_read(run, arguments, words, setting):

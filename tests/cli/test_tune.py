@@ -32,10 +32,10 @@ def test_tune_measures_remembers_and_generate_uses_it(run, checkpoint, text):
     assert ran.json["alpha"] == 0, "ten seconds are met without any substitution"
     used = run("generate", checkpoint, *SIZE, "--tpot", "10s", "-p", "once upon", "--max-new-tokens", 4, "--json")
     assert used.code == 0 and used.json["alpha"] == 0
-    assert "alpha 0 for 10 s a token by what smoe tune measured, with experts read at " in used.err
-    assert " as found just now\n" in used.err
+    assert "alpha 0 for 10 s a token as smoe tune measured, with experts read at " in used.err
+    assert " just now\n" in used.err
     asked = ("--tpot", "10s", "--preset", "smoe", "-p", "once", "--max-new-tokens", 1)
-    assert " as found just now, instead of the preset's 0.3\n" in run("generate", checkpoint, *SIZE, *asked).err
+    assert " just now, instead of the preset's 0.3\n" in run("generate", checkpoint, *SIZE, *asked).err
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_times_are_told_for_one_rate_of_reading(run, checkpoint, text, paced):
     paced(drifting)
     ran = run(*asked)
     assert ran.out.splitlines()[1].split() == ["0", "250", "ms", "0", "us", "250", "ms"]
-    assert "experts were read at 1 GB/s to 4 GB/s; a token's time is told for 2 GB/s" in ran.err
+    assert "experts were read at 1 GB/s to 4 GB/s; times per token are converted to 2 GB/s" in ran.err
     assert " while experts were read at 1 GB/s, which is 1" in ran.out and " ms at 2 GB/s" in ran.out
 
 
@@ -167,7 +167,7 @@ def test_generate_takes_the_alpha_for_the_disk_as_it_is_now(run, checkpoint, tex
         paced([rate])
         ran = run(*ask, "--tpot", tpot)
         assert ran.json["alpha"] == pytest.approx(alpha, abs=0.011)
-        assert f"with experts read at {rate / 1e9:g} GB/s as found just now" in ran.err
+        assert f"with experts read at {rate / 1e9:g} GB/s just now" in ran.err
     paced([1e9])
     refused = run(*ask, "--tpot", "190ms")
     assert refused.code == 2 and "at alpha 0.6, where experts are read at 1 GB/s; give more --memory" in refused.err
@@ -182,7 +182,7 @@ def test_what_does_not_hang_on_the_disk_is_not_rescaled(run, checkpoint, text, s
     assert ran.json["bytes_per_second"] is None and ran.json["measured_bytes_per_second"] is None
     assert ran.json["rescaled_seconds"] == ran.json["measured_seconds"] and "GB/s" not in ran.err
     ask = ("generate", checkpoint, *switches, "--context", 128, "-p", "once", "--max-new-tokens", 2)
-    assert "by what smoe tune measured, instead" in run(*ask, "--preset", "smoe", "--tpot", "10s").err
+    assert "as smoe tune measured, instead" in run(*ask, "--preset", "smoe", "--tpot", "10s").err
 
 
 def test_what_an_older_version_measured_is_refused(run, checkpoint, text, tmp_path):
@@ -207,7 +207,7 @@ def test_what_is_not_known_or_out_of_reach_is_refused(run, checkpoint, text):
     [
         (("--tpot", "fast"), "is not a time"),
         (("--tpot", "0ms"), "is not a time"),
-        (("--tpot", "10ms", "--alpha", "0.3"), "one of --tpot and --alpha"),
+        (("--tpot", "10ms", "--alpha", "0.3"), "either --tpot or --alpha"),
     ],
 )
 def test_bad_times_are_refused(run, checkpoint, arguments, words):
@@ -227,7 +227,7 @@ def test_two_ways_to_choose_alpha_are_refused_at_once(other):
     environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "set()\n")
-    assert "--tpot chooses alpha; give one of --tpot and --alpha" in done.stderr
+    assert "--tpot chooses alpha; give either --tpot or --alpha" in done.stderr
 
 
 def test_a_short_text_is_refused(run, checkpoint, tmp_path):
@@ -252,12 +252,12 @@ def test_a_price_is_found_remembered_and_used_where_it_holds(run, checkpoint, pr
     asked = ("tune", checkpoint, *SIZE, "--text", priced_text, "--tokens", 60)
     ran = run(*asked, "--max-perplexity-increase", "50%", "--json")
     assert ran.code == 0, ran.err
-    assert "but it saves nothing here: 1 s a token, 1 s without" in ran.err
+    assert "but it saves no time here: 1 s a token, 1 s without" in ran.err
     within = [p["alpha"] for p in ran.json["prices"] if (p["perplexity_change"] or {"high": 0})["high"] <= 0.5]
     assert ran.json["alpha"] == max(within) > 0.3 and ran.json["tokens"] == ran.json["text_tokens"]
     ask = ("generate", checkpoint, "--context", 128, "--preset", "smoe", "-p", "once", "--max-new-tokens", 2, "--json")
     used = run(*ask, "--memory", "2700KiB")
-    assert used.json["alpha"] == ran.json["alpha"] and f"alpha {ran.json['alpha']:g}, as you priced it: " in used.err
+    assert used.json["alpha"] == ran.json["alpha"] and f"alpha {ran.json['alpha']:g}, as you measured it: " in used.err
     given = run(*ask, "--memory", "2700KiB", "--alpha", 0.1)
     assert given.json["alpha"] == 0.1 and "priced" not in given.err
     fewer = run(*ask, "--memory", "2600KiB")
@@ -295,7 +295,7 @@ def test_a_text_too_short_to_price_on_is_refused(run, checkpoint, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("once upon a time")
     ran = run("tune", checkpoint, *SIZE, "--text", path, "--max-perplexity-increase", "1%")
-    assert ran.code == 2 and "at least 640 are needed; give a longer --text" in ran.err
+    assert ran.code == 2 and "needs at least 640; give a longer --text" in ran.err
 
 
 def test_an_interrupt_is_said(run, checkpoint, text, monkeypatch):
@@ -304,7 +304,7 @@ def test_an_interrupt_is_said(run, checkpoint, text, monkeypatch):
 
     monkeypatch.setattr(tune, "measure_times", interrupt)
     ran = run("tune", checkpoint, *SIZE, "--text", text)
-    assert ran.code == 130 and "interrupted; nothing was kept" in ran.err
+    assert ran.code == 130 and "interrupted; nothing was stored" in ran.err
 
 
 def test_prices_of_answers_are_measured_and_remembered(run, checkpoint, text, tmp_path):

@@ -20,7 +20,7 @@ def test_it_is_learned_remembered_and_used(run, checkpoint, traces, monkeypatch)
     monkeypatch.setattr(module, "train", listening)
     asked = ("--eviction", "learned", "--cache", first, "--held-out", second)
     refused = run("generate", checkpoint, *SIZE, "--eviction", "learned", "-p", "once", "--max-new-tokens", 2)
-    assert refused.code == 2 and "smoe tune" in refused.err and "nothing has been learned yet" in refused.err
+    assert refused.code == 2 and "smoe tune" in refused.err and "no tuned values are stored" in refused.err
     assert run("replay", first, "--resident", "50%", "--eviction", "learned").code == 2
     ran = run("tune", checkpoint, *SIZE, *asked, "--json")
     assert ran.code == 0, ran.err

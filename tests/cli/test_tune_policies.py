@@ -46,7 +46,7 @@ def test_winners_are_remembered_and_who_is_missing_is_told_why(run, checkpoint, 
         assert f"--{kind} auto {verb} {said[kind]['winner']} where about" in ran.err
     assert kept()
     shown = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text)
-    assert "learned did not take part: nothing has been learned yet" in shown.err
+    assert "learned did not take part: no tuned values are stored" in shown.err
     assert "--eviction learned --cache mine.trace" in shown.err
     assert "multidimensional" in shown.out and "learned" not in shown.out
 
@@ -62,9 +62,9 @@ def test_those_who_have_not_learned_share_a_line(run, checkpoint, text):
 @pytest.mark.parametrize(
     ("faster", "says", "then"),
     [
-        (0.5, "lru takes the place of auto: more than 2% faster in 3 of 3 rounds, 100.0% at the median", "lru"),
+        (0.5, "lru replaces auto: more than 2% faster in 3 of 3 rounds, 100.0% at the median", "lru"),
         (0.99, "auto stays: lru was 1.0% faster at the median, but more than 2% faster in 0 of 7 rounds only", "auto"),
-        (1.5, "auto stays: nobody was faster", "auto"),
+        (1.5, "auto stays: no other was faster", "auto"),
     ],
 )
 def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, text, monkeypatch, faster, says, then):
@@ -84,7 +84,7 @@ def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, 
     used = run("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2)
     assert ("eviction lru, won the tournament on mine.txt" in used.err) == (then == "lru")
     elsewhere = run("generate", checkpoint, "--resident", "90%", "--context", 128, "-p", "once", "--max-new-tokens", 2)
-    assert "eviction auto, as without a tournament: the nearest one was held with" in elsewhere.err
+    assert "eviction auto, as without a tournament: the nearest result is for" in elsewhere.err
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, 
         (("--tokens", 50), "--tokens is 50; it must be at least 96 for a tournament", "tokens"),
         (("--context", 64), "--context is 64; it must be at least 96 for a tournament", "context_tokens"),
         (("--memory", "1GiB"), "every expert fits, so nothing is prefetched and nobody evicted", "resident_share"),
-        (("--prefetch", "next-gate"), "evictions are judged without prefetch", "prefetch"),
+        (("--prefetch", "next-gate"), "evictions are compared without prefetch", "prefetch"),
         (("--text", "gone.txt"), "cannot read --text gone.txt", "text"),
     ],
 )
@@ -121,7 +121,7 @@ def test_an_interrupt_leaves_the_winners_of_before(run, checkpoint, text, monkey
 
     monkeypatch.setattr(tournament, "_turn", interrupted)
     ran = run("tune", checkpoint, *SIZE, *BOTH, "--text", text)
-    assert ran.code == 130 and "no winner was remembered" in ran.err
+    assert ran.code == 130 and "no result was stored" in ran.err
     assert before and kept() == before
     assert run("generate", checkpoint, *SIZE, "-p", "once", "--max-new-tokens", 2).code == 0
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_kept_is_shown(run, checkpoint, text, tmp_path, monkeypat
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     ran = run("tune", checkpoint, *SIZE, "--eviction", "auto", "--text", text)
-    assert ran.code == 0 and "XDG_CACHE_HOME" in ran.err and "remembered for" not in ran.err
+    assert ran.code == 0 and "XDG_CACHE_HOME" in ran.err and "stored for" not in ran.err
     assert "multidimensional" in ran.out
 
 
@@ -142,7 +142,7 @@ def test_a_family_without_scores_has_its_tournament(run, tmp_path, text):
 
 def test_winners_are_forgotten(run, checkpoint, text):
     """Both kinds, or the one that is named; there is nothing to measure, and no model to load."""
-    assert "nothing to forget" in run("tune", checkpoint, "--forget").out
+    assert "nothing to delete" in run("tune", checkpoint, "--forget").out
     held = run("tune", checkpoint, *SIZE, *BOTH, "--text", text, "--json").json
     share = f"{held['resident_share']:.0%}"
     ran = run("tune", checkpoint, "--eviction", "auto", "--forget")

@@ -40,10 +40,10 @@ def test_a_predictor_is_fitted_remembered_and_used(name, run, checkpoint, traces
 def test_the_table_has_the_paper_s_figures(run, checkpoint, traces):
     ran = run("tune", checkpoint, *SIZE, "--predictor", "affinity", "--trace", traces[0], "--held-out", traces[1])
     assert ran.code == 0, ran.err
-    assert "previous-token" in ran.out and "54.2% / 90.3%" in ran.out and "all named / at least one" in ran.out
-    assert "remembered for --prefetch affinity" in ran.err
+    assert "previous-token" in ran.out and "54.2% / 90.3%" in ran.out and "all predicted / at least one" in ran.out
+    assert "stored for --prefetch affinity" in ran.err
     alone = run("tune", checkpoint, *SIZE, "--predictor", "affinity", "--trace", traces[0])
-    assert "give traces of some with --held-out" in alone.err and "54.2%" not in alone.out
+    assert "give traces of other text with --held-out" in alone.err and "54.2%" not in alone.out
 
 
 def test_a_text_is_recorded_first_and_tokens_count(run, checkpoint, traces, tmp_path):
@@ -60,7 +60,7 @@ def test_a_text_is_recorded_first_and_tokens_count(run, checkpoint, traces, tmp_
     [
         (("--predictor", "next-gate", "--trace", "x.trace"), "--predictor"),
         (("--predictor", "affinity", "--tpot", "80ms"), "are two measurements; give one of them"),
-        (("--predictor", "affinity", "--trace", "x.trace", "--text", "y.txt"), "both say what is fitted on"),
+        (("--predictor", "affinity", "--trace", "x.trace", "--text", "y.txt"), "both give the data to fit on"),
         (("--predictor", "affinity", "--trace", "x.trace"), "cannot read x.trace"),
     ],
 )

@@ -39,7 +39,7 @@ def test_doctor_warns_before_it_measures(run, tmp_path, quick, monkeypatch):
 def test_tune_shows_what_it_finds(run, checkpoint, quick, asked):
     common = ("tune", checkpoint, "--memory", "2700KiB", "--context", 128, "--text", quick)
     ran = run(*common, *asked)
-    assert ran.code == 0 and "alpha" in ran.out and "XDG_CACHE_HOME" in ran.err and "remembered for" not in ran.err
+    assert ran.code == 0 and "alpha" in ran.out and "XDG_CACHE_HOME" in ran.err and "stored for" not in ran.err
     assert run(*common, *asked, "--json").json["alpha"] is not None
 
 

@@ -41,7 +41,9 @@ def test_an_address_gets_the_usual_port(given: str, full: str) -> None:
     ["", "ipc:///x", "host:0", "host:70000", "a b", "tcp://host:x", "[::1", "[::1]:", "-x", "127.1", "0", "10.0.0.300"],
 )
 def test_what_is_no_address_is_refused(given: str) -> None:
-    with pytest.raises(ClusterError, match=r"`address` is .* which is none; give the coordinator's own address"):
+    with pytest.raises(
+        ClusterError, match=r"`address` is .* which is not an address; give the coordinator's own address"
+    ):
         checked_address(given)
 
 
@@ -78,16 +80,16 @@ def test_a_name_is_looked_up_alike_at_both_ends(names: dict[str, list[str]]) -> 
     assert to_connect_to("tcp://both:7000") == Endpoint("tcp://both:7000", False)
     assert to_listen_at("tcp://new:7000", False) == Endpoint("tcp://[fd00::5]:7000", True)
     assert to_connect_to("tcp://new:7000") == Endpoint("tcp://new:7000", True)
-    with pytest.raises(ClusterError, match=r"known here as 0\.0\.0\.0, which stands for every interface"):
+    with pytest.raises(ClusterError, match=r"resolves to 0\.0\.0\.0 here, which stands for every interface"):
         to_listen_at("tcp://odd:7000", False)
     for ask in (to_connect_to, lambda at: to_listen_at(at, False)):
-        with pytest.raises(ClusterError, match="'nobody', which is a name that this machine cannot look up"):
+        with pytest.raises(ClusterError, match="'nobody', which is a name that this machine cannot resolve"):
             ask("tcp://nobody:7000")
 
 
 def test_who_can_reach_it_is_said(names: dict[str, list[str]]) -> None:
     names["me"] = ["127.0.1.1"]
-    assert reach_of("tcp://me:5717", False) == "tcp://127.0.1.1:5717, open to this machine alone"
+    assert reach_of("tcp://me:5717", False) == "tcp://127.0.1.1:5717, open to this machine only"
     assert "every machine that reaches this address" in reach_of("tcp://192.168.1.5:5717", False)
     assert "(a public one)" in reach_of("tcp://[2001:4860::8]:5717", False)
     everywhere = reach_of("tcp://192.168.1.5:5717", True)

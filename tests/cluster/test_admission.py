@@ -48,7 +48,7 @@ def test_two_machines_of_one_host_name_are_two_workers(main: Main) -> None:
     assert admission.name_of(second.keys.public) == "raspberrypi-2"
     assert admission.admitted(second.keys.public, {"name": second.name}) == "", "as it comes again, without invitation"
     stranger = member("x").keys.public
-    assert "not, or no longer, good" in admission.admitted(stranger, {"name": "raspberrypi", "code": first.code})
+    assert "unknown, used or expired" in admission.admitted(stranger, {"name": "raspberrypi", "code": first.code})
 
 
 def test_both_compute(toy: Callable[..., Path], start: Start, open_model: Callable[..., object]) -> None:

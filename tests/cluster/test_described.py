@@ -126,7 +126,7 @@ def weights_of(alone: Any, key: tuple[int, int]) -> dict[str, np.ndarray[Any, An
 @pytest.mark.parametrize(
     ("family", "more", "why"),
     [
-        ("gpt_oss", {"dtype": torch.bfloat16}, "no gated products without biases"),
+        ("gpt_oss", {"dtype": torch.bfloat16}, "not gated products without biases"),
         ("qwen3_moe", {"dtype": torch.float32}, "not stored in bf16"),
     ],
 )

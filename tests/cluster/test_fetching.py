@@ -219,7 +219,7 @@ def test_a_stranger_gets_nothing(send: Callable[[], Sending], sent: Counter[Plac
     invited = member("shelf")
     stranger = Worker("test", "thief", invited.address, invited.main_key, KeyPair.new(), "a code")
     send()
-    with pytest.raises(ClusterError, match="its invitation is not"):
+    with pytest.raises(ClusterError, match="its invitation is unknown"):
         fetch(stranger, tmp_path / "thief")
     assert not sent and not (tmp_path / "thief").exists()
     main = read_main("test")
@@ -244,7 +244,7 @@ def test_a_file_of_the_users_is_not_touched(send: Callable[[], Sending], sent: C
     folder.mkdir()
     (folder / "config.json").write_bytes(b"x" * 77)
     send()
-    with pytest.raises(ClusterError, match=r"another file than the coordinator's; delete it"):
+    with pytest.raises(ClusterError, match=r"differs from the coordinator's file; delete it"):
         fetch(member("shelf"), folder)
     assert (folder / "config.json").read_bytes() == b"x" * 77
     assert not sent
@@ -315,7 +315,7 @@ def test_it_greets_a_silent_main_again_and_asks_for_what_has_not_come(me: Worker
     assert sorted(files.parse_place(each, manifest).piece for each in dealer.asked) == [0, 2]
     now[0] = 10.0
     fetcher.turn(dealer)  # type: ignore[arg-type]
-    assert words == ["is known to the coordinator", "the coordinator has gone; waiting for it"]
+    assert words == ["is known to the coordinator", "lost the coordinator; waiting for it"]
     fetcher._let_go()
 
 
@@ -345,7 +345,7 @@ def test_a_main_that_lies_is_left(answer: list[bytes], me: Worker, tmp_path: Pat
     dealer = Dealer()
     dealer.answers = [answer]
     fetcher = Fetcher(me, tmp_path / "worker", "auto")
-    with pytest.raises(ClusterError, match="the coordinator sent what cannot be"):
+    with pytest.raises(ClusterError, match="the coordinator sent an invalid message"):
         fetcher.turn(dealer)  # type: ignore[arg-type]
     assert not (tmp_path / "worker").exists()
 

@@ -63,9 +63,9 @@ def test_an_invitation_names_an_address_that_can_be_reached() -> None:
 
 def test_who_may_come_is_said() -> None:
     main = new_main("home").with_worker("shelf", "k" * 40)
-    assert main.who_may_come() == "1 known worker by their keys, nobody else"
+    assert main.who_may_come() == "1 known worker by their keys, no others"
     expecting, _ = invitation(main, now=1000.0)
-    assert "whoever has an invitation" in expecting.who_may_come(1001.0)
+    assert "workers with an invitation" in expecting.who_may_come(1001.0)
     assert "nobody else" in expecting.who_may_come(1001.0 + INVITATION_SECONDS)
 
 
@@ -87,7 +87,7 @@ def test_a_name_is_a_files_name(name: str) -> None:
     ],
 )
 def test_what_is_no_invitation_is_refused(line: str) -> None:
-    with pytest.raises(ClusterError, match="no invitation"):
+    with pytest.raises(ClusterError, match="not an invitation"):
         accepted(line, "w")
 
 

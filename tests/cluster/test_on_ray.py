@@ -161,7 +161,7 @@ def test_who_dies_before_it_serves_is_asked_again(toy: Callable[..., Path], kept
     kept.workers.start(1, partial(slowly, toy("qwen3_moe", dtype=torch.bfloat16)), 1)
     ray.actors[0].dies()
     kept.turns_until(lambda: "fit" in kept.said[-1] if kept.said else False)
-    assert "Ray goes on trying" in kept.said[0] and len(kept.said) == 2
+    assert "Ray keeps trying" in kept.said[0] and len(kept.said) == 2
 
 
 def test_whom_ray_cannot_make_is_given_up(kept: Kept, ray: StandIn) -> None:
@@ -216,7 +216,7 @@ def test_an_open_ray_is_joined_only_where_somebody_insists(ray: StandIn, monkeyp
 def test_who_has_not_the_token_is_told(ray: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "_answers", lambda address, mode: False)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with pytest.raises(ClusterError, match="it asks for a token"):
+    with pytest.raises(ClusterError, match="it requires a token"):
         join_ray("auto", True, False)
     assert ray.calls == 0
 

@@ -309,7 +309,7 @@ def test_a_main_that_keeps_no_experts_reads_none_beforehand(
     assert model.offload.ledger.resident_share == 1
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     assert model.offload.stats().loads == model.offload.stats().decode_hits == 0
-    assert "no experts resident while workers are there" in repr(model.offload)
+    assert "no experts resident while workers are connected" in repr(model.offload)
 
 
 def test_settings_that_do_not_go_together(toy: Callable[..., Path], open_model: Open) -> None:

@@ -197,7 +197,7 @@ def test_a_shadow_that_was_frozen_comes_back(folder: Path, start: Start, shade: 
     model = open_model(folder, "minimum", **APART)
     cluster = cluster_of(model)
     frozen.asleep = 1.6
-    assert until(lambda: cluster.shadow["state"] == "out") and "said nothing for 1 s" in cluster.shadow["why"]
+    assert until(lambda: cluster.shadow["state"] == "out") and "sent nothing for 1 s" in cluster.shadow["why"]
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=6), oracle.greedy(oracle.reference(folder), new_tokens=6))
     assert until(lambda: cluster.shadow["state"] == "ready")
     followed = cluster.shadow["tokens_followed"]
@@ -216,7 +216,7 @@ def test_a_shadow_that_has_missed_something_begins_anew(
     text.take([7])
     shadow._opened[1]._text = None
     text.take([8])
-    assert until(lambda: "came back anew" in cluster.shadow["why"] or shadow._opened[1]._text is not None)
+    assert until(lambda: "reconnected" in cluster.shadow["why"] or shadow._opened[1]._text is not None)
     text.take([9])
     here = text.cache.length - 1
     assert until(lambda: (here, len(model.offload.store.layers) - 1) in heard.said)
@@ -258,7 +258,7 @@ def test_what_a_liar_says_changes_no_bit(
     if is_believed:
         assert said["state"] == "ready"
     else:
-        assert said["state"] == "out" and "sent what cannot be" in said["why"], said
+        assert said["state"] == "out" and "sent an invalid message" in said["why"], said
 
 
 @pytest.mark.parametrize("parts", [[b"garbage", b"more"], [b""], [bytes(20)]], ids=["noise", "nothing", "zeros"])
@@ -270,7 +270,7 @@ def test_garbage_is_refused_by_name(
     model = open_model(folder, "minimum", **APART)
     shadow._bell.put(parts)
     assert until(lambda: cluster_of(model).shadow["state"] == "out")
-    assert "sent what cannot be" in cluster_of(model).shadow["why"]
+    assert "sent an invalid message" in cluster_of(model).shadow["why"]
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=4), oracle.greedy(oracle.reference(folder), new_tokens=4))
 
 
@@ -283,7 +283,7 @@ def test_what_cannot_be_opened_is_said_and_not_waited_for(
     model = open_model(folder, "minimum", shadow_precision="int8", cluster_timeout_seconds=60.0, **APART)
     assert time.monotonic() - began < 30
     assert "needs its experts packed" in cluster_of(model).shadow["why"]
-    said = "cannot be what the coordinator wants: a draft model in int8 needs its experts packed"
+    said = "cannot load what the coordinator requests: a draft model in int8 needs its experts packed"
     assert until(lambda: said in capsys.readouterr().out)
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=4), oracle.greedy(oracle.reference(folder), new_tokens=4))
 
@@ -310,12 +310,12 @@ def test_it_is_used_where_one_belongs_to_the_cluster(
     shade(folder)
     assert until(lambda: cluster_of(before).shadow is not None)
     assert cluster_of(before).shadow["state"] == "not used" and read_main("test").shadows == ["s0"]
-    assert until(lambda: "waits: this coordinator decodes without it" in capsys.readouterr().out)
+    assert until(lambda: "waits: this coordinator decodes without a draft model" in capsys.readouterr().out)
     before.offload.close()
     after = open_model(folder, "minimum", **switches)
     assert after.offload.config.shadow_on == "cluster" and cluster_of(after).shadow["state"] == "ready"
     second = shade(folder, name="s2")
-    assert until(lambda: "s0 is the coordinator's draft model already" in capsys.readouterr().out)
+    assert until(lambda: "s0 is already the coordinator's draft model" in capsys.readouterr().out)
     assert cluster_of(after).shadow["name"] == "s0" and second._opened is None
     after.offload.close()
     keep_main(read_main("test").with_role("s0", False).with_role("s2", False))

@@ -102,7 +102,7 @@ def test_everybody_is_simulated_and_the_best_are_run(held: Any) -> None:
     prefetch, eviction = found["prefetch"], found["eviction"]
     assert {entrant.name for entrant in eviction.entrants} == WITHOUT_LEARNING
     assert "smoe tune on the model with `eviction` learned" in eviction.refused["learned"].why
-    assert eviction.refused["learned"].lacking.startswith("nothing has been learned yet")
+    assert eviction.refused["learned"].lacking.startswith("no tuned values are stored")
     names = {entrant.name for entrant in prefetch.entrants}
     assert {"none", "next-gate", "stacked-gates"} <= names and not names & {"whole-layer", "auto"}
     for each in (prefetch, eviction):
@@ -318,7 +318,7 @@ def test_a_winner_wins_where_about_as_many_experts_are_resident(toy: Callable[..
 
     assert at(0.19, 0.21, 0.3, 0.39, 0.41) == ["auto", "lfu", "lfu", "lfu", "auto"]
     far = decided(folder, configure(), 0.5).reasons["eviction"]
-    assert "held with 30% of the experts resident, and there are 50%; smoe tune with `eviction` auto" in far
+    assert "is for 30% of the experts resident, and 50% are; to measure, run smoe tune with `eviction` auto" in far
     remember(folder, "eviction", won("lru", share=0.4))
     remember(folder, "eviction", won("auto", share=0.6))
     assert at(0.21, 0.33, 0.37, 0.48, 0.55, 0.9) == ["lfu", "lfu", "lru", "lru", "auto", "auto"]
@@ -343,7 +343,7 @@ def test_a_winner_whose_learning_is_gone_decides_nothing(
     engine = open_model(folder, "half").offload
     assert (engine.config.prefetch, engine.config.eviction) == ("auto", "auto") and not engine.reasons
     assert f"`prefetch` auto: {name} won the tournament, but is not used" in caplog.text
-    with pytest.raises(ConfigError, match="learned yet"):
+    with pytest.raises(ConfigError, match="no tuned values"):
         open_model(folder, 64 << 20, prefetch=name)  # room for what would be learned: else that is refused first
 
 

@@ -46,7 +46,7 @@ def test_what_is_kept_comes_back(folder: Path, fitted: Fitted) -> None:
 def test_what_was_not_fitted_is_refused_with_a_way_out(folder: Path, fitted: Fitted) -> None:
     remember(folder, fitted)
     with pytest.raises(
-        ConfigError, match=r"nothing has been learned yet .* run smoe tune on the model with `predictor` popularity"
+        ConfigError, match=r"no tuned values are stored .* run smoe tune on the model with `predictor` popularity"
     ):
         fitted_of(folder, "popularity")
 
@@ -60,7 +60,7 @@ def test_another_predictor_under_its_name_is_refused(folder: Path, fitted: Fitte
 def test_a_model_is_loaded_with_its_predictor_or_not_at_all(
     folder: Path, fitted: Fitted, open_model: Callable[..., PreTrainedModel]
 ) -> None:
-    with pytest.raises(ConfigError, match="nothing has been learned"):
+    with pytest.raises(ConfigError, match="no tuned values are stored"):
         open_model(folder, "half", prefetch="affinity")
     remember(folder, fitted)
     ledger = open_model(folder, "half", prefetch="affinity").offload.ledger

@@ -66,7 +66,7 @@ def test_no_further_than_asked_for_and_learned(depth: int, pairs: int, folder: P
 
 
 def test_without_any_it_is_said_what_to_run(folder: Path, open_model: Open) -> None:
-    with pytest.raises(ConfigError, match=r"nothing has been learned yet .* run smoe tune on the model with") as raised:
+    with pytest.raises(ConfigError, match=r"no tuned values are stored .* run smoe tune on the model with") as raised:
         open_model(folder, "half", prefetch="corrected-gates")
     assert raised.value.setting == "prefetch"
 
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused(wrong: str, folder: Path, toy: Callable[..
         weight = torch.zeros(zoo.EXPERTS, 100) if wrong == "shape" else torch.full((zoo.EXPERTS, 128), torch.nan)
         corrections[0, 1] = corrections[0, 1]._replace(weight=weight)
     remember(folder, replace(kept, corrections=corrections))
-    with pytest.raises(ConfigError, match=r"does not fit layer [12] of this model, asked at layer [01]; run smoe tune"):
+    with pytest.raises(ConfigError, match=r"do not fit layer [12] of this model \(used at layer [01]\); run smoe tune"):
         corrections_of(folder, spec_of(folder), 1)
 
 

@@ -59,7 +59,7 @@ def test_the_users_own_profile_counts_before_the_folders(folder: Path) -> None:
     (folder / FILE_NAME).write_text(json.dumps(as_json(other)))
     thresholds, why = thresholds_by(folder, HOBBIT)
     assert thresholds == other.thresholds((67, 30, 3))
-    assert why == "shares of 67/30/3 by the profile that the model brings: 7 tokens of a poem"
+    assert why == "shares of 67/30/3 by the profile stored with the model: 7 tokens of a poem"
     remember(folder, PROFILE)
     thresholds, why = thresholds_by(folder, HOBBIT)
     assert thresholds == PROFILE.thresholds((67, 30, 3)) and "as you profiled it: 100 tokens of a book" in why

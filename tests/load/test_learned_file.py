@@ -50,14 +50,14 @@ def test_what_is_kept_comes_back(folder: Path, path: Path) -> None:
 
 def test_other_kinds_and_other_models_have_none(folder: Path, path: Path, toy: Callable[..., Path]) -> None:
     for kind, other in (("another", folder), ("guess", toy("mixtral"))):
-        with pytest.raises(NotLearnedError, match="nothing has been learned yet for the model in"):
+        with pytest.raises(NotLearnedError, match="no tuned values are stored for the model in"):
             learned(kind, 3, other)
 
 
 def test_other_weights_in_the_same_place_are_refused(folder: Path, path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(NotLearnedError, match="was learned with other weights than those in"):
+    with pytest.raises(NotLearnedError, match="was made for other weights than those in"):
         learned("guess", 3, folder)
 
 
@@ -65,12 +65,12 @@ def test_other_weights_in_the_same_place_are_refused(folder: Path, path: Path) -
 def test_a_file_that_was_cut_short_is_refused(kept: float, folder: Path, path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: int(kept * len(whole))])
-    with pytest.raises(NotLearnedError, match="truncated, damaged or closed"):
+    with pytest.raises(NotLearnedError, match="truncated, damaged or not readable"):
         learned("guess", 3, folder)
 
 
 def test_another_format_is_refused(folder: Path, path: Path) -> None:
-    with pytest.raises(NotLearnedError, match="is of format 3, this smoe reads format 4"):
+    with pytest.raises(NotLearnedError, match="has format 3; this version of smoe reads format 4"):
         learned("guess", 4, folder)
 
 
@@ -87,11 +87,11 @@ def test_tensors_that_were_changed_are_refused(folder: Path, path: Path) -> None
     with safe_open(path, "pt") as file:
         said = file.metadata()
     save_file(PLAIN | {"first": TENSORS["first"] + 1}, path, said)
-    with pytest.raises(NotLearnedError, match="its tensors are not what its header says"):
+    with pytest.raises(NotLearnedError, match="its tensors do not match its header"):
         learned("guess", 3, folder)
 
 
 def test_a_file_of_somebody_else_is_refused(folder: Path, path: Path) -> None:
     save_file(PLAIN, path)
-    with pytest.raises(NotLearnedError, match="is of format None"):
+    with pytest.raises(NotLearnedError, match="has format None"):
         learned("guess", 3, folder)

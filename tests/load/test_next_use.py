@@ -43,18 +43,18 @@ def folder(toy: Callable[..., Path], own_cache: None) -> Path:
 
 
 def test_what_was_learned_is_for_its_model(folder: Path, toy: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match=r"nothing has been learned yet for the model in .* run smoe record, then"):
+    with pytest.raises(ConfigError, match=r"no tuned values are stored for the model in .* run smoe record, then"):
         next_use_of(folder, EXPERTS)
     kept = trained(EXPERTS)
     path = remember(folder, kept)
     found, why = next_use_of(folder, EXPERTS)
     assert why == "as trained on 900 recorded steps" and found.rate == 0.25
     assert all(np.array_equal(one, other) for one, other in zip(found, kept.next_use, strict=True))
-    with pytest.raises(ConfigError, match="of a model with other layers or experts"):
+    with pytest.raises(ConfigError, match="to a model with other layers or experts"):
         next_use_of(folder, {1: 8, 2: 16})
     other = toy("mixtral", seed=1)
     path.rename(path_of("next-use", other))
-    with pytest.raises(ConfigError, match="learned with other weights"):
+    with pytest.raises(ConfigError, match="made for other weights"):
         next_use_of(other, EXPERTS)
 
 
@@ -65,7 +65,7 @@ def test_what_was_learned_is_for_its_model(folder: Path, toy: Callable[..., Path
 def test_what_does_not_fit_is_refused(folder: Path, change: dict[str, np.ndarray]) -> None:
     kept = trained(EXPERTS)
     remember(folder, replace(kept, next_use=kept.next_use._replace(**change)))
-    with pytest.raises(ConfigError, match="of a model with other layers or experts"):
+    with pytest.raises(ConfigError, match="to a model with other layers or experts"):
         next_use_of(folder, EXPERTS)
 
 
@@ -73,7 +73,7 @@ def test_a_loaded_model_has_it(
     toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], folder: Path
 ) -> None:
     source = toy("qwen3_moe")
-    with pytest.raises(ConfigError, match="`eviction` learned: nothing"):
+    with pytest.raises(ConfigError, match="`eviction` learned: no tuned values"):
         open_model(source, "half", eviction="learned")
     plain = open_model(source, "half").offload
     experts = {layer: held.experts for layer, held in plain.store.layers.items()}

@@ -23,15 +23,15 @@ PRICED = PricedAlpha(0.5, 0.01, -0.002, 0.004, 0.25, 2000, "a book")
 
 def test_an_unpriced_model_has_the_usual_alpha(folder: Path) -> None:
     alpha, why = threshold_of(folder, 1.0)
-    assert alpha == DEFAULT_ALPHA and "has not been priced" in why and "smoe tune" in why
+    assert alpha == DEFAULT_ALPHA and "has not been measured" in why and "smoe tune" in why
 
 
 def test_a_price_holds_with_as_many_experts_or_more(folder: Path) -> None:
     remember(folder, PRICED)
     assert [threshold_of(folder, share)[0] for share in (0.2, 0.25, 1.0)] == [DEFAULT_ALPHA, 0.5, 0.5]
-    assert "your price is for 25% of the experts resident, and there are 20%" in threshold_of(folder, 0.2)[1]
+    assert "your quality cost is for 25% of the experts resident, and there are 20%" in threshold_of(folder, 0.2)[1]
     assert threshold_of(folder, 0.3)[1] == (
-        "as you priced it: perplexity -0.20 .. +0.40 % "
+        "as you measured it: perplexity -0.20 .. +0.40 % "
         "(interval of 95 %; 2000 tokens of a book, 25% of the experts resident)"
     )
     assert threshold_of(folder.parent, 1.0)[0] == DEFAULT_ALPHA, "another model"
@@ -39,13 +39,15 @@ def test_a_price_holds_with_as_many_experts_or_more(folder: Path) -> None:
 
 def test_the_users_own_price_counts_before_the_folders(folder: Path) -> None:
     (folder / FILE_NAME).write_text(json.dumps(as_json(replace(PRICED, alpha=0.6, resident_share=0.1))))
-    assert "its price is for 10%" in threshold_of(folder, 0.05)[1]
-    assert threshold_of(folder, 0.3)[0] == 0.6 and "the price that the model brings" in threshold_of(folder, 0.3)[1]
+    assert "its quality cost is for 10%" in threshold_of(folder, 0.05)[1]
+    assert (
+        threshold_of(folder, 0.3)[0] == 0.6 and "the quality cost stored with the model" in threshold_of(folder, 0.3)[1]
+    )
     remember(folder, PRICED)
     assert [threshold_of(folder, share)[0] for share in (0.3, 0.15, 0.05)] == [0.5, DEFAULT_ALPHA, DEFAULT_ALPHA], (
         "never more than the user's own"
     )
-    assert "your price is for 25%" in threshold_of(folder, 0.15)[1]
+    assert "your quality cost is for 25%" in threshold_of(folder, 0.15)[1]
     remember(folder, replace(PRICED, alpha=0.1))
     assert [threshold_of(folder, share)[0] for share in (0.3, 0.15, 0.05)] == [0.1, 0.1, 0.1]
 
@@ -71,7 +73,7 @@ def test_a_loaded_model_is_served_with_its_price(
     engine = open_model(source, "half", preset="smoe").offload
     assert (
         engine.config.alpha == 0.5 == engine.executor.substitution.switches.alpha
-        and "as you priced it" in engine.reasons["alpha"]
+        and "as you measured it" in engine.reasons["alpha"]
     )
     given = open_model(source, "half", preset="smoe", alpha=0.2).offload
     assert given.config.alpha == 0.2 and not given.reasons

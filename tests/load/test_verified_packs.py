@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     path = pack_folder(folder)
     for _ in range(2):
         opened(folder)
-    assert read == [path, path] and "cannot be remembered" in caplog.text
+    assert read == [path, path] and "cannot be stored" in caplog.text
 
 
 def test_how_far_it_is_can_be_heard(folder: Path) -> None:

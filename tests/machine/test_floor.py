@@ -98,4 +98,4 @@ def test_never_above_the_limit_without_a_reason():
     cached = report([0.1, 0.1], bytes_per_step=4e8, disk_rate=1e9)
     assert cached.floor_share == 1.0 and cached.beats_rates
     (line,) = [text for name, text in _rows(cached) if name == "hardware limit"]
-    assert "%" not in line and "this run had more" in line
+    assert "%" not in line and "this run was faster" in line

@@ -71,8 +71,8 @@ def test_a_shadow_takes_of_main_s_memory(toy: str) -> None:
         assert cluster_outlook(toy, config, Wanted(1, [WORKER]), NEAR).cases == found.cases, "presets are known"
     without = of(toy, Wanted(1, [WORKER]))
     assert without.schedules == ["finish", "round-robin"] and without.beside_shadow is None
-    assert sum("for which its memory has no room" in remark for remark in without.remarks) == 2
-    with pytest.raises(ConfigError, match="has it as `name`"):
+    assert sum("which does not fit in its memory" in remark for remark in without.remarks) == 2
+    with pytest.raises(ConfigError, match="to plan with its measured workers, give `name`"):
         cluster_outlook(toy, configure(memory_bytes=3 << 20, cluster="home"), Wanted(1, [WORKER]), NEAR)
 
 
@@ -108,7 +108,7 @@ def test_a_worker_computes_on_its_cpu_and_reads_from_its_disk(toy: str) -> None:
     assert worker.load == pytest.approx(expert / 1e6)
     by_itself = worker.expert - HANDING_SECONDS
     assert by_itself == pytest.approx(card.host_expert_seconds + expert / card.host_bytes_per_second, rel=0.3)
-    with pytest.raises(ConfigError, match="`worker_profile` rtx-4090 does not say how fast its disk is"):
+    with pytest.raises(ConfigError, match="`worker_profile` rtx-4090 has no rate of the disk"):
         of(toy, Wanted(1, profile=replace(card, disk_bytes_per_second=None), slots=4))
 
 
@@ -156,5 +156,7 @@ def test_a_recorded_run_is_replayed(toy: str) -> None:
 
 @pytest.mark.parametrize("trace", [steps(3, 8, 30), steps(4, 16, 30), steps(4, 8, 4), []])
 def test_a_trace_of_another_model_is_refused(toy: str, trace: list[Routing]) -> None:
-    with pytest.raises(TraceError, match="this model, which has 4 of 8, of 5 steps at least"):
+    with pytest.raises(
+        TraceError, match="this model has 4 layers with 8 experts: give a trace of it with at least 5 steps"
+    ):
         of(toy, Wanted(1, [WORKER]), trace=trace)

@@ -93,4 +93,4 @@ def test_what_is_not_pleasant_is_said(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("smoe.report.outlook.LEAST_PLEASANT", 1e6)
     monkeypatch.setattr("smoe.report.outlook.MOST_PLEASANT", 0.0)
     slow, late = looked_at(folder).warnings
-    assert "tokens/s are not pleasant" in slow and "begins after" in late
+    assert "tokens/s are slower than reading speed" in slow and "the first token of a prompt" in late

@@ -235,7 +235,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 0}, "n", "between 1 and 128"),
     ({"stop": [""]}, "stop", "of 1 to 256 characters"),
     ({"stop": ["x"] * 99}, "stop", "16"),
-    ({"logit_bias": {"lily": 1}}, "logit_bias", "tokens are numbers"),
+    ({"logit_bias": {"lily": 1}}, "logit_bias", "token ids are numbers"),
     ({"logit_bias": {"4096": 1}}, "logit_bias", "4095"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "between -100"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
@@ -243,17 +243,17 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "you must provide"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "system"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text alone"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text only"),
     ({"messages": [{"role": "user", "content": "x " * 900}]}, "messages", "maximum context length is 384"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "no place"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "does not support tools"),
     ({"tool_choice": "required"}, "tool_choice", "needs"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "schema"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "king"}}}},
         "response_format",
-        "kept",
+        "cannot be enforced",
     ),
-    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs", "may not have"),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs", "may not contain"),
     ({"extra_body": {"temprature": 1}}, "temprature", "Unrecognized request argument supplied: temprature"),
     ({"extra_body": {"web_search_options": {}}}, "web_search_options", "not supported"),
     ({"seed": 2**70}, "seed", "9223372036854775807"),
@@ -293,7 +293,7 @@ def test_what_cannot_be_done_is_refused_in_the_apis_words(
 
 
 def test_a_model_that_is_not_here_is_not_found(running: Running) -> None:
-    with pytest.raises(openai.NotFoundError, match="this server has 'demo'") as error:
+    with pytest.raises(openai.NotFoundError, match="this server serves 'demo'") as error:
         running.client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "x"}])
     assert error.value.code == "model_not_found"
 

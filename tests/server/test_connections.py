@@ -96,7 +96,7 @@ def test_connections_that_are_answered_are_not_ended_for_others(demo: Any, demo_
             assert watchers[-1].recv(100)
         refused = running.http("GET", "/health")
         assert refused.status == 503 and refused.headers["Retry-After"] == "2"
-        assert "as many connections" in refused.error["message"]
+        assert "all connections are in use" in refused.error["message"]
         watchers[0].close()
         eventually(lambda: len(running.server.server_state.connections) < 8)
         assert running.http("GET", "/health").status == 200

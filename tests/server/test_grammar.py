@@ -86,13 +86,13 @@ def test_text_that_looks_like_an_added_token_is_text(text: str, is_special: bool
 
 
 def test_a_model_without_an_end_keeps_to_nothing() -> None:
-    with pytest.raises(ApiError, match="no token that ends"):
+    with pytest.raises(ApiError, match="no end-of-text token"):
         Grammars(ascii_tokenizer(), 98, []).of_object()
 
 
 def test_a_model_that_never_ends_a_text_cannot_be_held_to_a_form() -> None:
     tokenizer = ascii_tokenizer()
-    with pytest.raises(ApiError, match="no token that ends a text") as error:
+    with pytest.raises(ApiError, match="no end-of-text token") as error:
         Grammars(tokenizer, len(tokenizer), []).of_schema(PERSON, "text.format")
     assert (error.value.param, error.value.status) == ("text.format", 400)
 

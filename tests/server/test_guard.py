@@ -49,8 +49,8 @@ def test_whoever_started_it_is_told_once_how_a_page_may_ask(
         for origin in ("https://chat.example", "https://chat.example", "null", "https://third.example"):
             assert running.http("GET", "/v1/models", Origin=origin).status == 403
         assert running.told == [
-            "a web page of https://chat.example was refused; `allow_origin` https://chat.example lets it ask",
-            "a web page of no origin (null) was refused; it may ask where every page may: `allow_origin` *",
+            "a web page of https://chat.example was refused; to allow it, give `allow_origin` https://chat.example",
+            "a web page without an origin (null) was refused; only `allow_origin` * allows it",
         ]
 
 
@@ -103,9 +103,9 @@ def test_bodies_that_do_not_come_are_not_waited_for(demo: Any, demo_tokenizer: A
 
 def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Running) -> None:
     for path, words in (
-        ("/v1/nothing", "there is no /v1/nothing here; /openapi.json says"),
-        ("/chat/completions", "/v1/chat/completions is what there is"),
-        ("/models", "/v1/models is what there is"),
+        ("/v1/nothing", "there is no /v1/nothing here; /openapi.json lists"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/models", "did you mean /v1/models?"),
         ("/" + "x" * 3000, "x..."),
         ("/v1/models%0A", r"there is no '/v1/models\n' here"),
     ):

@@ -56,7 +56,9 @@ def test_what_never_has_room_is_no_matter_of_coming_again(demo: Any, demo_tokeni
             lambda: running.chat(n=7),
             lambda: running.client.completions.create(model="demo", prompt=["Tom"] * 7, max_tokens=2),
         ):
-            with pytest.raises(openai.BadRequestError, match=r"7 texts; .* 6 texts at once: 4 places and a queue of 2"):
+            with pytest.raises(
+                openai.BadRequestError, match=r"7 texts; .* at most 6 at once: 4 decoded together and a queue of 2"
+            ):
                 ask()
         assert running.serving.waiting == running.serving.running == 0
         assert len(running.chat(n=6).choices) == 6
@@ -68,7 +70,7 @@ def test_a_request_has_room_for_all_its_texts_or_hands_in_none(
     with served(demo, demo_tokenizer, max_waiting=2) as running, held(running, 4):
         handed_in: list[Any] = []
         monkeypatch.setattr(running.serving._loop, "hand_in", handed_in.append)
-        with pytest.raises(openai.RateLimitError, match="3 texts, room for 2"):
+        with pytest.raises(openai.RateLimitError, match="3 texts requested, room for 2"):
             running.chat(n=3)
         assert not handed_in
 
@@ -167,7 +169,7 @@ def test_what_has_not_finished_by_then_is_told_so(demo: Any, demo_tokenizer: Any
         asking.start()
         eventually(lambda: running.serving.waiting > 0)
         running.server.should_exit = True
-        with pytest.raises(openai.APIError, match="shut down") as error:
+        with pytest.raises(openai.APIError, match="shutting down") as error:
             list(stream)
         assert error.value.code == "shutting_down"
         asking.join(60)
@@ -269,7 +271,7 @@ def test_told_twice_it_ends_at_once(demo: Any, demo_tokenizer: Any) -> None:
         next(iter(stream))
         running.server.handle_exit(2)
         running.server.handle_exit(2)
-        with pytest.raises(openai.APIError, match="shut down") as error:
+        with pytest.raises(openai.APIError, match="shutting down") as error:
             list(stream)
         assert error.value.code == "shutting_down"
         running.thread.join(60)

@@ -86,7 +86,7 @@ def test_more_context_is_advised_where_the_model_has_more(running: Running, monk
         with served(running.serving.model, running.serving.tokenizer) as other:
             with pytest.raises(openai.BadRequestError, match="shorten the prompt") as error:
                 other.client.completions.create(model="demo", prompt=[1] * own)
-            assert ("more context" in str(error.value)) == is_advised
+            assert ("a longer context" in str(error.value)) == is_advised
 
 
 def test_a_prompt_without_end_is_refused_by_its_beginning(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, r
         name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
     )(with_options(_module.command))
 _trace = typer.Typer(
-    help="Draw what recorded runs say: smoe trace plot.",
+    help="Draw pictures of recorded runs: smoe trace plot.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -92,7 +92,7 @@ def _show_version(is_wanted: bool) -> None:
 @app.callback()
 def _global(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """What comes before the command."""

@@ -14,7 +14,7 @@ WIDTH = 80
 _HEADS = ("TPOT\nms", "change\n%", "hits\n%", "{traffic}", "swap\n%", "right\n%", "wait\nms")
 _LEGEND = (
     "TPOT: ms a token; change: % against the first line; hits: % of the experts used that were in memory; {traffic}; "
-    "swap: % of the routes that a substitute served; right: % of the prefetched experts that were used; wait: ms a "
+    "swap: % of the routes computed by a substitute; right: % of the prefetched experts that were used; wait: ms a "
     "token for loads and for the CPU"
 )
 
@@ -64,6 +64,6 @@ def _legend(lines: list[Line], has_device: bool, is_emulated: bool) -> list[str]
         late: Any = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
         said.append(
             f"emulated times; this machine was late by {late:.0%} at most "
-            "(above a few per cent the figures are partly its own)"
+            "(above a few per cent the figures partly measure this machine)"
         )
     return said

@@ -38,7 +38,7 @@ def price_answers(model: str, options: EngineOptions, text: Path | None, tokens:
     )
     path = keeping.keep(lambda: remember(fetch(model, options.revision), priced))
     if path is not None:
-        note(f"remembered in {path}")
+        note(f"stored in {path}")
     if as_json:
         print_json({"model": model} | as_stored(priced) | {"rounding_nats": found.rounding})
     else:
@@ -60,7 +60,7 @@ def _print_table(priced: PricedAnswers) -> None:
     from smoe.cli.console import note, output
 
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for head in ("layer", "low", "+/-", "substitute", "+/-", "left out", "+/-"):
+    for head in ("layer", "low", "+/-", "substitute", "+/-", "dropped", "+/-"):
         table.add_column(head, justify="right")
     for layer, prices in sorted(priced.table.layers.items()):
         errors = priced.errors.layers[layer]
@@ -71,6 +71,6 @@ def _print_table(priced: PricedAnswers) -> None:
         table.add_row(str(layer), *(shown if priced.low_precision != "none" else ["-", "-", *shown[2:]]))
     output().print(table)
     note(
-        "nats for a route with all of its token's routing weight; it falls with the weight's square, and a substitute "
-        "of the same score costs twice as much as one of none; +/-: standard error"
+        "nats for a route with all of its token's routing weight; it falls with the weight's square, and a "
+        "substitute of equal score costs twice as much as one of score 0; +/-: standard error"
     )

@@ -34,7 +34,7 @@ The table goes to stderr; one line of JSON to stdout, unless that is a
 terminal (--json: always). Quote it with its machine and budget.
 """
 
-_PHYSICS = """Prefill brings every expert of a layer in once for all prompt tokens: bound by arithmetic, or by the disk.
+_PHYSICS = """Prefill loads every expert of a layer once for all prompt tokens: bound by arithmetic, or by the disk.
 Decode reads top-k experts a layer for each token: bound by the disk for those missing, by memory for the others.
 The limit is the slower of the two; "limit" below says how much of it was reached (docs/metrics.md)."""
 
@@ -43,19 +43,21 @@ def command(
     engine: EngineOptions,
     model: Model = "demo",
     quick: Annotated[bool, typer.Option("--quick", help="Only 16 prompt and 64 new tokens, batch 1 and 3.")] = False,
-    ablation: Annotated[str | None, typer.Option(help="Mechanisms of a paper one by one instead: smoe.")] = None,
-    text: Annotated[Path | None, typer.Option(help="For --ablation: text to read. Default: stories.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="For --ablation: turns of every step. \\[default: 2]")] = None,
-    seed: Annotated[int, typer.Option(help="For the prompts.")] = 0,
+    ablation: Annotated[
+        str | None, typer.Option(help="Measure the mechanisms of a paper one by one instead: smoe.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="For --ablation: the text to measure on. Default: stories.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="For --ablation: rounds for every step. \\[default: 2]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="For --ablation: draw it into this file (.png, .svg).")] = None,
     batch: Annotated[int | None, typer.Option(help="For --ablation: sequences together. \\[default: 1]")] = None,
-    tokens: Annotated[int | None, typer.Option(help="For --ablation: tokens timed a turn. \\[default: 64]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="For --ablation: tokens timed in a round. \\[default: 64]")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
+    """Measure speed with the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
 
-    The JSON has machine, versions, model, budget, and every cell's figures.
+    The JSON contains machine, versions, model, budget, and the figures of every cell.
     """
     from smoe.benchmark.cells import CELLS, QUICK_CELLS, fitting
     from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn
@@ -81,7 +83,7 @@ def command(
         offload: Any = ready.offload
         possible = fitting(cells, offload.context_tokens)
         if len(possible) < len(cells):
-            warn(f"{len(cells) - len(possible)} cells need more than the context of {offload.context_tokens} tokens")
+            warn(f"{len(cells) - len(possible)} cells need a context longer than {offload.context_tokens} tokens")
         measurements = _measure(ready, tokenizer, possible, seed)
         if not (gives_json(json) and is_quiet()):
             _print_table(measurements)
@@ -93,7 +95,7 @@ def command(
 
 def _no_cell(context_tokens: int, cells: list[Cell]) -> ConfigError:
     least = min(cell.prompt_tokens + cell.new_tokens for cell in cells)
-    message = f"`context_tokens` {context_tokens} holds none of the cells; the shortest takes {least} tokens"
+    message = f"`context_tokens` {context_tokens} is too short for every cell; the shortest needs {least} tokens"
     allowed = f"at least {least}"
     return ConfigError(f"{message}: give {allowed}", setting="context_tokens", given=context_tokens, allowed=allowed)
 
@@ -109,7 +111,7 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str
         message = "--quick has no meaning with --ablation; fewer --rounds make it shorter"
         raise ConfigError(message, setting="quick", given=True, allowed="only without `ablation`")
     if ablation is not None and preset != "exact":
-        message = "--ablation sets the switches of every step itself; leave --preset out"
+        message = "--ablation sets the switches of every step; leave out --preset"
         raise ConfigError(message, setting="preset", given=preset, allowed="only without `ablation`")
     if given["plot"] is not None:
         check_plot(given["plot"])
@@ -167,7 +169,7 @@ def _ablate(
         print_json(asked | results(lines, config, batch))
     done, wanted = sum(len(line.turns) for line in lines), rounds * len(steps)
     if done < wanted:
-        warn(f"interrupted: {done} of {wanted} turns were measured")
+        warn(f"interrupted: {done} of {wanted} rounds were measured")
         raise typer.Exit(exit_code())
 
 
@@ -192,7 +194,7 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
     if len(ids) < needed * batch:
         source = str(text or "the demo's text")
         raise ConfigError(
-            f"{source} has {len(ids)} tokens; {needed * batch} are needed: give a longer --text, or fewer --tokens",
+            f"{source} has {len(ids)} tokens and {needed * batch} are needed: give a longer --text, or fewer --tokens",
             setting="text",
             given=source,
             allowed=f"text of at least {needed * batch} tokens",

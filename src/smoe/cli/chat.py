@@ -27,7 +27,7 @@ smoe chat Qwen/Qwen3-30B-A3B --memory 8GiB --context 8192 --temperature 0.7
 smoe chat ./my-moe --memory 8GiB --temperature 0     (the likeliest token)
 
 In the conversation: /help lists the commands, /settings shows how tokens are
-chosen, /reset forgets the conversation, /quit (or /exit, /bye) leaves, Ctrl-C
+chosen, /reset starts a new conversation, /quit (or /exit, /bye) leaves, Ctrl-C
 stops an answer, Ctrl-D leaves.
 """
 
@@ -37,7 +37,7 @@ _LEAVING = (_QUIT, "/exit", "/bye")
 _COMMANDS = {
     "/help": "lists these commands",
     "/settings": "shows how tokens are chosen, and how much of the context is used",
-    "/reset": "forgets the conversation",
+    "/reset": "starts a new conversation",
     _QUIT: "leaves, as /exit, /bye and Ctrl-D do",
     "Ctrl-C": "stops an answer",
 }
@@ -53,10 +53,10 @@ def command(
     parse_control_tokens: ParseControlTokens = False,
     debug: Debug = False,
 ) -> None:
-    """Talk with a model. What has been said is not computed again.
+    """Chat with a model. Earlier messages stay in the KV cache and are not computed again.
 
-    The model's own chat template (or that of --chat-template) and its own sampling settings are used (/settings shows
-    them; options go before them). Without a template the text is continued instead.
+    The model's own chat template (or that of --chat-template) and its own sampling settings are used; options override
+    them, and /settings shows them. A model without a template continues the text instead.
     """
     from smoe.cli.console import note, stdin
     from smoe.cli.interrupts import exit_code, was_terminated
@@ -68,7 +68,9 @@ def command(
     from smoe.generation.chat import Chat
 
     if stdin() is None:
-        raise ConfigError("smoe chat reads what you say from stdin, and stdin is closed; run it in a terminal or pipe")
+        raise ConfigError(
+            "smoe chat reads messages from stdin, and stdin is closed; run it in a terminal, or pipe text into it"
+        )
     _sampling(sampling, None)  # bad values are refused before the model is loaded
     template = None if chat_template is None else read_template(chat_template)
     with loaded(model, settings, engine.revision) as ready:
@@ -77,8 +79,8 @@ def command(
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if not chat.has_template:
             note(
-                "this model has no chat template: it continues the text rather than answering it; --chat-template FILE "
-                "gives it one"
+                "this model has no chat template, so it continues your text instead of answering; give a template "
+                "with --chat-template FILE"
             )
         _help()
         while not was_terminated() and (message := _ask()) not in (None, *_LEAVING):
@@ -90,7 +92,7 @@ def command(
                 chat.reset()
                 note("forgotten", is_asked=True)
             elif message.startswith("/") and " " not in message:
-                note(f"there is no {message}; /help lists what there is", is_asked=True)
+                note(f"unknown command {message}; /help lists the commands", is_asked=True)
             elif message:
                 _answer(chat, message)
     if was_terminated():
@@ -171,7 +173,7 @@ def _answer(chat: Chat, message: str) -> None:
         generation = chat.say(message, _write)
     except ContextError as error:
         complain(error)
-        note("/reset makes room", is_asked=True)
+        note("/reset starts a new conversation", is_asked=True)
         return
     print(flush=True)
     words = ["stopped"] if generation.was_interrupted else []
@@ -182,7 +184,7 @@ def _answer(chat: Chat, message: str) -> None:
         words.append(f"first token after {format_seconds(generation.ttft_seconds)}")
     if generation.tokens_per_second is not None:
         words.append(format_rate(generation.tokens_per_second))
-    words.append(f"{chat.reused_tokens} of {generation.prompt_tokens} tokens were known")
+    words.append(f"{chat.reused_tokens} of {generation.prompt_tokens} tokens were in the KV cache")
     note(", ".join(words))
     for text in generation.notes if is_cut else ():
         warn(text)

@@ -29,19 +29,23 @@ DEFAULT_NAME = "local"
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
 Memory = Annotated[
     str | None,
-    typer.Option("--worker-memory", help="For experts, of every worker.", show_default=DEFAULT_WORKER_MEMORY),
+    typer.Option("--worker-memory", help="Memory of each worker for experts.", show_default=DEFAULT_WORKER_MEMORY),
 ]
 Slots = Annotated[
     int | None,
     typer.Option(
-        help="Instead: room for so many experts; 1: no cache, 2: none but for the one that is read meanwhile.", min=1
+        help="Instead of --worker-memory: how many experts fit; 1: no cache, 2: no cache, and one expert is read "
+        "while another is computed.",
+        min=1,
     ),
 ]
-Threads = Annotated[int | None, typer.Option(help="Computing threads of a worker.", min=1, max=MOST_THREADS)]
-Precision = Annotated[str, typer.Option(help=f"The experts as the coordinator has them: {', '.join(PRECISION)}.")]
+Threads = Annotated[int | None, typer.Option(help="Compute threads of a worker.", min=1, max=MOST_THREADS)]
+Precision = Annotated[
+    str, typer.Option(help=f"Precision of the experts, the same as on the coordinator: {', '.join(PRECISION)}.")
+]
 
 app = typer.Typer(
-    help="Several machines serve one model: start workers, invite others, see who is there.",
+    help="Run one model on several machines: start workers, invite other machines, show their state.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"""On one machine:
@@ -50,8 +54,8 @@ smoe cluster up demo --local 2 --worker-memory 8MiB
 
 {line_for_main("demo", DEFAULT_NAME, DEFAULT_LOCAL)}
 
-With others: smoe cluster invite --name home --address 192.168.1.5 here, and
-what it prints there. The coordinator is whoever runs smoe generate --cluster.
+With other machines: smoe cluster invite --name home --address 192.168.1.5 here,
+and the command that it prints there. The coordinator is smoe generate --cluster.
 """,
 )
 
@@ -60,7 +64,7 @@ def up(
     on_ray: RayOptions,
     model: Model = "demo",
     local: Annotated[
-        int | None, typer.Option(help="Workers on this machine.", min=1, max=MOST_LOCAL, show_default="2")
+        int | None, typer.Option(help="Number of workers on this machine.", min=1, max=MOST_LOCAL, show_default="2")
     ] = None,
     worker_memory: Memory = None,
     slots: Slots = None,
@@ -71,10 +75,10 @@ def up(
     shadow: Shadow = False,
     debug: Debug = False,
 ) -> None:
-    """Start workers on this machine, or on a Ray cluster's nodes, and keep them running until Ctrl-C.
+    """Start workers on this machine, or on the nodes of a Ray cluster, and restart those that end, until Ctrl-C.
 
-    The cluster is made where there is none of that name; it listens on the loopback interface only, unless an address
-    was named (smoe cluster invite). Workers wait for the coordinator: smoe generate --cluster NAME.
+    A cluster of that name is created if there is none. It listens on the loopback interface only, unless smoe cluster
+    invite has given it an address. Workers wait for the coordinator: smoe generate --cluster NAME.
     """
     from smoe.cli.console import note
     from smoe.load.check_zmq import check_zmq
@@ -115,15 +119,16 @@ def invite(
     every_interface: Annotated[
         bool | None,
         typer.Option(
-            "--every-interface/--one-interface", help="Listen at all of this machine's interfaces, or at that address."
+            "--every-interface/--one-interface",
+            help="Listen on all interfaces of this machine, or on that address only.",
         ),
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Print a line that lets one other machine join, once, within ten minutes.
+    """Print a command line that lets one other machine join, once, within ten minutes.
 
-    Who joins is let in when the coordinator runs (smoe generate --cluster NAME), also if it runs already.
+    The coordinator (smoe generate --cluster NAME) admits the new worker, also while it is running already.
     """
     from dataclasses import replace
 
@@ -140,7 +145,7 @@ def invite(
     else:
         if address is None:
             raise ConfigError(
-                f"there is no cluster {name!r} yet; give the address that it is to listen at: --address HOST",
+                f"there is no cluster {name!r} yet; give the address on which the coordinator listens: --address HOST",
                 setting="address",
                 given=None,
                 allowed="this machine's address in your network",
@@ -157,8 +162,8 @@ def invite(
         print_json({"cluster": main.name, "address": main.address, "invitation": line, "seconds": INVITATION_SECONDS})
         return
     note(
-        f"good once, for {INVITATION_SECONDS // 60} minutes; the coordinator will listen at {reach}. On the other "
-        "machine:"
+        f"valid once, for {INVITATION_SECONDS // 60} minutes; the coordinator will listen at {reach}. Run on the "
+        "other machine:"
     )
     output().print(
         f"smoe cluster join '{line}' MODEL --worker-memory 4GiB", soft_wrap=True, markup=False, highlight=False
@@ -167,26 +172,27 @@ def invite(
 
 def join(
     invitation: Annotated[
-        str, typer.Argument(help="The line of smoe cluster invite, in quotes; or NAME, once joined.")
+        str,
+        typer.Argument(help="The line that smoe cluster invite prints, in quotes; or the cluster's NAME, once joined."),
     ],
     model: Model = "demo",
     fetch: Fetch = None,
     rate: Rate = None,
     worker_memory: Memory = None,
     slots: Slots = None,
-    worker: Annotated[str | None, typer.Option(help="What this worker is called. \\[default: the host's name]")] = None,
+    worker: Annotated[str | None, typer.Option(help="Name of this worker. \\[default: the host's name]")] = None,
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,
     shadow: Shadow = False,
     debug: Debug = False,
 ) -> None:
-    """Be a worker of another machine's cluster, or run its draft model (--shadow), until Ctrl-C.
+    """Run a worker of another machine's cluster, or its draft model (--shadow), until Ctrl-C.
 
-    The same model must lie here, too; --fetch FOLDER instead of MODEL downloads the coordinator's files into a folder
-    first (once, verified; interrupted, it goes on where it was), while the coordinator runs, or smoe cluster send does
-    there. A draft model needs the pack that the coordinator's preset asks for as well: smoe pack --precision int4 here,
-    or fetched by --precision int4.
+    The same model must be on this machine. With --fetch FOLDER instead of MODEL, its files are first downloaded from
+    the coordinator into a folder and verified; after an interrupt the same command continues. The coordinator, or smoe
+    cluster send, must be running there. A draft model also needs the pack that the coordinator's preset uses: run smoe
+    pack --precision int4 here, or download it with --precision int4.
     """
     from smoe.load.check_zmq import check_zmq
 
@@ -202,7 +208,7 @@ def join(
     if not invitation.startswith("smoe:") and not is_name(invitation):
         raise ClusterError(
             f"{invitation!r:.80} is neither an invitation (the whole line of smoe cluster invite, in quotes) nor the "
-            "name of a cluster that was joined",
+            "name of a cluster that this machine has joined",
             setting="invitation",
             given=invitation[:80],
             allowed="smoe://HOST:PORT/NAME?key=...&code=..., or a cluster's name",

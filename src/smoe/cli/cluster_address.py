@@ -21,6 +21,6 @@ def moved_to(main: Main, address: str) -> Main:
         check_own(address)
     if moved.address != main.address:
         known = format_count(len(main.workers), "known worker")
-        lost = f"; {known} will look for the coordinator there: invite them anew" if main.workers else ""
+        lost = f"; {known} will look for the coordinator at the old address: invite them again" if main.workers else ""
         warn(f"the cluster {main.name} moves to {moved.address}; it was at {main.address}{lost}")
     return moved

@@ -17,24 +17,26 @@ if TYPE_CHECKING:
 
 Fetch = Annotated[
     Path | None,
-    typer.Option(help="Instead of MODEL: a folder into which the coordinator's files of the model are fetched."),
+    typer.Option(help="Instead of MODEL: download the coordinator's model files into this folder."),
 ]
-Rate = Annotated[str | None, typer.Option(help="For fetching: bytes a second at most, e.g. 20MiB/s.")]
+Rate = Annotated[str | None, typer.Option(help="With --fetch: the download rate at most, e.g. 20MiB/s.")]
 
 
 def send(
     model: Model = "demo",
     name: Annotated[str, typer.Option("--name", help="The cluster's name.")] = "home",
     precision: Annotated[
-        str, typer.Option(help=f"The experts as the coordinator will have them: {', '.join(PRECISION)}.")
+        str, typer.Option(help=f"Precision of the experts, the same as on the coordinator: {', '.join(PRECISION)}.")
     ] = "auto",
-    rate: Annotated[str | None, typer.Option(help="Bytes a second at most, e.g. 20MiB/s, to all workers.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="The upload rate to all workers together at most, e.g. 20MiB/s.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Send a model's files to workers that join with --fetch, and do nothing else.
 
-    Ends with Ctrl-C, or when every worker of the cluster has all of them. A main that runs (smoe generate --cluster
-    NAME) sends them as well, whenever no worker is computing for it.
+    Ends with Ctrl-C, or when every worker of the cluster has all files. A running coordinator (smoe generate --cluster
+    NAME) sends them, too, while no worker computes for it.
     """
     from smoe.cli.console import note
     from smoe.load.check_zmq import check_zmq
@@ -55,13 +57,13 @@ def send(
     total = format_bytes(sum(path.stat().st_size for path in paths.values()))
     post = Post(main, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files"))
     reach = reach_of(main.address, main.everywhere)
-    note(f"listening at {reach}; let in: {main.who_may_come()}")
-    note(f"{len(paths)} files, {total}, for workers that come to {main.address}; on each of them:")
+    note(f"listening at {reach}; admitted: {main.who_may_come()}")
+    note(f"{len(paths)} files, {total}, for workers that connect to {main.address}; run on each of them:")
     note(f"smoe cluster join {main.name} --fetch FOLDER (or with the line of smoe cluster invite)")
     try:
         post.serve()
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("no more files are sent; what workers have got, they keep") from None
+        raise KeyboardInterrupt("stopped sending files; workers keep what they have received") from None
     note("every worker of the cluster has all files")
 
 
@@ -69,13 +71,13 @@ def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
     """Raise `ConfigError` for options that do not go together, or are none."""
     if fetch is not None and model != "demo":
         raise ConfigError(
-            f"`fetch` {fetch} brings the coordinator's model, whatever it is; leave {model} out, or `fetch`",
+            f"`fetch` {fetch} downloads the coordinator's model, so {model} has no effect; leave out one of the two",
             setting="fetch",
             given=str(fetch),
             allowed="only without MODEL",
         )
     if fetch is not None and fetch.expanduser().exists() and not fetch.expanduser().is_dir():
-        raise ConfigError.out_of_bounds("fetch", str(fetch), "a folder, or the name of one that is not there yet")
+        raise ConfigError.out_of_bounds("fetch", str(fetch), "a folder, or a path that does not exist yet")
     if rate is not None:
         if fetch is None:
             raise ConfigError.idle("rate", rate, "`fetch`")
@@ -109,7 +111,7 @@ def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worke
         try:
             fetcher.fetch()
         except KeyboardInterrupt:
-            again = f"go on with: smoe cluster join {me.cluster} --fetch {folder}"
-            raise KeyboardInterrupt(f"worker {me.name} has ended; what it has fetched stays; {again}") from None
+            again = f"continue with: smoe cluster join {me.cluster} --fetch {folder}"
+            raise KeyboardInterrupt(f"worker {me.name} has ended; the downloaded files stay; {again}") from None
     note(f"worker {me.name}: {folder} has all files of the coordinator's model")
     return fetcher.me

@@ -12,14 +12,15 @@ from smoe.cli.options import Debug, Json
 def forget(
     name: Annotated[str, typer.Option("--name", help="The cluster's name.")],
     worker: Annotated[
-        str | None, typer.Option(help="This worker of it alone. \\[default: the whole cluster]", show_default=False)
+        str | None,
+        typer.Option(help="Only this worker of the cluster. \\[default: the whole cluster]", show_default=False),
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Delete the keys and the state of a cluster, or of one worker, which is let in no longer.
+    """Delete the keys and the state of a cluster, or of one worker, which is then no longer admitted.
 
-    Asks nothing, and says what it has removed. Models and what workers have fetched stay.
+    Deletes without confirmation and prints what it has deleted. Models and downloaded files stay.
     """
     from smoe.cli.console import output, print_json
     from smoe.load.check_zmq import check_zmq

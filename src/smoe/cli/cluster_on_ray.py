@@ -42,7 +42,7 @@ class RayOptions:
     workers: Annotated[
         int | None,
         typer.Option(
-            help="How many, spread over the nodes. \\[default: one a node]",
+            help="Number of workers, spread over the nodes. \\[default: one per node]",
             min=1,
             max=MOST_WORKERS,
             rich_help_panel=_PANEL,
@@ -51,13 +51,14 @@ class RayOptions:
     address: Annotated[
         str | None,
         typer.Option(
-            help="This machine's address in their network, where the coordinator is to listen: HOST or tcp://HOST:PORT.",
+            help="This machine's address in the nodes' network, on which the coordinator listens: HOST or "
+            "tcp://HOST:PORT.",
             rich_help_panel=_PANEL,
         ),
     ] = None
     allow_open_ray: Annotated[
         bool,
-        typer.Option("--allow-open-ray", help="Also on a Ray cluster that asks for no token.", rich_help_panel=_PANEL),
+        typer.Option("--allow-open-ray", help="Allow a Ray cluster that requires no token.", rich_help_panel=_PANEL),
     ] = False
 
     def are_given(self, local: int | None) -> bool:
@@ -71,8 +72,8 @@ class RayOptions:
             return False
         if local is not None:
             raise ConfigError(
-                f"`local` {local} counts workers on this machine, and `ray` starts them elsewhere; say how many with "
-                "`workers`",
+                f"`local` {local} counts workers on this machine, and `ray` starts them on other machines; give their "
+                "number with `workers`",
                 setting="local",
                 given=local,
                 allowed="only without `ray`",
@@ -91,7 +92,10 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
     shows_logs = logging.getLogger("smoe").isEnabledFor(logging.INFO)
     token = token_file()
     if token is not None:
-        warn(f"whoever reads {token} can run programs on every node, and others on this machine may: chmod 600 {token}")
+        warn(
+            f"anyone who can read {token} can run programs on every node, and other users of this machine can read "
+            f"it: chmod 600 {token}"
+        )
     ray = join_ray(on_ray.ray, on_ray.allow_open_ray, shows_logs)
     there = str(Path(model).resolve()) if Path(model).exists() else model
     opening = partial(opened, there, *room)

@@ -30,33 +30,39 @@ def plan(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Up to so many. \\[default: 8, or those of --name]", min=1, max=MOST_WORKERS, show_default=False
+            help="Number of workers at most. \\[default: 8, or those of --name]",
+            min=1,
+            max=MOST_WORKERS,
+            show_default=False,
         ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", help="A cluster of yours: with its workers' times, as the coordinator measured them."),
+        typer.Option("--name", help="An existing cluster: use its workers' times, as the coordinator measured them."),
     ] = None,
     worker_profile: Annotated[
         str | None,
-        typer.Option(help="What workers are: raspberry-pi-5, laptop-cpu, ... \\[default: as the coordinator]"),
+        typer.Option(
+            help="Machine profile of the workers: raspberry-pi-5, laptop-cpu, ... \\[default: the coordinator's]"
+        ),
     ] = None,
     worker_memory: Annotated[
-        str | None, typer.Option(help="For experts, of every worker.", show_default=_WORKER_MEMORY)
+        str | None, typer.Option(help="Memory of each worker for experts.", show_default=_WORKER_MEMORY)
     ] = None,
-    slots: Annotated[int | None, typer.Option(help="Instead: room for so many experts.", min=1)] = None,
+    slots: Annotated[int | None, typer.Option(help="Instead of --worker-memory: how many experts fit.", min=1)] = None,
     link: Annotated[str, typer.Option(help="The coordinator's network: 100Mbit, 1Gbit, 2.5Gbit, ...")] = _LINK,
     trace: Annotated[
-        Path | None, typer.Option(help="A run of the model that smoe record has written; else routing is drawn.")
+        Path | None,
+        typer.Option(help="A run of the model recorded with smoe record; without it, routing is simulated."),
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Foretell a cluster's speed, before it is bought or built.
+    """Forecast the speed of a cluster before it is bought or built.
 
-    How long a token takes with 1, 2, ... workers, by each schedule, what it waits for, and from where on another
-    worker does not pay. Who computes what is decided as smoe does it, on simulated machines: main is this one, or
-    that of --profile, with --memory; workers are like --worker-profile, or those of a cluster that has run (--name).
+    Prints the time of a token with 1, 2, ... workers for each schedule, what it waits for, and the number of workers
+    above which another one does not help. smoe's own scheduler is simulated: the coordinator is this machine, or that
+    of --profile, with --memory; workers are machines of --worker-profile, or those of an existing cluster (--name).
     """
     from smoe.cli.console import Patience, print_json
 
@@ -89,15 +95,15 @@ def _check(name: str | None, profile: str | None, memory: str | None, slots: int
     given = [what for what, value in said.items() if value is not None]
     if name is not None and given:
         raise ConfigError(
-            f"`name` {name} says what the workers are, and so does `{given[0]}`; leave one of the two out",
+            f"`name` {name} and `{given[0]}` both describe the workers; leave out one of the two",
             setting=given[0],
             given=said[given[0]],
             allowed="only without `name`",
         )
     if slots is not None and memory is not None:
         raise ConfigError(
-            f"`worker_memory` {memory} and `slots` {slots} both say how many experts a worker holds; leave one of the "
-            "two out",
+            f"`worker_memory` {memory} and `slots` {slots} both set how many experts a worker holds; leave out one of "
+            "the two",
             setting="slots",
             given=slots,
             allowed="only without `worker_memory`",
@@ -128,7 +134,7 @@ def _measured(name: str) -> list[MeasuredWorker]:
     if not known:
         raise ClusterError(
             f"no coordinator of the cluster {name!r} has measured its workers yet; run smoe generate --cluster {name} "
-            "once, or say what they are (`worker_profile`) and leave out `name`",
+            "once, or give `worker_profile` instead of `name`",
             setting="name",
             given=name,
             allowed="a cluster that has run",
@@ -136,8 +142,8 @@ def _measured(name: str) -> list[MeasuredWorker]:
     loads = [each["seconds_per_load"] for each in known if each["seconds_per_load"]]
     if not loads:
         raise ClusterError(
-            f"the workers of the cluster {name!r} have loaded nothing, so nobody knows what a load takes there; run it "
-            "with less memory once, or say what they are (`worker_profile`) and leave out `name`",
+            f"the workers of the cluster {name!r} have loaded no experts, so the time of a load is not measured; run "
+            "it once with less memory, or give `worker_profile` instead of `name`",
             setting="name",
             given=name,
             allowed="a cluster whose workers have loaded experts",
@@ -161,7 +167,7 @@ def _print(found: ClusterOutlook, link: str) -> None:
 
     workers, console = found.workers, output()
     main, beside = found.main, found.beside_shadow
-    shadowed = "" if beside is None else f" ({beside.slots} beside a draft model)"
+    shadowed = "" if beside is None else f" ({beside.slots} with a draft model)"
     console.print(
         f"[bold]{escape(found.model)}[/bold]  the coordinator: a layer {format_seconds(main.layer)}, room for "
         f"{main.slots} experts{shadowed}; workers: room for {_span([each.slots for each in workers], str)}, a load "
@@ -197,9 +203,9 @@ def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
 def _enough(found: ClusterOutlook, schedule: str) -> str:
     count, most = found.enough(schedule), len(found.workers)
     if count == 0:
-        return f"{schedule}: [bold]no worker pays[/bold]; the coordinator alone is as fast, within 5 %"
+        return f"{schedule}: [bold]workers do not help[/bold]; the coordinator alone is as fast, within 5 %"
     if count == most:
-        return f"{schedule}: every worker pays, up to {most}"
+        return f"{schedule}: every worker helps, up to {most}"
     are = "worker is" if count == 1 else "workers are"
     return f"{schedule}: [bold]{count} {are} enough[/bold]; {most} would gain less than 5 %"
 

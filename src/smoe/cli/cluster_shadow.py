@@ -17,8 +17,8 @@ Shadow = Annotated[
     bool,
     typer.Option(
         "--shadow",
-        help="Run, or for up also start, a draft model: a quantised copy of the model that runs ahead and names the "
-        "experts that come (on the coordinator: --preset cluster or od-moe).",
+        help="Run a draft model (with up: start one as well): a quantised copy of the model that runs ahead and "
+        "predicts the next experts (on the coordinator: --preset cluster or od-moe).",
     ),
 ]
 
@@ -29,7 +29,8 @@ def check_alone(given: Mapping[str, Any]) -> None:
         if value is not None:
             owner = "`fetch`" if name == "precision" else "a worker"
             raise ConfigError(
-                f"`{name}` {value} belongs to {owner}, and a `shadow` is opened as the coordinator asks; leave it out",
+                f"`{name}` {value} applies to {owner}; the coordinator configures a draft model (`shadow`): leave it "
+                "out",
                 setting=name,
                 given=value,
                 allowed="only without `shadow`",
@@ -49,7 +50,7 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
 
     to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
     files = ShadowFiles(model, threads)
-    note(f"draft model {me.name}: ready; waits for the coordinator at {me.address}, which names what to open")
+    note(f"draft model {me.name}: ready; waiting for the coordinator at {me.address}, which chooses the copy to load")
 
     def changed(words: str) -> None:
         note(f"draft model {me.name}: {words}")
@@ -66,7 +67,7 @@ def shadow_line(said: Mapping[str, Any]) -> str:
     """One of a cluster's, as main knows it."""
     state = said["state"] + (f" ({said['why']})" if said["why"] else "")
     copy = f" in {said['precision']}" if said["precision"] else ""
-    done = f"{said['tokens_followed']} tokens followed, {said['layers_named']} layers named"
+    done = f"{said['tokens_followed']} tokens followed, {said['layers_named']} layers predicted"
     return (
         f"draft model {said['name']}{copy}: {state}; {done}, {format_bytes(said['bytes_sent'])} of keys and values sent"
     )

@@ -21,11 +21,11 @@ def status(
     name: Annotated[
         str | None, typer.Option("--name", help="The cluster's name. \\[default: the only one]", show_default=False)
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the display until Ctrl-C.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the workers of a cluster, and its shadow: who is there, what each has done, how long it takes."""
+    """Show the workers of a cluster and its draft model: their state, what each has computed, and how long it takes."""
     from smoe.load.check_zmq import check_zmq
 
     check_zmq()
@@ -61,7 +61,7 @@ def _only_cluster() -> str:
     if len(known) == 1:
         return known[0]
     if known:
-        message = f"there are several clusters on this machine; say which with `name`: {', '.join(known)}"
+        message = f"there are several clusters on this machine; choose one with `name`: {', '.join(known)}"
     else:
         message = "there is no cluster on this machine yet; start one with smoe cluster up, or smoe cluster invite"
     raise ClusterError(message, setting="name", given=None, allowed=", ".join(known) or "none yet")
@@ -87,9 +87,13 @@ def _said(main: Main) -> dict[str, Any]:
 def _head(main: Main, said: dict[str, Any]) -> str:
     """Above the table, which is narrower where nobody is there."""
     if said["is_running"]:
-        state = "the coordinator runs" if said["workers"] else "the coordinator runs, and nobody has come yet"
+        state = (
+            ("the coordinator is running")
+            if said["workers"]
+            else "the coordinator is running; no worker has connected yet"
+        )
     else:
-        state = "no coordinator runs; the last one had" if said["workers"] else "no coordinator runs"
+        state = "no coordinator is running; the last one had" if said["workers"] else "no coordinator is running"
     known = f"; known workers: {', '.join(said['known'])}" if said["known"] and not said["workers"] else ""
     shadow = f"\n{shadow_line(said['shadow'])}" if said["shadow"] is not None else ""
     return f"cluster {main.name} at {main.address}: {state}{known}{shadow}"

@@ -18,9 +18,9 @@ Torch = Annotated[
     bool | None,
     typer.Option(
         "--torch/--no-torch",
-        help="Without: our kernels alone compute, in a tenth of the memory, as the coordinator describes; bf16 experts "
-        "on Linux.",
-        show_default="with it where it is installed",
+        help="Without torch, smoe's own kernels compute the experts in a tenth of the memory; bf16 experts on Linux "
+        "only.",
+        show_default="with torch where it is installed",
     ),
 ]
 
@@ -38,8 +38,8 @@ class Room(NamedTuple):
             return cls(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
         if worker_memory is not None:
             raise ConfigError(
-                f"`worker_memory` {worker_memory} and `slots` {slots} both say how many experts a worker holds; leave "
-                "one of the two out",
+                f"`worker_memory` {worker_memory} and `slots` {slots} both set how many experts a worker holds; leave "
+                "out one of the two",
                 setting="slots",
                 given=slots,
                 allowed="only without `worker_memory`",
@@ -110,7 +110,7 @@ def _serve(me: Worker, model: str, room: Room, threads: int | None, precision: s
     set_compute_threads(threads)
     opened = open_experts(model, room.memory_bytes, configure(precision=precision), room.slots)
     held = f"{format_count(opened.alone.slots, 'expert')} ({format_bytes(opened.alone.nbytes)})"
-    note(f"worker {me.name}: ready, with room for {held}; waits for the coordinator at {me.address}")
+    note(f"worker {me.name}: ready, with room for {held}; waiting for the coordinator at {me.address}")
 
     def changed(words: str) -> None:
         note(f"worker {me.name}: {words}")

@@ -87,7 +87,7 @@ def keep_running(lines: Mapping[str, Sequence[str]], on_started: Callable[[], No
                 if code is None:
                     continue
                 if code == REFUSED:
-                    warn(f"worker {name} is not started again: the coordinator has refused it, for what it says above")
+                    warn(f"worker {name} is not started again: the coordinator refused it (see the message above)")
                     del running[name]
                 elif time.monotonic() - since < _LEAST_RUN_SECONDS:
                     warn(f"worker {name} ended at once (exit code {code}) and is not started again")
@@ -95,7 +95,7 @@ def keep_running(lines: Mapping[str, Sequence[str]], on_started: Callable[[], No
                 else:
                     warn(f"worker {name} ended (exit code {code}); it is started again")
                     start(name)
-        raise ClusterError("no worker is left; what each said is above")
+        raise ClusterError("no worker is left; the messages above say why each ended")
     finally:
         for process, _ in running.values():
             process.terminate()

@@ -23,8 +23,8 @@ smoe doctor
 smoe doctor --folder /mnt/models --expert-size 9MiB
 
 Takes about ten seconds; run it while nothing else is busy. The profile is
-kept for smoe plan and for summaries, in smoe/profile.json of the user's cache
-folder (XDG_CACHE_HOME says where that is).
+stored for smoe plan and for summaries, in smoe/profile.json of the user's cache
+folder (XDG_CACHE_HOME sets its place).
 """
 
 _LEAST_BYTES, _MOST_BYTES = 2**12, 2**31
@@ -34,18 +34,19 @@ _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad
 
 def command(
     folder: Annotated[
-        Path | None, typer.Option(help="Where models lie: the disk to measure. \\[default: the hub's cache]")
+        Path | None,
+        typer.Option(help="A folder on the disk to measure, where models are stored. \\[default: the hub's cache]"),
     ] = None,
-    expert_size: Annotated[str, typer.Option(help="Size of one read, as big as one expert.")] = "8MiB",
+    expert_size: Annotated[str, typer.Option(help="Size of one read, such as the size of an expert.")] = "8MiB",
     threads: Annotated[
-        int | None, typer.Option(help="Computing threads to measure with.", min=1, max=MOST_THREADS)
+        int | None, typer.Option(help="Compute threads to measure with.", min=1, max=MOST_THREADS)
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure memory, disk, link and expert arithmetic, store the profile, and give advice.
 
-    Floors of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
+    Lower bounds of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
     """
     read_bytes = parse_bytes(expert_size, "expert_size")
     if not _LEAST_BYTES <= read_bytes <= _MOST_BYTES:
@@ -93,7 +94,7 @@ def _print(profile: Profile, findings: list[Finding], beside: dict[str, int]) ->
     from smoe.cli.console import output
 
     console = output()
-    for name, value in [*_rows(profile), ("beside the budget", _beside(beside))]:
+    for name, value in [*_rows(profile), ("outside the budget", _beside(beside))]:
         console.print(f"[dim]{name:<20}[/dim]{escape(value)}", soft_wrap=True)
     console.print()
     for finding in findings:

@@ -72,7 +72,9 @@ def command(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of it, at most; with --recall decoded after each prompt. \\[default: 2000, or 256]"),
+        typer.Option(
+            help="Tokens of the text, at most; with --recall, decoded after each prompt. \\[default: 2000, or 256]"
+        ),
     ] = None,
     questions: Annotated[
         Path | None,
@@ -86,12 +88,14 @@ def command(
             help="Tasks of lm_eval in place of questions, separated by commas (pip install 'smoe\\[lm-eval]')."
         ),
     ] = None,
-    task_folder: Annotated[Path | None, typer.Option(help="Where lm_eval finds tasks of your own.")] = None,
+    task_folder: Annotated[Path | None, typer.Option(help="Folder of your own lm_eval tasks.")] = None,
     most_questions: Annotated[
         int | None,
-        typer.Option("--most-questions", help="Questions asked, of each task, at most; 0: none. \\[default: 100]"),
+        typer.Option("--most-questions", help="Questions of each task, at most; 0: none. \\[default: 100]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Keep results here, and go on from what is there.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Store results in this folder, and continue from those in it.")
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw quality and time against alpha: .png, .svg or .pdf; with --recall a folder."),
@@ -99,13 +103,13 @@ def command(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Price the substitution of experts: perplexity, divergence, accuracy and time per token for each threshold.
+    """Measure the quality cost of expert substitution: perplexity, divergence, accuracy and time by threshold.
 
-    Token by token, as in generation, with the cache in its true state; every threshold on the same tokens, with the
-    interval of 95 % of the difference from the exact model.
+    Text is read token by token, as in generation, with the cache in the state that it would have. Every threshold reads
+    the same tokens; differences from the exact model have intervals of 95 %.
 
-    With --recall: how well copies of the model in fewer bits, decoding beside it, say which experts come next, by
-    precision and by how often they are set right; beside predictors that need no copy, on the same exact runs.
+    With --recall: measure how well draft models (copies in fewer bits, decoding alongside) predict the next experts, by
+    precision and by how often they are aligned, compared with predictors that need no copy, on the same exact runs.
     """
     if shadows.recall:
         _refuse_prices(alphas=alphas, questions=questions, tasks=tasks, task_folder=task_folder, out=out)
@@ -169,7 +173,7 @@ def _refuse_prices(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"`{name}` belongs to prices, and --recall measures none; leave one of the two out",
+                f"`{name}` applies to measurements of quality, and --recall makes none; leave out one of the two",
                 setting=name,
                 given=str(value),
                 allowed="only without `recall`",
@@ -182,7 +186,7 @@ def _task_names(
     """The tasks of lm_eval that are asked, none where they are not; raises `ConfigError` for options that do not go
     together."""
     if tasks is not None and questions is not None:
-        message = "--tasks and --questions both say what is asked; give one of them"
+        message = "--tasks and --questions both choose the questions; give one of them"
         raise ConfigError(message, setting="tasks", given=tasks, allowed="only without `questions`")
     if task_folder is not None and tasks is None:
         raise ConfigError.idle("task_folder", str(task_folder), "`tasks`")

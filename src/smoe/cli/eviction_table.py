@@ -18,7 +18,7 @@ def print_evictions(
     columns = {unit: figures} | ({"held out": held_out} if held_out else {})
     for head in columns:
         table.add_column(head, justify="right")
-        table.add_column(f"beside {usual}", justify="right")
+        table.add_column(f"relative to {usual}", justify="right")
     for name in figures:
         cells = []
         for found in columns.values():

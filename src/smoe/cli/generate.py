@@ -53,14 +53,14 @@ def command(
     model: Model = "demo",
     tpot: Annotated[
         str | None,
-        typer.Option(help="LOSSY: as little substitution as meets this time per token (80ms); needs smoe tune."),
+        typer.Option(help="LOSSY: the least substitution that meets this time per token (80ms); needs smoe tune."),
     ] = None,
     watch: Annotated[
         bool,
         typer.Option(
             "--watch",
-            help="Show the run as a page on this machine: which experts are where, what is read, what is waited for. "
-            "Begins when the page is opened, or after a minute.",
+            help="Show the run on a web page of this machine: where experts are, what is read, what is waited for. "
+            "Generation begins when the page is opened, or after a minute.",
         ),
     ] = False,
     json: Json = False,
@@ -68,8 +68,8 @@ def command(
 ) -> None:
     """Continue a prompt, inside the memory budget.
 
-    The text streams to stdout as it comes. A summary on stderr tells how fast it was, what had to be read, and how
-    close that is to what this machine can do.
+    The text streams to stdout. A summary on stderr shows the speed, what was read, and how close the run came to the
+    limits of this machine.
     """
     from smoe.cli.console import is_quiet, print_json
     from smoe.cli.interrupts import exit_code
@@ -102,7 +102,7 @@ def read_prompts(options: PromptOptions, model: str) -> list[str]:
         texts = [text for text in [piped.read()] if text]
         check_text("".join(texts), "stdin")
     if not texts and model == "demo":
-        note(f'no prompt was given; taking "{DEMO_PROMPT}" (see --prompt)')
+        note(f'no prompt was given; using "{DEMO_PROMPT}" (see --prompt)')
         texts = [DEMO_PROMPT]
     if not texts:
         message = 'there is no prompt; give one with -p "...", --prompt-file FILE, or on stdin'
@@ -131,7 +131,7 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
         message = "--tpot and --max-perplexity-increase are two budgets; give one of them"
         raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
     if tpot is not None and engine.alpha is not None:
-        message = "--tpot chooses alpha; give one of --tpot and --alpha"
+        message = "--tpot chooses alpha; give either --tpot or --alpha"
         raise ConfigError(message, setting="alpha", given=engine.alpha, allowed="only without `tpot`")
     return parse_seconds(tpot, "tpot") if tpot is not None else None
 
@@ -149,13 +149,13 @@ def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> No
     if rate is not None:
         tuning = tuning.as_first_read(rate)
     if tuning.bytes_per_second is not None:
-        how = "as found just now" if rate is not None else "as then"
+        how = "just now" if rate is not None else "as at that time"
         when = f", with experts read at {format_bytes_rate(tuning.bytes_per_second)} {how}"
     alpha = tuning.alpha_for(seconds)
     offload.use_alpha(alpha)
     usual = PRESETS[preset].get("alpha", alpha)
     instead = f", instead of the preset's {usual:g}" if usual != alpha else ""
-    note(f"alpha {alpha:g} for {format_seconds(seconds)} a token by what smoe tune measured{when}{instead}")
+    note(f"alpha {alpha:g} for {format_seconds(seconds)} a token as smoe tune measured{when}{instead}")
 
 
 def _run(
@@ -187,7 +187,7 @@ def _run(
             _meet(tpot, model, engine.preset, ready)
         tokenizer = tokenizer_of(model, engine.revision)
         if tokenizer.chat_template is not None:
-            note("this model knows conversations: smoe chat uses its template; generate continues the prompt as it is")
+            note("this model has a chat template, which smoe chat uses; smoe generate continues the prompt as it is")
         if streams:
             _show_prompt(texts)
         bar = Patience("reading the prompt" if len(texts) == 1 and streams else "generating")
@@ -286,7 +286,7 @@ def _read(name: str) -> str:
 
         piped = stdin()
         if piped is None:
-            message = "--prompt-file - reads stdin, and stdin is closed; give a file, or -p"
+            message = "--prompt-file - reads stdin, and stdin is closed; give a file, or use -p"
             raise ConfigError(message, setting="prompt_file", given="-", allowed="a file, as stdin is closed")
         text = piped.read()
         check_text(text, "stdin")

@@ -33,7 +33,7 @@ class Keeping:
     def _say(self, verb: str, error: OSError) -> None:
         if not self._is_said:
             warn(
-                f"the result {verb} remembered: {cache_folder()} cannot be written ({error.strerror or error}); set "
-                f"{PLACE} to a folder that can"
+                f"the result {verb} stored: {cache_folder()} cannot be written ({error.strerror or error}); set "
+                f"{PLACE} to a writable folder"
             )
         self._is_said = True

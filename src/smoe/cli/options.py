@@ -52,7 +52,9 @@ class EngineOptions:
 
     memory: Annotated[
         str | None,
-        typer.Option(help="The budget, e.g. 8GiB. Default: what is free less a margin.", rich_help_panel=_MEMORY),
+        typer.Option(
+            help="The memory budget, e.g. 8GiB. Default: the free memory less a margin.", rich_help_panel=_MEMORY
+        ),
     ] = None
     process_memory: Annotated[
         str | None,
@@ -64,7 +66,8 @@ class EngineOptions:
     resident: Annotated[
         str | None,
         typer.Option(
-            help="Instead: as much as keeps this share of the experts in memory, e.g. 40%.", rich_help_panel=_MEMORY
+            help="Instead of --memory: a budget that keeps this share of the experts in memory, e.g. 40%.",
+            rich_help_panel=_MEMORY,
         ),
     ] = None
     host_memory: Annotated[
@@ -87,13 +90,16 @@ class EngineOptions:
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, cuda, cuda:1, emulated (a test bench). \\[default: the first GPU]", rich_help_panel=_ENGINE
+            help="cpu, cuda, cuda:1, emulated (for tests of schedules). \\[default: the first GPU]",
+            rich_help_panel=_ENGINE,
         ),
     ] = None
-    threads: Annotated[int | None, typer.Option(help="Computing threads.", rich_help_panel=_ENGINE)] = None
+    threads: Annotated[int | None, typer.Option(help="Compute threads.", rich_help_panel=_ENGINE)] = None
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(DTYPES)} (the checkpoint's own).", rich_help_panel=_ENGINE),
+        typer.Option(
+            help=f"Type to compute in: {', '.join(DTYPES)}; auto is the checkpoint's own.", rich_help_panel=_ENGINE
+        ),
     ] = None
     precision: Annotated[
         str | None,
@@ -105,8 +111,8 @@ class EngineOptions:
     activations: Annotated[
         str | None,
         typer.Option(
-            help="What quantised weights multiply on a CPU: int8 (8 bits a number), dtype (the model's own type). "
-            "Default: the faster, int8 where its kernels are proven.",
+            help="Activations that are multiplied with quantised weights on a CPU: int8 (8 bits), dtype (the model's "
+            "own type). Default: the faster one; int8 only where its kernels pass a self-test.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -114,49 +120,55 @@ class EngineOptions:
         str | None, typer.Option(help="Branch, tag or commit of a hub model.", rich_help_panel=_ENGINE)
     ] = None
     preset: Annotated[
-        str, typer.Option(help=f"Named set of switches: {', '.join(PRESETS)}.", rich_help_panel=_ENGINE)
+        str, typer.Option(help=f"Named set of settings: {', '.join(PRESETS)}.", rich_help_panel=_ENGINE)
     ] = "exact"
     eviction: Annotated[
         str | None,
-        typer.Option(help=f"Which expert is forgotten first: {', '.join(ONLINE_EVICTION)}.", rich_help_panel=_ENGINE),
+        typer.Option(
+            help=f"Which resident expert is evicted first: {', '.join(ONLINE_EVICTION)}.", rich_help_panel=_ENGINE
+        ),
     ] = None
     pools: Annotated[
         str | None,
         typer.Option(
-            help=f"Slots for all layers together, or a share for each: {', '.join(POOLS)}.", rich_help_panel=_ENGINE
+            help=f"One pool of slots for all layers, or one for each layer: {', '.join(POOLS)}.",
+            rich_help_panel=_ENGINE,
         ),
     ] = None
     prefetch: Annotated[
         str | None,
-        typer.Option(help=f"What brings experts in ahead: {', '.join(PREFETCH)}.", rich_help_panel=_ENGINE),
+        typer.Option(
+            help=f"How the next experts are predicted and loaded early: {', '.join(PREFETCH)}.",
+            rich_help_panel=_ENGINE,
+        ),
     ] = None
     balance: Annotated[
         str | None,
         typer.Option(
-            help=f"Beside a device: which missing experts the CPU computes: {', '.join(BALANCE)}.",
+            help=f"With a GPU: which missing experts the CPU computes: {', '.join(BALANCE)}.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="The name of a cluster (smoe cluster up) whose workers compute what is missing here.",
+            help="Name of a cluster (smoe cluster up) whose workers compute the experts missing on this machine.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
     profile: Annotated[
         str | None,
         typer.Option(
-            help="With --device emulated, a test bench: the times of rtx-a6000, rtx-4060-ti, ... or a JSON file. For "
-            "smoe plan the machine to forecast for.",
+            help="With --device emulated: the device whose times are emulated (rtx-a6000, rtx-4060-ti, ... or a JSON "
+            "file). With smoe plan: the machine to forecast for.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
     kernels: Annotated[
         str | None,
         typer.Option(
-            help=f"What multiplies few rows, and attends with one token: {', '.join(KERNELS)}. native has torch's "
-            "bits, own-order sums otherwise: equal up to rounding, and faster in RAM.",
+            help=f"Kernels for products of few rows and attention of one token: {', '.join(KERNELS)}. native gives "
+            "torch's bits; own-order adds in another order: equal up to rounding, and faster in RAM.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -164,47 +176,49 @@ class EngineOptions:
         float | None,
         typer.Option(
             help="LOSSY above 0: replace missing experts of low score by resident ones (0.3 is usual). Without a "
-            "preset it means --preset smoe with this alpha. Default of --preset smoe: what the model was priced for "
-            "(smoe tune), else 0.3.",
+            "preset it means --preset smoe with this alpha. Default of --preset smoe: the alpha that smoe tune "
+            "found for the model, else 0.3.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
     low_precision: Annotated[
         str | None,
         typer.Option(
-            help="LOSSY: missing experts of little importance come in fewer bits, as smoe pack --precision wrote them: "
-            "int8, int4, int3, int2. Without a preset it means --preset hobbit with these.",
+            help="LOSSY: missing experts of little importance are loaded in fewer bits, as smoe pack --precision "
+            "wrote them: int8, int4, int3, int2. Without a preset it means --preset hobbit with this precision.",
             rich_help_panel=_LOW,
         ),
     ] = None
     low_share: Annotated[
         str | None,
-        typer.Option(help="Of the slots' bytes, those of low copies. \\[default: 15%]", rich_help_panel=_LOW),
+        typer.Option(help="Share of the slots' bytes for low-precision copies. \\[default: 15%]", rich_help_panel=_LOW),
     ] = None
     precision_shares: Annotated[
         str | None,
         typer.Option(
             metavar="OWN,LOW,NONE",
-            help="Per cent of a token's choices that ask for their own copy, a low one, none; by the model's profile "
-            "(smoe tune --shares). With --preset hobbit 67,30,3.",
+            help="Per cent of a token's experts that are computed in full precision, in low precision, not at all; by "
+            "the model's profile (smoe tune --shares). With --preset hobbit 67,30,3.",
             rich_help_panel=_LOW,
         ),
     ] = None
     low_threshold: Annotated[
         float | None,
         typer.Option(
-            help="In its place: a low copy will do above this unimportance (T1), 0 to 1.", rich_help_panel=_LOW
+            help="Instead of --precision-shares: use a low-precision copy above this unimportance (T1), 0 to 1.",
+            rich_help_panel=_LOW,
         ),
     ] = None
     skip_threshold: Annotated[
         float | None,
-        typer.Option(help="LOSSY: above this one (T2) a missing expert is left out.", rich_help_panel=_LOW),
+        typer.Option(help="LOSSY: drop a missing expert above this unimportance (T2).", rich_help_panel=_LOW),
     ] = None
     max_perplexity_increase: Annotated[
         str | None,
         typer.Option(
-            help="LOSSY: answer every miss by what costs least within so much, such as 1%: a substitute, a low copy, "
-            "the CPU, the expert itself, nobody (smoe tune --prices). smoe tune: the price that alpha must keep.",
+            help="LOSSY: resolve every miss in the cheapest way within this quality cost, such as 1%: a substitute, a "
+            "low-precision copy, the CPU, loading the expert, dropping it (needs smoe tune --prices). With smoe "
+            "tune: the bound for alpha.",
             rich_help_panel=_LOW,
         ),
     ] = None
@@ -212,7 +226,7 @@ class EngineOptions:
         bool,
         typer.Option(
             "--low-meanwhile",
-            help="A low copy in memory serves important experts, too, while their own are read.",
+            help="Use a low-precision copy in memory for important experts, too, while the full ones are read.",
             rich_help_panel=_LOW,
         ),
     ] = False
@@ -220,7 +234,7 @@ class EngineOptions:
         bool,
         typer.Option(
             "--upgrade",
-            help="While nothing else is read, bring in the own copies of experts served by low ones.",
+            help="While the disk is idle, load the full copies of experts that were computed in low precision.",
             rich_help_panel=_LOW,
         ),
     ] = False
@@ -229,7 +243,7 @@ class EngineOptions:
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Any other setting, e.g. prefill_keep=eviction; --set help lists them. Repeatable.",
+            help="Any other setting, e.g. prefill_keep=eviction; --set help lists them all. Repeatable.",
             rich_help_panel=_ENGINE,
             is_eager=True,  # a listing needs no other options
             callback=_list_settings,
@@ -239,7 +253,7 @@ class EngineOptions:
         bool,
         typer.Option(
             "--reproducible",
-            help="The same text every time, with --alpha too; not within a budget (--preset balanced).",
+            help="Write the same text every time, also with --alpha; impossible with --preset balanced.",
             rich_help_panel=_ENGINE,
         ),
     ] = False
@@ -365,8 +379,8 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
     Raises `ConfigError` where a threshold was given, as the command chooses its own.
     """
     if options.alpha is not None:
-        message = "this command sets alpha itself; leave --alpha out"
-        raise ConfigError(message, setting="alpha", given=options.alpha, allowed="nothing: it is set by the command")
+        message = "this command sets alpha; leave out --alpha"
+        raise ConfigError(message, setting="alpha", given=options.alpha, allowed="no value: the command sets it")
     if options.preset == "exact" and options.low_precision is None:
         options = replace(options, preset="smoe")
     config = replace(options.config(sequences), alpha_as_priced=False)
@@ -393,7 +407,7 @@ def check_text(text: str, source: str) -> None:
         text.encode("utf8")
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{source} has bytes that are not UTF-8, the first after {text[: error.start][-20:]!r}; write it as UTF-8",
+            f"{source} has bytes that are not UTF-8, first after {text[: error.start][-20:]!r}; write it as UTF-8",
             setting=source.removeprefix("--").replace("-", "_"),
             given=ascii(text),
             allowed="text in UTF-8",

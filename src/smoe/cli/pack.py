@@ -24,7 +24,7 @@ smoe pack ./my-mixtral
 
 smoe pack ./my-mixtral --precision int4        then: smoe generate ./my-mixtral --precision int4
 
-smoe pack ./my-moe-AWQ                         a quantised release, as it is: faster where not all fits in memory
+smoe pack ./my-moe-AWQ                         a quantised checkpoint, unchanged: faster where it does not fit in memory
 
 smoe pack ./my-moe --precision int2 --calibration-text book.txt
 
@@ -40,7 +40,7 @@ nothing else depends on them.
 
 CALIBRATION_TOKENS = 16384
 _DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32; not with --precision."
-_PRECISION_HELP = "int8, int4, int3 or int2 (lossy), or several with commas between: a file for each."
+_PRECISION_HELP = "int8, int4, int3 or int2 (lossy), or several separated by commas: one file for each."
 
 
 class _Text(NamedTuple):
@@ -58,28 +58,29 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     calibration_text: Annotated[
         Path | None,
-        typer.Option(help="With --precision: quantise for the inputs that experts have in this text (.txt, .jsonl)."),
+        typer.Option(help="With --precision: calibrate the quantisation on this text (.txt, .jsonl)."),
     ] = None,
     calibration_tokens: Annotated[
-        int | None, typer.Option(help=f"Tokens of it, at most; {CALIBRATION_TOKENS} unless told.", min=1)
+        int | None,
+        typer.Option(help=f"Tokens of the calibration text, at most. \\[default: {CALIBRATION_TOKENS}]", min=1),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Pack again even where a good file is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Pack again even if a valid file exists.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write a model's experts into one file, each contiguous and page-aligned, as they are or in fewer bits.
+    """Write a model's experts into one file, each contiguous and page-aligned, unchanged or in fewer bits.
 
-    As they are: worth it where a checkpoint scatters its experts (Mixtral's w1, w2, w3), is read in another dtype than
-    it is stored in, or is a quantised release (GPTQ, AWQ, NVFP4, ...): codes and scales are brought together once, and
-    not at every read; no bit changes. In fewer bits: as many more experts fit the same memory. int8 takes 8.5 bits a
-    weight, int4 4.5, int3 3.4 to 3.5, int2 2.6 to 3; what that costs is said for every layer, and smoe eval measures
-    it on text.
-    Experts that are quantised already take only fewer bits than they have; those of a GGUF file lie in one piece.
+    Unchanged: this helps where a checkpoint scatters its experts (Mixtral's w1, w2, w3), is computed in another dtype
+    than it is stored in, or is a quantised checkpoint (GPTQ, AWQ, NVFP4, ...): codes and scales are brought together
+    once instead of at every read. No bit changes. In fewer bits: more experts fit in the same memory. int8 takes 8.5
+    bits a weight, int4 4.5, int3 3.4 to 3.5, int2 2.6 to 3. The error of every layer is printed; smoe eval measures the
+    quality cost on text. Experts that are already quantised can only be packed in fewer bits than they have; those of a
+    GGUF file are contiguous already.
 
-    With --calibration-text the model reads some thousands of tokens first (in the memory that is free), and what
-    rounding costs its outputs falls by about a third; take text like yours.
+    With --calibration-text the model first reads some thousands of tokens (in the free memory), which reduces the error
+    of the outputs by about a third. Use text like yours.
 
-    Needs as much free disk as the file takes; interrupted, it goes on where it was when called again.
+    The disk needs as much free space as the file takes. After an interrupt the same command continues.
     """
     from smoe.cli.console import note, print_json
 
@@ -93,7 +94,7 @@ def command(
     for each in found["files"]:
         if each["was_packed_before"]:
             how = ", calibrated with a text" if each["is_calibrated"] else ""
-            note(f"packed already{how}, from weights whose headers and samples are these (--force packs again)")
+            note(f"already packed{how} from these weights, by headers and samples (--force packs again)")
         _show_errors(each)
         print(each["file"])
 
@@ -106,7 +107,7 @@ def _precisions(given: str | None) -> list[str | None]:
         return [None]
     wanted, lossy = [part.strip() for part in given.split(",")], PRECISION[1:]
     if any(part not in lossy for part in wanted) or len(set(wanted)) < len(wanted):
-        allowed = f"one or more of {', '.join(lossy)}, each once, with commas between"
+        allowed = f"one or more of {', '.join(lossy)}, each once, separated by commas"
         raise ConfigError.out_of_bounds("precision", given, allowed)
     return list(wanted)
 
@@ -163,8 +164,8 @@ def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Conte
     contents = contents_as_they_are(spec, checkpoint.experts(spec))
     if contents is None:
         raise UnsupportedModelError(
-            f"the experts in {checkpoint.place} are quantised, and their matrices are stored in a way that they cannot "
-            "be packed in as they are; use the model as it is, or pack it with `precision` int4"
+            f"the experts in {checkpoint.place} are quantised and stored in a form that cannot be packed unchanged; "
+            "use the model without packing, or pack it with `precision` int4"
         )
     if contents.is_as_stored and dtype != "auto":
         raise _same_for_every(dtype, "a file of experts that are quantised")
@@ -173,8 +174,8 @@ def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Conte
 
 def _same_for_every(dtype: str, what: str) -> ConfigError:
     return ConfigError(
-        f"`dtype` is {dtype}, and {what} is the same for every type that is computed in: leave it out, and give it "
-        "where the model is used",
+        f"`dtype` is {dtype}, and {what} does not depend on it: leave it out here, and give it to the command that "
+        "runs the model",
         setting="dtype",
         given=dtype,
         allowed="auto for quantised experts, and with `precision`",
@@ -248,7 +249,7 @@ def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
         packed = checkpoint.packed(contents)
     except CheckpointError:
         path = contents.path(checkpoint.place)
-        note(f"{path} does not fit these weights, or is cut short: it is written again, if it is a packed file at all")
+        note(f"{path} belongs to other weights or is truncated; if it is a packed file, it is written again")
         return None
     if packed is None or contents.calibration not in (None, packed.calibration):
         return None
@@ -283,7 +284,7 @@ def _write(
         try:
             return pack(checkpoint.place, contents, experts, show, calibration)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("interrupted; the same command goes on after the last whole layer") from None
+            raise KeyboardInterrupt("interrupted; the same command continues after the last complete layer") from None
 
 
 def _show_errors(found: dict[str, Any]) -> None:
@@ -297,4 +298,7 @@ def _show_errors(found: dict[str, Any]) -> None:
     for begin in range(0, len(errors), 6):
         note("  " + "   ".join(f"layer {layer:>2} {error:6.2%}" for layer, error in errors[begin : begin + 6]))
     if found["is_calibrated"]:
-        note("calibrated: weights are further off so that what they give is nearer; smoe eval measures that")
+        note(
+            "calibrated: errors of the weights are larger so that errors of the outputs are smaller; smoe eval "
+            "measures these"
+        )

@@ -11,7 +11,7 @@ from smoe.units import format_bytes
 def find_damage(packed: Packed, contents: Contents, command: str) -> list[int]:
     """Layers whose bytes are not those that were written; `command` begins the lines where no bar is shown."""
     with progress(command) as bars:
-        task = bars.add_task("checking the pack", total=contents.experts * contents.stride, amount="")
+        task = bars.add_task("checking the packed file", total=contents.experts * contents.stride, amount="")
 
         def show(done: int, total: int) -> None:
             bars.update(task, completed=done, amount=f"{format_bytes(done)} of {format_bytes(total)}")

@@ -52,11 +52,12 @@ class MachineOptions(EngineOptions):
 
 
 def command(engine: MachineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
-    """Tell what a model needs and what a memory budget buys, from its config.json, before its weights are here.
+    """Forecast what a model needs and what a memory budget achieves, from its config.json, before the weights are
+    downloaded.
 
-    Bytes by role, expert slots, the share of experts that stay in memory, and the speed to expect on this machine, or
-    on that of a --profile: the engine's own plans are simulated, with routing that repeats itself as recorded texts do.
-    Also what other budgets, presets, precisions and a faster disk would buy, and what to type.
+    Prints bytes by role, expert slots, the share of experts that stay in memory, and the expected speed on this machine
+    or on that of a --profile: the engine's own plans are simulated, with routing that repeats as in recorded texts.
+    Also prints what other budgets, presets, precisions and a faster disk would achieve, and the command to type.
     """
     from smoe.cli.console import note, print_json
     from smoe.report.forecast import forecast
@@ -70,8 +71,8 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
         _print(result)
         if config.max_sequences == 1 and result.ledger.resident_share < 1:
             note(
-                f"planned for one sequence at a time; smoe serve reserves for {SERVED_SEQUENCES}: --max-sequences "
-                f"{SERVED_SEQUENCES} shows its figures"
+                f"planned for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES}: add "
+                f"--max-sequences {SERVED_SEQUENCES} to plan for it"
             )
 
 
@@ -100,7 +101,7 @@ def _print(result: Forecast) -> None:
     console.print(budget)
     if result.outlook is not None:
         _print_expected(result.outlook, console)
-    console.print("\n[bold]what other budgets buy[/bold]")
+    console.print("\n[bold]other budgets[/bold]")
     choices = Table(**_STYLE)
     for heading in ("budget", "experts in memory", result.moved, "tokens/s", ""):
         choices.add_column(heading, justify="right" if heading else "left")
@@ -159,7 +160,7 @@ def _print_others(outlook: Outlook, console: Console) -> None:
     """Other presets and precisions, in the same budget."""
     from rich.table import Table
 
-    console.print("\n[bold]what other presets and precisions would do in it[/bold]")
+    console.print("\n[bold]other presets and precisions with the same memory[/bold]")
     others = Table(**_STYLE)
     for heading in ("--preset", "--precision", "in memory", "tokens/s", "first token", ""):
         others.add_column(heading, justify="right" if heading and not heading.startswith("-") else "left")

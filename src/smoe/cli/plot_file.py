@@ -15,7 +15,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise _no_plot(path, "; it must end in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
-        raise _no_plot(path, f"; there is no folder {path.absolute().parent}: make it, or give another")
+        raise _no_plot(path, f"; the folder {path.absolute().parent} does not exist: create it, or give another")
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise _no_plot(path, ", which cannot be written; give another file")
     if not _can_draw():
@@ -27,7 +27,9 @@ def check_folder(path: Path, setting: str = "out") -> None:
     place = path if path.exists() else path.absolute().parent
     if not place.is_dir():
         why = (
-            "it is a file; give a folder" if path.exists() else f"there is no folder {place}; make it, or give another"
+            "it is a file; give a folder"
+            if path.exists()
+            else (f"the folder {place} does not exist; create it, or give another")
         )
         raise _no_folder(path, why, setting)
     if not _can_draw():

@@ -38,7 +38,7 @@ _HEADS = (
 )
 _LEGEND = """change: interval of 95 % of the difference from the exact model; KL, top 1: next
 token's distribution and likeliest token against its; replaced: experts that a
-resident one, a low copy or nobody served; hits: experts in memory"""
+substitute or low copy computed, or that were dropped; hits: experts in memory"""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def measured(
 
 def _what_is_kept(folder: Path, out: Path | None) -> str:
     if not (folder / RESULTS).exists():
-        return "no threshold was done, so there is nothing to keep"
+        return "no threshold was finished, so nothing is stored"
     how = "the same command" if out is not None else f"the same command with --out {folder}"
-    return f"what was measured is in {folder}; {how} goes on from there"
+    return f"what was measured is in {folder}; {how} continues from there"
 
 
 def _make_folder(out: Path) -> None:
@@ -101,9 +101,9 @@ def _make_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        message = f"--out is {str(out)!r}, where no results can be kept: {error.strerror}; give a folder"
+        message = f"--out is {str(out)!r}, where no results can be stored: {error.strerror}; give a folder"
         raise ConfigError(
-            message, setting="out", given=str(out), allowed="a folder that is there or can be made"
+            message, setting="out", given=str(out), allowed="a folder that exists or can be created"
         ) from error
 
 
@@ -122,10 +122,10 @@ def _measure(
         config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
     elif thresholds != [0.0]:
         raise ConfigError(
-            "within a budget every miss has its own answer, and no alpha decides: leave --alphas out",
+            "within a quality budget every miss is resolved on its own, without an alpha: leave out --alphas",
             setting="alphas",
             given=",".join(map(str, thresholds)),
-            allowed="0 beside `max_perplexity_increase`",
+            allowed="0 with `max_perplexity_increase`",
         )
     tokenizer = tokenizer_of(model, options.revision)
     prices: list[Price] = []
@@ -186,7 +186,7 @@ def _documents(tokenizer: Any, texts: list[str], material: Material, context_tok
     tokens = sum(map(len, documents))
     if tokens < least:
         source = str(material.text or "the demo's text")
-        message = f"{source} has {tokens} tokens, and at least {least} are needed; give a longer --text"
+        message = f"{source} has {tokens} tokens, and needs at least {least}; give a longer --text"
         raise ConfigError(message, setting="text", given=source, allowed=f"text of at least {least} tokens")
     return documents
 
@@ -206,13 +206,16 @@ def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list
     """The questions that the context has room for; says how many it has not."""
     possible = fitting(asked, tokenizer, context_tokens)
     if asked and not possible:
-        message = f"no question fits the context of {context_tokens} tokens; raise --context"
+        message = f"no question fits in the context of {context_tokens} tokens; raise --context"
         raise ConfigError(
             message, setting="context_tokens", given=context_tokens, allowed="more, as the questions are longer"
         )
     if len(possible) < len(asked):
         left_out = len(asked) - len(possible)
-        warn(f"{left_out} of {len(asked)} questions leave no room for an answer in {context_tokens} tokens: not asked")
+        warn(
+            f"{left_out} of {len(asked)} questions are skipped: they leave no room for an answer in {context_tokens} "
+            "tokens"
+        )
     return possible
 
 

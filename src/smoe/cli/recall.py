@@ -44,8 +44,8 @@ _HEADS = (
 _LEGEND = """token set, KV set (T, KV of --periods): after how many tokens the draft model's
 last token, and its keys and values, are set to the model's (0: never; else
 the first time at the first token after the prompt). experts: of those chosen,
-the named ones; layers: those with all experts named; 1 more: the same with
-one expert more named than a layer chooses; next: its own guess of the next
+those predicted; layers: those with all experts predicted; 1 more: the same with
+one expert more predicted than a layer chooses; next: its prediction of the next
 token. Predictors answer for the layers that they can guess, the others count
 for nothing."""
 
@@ -58,34 +58,35 @@ class RecallOptions:
         bool,
         typer.Option(
             "--recall",
-            help="Instead of prices: how often a quantised copy of the model, decoding beside it, names its experts.",
+            help="Instead of quality: how often a draft model (a quantised copy decoding alongside) predicts the "
+            "experts.",
             rich_help_panel=_PANEL,
         ),
     ] = False
     shadow: Annotated[
         str | None,
         typer.Option(
-            help=f"Precisions of the copies, separated by commas: {', '.join(PRECISION[1:])} (as smoe pack --precision "
-            f"wrote them), {', '.join(DTYPES)}. All are in memory together. \\[default: {_SHADOWS}]",
+            help=f"Precisions of the draft models, separated by commas: {', '.join(PRECISION[1:])} (as smoe pack "
+            f"--precision wrote them), {', '.join(DTYPES)}. All are in memory together. \\[default: {_SHADOWS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
     periods: Annotated[
         str | None,
         typer.Option(
-            help="When a copy is aligned: numbers for all pairs of them (0: never), or pairs such as T1KV16,T0KV0. "
-            f"\\[default: {_PERIODS}]",
+            help="When a draft model is aligned: numbers for all pairs of them (0: never), or pairs such as "
+            f"T1KV16,T0KV0. \\[default: {_PERIODS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
     prompts: Annotated[
         int | None,
-        typer.Option(help=f"Documents of --text gone on with. \\[default: {_PROMPTS}]", rich_help_panel=_PANEL),
+        typer.Option(help=f"Documents of --text to continue. \\[default: {_PROMPTS}]", rich_help_panel=_PANEL),
     ] = None
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Tokens of each document that are its prompt, at most. \\[default: {_PROMPT_TOKENS}]",
+            help=f"Tokens of each document used as its prompt, at most. \\[default: {_PROMPT_TOKENS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -164,7 +165,7 @@ def compare_shadows(
         task = bars.add_task("recall", total=runs * tokens, amount="")
         found = compare(ready, spec, shadows, prompts, tokens, alignments, lambda n: bars.update(task, advance=n))
     for name, why in found.refused.items():
-        note(f"not asked: {name}: {why}")
+        note(f"skipped: {name}: {why}")
     writes_json = gives_json(as_json)
     if not (writes_json and is_quiet()):
         _print(found)
@@ -179,17 +180,17 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
     config = engine.config()
     if config.lossy:
         raise ConfigError(
-            f"draft models are compared with an exact run, and this would be none: {', '.join(config.lossy)}; leave "
-            "that out, and name the draft model's precision with --shadow",
+            f"draft models are compared with an exact run, and these settings are lossy: {', '.join(config.lossy)}; "
+            "leave them out, and give the draft model's precision with --shadow",
             setting="recall",
             given=", ".join(config.lossy),
-            allowed="exact serving beside `recall`",
+            allowed="exact settings with `recall`",
         )
     if config.context_tokens is None:
         return replace(config, context_tokens=needed)
     if config.context_tokens < needed:
         raise ConfigError(
-            f"`context_tokens` is {config.context_tokens}, and prompts and answers have {needed} tokens: raise it, or "
+            f"`context_tokens` is {config.context_tokens}, and prompts and answers need {needed} tokens: raise it, or "
             "lower `tokens` or `prompt_tokens`",
             setting="context_tokens",
             given=config.context_tokens,
@@ -226,7 +227,7 @@ def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> N
         if error.setting != "context_tokens" or engine.context is not None:
             raise
         raise ConfigError(
-            f"prompts and answers have {config.context_tokens} tokens together: lower `tokens` or `prompt_tokens` "
+            f"prompts and answers need {config.context_tokens} tokens together: lower `tokens` or `prompt_tokens` "
             f"({error})",
             setting="tokens",
             given=config.context_tokens,
@@ -263,20 +264,20 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
                 f"{shlex.quote(model)}",
                 setting="shadow",
                 given=name,
-                allowed="precisions that the model has been packed in",
+                allowed="precisions in which the model is packed",
             ) from error
         needs[name] = full_bytes(spec.demand(config))
     free, source = free_device_bytes(choose_device(next(iter(configs.values()))))
     words = ", ".join(f"{name} {format_bytes(need)}" for name, need in needs.items())
     if sum(needs.values()) > less_margin(free):
         raise ConfigError(
-            f"draft models are whole in memory, which takes {words}; there are {format_bytes(less_margin(free))} "
-            f"({source} less a margin): give fewer with --shadow, one at a time",
+            f"draft models are held in memory whole and need {words}; {format_bytes(less_margin(free))} are available "
+            f"({source} less a margin): give fewer with --shadow, for example one at a time",
             setting="shadow",
             given=",".join(configs),
             allowed="draft models that fit in free memory",
         )
-    note(f"draft models are whole in memory, at most {words}; the model has what was asked for, or what they leave")
+    note(f"draft models are held in memory whole, at most {words}; the model gets the budget given, or the rest")
 
 
 def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: LibrarySpec) -> dict[str, Any]:
@@ -325,7 +326,7 @@ def _draw(found: Comparison, model: str, alignments: list[Alignment], folder: Pa
 
     folder.mkdir(exist_ok=True)
     what = f"{Path(model).name}, {sum(found.tokens)} tokens after {_prompts(found)}"
-    draw_by_token(found, f"Experts that a draft model names: {what}", folder / _PICTURES[0])
+    draw_by_token(found, f"Experts that a draft model predicts: {what}", folder / _PICTURES[0])
     note(str(folder / _PICTURES[0]))
     if len({alignment.token for alignment in alignments}) * len({alignment.kv for alignment in alignments}) > 1:
         draw_by_periods(found, f"Recall by periods of alignment: {what}", folder / _PICTURES[1])

@@ -39,10 +39,12 @@ and SIGTERM keep the steps that have ended.
 def command(
     engine: EngineOptions,
     sampling: SamplingOptions,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The trace; in a folder, it is named after the model.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The file to write; for a folder, the file is named after the model.")
+    ],
     model: Model = "demo",
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Repeatable: one sequence after the other.")
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt. Repeatable: one sequence after the other.")
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
@@ -51,15 +53,15 @@ def command(
     text: Annotated[
         Path | None, typer.Option(help="Read this, token by token, instead of generating: .txt, or .jsonl with 'text'.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="For --text: tokens of it, at most. \\[default: 2000]")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    tokens: Annotated[int | None, typer.Option(help="With --text: tokens to read, at most. \\[default: 2000]")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write a routing trace: every router's logits for all experts, its choice and its weights, token by token.
 
-    What the model computes does not change. Prompts run one after the other, or --max-sequences at a time; a text is
-    read as generation would write it, one token a step.
+    Recording does not change what the model computes. Prompts run one after the other, or --max-sequences at a time; a
+    text is read as generation would write it, one token a step.
     """
     from smoe.cli.console import note, print_json
     from smoe.cli.interrupts import exit_code
@@ -68,7 +70,7 @@ def command(
 
     path = _destination(out, model, force)
     if text is not None and (prompt or prompt_file):
-        message = "--text is read instead of generating; give it without --prompt and --prompt-file"
+        message = "--text is read instead of generating text; leave out --prompt and --prompt-file"
         raise ConfigError(message, setting="text", given=str(text), allowed="only without `prompt` and `prompt_file`")
     if tokens is not None and text is None:
         raise ConfigError.idle("tokens", tokens, "`text`")
@@ -80,7 +82,7 @@ def command(
     if json:
         print_json(found)
     else:
-        interrupted = "interrupted: the whole steps so far are kept; " if found["was_interrupted"] else ""
+        interrupted = "interrupted: the complete steps so far are stored; " if found["was_interrupted"] else ""
         sequences = "1 sequence" if found["sequences"] == 1 else f"{found['sequences']} sequences"
         note(f"{interrupted}{found['steps']} steps, {sequences}, {format_bytes(found['bytes'])}")
         print(path)
@@ -95,7 +97,7 @@ def _destination(out: Path, model: str, force: bool) -> Path:
     path = out / f"{Path(model).name or 'model'}.trace" if out.is_dir() else out
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise _no_place(out, f"there is no folder {folder}; make it, or give another")
+        raise _no_place(out, f"the folder {folder} does not exist; create it, or give another")
     if not force:
         refuse_existing(path)
     try:
@@ -119,10 +121,10 @@ def _prompts(given: list[str], files: list[Path], model: str) -> list[str]:
 
     texts = [*given, *(text for path in files for text in read_documents(path, "prompt_file"))]
     if not texts and model != "demo":
-        message = 'there is nothing to record; give -p "...", --prompt-file FILE or --text FILE'
+        message = 'nothing to record; give -p "...", --prompt-file FILE or --text FILE'
         raise ConfigError(message, setting="prompt", allowed="at least one, or `prompt_file`, or `text`")
     if not texts:
-        note(f'no prompt was given; taking "{DEMO_PROMPT}" (see --prompt)')
+        note(f'no prompt was given; using "{DEMO_PROMPT}" (see --prompt)')
     return texts or [DEMO_PROMPT]
 
 
@@ -236,7 +238,7 @@ def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampli
         recorder.first_sequence = recorder.sequences
         room = context - batch.input_ids.shape[1]
         if room < sampling.max_new_tokens:
-            warn(f"at most {room} new tokens instead of {sampling.max_new_tokens}: that is what the context leaves")
+            warn(f"at most {room} new tokens instead of {sampling.max_new_tokens}: the context has no room for more")
         try:
             continue_batch(model, tokenizer, batch, sampling)
         except KeyboardInterrupt:

@@ -36,28 +36,33 @@ Traces are written by smoe record. Nothing is computed and no model is needed.
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="A file that smoe record has written.")],
-    slots: Annotated[int | None, typer.Option(help="Experts that fit in memory.")] = None,
-    resident: Annotated[str | None, typer.Option(help="The same as a share of all experts, e.g. 40%.")] = None,
-    eviction: Annotated[str, typer.Option(help=f"Which expert is forgotten first: {', '.join(EVICTION)}.")] = "auto",
+    trace: Annotated[Path, typer.Argument(help="A trace written by smoe record.")],
+    slots: Annotated[int | None, typer.Option(help="Number of experts that fit in memory.")] = None,
+    resident: Annotated[str | None, typer.Option(help="Instead of --slots: a share of all experts, e.g. 40%.")] = None,
+    eviction: Annotated[str, typer.Option(help=f"Which resident expert is evicted first: {', '.join(EVICTION)}.")] = (
+        "auto"
+    ),
     alpha: Annotated[
-        float, typer.Option(help="Replace missing low-score experts; how the model would go on is not seen.")
+        float,
+        typer.Option(
+            help="Replace missing experts of low score; how this changes the model's later choices is not simulated."
+        ),
     ] = 0.0,
     pools: Annotated[str, typer.Option(help="One pool of slots for all layers, or one for each: global, layer.")] = (
         "global"
     ),
     profile: Annotated[
         str | None,
-        typer.Option(help="Simulate the time, too, beside this device: rtx-a6000, rtx-4060-ti or a JSON file."),
+        typer.Option(help="Also simulate the time with this device: rtx-a6000, rtx-4060-ti or a JSON file."),
     ] = None,
-    expert_size: Annotated[str | None, typer.Option(help="For --profile: size of an expert, e.g. 9MiB.")] = None,
+    expert_size: Annotated[str | None, typer.Option(help="With --profile: size of an expert, e.g. 9MiB.")] = None,
     balance: Annotated[
         str | None,
-        typer.Option(help="For --profile: which missing experts the CPU computes: none, optimal, paper, host."),
+        typer.Option(help="With --profile: which missing experts the CPU computes: none, optimal, paper, host."),
     ] = None,
     foresight: Annotated[
         float | None,
-        typer.Option(help="For --profile: prefetch by a predictor that is right with this probability, 0 to 1."),
+        typer.Option(help="With --profile: prefetch by a predictor that is right with this probability, 0 to 1."),
     ] = None,
     json: Json = False,
     debug: Debug = False,
@@ -65,7 +70,7 @@ def command(
     """Replay a recorded run through a cache of a given size: hit ratio and misses of its decode steps.
 
     The engine's own planner decides, from an empty cache, without prefetch; prompts warm the cache and are not counted.
-    With --profile the same plans run on a virtual clock, at the times of that device.
+    With --profile the same plans run on a virtual clock, with the times of that device.
     """
     from smoe.cli.console import Patience, output, print_json
 
@@ -89,7 +94,7 @@ def command(
     output().print(f"hit ratio  {found['hit_ratio']:.1%}")
     output().print(f"misses     {found['misses']} of {found['uses']} uses in {found['decode_steps']} decode steps")
     if profile is not None:
-        output().print(f"time       {1e3 * found['seconds_per_step']:.1f} ms a step beside {profile} (simulated)")
+        output().print(f"time       {1e3 * found['seconds_per_step']:.1f} ms a step with {profile} (simulated)")
         output().print(
             f"of these   {found['loads']} loaded, {found['computed_by_host']} computed by the CPU (balance "
             f"{found['balance']}), {found['prefetches']} prefetched"
@@ -102,17 +107,19 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
         raise ConfigError.no_choice("pools", pools, POOLS)
     configure(alpha=alpha)
     if slots is None and resident is None:
-        message = "how large is the cache? give one of --slots N and --resident 40%"
+        message = "the size of the cache is missing; give either --slots N or --resident 40%"
         raise ConfigError(message, setting="slots", allowed="a whole number, where `resident` is not given")
     if slots is not None and resident is not None:
-        message = f"--slots {slots} and --resident {resident} both say how large the cache is; leave one of them out"
+        message = f"--slots {slots} and --resident {resident} both set the size of the cache; leave out one of the two"
         raise ConfigError(message, setting="slots", given=slots, allowed="only without `resident`")
     if resident is not None:
         parse_share(resident, "resident")
     if eviction not in EVICTION:
         raise ConfigError.no_choice("eviction", eviction, EVICTION)
     if eviction == "belady" and alpha > 0:
-        message = "--eviction belady knows the future of the model's own choice, which --alpha changes; leave out one"
+        message = (
+            "--eviction belady needs the model's own future choices, which --alpha changes; leave out one of the two"
+        )
         raise ConfigError(message, setting="alpha", given=alpha, allowed="0 with `eviction` belady")
 
 
@@ -128,7 +135,7 @@ def _check_clock(
         if profile is None and value is not None:
             raise ConfigError.idle(name, value, "`profile`")
     if profile is not None and expert_size is None:
-        message = "--profile needs the size of an expert, which a trace does not tell: add --expert-size 9MiB"
+        message = "--profile needs the size of an expert, which a trace does not contain: add --expert-size 9MiB"
         raise ConfigError(message, setting="expert_size", allowed="a size, with `profile`")
     if profile is not None and pools != "global":
         message = "--profile simulates one pool for all layers; leave --pools out"
@@ -216,7 +223,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
     allowed = f"at least {least}{share}" if room < least else f"at most {header.experts}"
     if room < least:
         why = f"the model uses {max(layer.top_k for layer in header.layers)} of a layer for every token"
-        each = f", and --pools layer asks that of each of {len(header.layers)} layers" if pools == "layer" else ""
+        each = f", and --pools layer requires that for each of {len(header.layers)} layers" if pools == "layer" else ""
         message = f"`{setting}` {given}: a cache of {room} experts is too small: {why}{each}; give {allowed}"
     else:
         message = f"`{setting}` is {given}; the model has {header.experts} experts: give {allowed}"
@@ -239,6 +246,6 @@ def next_use_for(header: TraceHeader) -> NextUse:
 
     place = local_place(header.model)
     if place is None:
-        message = f"`eviction` learned needs the model that was recorded, {header.model}, which is not here"
-        raise ConfigError(message, setting="eviction", given=LEARNED, allowed="for traces of models that are here")
+        message = f"`eviction` learned needs the recorded model, {header.model}, which is not on this machine"
+        raise ConfigError(message, setting="eviction", given=LEARNED, allowed="for traces of models on this machine")
     return next_use_of(place, {layer.layer: layer.experts for layer in header.layers})[0]

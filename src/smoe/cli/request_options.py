@@ -25,7 +25,7 @@ ParseControlTokens = Annotated[
     bool,
     typer.Option(
         "--parse-control-tokens",
-        help="Let the text of control tokens (<|im_end|>) in messages become those tokens. \\[default: it stays text]",
+        help="Read the text of control tokens (<|im_end|>) in messages as those tokens. \\[default: as text]",
         rich_help_panel="Conversation",
     ),
 ]
@@ -35,12 +35,15 @@ ParseControlTokens = Annotated[
 class SamplingOptions:
     """How tokens are chosen."""
 
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many.", rich_help_panel=_SAMPLING)] = 128
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.", rich_help_panel=_SAMPLING)] = (
-        0.0
-    )
-    top_p: Annotated[float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)] = 1.0
-    seed: Annotated[int, typer.Option(help="For sampling.", rich_help_panel=_SAMPLING)] = 0
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", rich_help_panel=_SAMPLING)] = 128
+    temperature: Annotated[
+        float, typer.Option(help="0: always choose the most likely token.", rich_help_panel=_SAMPLING)
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample from the likeliest tokens of this total probability.", rich_help_panel=_SAMPLING),
+    ] = 1.0
+    seed: Annotated[int, typer.Option(help="Seed for sampling.", rich_help_panel=_SAMPLING)] = 0
     stop: Annotated[
         list[str] | None,
         typer.Option(help="End the text before this string. Repeatable.", rich_help_panel=_SAMPLING),
@@ -59,16 +62,22 @@ class ChatSamplingOptions:
     ] = None
     temperature: Annotated[
         float | None,
-        typer.Option(help="0: always the most likely token. \\[default: the model's]", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="0: always choose the most likely token. \\[default: the model's]", rich_help_panel=_SAMPLING
+        ),
     ] = None
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample from this much probability. \\[default: the model's]", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="Sample from the likeliest tokens of this total probability. \\[default: the model's]",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Sample from so many tokens; 0: from all. \\[default: the model's]", rich_help_panel=_SAMPLING
+            help="Sample from this many of the likeliest tokens; 0: from all. \\[default: the model's]",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None
     repetition_penalty: Annotated[
@@ -77,7 +86,9 @@ class ChatSamplingOptions:
     ] = None
     seed: Annotated[
         int | None,
-        typer.Option(help="The same conversation again. \\[default: another every time]", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="Seed for sampling, to repeat a conversation. \\[default: random]", rich_help_panel=_SAMPLING
+        ),
     ] = None
     stop: Annotated[
         list[str] | None,
@@ -91,7 +102,9 @@ class PromptOptions:
 
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="Repeatable: prompts run together.", rich_help_panel=_PROMPT),
+        typer.Option(
+            "--prompt", "-p", help="A prompt. Repeatable: several prompts run together.", rich_help_panel=_PROMPT
+        ),
     ] = None
     prompt_file: Annotated[
         list[str] | None,

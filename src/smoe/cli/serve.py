@@ -31,10 +31,10 @@ smoe serve ./my-moe --memory 8GiB --context 8192 --max-sequences 8 --port 9000
 
 SMOE_API_KEY=secret smoe serve ./my-moe --memory 8GiB --host 0.0.0.0
 
-OpenAI's clients, and programs that speak to them, take the address that it
-says, http://127.0.0.1:8000/v1. docs/serve.md lists what can be asked. Ctrl-C
-and SIGTERM let answers that are under way finish; a second one ends them, a
-third leaves at once.
+OpenAI's clients, and programs for OpenAI's API, use the address that it
+prints, http://127.0.0.1:8000/v1. docs/serve.md lists the requests. Ctrl-C
+and SIGTERM let responses in flight finish; a second one ends them, a
+third exits at once.
 """
 
 _SERVER = "Server"
@@ -47,14 +47,15 @@ class ServerOptions:
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen at; others than loopback need --api-key or --no-auth.", rich_help_panel=_SERVER
+            help="Address to listen on; other addresses than loopback need --api-key or --no-auth.",
+            rich_help_panel=_SERVER,
         ),
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0: any free one.", rich_help_panel=_SERVER)] = 8000
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.", rich_help_panel=_SERVER)] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="What clients must send; better in the environment, where no list of processes shows it.",
+            help="API key that clients must send; safer in the environment, as process lists show options.",
             envvar="SMOE_API_KEY",
             show_envvar=True,
             rich_help_panel=_SERVER,
@@ -67,59 +68,73 @@ class ServerOptions:
         ),
     ] = None
     no_auth: Annotated[
-        bool, typer.Option("--no-auth", help="Let everybody ask who reaches --host.", rich_help_panel=_SERVER)
+        bool,
+        typer.Option(
+            "--no-auth", help="Answer all clients that can reach --host, without a key.", rich_help_panel=_SERVER
+        ),
     ] = False
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="A web page's origin that may ask, such as https://chat.example; * for all. Repeatable.",
+            help="Origin of web pages that may send requests, such as https://chat.example; * for all. Repeatable.",
             rich_help_panel=_SERVER,
         ),
     ] = None
     name: Annotated[
         str | None,
         typer.Option(
-            help="What clients call the model. \\[default: its id, or its folder's name]", rich_help_panel=_SERVER
+            help="Name of the model for clients. \\[default: its id, or its folder's name]", rich_help_panel=_SERVER
         ),
     ] = None
     max_waiting: Annotated[
-        int, typer.Option(help="Texts that may wait for a place; then 429.", rich_help_panel=_SERVER)
+        int,
+        typer.Option(
+            help="Queue length: texts that may wait for a free sequence; more get status 429.",
+            rich_help_panel=_SERVER,
+        ),
     ] = 64
-    max_body: Annotated[str, typer.Option(help="The largest request.", rich_help_panel=_SERVER)] = "4MiB"
+    max_body: Annotated[str, typer.Option(help="Largest size of a request's body.", rich_help_panel=_SERVER)] = "4MiB"
     max_bodies: Annotated[
         str | None,
         typer.Option(
-            help="Requests in memory that are not yet made into prompts; then 429. \\[default: 8 x --max-body]",
+            help="Memory for request bodies that are not yet prompts; more get status 429. \\[default: 8 x --max-body]",
             rich_help_panel=_SERVER,
         ),
     ] = None
     max_connections: Annotated[
         int,
         typer.Option(
-            help="Open at once; a new one takes the place of the one that has waited longest for its client.",
+            help="Open connections at most; a new one replaces the one that has been idle longest.",
             rich_help_panel=_SERVER,
         ),
     ] = 512
     head_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="For a request's head to come.", rich_help_panel=_SERVER)
+        float,
+        typer.Option(metavar="SECONDS", help="Time limit for receiving a request's headers.", rich_help_panel=_SERVER),
     ] = 10.0
     body_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="For a request's body to come.", rich_help_panel=_SERVER)
+        float,
+        typer.Option(metavar="SECONDS", help="Time limit for receiving a request's body.", rich_help_panel=_SERVER),
     ] = 60.0
     idle_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Between two requests of a connection.", rich_help_panel=_SERVER)
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Time limit between two requests of a connection.", rich_help_panel=_SERVER
+        ),
     ] = 30.0
     unread_timeout: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="In which a client must take something of its answer.", rich_help_panel=_SERVER
+            metavar="SECONDS",
+            help="Time limit for a client that reads nothing of its response.",
+            rich_help_panel=_SERVER,
         ),
     ] = 60.0
     exit_on_failure: Annotated[
         bool,
         typer.Option(
             "--exit-on-failure",
-            help="End with code 1 once the model can no longer be used, so that a supervisor starts it again.",
+            help="Exit with code 1 when the model can no longer be used, so that a supervisor starts the server again.",
             rich_help_panel=_SERVER,
         ),
     ] = False
@@ -129,7 +144,7 @@ class ServerOptions:
         float,
         typer.Option(
             metavar="SECONDS",
-            help="How long answers under way may go on after Ctrl-C or SIGTERM.",
+            help="Time limit for responses in flight after Ctrl-C or SIGTERM.",
             rich_help_panel=_SERVER,
         ),
     ] = 30.0
@@ -172,7 +187,7 @@ class ServerOptions:
                 "`api_key` and `api_key_file` exclude each other; leave one out (SMOE_API_KEY gives the first)",
                 setting="api_key_file",
                 given=str(self.api_key_file),
-                allowed="nothing beside `api_key`",
+                allowed="none with `api_key`",
             )
         try:
             return self.api_key_file.read_text(encoding="utf8").strip()
@@ -188,10 +203,10 @@ class ServerOptions:
 def command(
     server: ServerOptions, engine: EngineOptions, model: Model = "demo", json: Json = False, debug: Debug = False
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's clients ask for it.
+    """Serve a model over HTTP with OpenAI's API.
 
-    Several are answered at once (--max-sequences; 4 unless said otherwise), each as it would be alone. Listens on this
-    machine only, unless told to.
+    Several requests are decoded together (--max-sequences; by default 4), each with the same result as alone. Listens
+    on this machine only, unless --host is given.
     """
     from smoe.machine.native_heap import bound_heap
     from smoe.server.installed import check_server
@@ -245,8 +260,8 @@ def _serve(
         serving = Serving(ready, tokenizer_of(model, engine.revision, template), name, config)
         if not serving.prompts.has_template:
             note(
-                "this model has no chat template: it continues texts (/v1/completions) and refuses conversations; "
-                "--chat-template FILE gives it one"
+                "this model has no chat template: it serves /v1/completions and refuses conversations; give a "
+                "template with --chat-template FILE"
             )
         first_pass(ready, serving.tokenizer)
         listener = Server(serving, told, warned)
@@ -270,7 +285,7 @@ def _tell_where(door: socket.socket, serving: Serving, as_json: bool) -> None:
     addresses, config = [f"{address}/v1" for address in addresses_of(door)], serving.config
     note(f"serving {serving.name} at {' and '.join(addresses)} (Ctrl-C ends it)", is_asked=True)
     if config.no_auth and not config.is_local:
-        note("everybody who reaches this machine there may ask: no key is wanted (--no-auth)", is_asked=True)
+        note("every client that can reach this address is answered: no key is required (--no-auth)", is_asked=True)
     if as_json:
         print_json(
             {

@@ -43,7 +43,7 @@ def loaded(
             awaited = format_count(config.cluster_workers, "worker")
             awaited += " and a draft model" if is_apart(placed_shadow(config)) else ""
             seconds = f"{config.cluster_timeout_seconds:g} s"
-            note(f"after loading, up to {seconds} are spent waiting for {awaited} of the cluster {config.cluster}")
+            note(f"after loading, this command waits up to {seconds} for {awaited} of the cluster {config.cluster}")
         watch.start(ledger)
 
     try:
@@ -79,8 +79,8 @@ def _note_shadow(said: dict[str, Any] | None) -> None:
     """Whether the shadow of a cluster is there."""
     if said is None:
         warn(
-            "no draft model of the cluster has come, so workers are not told ahead yet; start one (smoe cluster join "
-            "--shadow), or have it here (--set shadow_on=main)"
+            "no draft model has connected, so workers do not prefetch yet; start one (smoe cluster join --shadow), "
+            "or run it here (--set shadow_on=main)"
         )
     elif said["state"] == "ready":
         note(f"draft model: {said['name']}, in {said['precision']}")
@@ -94,7 +94,7 @@ def _open_to(cluster: str) -> str:
     from smoe.cluster.identity import read_main
 
     main = read_main(cluster)
-    return f"listening at {reach_of(main.address, main.everywhere)}; let in: {main.who_may_come()}"
+    return f"listening at {reach_of(main.address, main.everywhere)}; admitted: {main.who_may_come()}"
 
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
@@ -112,7 +112,7 @@ def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
     if config.expert_cache != "budget" or config.resident_share is not None:
         return parts
     smaller = "--context or --max-sequences leaves" if config.max_sequences > 1 else "--context leaves"
-    return f"{parts}; a smaller {smaller} more to experts"
+    return f"{parts}; a smaller {smaller} more for experts"
 
 
 def tokenizer_of(model: str, revision: str | None, chat_template: str | None = None) -> Any:
@@ -134,7 +134,7 @@ class _Checking:
         """So many bytes of so many are read."""
         self._amount = done, total
         if self._bar is None:
-            self._bar = Patience("checking the pack, once on this machine", lambda: self._amount)
+            self._bar = Patience("checking the packed file, once on this machine", lambda: self._amount)
             self._bar.start()
         if done == total:
             self.stop()

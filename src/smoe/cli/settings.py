@@ -31,58 +31,58 @@ OPTION_OF = {
 }
 """Settings whose option has another name."""
 SETTABLE: dict[str, str] = {
-    "alpha_as_priced": "Take the alpha that the model was priced for, where it has one.",
+    "alpha_as_priced": "Use the alpha that smoe tune found for the model, where there is one.",
     "balance_order": "Which experts are loaded first where the CPU computes others.",
     "cache_records": "With --eviction multidimensional: count uses in this sequence, or all.",
-    "cache_weights": "With --eviction multidimensional: lru, lfu, lhu, fld: 0.4,0.3,0.2,0.1.",
-    "cluster_timeout_seconds": "With --cluster: how long workers are waited for.",
-    "cluster_verify": "With --cluster: the share of workers' results recomputed here, as 1/64.",
+    "cache_weights": "With --eviction multidimensional: lru, lfu, lhu, fld, e.g. 0.4,0.3,0.2,0.1.",
+    "cluster_timeout_seconds": "With --cluster: how long to wait for workers.",
+    "cluster_verify": "With --cluster: the share of workers' results recomputed here, such as 1/64.",
     "cluster_workers": "With --cluster: how many workers must be there before the first token.",
-    "dense_precision": "Quantised weights beside the experts: kept as stored, or in --dtype.",
-    "dilation": "With --device emulated: how much slower than reported it really runs.",
+    "dense_precision": "Quantised weights other than experts: as stored, or converted to --dtype.",
+    "dilation": "With --device emulated: how many times slower than reported it runs.",
     "direct_io": "Bypass the page cache; auto: unless free RAM holds the whole model.",
-    "emulated_expert_bytes": "With --device emulated: pace everything as if every expert had this size.",
-    "expert_cache": "How many experts stay: by the budget, or one token's choice.",
+    "emulated_expert_bytes": "With --device emulated: use the times of experts of this size.",
+    "expert_cache": "Experts that stay resident: as many as fit, or one token's choice.",
     "io_threads": "Reading threads; one or two saturate a disk.",
     "lend_reserve": "Memory that activations and positions do not use yet holds experts.",
-    "prefetch_asked": "Ask what sees routing alone, as expert-mlp, before or beside the experts.",
+    "prefetch_asked": "Run expert-mlp and its like before the experts, or concurrently.",
     "prefetch_depth": "With --prefetch stacked-gates, corrected-gates: layers ahead, at most.",
-    "prefetch_trial": "Prefetch only while a clock finds that it pays.",
+    "prefetch_trial": "Prefetch only while measured times show a gain.",
     "prefetch_what": "Which predicted experts are loaded: those of top score, or all.",
-    "prefill_balance": "Where the CPU computes missing experts, it helps with prompts, too.",
-    "prefill_keep": "Which experts stay after a prompt: by its last tokens, or by the eviction.",
+    "prefill_balance": "Where the CPU computes missing experts: let it compute for prompts, too.",
+    "prefill_keep": "Experts resident after a prompt: by its last tokens, or by --eviction.",
     "prefill_tokens": "Tokens of all sequences in one step; longer prompts are read in chunks.",
-    "placement": "With --cluster: each expert where it is done first, or workers by turns.",
+    "placement": "With --cluster: each expert where it finishes first, or workers in turn.",
     "preload": "Read every expert in the background as soon as the model is loaded.",
-    "recent_costs": "Measured loads and computations that the balancer's costs are the means of.",
+    "recent_costs": "How many recent loads and computations the balancer averages.",
     "score_window": "With --eviction score: steps over which scores are averaged.",
-    "shadow_departure": "With --prefetch shadow: begin the next token by its own guess, or late.",
-    "shadow_on": "With --prefetch shadow: on main (the coordinator) or in the cluster.",
-    "shadow_precision": "With --prefetch shadow: the precision of the copy that runs ahead.",
-    "shadow_spares": "With --prefetch shadow: experts of a layer named beside those it chose.",
+    "shadow_departure": "With --prefetch shadow: start a token from a prediction, or wait for it.",
+    "shadow_on": "With --prefetch shadow: on the coordinator (main) or in the cluster.",
+    "shadow_precision": "With --prefetch shadow: the precision of the draft model.",
+    "shadow_spares": "With --prefetch shadow: experts predicted in addition, for each layer.",
     "share_substitutes": "In a batch, prefer substitutes that serve several of its sequences.",
-    "substitute_weights": "What a substitute weighs: by its own score, or what the missing one would.",
-    "substitutes": "What becomes of a missing low-score expert with --alpha.",
-    "tpot_seconds": "Answer misses within so many seconds a token (generate: --tpot).",
-    "turn_timeout_seconds": "How long a request waits for another thread's to end.",
+    "substitute_weights": "A substitute's routing weight: by its score, or the missing expert's.",
+    "substitutes": "How a missing expert of low score is resolved with --alpha.",
+    "tpot_seconds": "Resolve misses within this many seconds a token (generate: --tpot).",
+    "turn_timeout_seconds": "How long a request waits for another thread's request to end.",
 }
 """Settings without an option, and what they mean in a line."""
 _LEFT_OUT = {
     "cache_records": "sequence",
-    "cache_weights": "what smoe tune --cache has found for the model, else the usual",
-    "dilation": "as this machine needs",
+    "cache_weights": "as smoe tune --cache found for the model, else the usual weights",
+    "dilation": "as fast as this machine allows",
     "placement": "finish",
     "emulated_expert_bytes": "the model's own",
     "prefetch_asked": "before, or first-expert with --preset duoserve",
     "prefetch_depth": str(DEFAULT_PREFETCH_DEPTH),
     "prefetch_trial": "true with --prefetch auto, else false",
-    "preload": "true where the budget holds every expert",
+    "preload": "true if the budget holds every expert",
     "shadow_departure": DEPARTURE[0],
-    "shadow_on": "cluster where one belongs to it, else main",
+    "shadow_on": "cluster if it has a draft model, else main",
     "shadow_precision": DEFAULT_SHADOW,
     "shadow_spares": "0",
     "tpot_seconds": "no bound",
-    "turn_timeout_seconds": "as long as it takes",
+    "turn_timeout_seconds": "no limit",
 }
 """What stands for a default of None."""
 _HOW = "--set help lists all names"
@@ -110,9 +110,9 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
         if not equals or not name:
             raise _refusal(text, f"--set is {text!r}; it must be NAME=VALUE, such as io_threads=2; {_HOW}")
         if name not in known:
-            raise _refusal(text, f"--set knows no {name!r}; {_closest(name, known)} {_HOW}")
+            raise _refusal(text, f"unknown --set {name!r}; {_closest(name, known)} {_HOW}")
         if name not in SETTABLE:
-            raise _refusal(text, f"--set {name}: it has an option of its own, use {option_of(name)}")
+            raise _refusal(text, f"--set {name}: use its own option {option_of(name)} instead")
         if name in found:
             raise _refusal(text, f"--set gives {name} twice, {found[name]!r} and {value!r}; leave one out")
         found[name] = value_of(name, known[name], value.strip())

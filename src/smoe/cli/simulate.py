@@ -28,20 +28,20 @@ PAPERS = ("smoe", "hobbit", "duoserve", "od-moe")
 
 
 def command(
-    paper: Annotated[str, typer.Option(help=f"Whose evaluation: {', '.join(PAPERS)}.")],
-    fresh: Annotated[bool, typer.Option("--fresh", help="Simulate anew what was simulated before.")] = False,
+    paper: Annotated[str, typer.Option(help=f"The paper whose evaluation is simulated: {', '.join(PAPERS)}.")],
+    fresh: Annotated[bool, typer.Option("--fresh", help="Simulate again what was simulated before.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Simulate what a paper measured, on the devices that it names, and set its claims beside what comes out.
+    """Simulate a paper's measurements on the devices that it names, and compare the results with its claims.
 
-    The engine's own plans run on a virtual clock. Claims are relative: how many times better one system is than
-    another; a claim holds where the least gain here (what is beyond 1) is nine tenths of the paper's least, in part
-    where the largest is, and by less where all gains here are smaller. Some are figures (od-moe): one holds where it
-    lies near enough, by the bar that was set for it.
+    The engine's own plans run on a virtual clock. Claims are relative: how many times faster one system is than
+    another. A claim holds if the least gain here (beyond 1) is at least nine tenths of the paper's least; it holds in
+    part if the largest is; it holds by less if all gains here are smaller. Some claims are figures (od-moe): one holds
+    if the result is within the tolerance set for it.
 
-    Every setting that is done is kept in the user's cache folder: what is interrupted goes on from there, and what was
-    simulated by this smoe is not simulated again.
+    Every finished setting is stored in the user's cache folder: an interrupted command continues there, and a setting
+    that this version of smoe has simulated is not simulated again.
     """
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import Keeping
@@ -54,8 +54,8 @@ def command(
     count = len(evaluation.SETTINGS)
     known = sum(cells.find(setting) is not None for setting in evaluation.SETTINGS)
     if known:
-        note(f"{known} of {count} settings were simulated before; --fresh simulates them anew")
-    how = "the same command, without --fresh, goes on" if fresh else "the same command goes on"
+        note(f"{known} of {count} settings were simulated before; --fresh simulates them again")
+    how = "the same command, without --fresh, continues" if fresh else "the same command continues"
     words = f"interrupted; {how} from the settings that are done" if Keeping().can_keep else "interrupted"
     try:
         with progress("simulate", "settings") as bars:

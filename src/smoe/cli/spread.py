@@ -17,7 +17,7 @@ from smoe.cli.logs import logged
 from smoe.cli.options import EngineOptions, check_text
 from smoe.errors import UnpreparedError
 
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result, warnings and errors.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, warnings and errors.")]
 _Verbose = Annotated[
     int,
     typer.Option(
@@ -25,7 +25,7 @@ _Verbose = Annotated[
         "-v",
         count=True,
         show_default=False,
-        help="Show the log; -vv: all of it (also: SMOE_LOG=info or debug).",
+        help="Print the log; -vv: with debug lines (also: SMOE_LOG=info or debug).",
     ),
 ]
 _EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}

@@ -31,9 +31,9 @@ def print_summary(report: RunReport) -> None:
 def print_totals(totals: Totals) -> None:
     """The same of a server."""
     read = totals.prompt_tokens - totals.reused_tokens
-    tokens = f"{read:,} read, {totals.reused_tokens:,} known from before, {totals.new_tokens:,} new"
+    tokens = f"{read:,} read, {totals.reused_tokens:,} reused from the KV cache, {totals.new_tokens:,} new"
     if totals.tokens_per_second is not None:
-        tokens += f" = {format_rate(totals.tokens_per_second)} while somebody waited"
+        tokens += f" = {format_rate(totals.tokens_per_second)} while requests were in flight"
     requests, parts = format_count(totals.requests, "request"), []
     parts += [f"{totals.refused_requests:,} refused"] if totals.refused_requests else []
     parts += [f"{totals.failed_requests:,} failed"] if totals.failed_requests else []
@@ -110,7 +110,7 @@ def _busy(report: RunReport) -> str:
     waited = report.generation.waited_share
     if waited is None or waited < BUSY_SHARE:
         return ""
-    return f"other programs use this machine: this run waited {waited:.0%} of its time for a core"
+    return f"other programs used this machine: this run waited {waited:.0%} of its time for a core"
 
 
 def _beyond(report: RunReport) -> str:
@@ -120,8 +120,8 @@ def _beyond(report: RunReport) -> str:
     if asked is None or median is None or median <= _MET * asked:
         return ""
     return (
-        f"; {format_seconds(asked)} were asked for and not met: give more --memory or a longer --tpot, or, where the "
-        "run was short, more tokens to find the way"
+        f"; {format_seconds(asked)} were requested and not met: give more --memory or a longer --tpot; after a short "
+        "run, more tokens, as the control needs some to settle"
     )
 
 
@@ -136,12 +136,12 @@ def _workers(report: RunReport) -> str:
     if report.workers is None:
         return ""
     if not report.workers:
-        return "nobody came"
+        return "no worker connected"
     if not any(each["experts_computed"] for each in report.workers):
         why = (
             "all experts fit into the coordinator's memory"
             if report.all_fit
-            else "the coordinator had every expert sooner itself"
+            else "the coordinator was faster for every expert"
         )
         done = f"not needed: {why}"
     else:
@@ -155,7 +155,7 @@ def _workers(report: RunReport) -> str:
 def _loss(lost: dict[str, Any], came_back: bool) -> str:
     when = time.strftime("%H:%M:%S", time.localtime(lost["at"]))
     if came_back:
-        return f"{lost['name']} was away at {when} ({lost['why']}) and came back"
+        return f"{lost['name']} was lost at {when} ({lost['why']}) and reconnected"
     return f"{lost['name']} was lost at {when} ({lost['why']})"
 
 
@@ -174,10 +174,10 @@ def _lossy(report: RunReport) -> str:
         return ""
     became = [said for said in (_replaced(report), _by_low_copies(report)) if said]
     if not became:
-        return f"{what} (smoe eval says what that costs)"
+        return f"{what} (smoe eval measures the quality cost)"
     if not report.low_copies and not report.routes.get("substituted"):
         return f"{what}: {became[0]}"  # which has cost nothing
-    return f"{what}: {'; '.join(became)} (smoe eval says what that costs)"
+    return f"{what}: {'; '.join(became)} (smoe eval measures the quality cost)"
 
 
 def _replaced(report: RunReport) -> str:
@@ -186,7 +186,7 @@ def _replaced(report: RunReport) -> str:
         return ""
     replaced = report.routes.get("substituted", 0.0)
     if replaced == 0:
-        return "nothing was replaced; too few experts are resident, or nothing was missing"
+        return "no expert was replaced: too few are resident, or none was missing"
     return f"{replaced:.1%} of the experts chosen were replaced"
 
 
@@ -195,9 +195,9 @@ def _by_low_copies(report: RunReport) -> str:
     found = report.low_copies
     if not found:
         return ""
-    said = f"low copies served {found['served']:.1%} of the experts used"
+    said = f"{found['served']:.1%} of the experts used were low copies"
     if found["left_out"]:
-        said += f", {found['left_out']:.1%} were left out"
+        said += f", {found['left_out']:.1%} were dropped"
     said += f", {format_bytes(found['bytes_per_token'])} of low copies read per token"
     upgrades = found["upgrades_per_token"]
     return f"{said}, {upgrades:.2g} upgrades a token" if upgrades else said
@@ -205,10 +205,10 @@ def _by_low_copies(report: RunReport) -> str:
 
 def _arithmetic(report: RunReport) -> str:
     if report.activations == INT8:
-        return "activations in 8 bits where weights are quantised, as llama.cpp (--activations dtype: in full)"
+        return "8-bit activations where weights are quantised, as in llama.cpp (--activations dtype: full precision)"
     if report.arithmetic != "own-order":
         return ""
-    return "sums in our own order, equal to torch's up to rounding (--kernels torch has its bits)"
+    return "sums in another order than torch's, equal up to rounding (--kernels torch: the same bits)"
 
 
 def _bench(report: RunReport) -> str:
@@ -246,7 +246,10 @@ def _limit(report: RunReport) -> str:
     floor = format_seconds(report.floor.overlapped_seconds)
     needs = f"{report.floor.bound_by} alone needs {floor} a token ({report.rates.source})"
     if report.beats_rates:
-        return f"reached, and more: {needs}; this run had more, as from the processor's cache or in a quieter hour"
+        return (
+            f"reached, and more: {needs}; this run was faster than the measured rates, for example by the processor's "
+            "cache or on a quieter machine"
+        )
     return f"{report.floor_share:.0%} reached: {needs}"
 
 

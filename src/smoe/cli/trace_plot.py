@@ -34,17 +34,19 @@ smoe trace plot demo.trace --out pictures
 
 smoe trace plot monday.trace tuesday.trace --out pictures --format svg --json
 
-docs/traces.md shows every picture and says how to read it.
+docs/traces.md shows every picture and explains it.
 """
 
 
 def command(
-    trace: Annotated[list[Path], typer.Argument(help="Files that smoe record has written, of one model.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the pictures; it is made where needed.")],
-    format: Annotated[str, typer.Option(help=f"Of the pictures: {', '.join(FORMATS)}.")] = "png",
+    trace: Annotated[list[Path], typer.Argument(help="Traces written by smoe record, all of one model.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the pictures; created if needed.")],
+    format: Annotated[str, typer.Option(help=f"Format of the pictures: {', '.join(FORMATS)}.")] = "png",
     tokens: Annotated[
         int | None,
-        typer.Option(help="Of every trace, the first ones. \\[default: 1000; fewer where there are many layers]"),
+        typer.Option(
+            help="Tokens of every trace, from its beginning. \\[default: 1000; fewer where there are many layers]"
+        ),
     ] = None,
     expert_size: Annotated[
         str | None, typer.Option(help="Size of an expert, e.g. 9MiB. \\[default: as recorded]")
@@ -52,7 +54,7 @@ def command(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Draw what a recorded run says about experts: how much memory is worth buying, above all.
+    """Draw what a recorded run shows about experts: above all, how much memory is worth buying.
 
     Misses of every eviction policy at every size of the cache; reuse and scores by rank; what sequences prefer;
     popularity and affinity; entropy. With --json the numbers behind the pictures are printed.
@@ -124,10 +126,10 @@ def _write(found: Survey, out: Path, form: str) -> dict[str, Path]:
     except OSError as error:
         kind = DiskSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
         raise kind(
-            f"cannot write into {out}: {error.strerror or error}; make room there, or give another `out`",
+            f"cannot write into {out}: {error.strerror or error}; free some space there, or give another `out`",
             setting="out",
             given=str(out),
-            allowed="a folder with room, that can be written",
+            allowed="a writable folder with free space",
         ) from error
     return files
 
@@ -136,12 +138,14 @@ def _remarks(found: Survey, out: Path, form: str, drawn: set[str]) -> list[str]:
     """What is not in the pictures, and why."""
     from smoe.trace.pictures import PICTURES
 
-    remarks = [f"{_WORDS[name]} left out: {why}" for name, why in found.left_out.items()]
+    remarks = [f"{_WORDS[name]} omitted: {why}" for name, why in found.left_out.items()]
     if len(found.names) > 1:
-        remarks.append(f"the traces call their model {', '.join(found.names)}: taken for one, as all layers are alike")
+        remarks.append(
+            f"the traces name their model {', '.join(found.names)}: treated as one model, as all layers agree"
+        )
     stale = [f"{name}.{form}" for name in PICTURES if name not in drawn and (out / f"{name}.{form}").exists()]
     if stale:
-        remarks.append(f"in {out} there are still {', '.join(stale)} of an earlier run")
+        remarks.append(f"{out} still contains {', '.join(stale)} of an earlier run")
     return remarks
 
 

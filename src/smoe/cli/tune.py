@@ -76,46 +76,45 @@ _LEAST_PRICED_TOKENS = 640
 def command(
     engine: EngineOptions, tuned: TuneOptions, model: Model = "demo", json: Json = False, debug: Debug = False
 ) -> None:
-    """Find the substitution threshold for a time per token, or for a price in quality. Both go from 0 to 0.6.
+    """Find the substitution threshold for a time per token, or for a quality cost. Both search from 0 to 0.6.
 
-    With --tpot, or nothing: measure the time per token, and name the smallest threshold that meets the budget. In
-    rounds, so that the noise of this machine is known (+/-: half of what lies between the fastest and the slowest);
-    the choice is measured once more. Where experts come from disk, times are told for one rate of reading, as a disk
-    may be twice as fast in the next minute. The result is remembered for this model, budget and machine; `smoe generate
-    --tpot` uses it.
+    With --tpot, or no option: measure the time per token, and choose the smallest threshold that meets the budget.
+    Measurements are repeated in rounds to estimate the noise of this machine (+/-: half the difference between the
+    fastest and the slowest); the chosen threshold is measured once more. Where experts come from disk, times are
+    converted to one read rate, as a disk's rate may double within a minute. The result is stored for this model, budget
+    and machine; `smoe generate --tpot` uses it.
 
-    With --max-perplexity-increase: price every threshold as `smoe eval` does, and name the largest whose perplexity
-    rises by no more, at the upper bound of its interval of 95 %. It is remembered for this model wherever as many
-    experts are resident, or more; --preset smoe uses it.
+    With --max-perplexity-increase: measure the quality cost of every threshold as `smoe eval` does, and choose the
+    largest whose perplexity rises by no more, at the upper bound of its interval of 95 %. The result is stored for this
+    model and applies wherever at least as many experts are resident; --preset smoe uses it.
 
-    With --prices: measure what it costs to leave an expert out, to put a resident one in its place, or, with low
-    copies, to compute its low copy: in nats, by layer. The table is remembered for this model; --preset balanced and
-    --max-perplexity-increase elsewhere use it.
+    With --prices: measure what it costs to drop an expert, to replace it by a resident one, or, with low-precision
+    copies, to compute its copy: in nats, by layer. The table is stored for this model; --preset balanced and
+    --max-perplexity-increase of other commands use it.
 
-    With --cache: the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache of this size.
-    They are remembered for this model; --eviction multidimensional uses them. With --eviction learned as well: learn
-    from the traces which experts will be used next, and count what each policy misses in a cache of this size.
+    With --cache: find the weights of HOBBIT's cache whose misses cost least on recorded traces, in a cache of this
+    size. They are stored for this model; --eviction multidimensional uses them. With --eviction learned as well: learn
+    from the traces which experts will be used next, and count the misses of each policy in a cache of this size.
 
-    With --predictor: what guesses the next layer's experts by the history of routing alone, fitted on recorded traces
-    (or on a text, which is recorded first): counts, or a network that is trained for 15 to 45 passes over them, from
-    where an interrupt has left it: minutes, a quarter of an hour for the embedded model. It is remembered for this
-    model; --prefetch uses it. With --held-out, how often it and the others are right on other text.
+    With --predictor: fit a predictor of the next layer's experts that sees only the history of routing, on recorded
+    traces (or on a text, which is recorded first): counts, or a network that is trained for 15 to 45 passes. Training
+    continues after an interrupt and takes minutes, a quarter of an hour for the embedded model. The result is stored
+    for this model; --prefetch uses it. With --held-out, also test it and the other predictors on other text.
 
-    With --shares: the thresholds of low copies (T1, T2) by which so many per cent of a text's choices ask for their own
-    copy, a low one and none. The text's profile is remembered for this model, whatever the shares; --precision-shares
-    and --preset hobbit use it.
+    With --shares: find the thresholds (T1, T2) at which the given per cent of a text's choices are computed in full
+    precision, in low precision, and not at all. The text's profile is stored for this model, whatever the shares;
+    --precision-shares and --preset hobbit use it.
 
-    With --predictor corrected-gates: what the layers between do to a router's input, so that the experts of later
-    layers are guessed better. It is remembered for this model; --prefetch corrected-gates uses it.
+    With --predictor corrected-gates: learn how the layers in between change a router's input, so that the experts of
+    later layers are predicted better. The result is stored for this model; --prefetch corrected-gates uses it.
 
-    With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or evictions, on a text. It is read
-    once; every entrant is simulated at the times that this machine took, and the best ones are run in turns, with no
-    prefetch, or the eviction auto, beside them. What has to be learned first takes part where it was. What serves
-    without a tournament wins ties: another takes its place where it was more than 2 % faster in three rounds,
-    or in three more of up to seven than it was not.
-    The winner is remembered for this model and machine; --prefetch auto and --eviction auto, the defaults, are the
-    winner then where about as many experts are resident (within a third). With both, predictors are judged beside the
-    eviction that won. --forget drops what has won.
+    With --prefetch auto, --eviction auto, or both: a tournament of all predictors, or all evictions, on a text. The
+    text is read once; every candidate is simulated with the times of this machine, and the best ones are run in turns,
+    compared with no prefetch or with the usual eviction. Candidates that must be learned take part if they have been.
+    The usual choice wins ties: another replaces it only if it was more than 2 % faster in three rounds, or, in up to
+    seven rounds, in three more than it was not. The result is stored for this model and machine; --prefetch auto and
+    --eviction auto, the defaults, use it where about as many experts are resident (within a third). With both,
+    predictors are compared with the eviction that won. --forget deletes stored results.
     """
     _measure_what_is_asked(model, engine, tuned, json)
 
@@ -165,7 +164,7 @@ def _time(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) 
     try:
         _tune(model, substituting(engine), engine.revision, tuned.text, budget, as_json)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; nothing was kept") from None
+        raise KeyboardInterrupt("interrupted; nothing was stored") from None
 
 
 def _price(
@@ -198,12 +197,12 @@ def _price(
     folder = fetch(model, engine.revision)
     path = keeping.keep(lambda: remember(folder, priced))
     if path is not None:
-        note(f"remembered for --preset smoe in {path}")
+        note(f"stored for --preset smoe in {path}")
     before, after = prices[0].quality.median_seconds, chosen.quality.median_seconds
     if priced.alpha > 0 and after >= before:
         note(
-            f"but it saves nothing here: {format_seconds(after)} a token, {format_seconds(before)} without; where "
-            "experts are small or all in memory, there is nothing to save"
+            f"but it saves no time here: {format_seconds(after)} a token, {format_seconds(before)} without; with "
+            "small experts, or all in memory, there is no time to save"
         )
     if as_json:
         print_json(circumstances | as_stored(priced) | {"prices": [price.as_json() for price in prices]})
@@ -230,7 +229,7 @@ def _tune(
         tuning = _measure(ready, model, ids)
         path = keeping.keep(lambda: store(tuning))
         if path is not None:
-            note(f"remembered for smoe generate --tpot in {path}")
+            note(f"stored for smoe generate --tpot in {path}")
         if not as_json:
             _print_table(tuning)
         if tuning.bytes_per_second is not None:
@@ -262,7 +261,7 @@ def _choose(ready: PreTrainedModel, tuning: Tuning, budget: float, ids: list[int
     from smoe.eval.tune import choose, turn_tokens
 
     with progress("tune", "tokens") as bars:
-        task = bars.add_task("measuring the choice once more", total=turn_tokens(), amount="")
+        task = bars.add_task("measuring the chosen alpha once more", total=turn_tokens(), amount="")
         return choose(ready, tuning, budget, ids, lambda count: bars.update(task, advance=count))
 
 
@@ -281,8 +280,8 @@ def _rates(tuning: Tuning, rate: float) -> str:
 
     lowest, highest = format_bytes_rate(min(tuning.rates)), format_bytes_rate(max(tuning.rates))
     return (
-        f"experts were read at {lowest} to {highest}; a token's time is told for {format_bytes_rate(rate)}, and by the "
-        "clock as it was measured"
+        f"experts were read at {lowest} to {highest}; times per token are converted to {format_bytes_rate(rate)}; the "
+        "column by the clock has the measured ones"
     )
 
 

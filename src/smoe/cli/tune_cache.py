@@ -37,9 +37,9 @@ def tune_cache(
     kept = FittedWeights(found.weights, found.resident_share, found.decode_steps)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), kept))
     if path is not None:
-        note(f"remembered for --eviction multidimensional in {path}")
+        note(f"stored for --eviction multidimensional in {path}")
     if found.held_out is None:
-        note("what the weights are worth on other text is not known: give traces of some with --held-out")
+        note("the weights are untested on other text: give traces of other text with --held-out")
     if as_json:
         print_json({"model": model, "traces": [*map(str, fitted)], "held_out": [*map(str, held_out)]} | found.as_json())
         return
@@ -51,7 +51,7 @@ def tune_cache(
     lru, lfu, lhu, fld = found.weights
     print(
         f"cache_weights {lru:.3g},{lfu:.3g},{lhu:.3g},{fld:.3g} (lru {lru:.3g}, lfu {lfu:.3g}, lhu {lhu:.3g}, fld "
-        f"{fld:.3g}) cost least of what was tried"
+        f"{fld:.3g}) cost least among those tried"
     )
 
 

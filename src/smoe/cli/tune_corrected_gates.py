@@ -26,7 +26,7 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
     kept = LearnedCorrections(found.corrections, found.tokens, "the demo's stories" if text is None else text.name)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), kept))
     if path is not None:
-        note(f"remembered for --prefetch corrected-gates in {path}")
+        note(f"stored for --prefetch corrected-gates in {path}")
     if as_json:
         judged = [each._asdict() for each in found.judged]
         rest = {"tokens": kept.tokens, "text": kept.text, "seconds_per_layer": found.seconds_per_layer}
@@ -56,7 +56,7 @@ def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) ->
     spec = read_spec(model, config, engine.revision)
     with loaded(model, config, engine.revision) as ready, progress("tune", "steps") as bars:
         reading = bars.add_task("reading the text, by tokens", total=len(ids), amount="")
-        learning = bars.add_task("learning, by pairs of layers", total=len(pairs_of(spec)), amount="")
+        learning = bars.add_task("fitting, by pairs of layers", total=len(pairs_of(spec)), amount="")
         return learn(
             ready,
             spec,
@@ -74,13 +74,13 @@ def _print_table(found: Learned) -> None:
     from smoe.units import format_seconds
 
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for head in ("layers ahead", "next gate", "corrected", "asked for: right", "of the chosen"):
+    for head in ("layers ahead", "next gate", "corrected", "requested: right", "of the chosen"):
         table.add_column(head, justify="right")
     for each in found.judged:
         shares = (each.next_gate, each.corrected, each.precision, each.recall)
         table.add_row(str(each.distance), *(f"{share:.1%}" for share in shares))
     output().print(table)
     print(
-        f"shares of the experts chosen, on the last tenth of {found.tokens} tokens; asked for are those wanted with a "
+        f"shares of the experts chosen, on the last tenth of {found.tokens} tokens; requested are those needed with a "
         f"probability of {WORTH:g} or more; a prediction takes {format_seconds(found.seconds_per_layer)} a layer"
     )

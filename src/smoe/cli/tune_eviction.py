@@ -28,9 +28,9 @@ def tune_eviction(
         found = tuning.tune_eviction(model, engine.config(), engine.revision, traces, held_out, passes, tick)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), found.trained))
     if path is not None:
-        note(f"remembered for --eviction learned in {path}")
+        note(f"stored for --eviction learned in {path}")
     if found.held_out is None:
-        note("what it is worth on other text is not known: give traces of some with --held-out")
+        note("it is untested on other text: give traces of other text with --held-out")
     if as_json:
         print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
         return

@@ -34,13 +34,14 @@ _FITTED = (CORRECTED_GATES, *FITTED_PREFETCH)
 class TuneOptions:
     """One measurement, and what it is made on."""
 
-    tpot: Annotated[str | None, typer.Option(help="Time per token that must be met, such as 80ms.")] = None
+    tpot: Annotated[str | None, typer.Option(help="Time per token to meet, such as 80ms.")] = None
     prices: Annotated[
-        bool, typer.Option("--prices", help="Measure what each answer to a missing expert costs, by layer.")
+        bool,
+        typer.Option("--prices", help="Measure the quality cost of each way to resolve a missing expert, by layer."),
     ] = False
     shares: Annotated[
         str | None,
-        typer.Option(help="Profile how important experts are, for --precision-shares: per cent such as 67,30,3."),
+        typer.Option(help="Profile the importance of experts, for --precision-shares: per cent such as 67,30,3."),
     ] = None
     cache: Annotated[
         list[Path] | None,
@@ -52,18 +53,18 @@ class TuneOptions:
     predictor: Annotated[
         str | None,
         typer.Option(
-            help=f"Fit what guesses experts, for --prefetch, on a text: {CORRECTED_GATES}; on a text or a trace: "
+            help=f"Fit a predictor of experts, for --prefetch, on a text: {CORRECTED_GATES}; on a text or a trace: "
             f"{', '.join(FITTED_PREFETCH)}."
         ),
     ] = None
     held_out: Annotated[
         list[Path] | None,
-        typer.Option(help="With --cache or --predictor: judge what was fitted on this trace, too. Repeatable."),
+        typer.Option(help="With --cache or --predictor: also test the result on this trace. Repeatable."),
     ] = None
     trace: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A trace of smoe record, in the place of a text: with --predictor to fit on, repeatable, with "
+            help="A trace of smoe record to use instead of a text: with --predictor to fit on (repeatable), with "
             "--shares to profile."
         ),
     ] = None
@@ -72,7 +73,7 @@ class TuneOptions:
         int | None,
         typer.Option(
             min=1,
-            help="At most so many tokens: of the text with --max-perplexity-increase, --shares or --prices, of each "
+            help="Tokens at most: of the text with --max-perplexity-increase, --shares or --prices, of each "
             "trace with --cache (all with --eviction learned) or --predictor, of a tournament's text. \\[default: "
             "2000, 4000, all, 300, all, 400]",
         ),
@@ -81,13 +82,15 @@ class TuneOptions:
         bool,
         typer.Option(
             "--forget",
-            help="Measure nothing: drop the winners of this model's tournaments; with --prefetch auto, or --eviction "
-            "auto, of that one alone.",
+            help="Measure nothing; delete the stored results of this model's tournaments; with --prefetch auto or "
+            "--eviction auto, only of that one.",
         ),
     ] = False
     out: Annotated[
         Path | None,
-        typer.Option(help="With --max-perplexity-increase: keep results here, and go on from what is there."),
+        typer.Option(
+            help="With --max-perplexity-increase: store results in this folder, and continue from those in it."
+        ),
     ] = None
 
     def measurement(self, engine: EngineOptions) -> str:

@@ -39,7 +39,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     kinds = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
     if engine.prefetch not in (None, "auto", "none"):
         raise ConfigError(
-            "evictions are judged without prefetch, or before it; leave `prefetch` out, or give auto",
+            "evictions are compared without prefetch, or before it; leave out `prefetch`, or give auto",
             setting="prefetch",
             given=engine.prefetch,
             allowed="auto or none in a tournament",
@@ -64,7 +64,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
         path = keeping.keep(lambda kind=each.kind, won=won: remember(folder, kind, won))  # type: ignore[misc]
         if path is not None:
             note(
-                f"remembered for {model} in {path}: --{each.kind} auto {'stays' if each.stays else 'is now'} "
+                f"stored for {model} in {path}: --{each.kind} auto {'stays' if each.stays else 'is now'} "
                 f"{each.winner.name} where about {share:.0%} of the experts are resident"
             )
     if as_json:
@@ -88,9 +88,9 @@ def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
         return
     for kind, winners in dropped.items():
         for won in winners:
-            print(f"forgotten: {kind} {won.name}, {won}")
+            print(f"deleted: {kind} {won.name}, {won}")
     if not any(dropped.values()):
-        print(f"nothing to forget: no winner of a tournament is remembered for {model}")
+        print(f"nothing to delete: no result of a tournament is stored for {model}")
 
 
 def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:
@@ -132,7 +132,7 @@ def _interrupted_in_words() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; no winner was remembered, those of before still serve") from None
+        raise KeyboardInterrupt("interrupted; no result was stored, earlier results still apply") from None
 
 
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
@@ -178,10 +178,10 @@ def _verdict(found: Tournament) -> str:
 
     if found.winner.name != found.baseline:
         won = found.winner
-        return f"{won.name} takes the place of {usual.name}: {rounds(won)}, {_less(won, usual):.1%} at the median"
+        return f"{won.name} replaces {usual.name}: {rounds(won)}, {_less(won, usual):.1%} at the median"
     rival = min(found.entrants, key=lambda entrant: entrant.seconds if entrant.measured_seconds else float("inf"))
     if rival.name == usual.name:
-        return f"{usual.name} stays: nobody was faster"
+        return f"{usual.name} stays: no other was faster"
     return (
         f"{usual.name} stays: {rival.name} was {_less(rival, usual):.1%} faster at the median, but {rounds(rival)} only"
     )

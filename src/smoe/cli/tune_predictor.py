@@ -47,7 +47,7 @@ def tune_predictor(
     if name not in FITTED_PREFETCH:
         raise ConfigError.no_choice("predictor", name, FITTED_PREFETCH)
     if traces and text is not None:
-        message = "--text and --trace both say what is fitted on; give one of them"
+        message = "--text and --trace both give the data to fit on; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="only without `text`")
     spec = read_spec(model, engine.config(), engine.revision)
     layers = routed_layers(spec)
@@ -56,8 +56,8 @@ def tune_predictor(
     with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
         if name == EXPERT_MLP:
             note(
-                f"training passes {LEAST_EPOCHS} to {MOST_EPOCHS} times over the text; an interrupt costs the pass in "
-                "progress, the same command continues"
+                f"training passes {LEAST_EPOCHS} to {MOST_EPOCHS} times over the text; an interrupt loses the pass in "
+                "progress; the same command continues"
             )
         task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == EXPERT_MLP)
         judging = bars.add_task("judging", total=len(FITTED_PREFETCH), amount="", visible=bool(held_out))
@@ -73,9 +73,9 @@ def tune_predictor(
         )
     path = keeping.keep(lambda: remember(place, found.fitted))
     if path is not None:
-        note(f"remembered for --prefetch {name} in {path}")
+        note(f"stored for --prefetch {name} in {path}")
     if not held_out:
-        note("what it is worth on other text is not known: give traces of some with --held-out")
+        note("it is untested on other text: give traces of other text with --held-out")
     if as_json:
         print_json({"model": model, "traces": [*map(str, traces)], "held_out": [*map(str, held_out)]} | found.as_json())
     else:
@@ -104,7 +104,10 @@ class _Course:
         if not self._is_said:
             one = (monotonic() - began) / max(1, epochs - before)
             least, most = (format_remaining(one * max(0, end - epochs)) for end in (LEAST_EPOCHS, MOST_EPOCHS))
-            note(f"training takes {least} to {most} more, by its first pass; it ends where other text gains nothing")
+            note(
+                f"training takes {least} to {most} more, by its first pass; it ends when held-out text no longer "
+                "improves"
+            )
             self._is_said = True
 
 
@@ -125,7 +128,7 @@ def _recorded(
     with TemporaryDirectory() as folder:
         path = Path(folder) / "text.trace"
         if record(model, exact, Sampling(), texts, tokens or _TOKENS, path, force=False)["was_interrupted"]:
-            raise KeyboardInterrupt("interrupted; nothing was kept")
+            raise KeyboardInterrupt("interrupted; nothing was stored")
         yield [path]
 
 
@@ -146,10 +149,10 @@ def _print(found: PredictorTuning) -> None:
     if not found.rates:
         return
     table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("all named / at least one")
+    table.add_column("all predicted / at least one")
     for trace in found.rates:
         table.add_column(trace, justify="right")
-    table.add_column("a guess", justify="right")
+    table.add_column("time", justify="right")
     for name in next(iter(found.rates.values())):
         rates = [of[name] for of in found.rates.values()]
         table.add_row(name, *map(_shown, rates), format_seconds(rates[0].seconds))

@@ -28,14 +28,14 @@ def tune_shares(
     wanted = value_of("precision_shares", "tuple", shares)
     EngineOptions(low_precision="int4", precision_shares=shares).config()  # bounds, before minutes of reading
     if len(traces) + (text is not None) > 1:
-        message = "--text and --trace both say what is profiled, and one of either is enough; give one"
+        message = "--text and --trace both give the data to profile; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="one, and only without `text`")
     keeping = Keeping()
     found = _recorded(model, engine, traces[0], tokens) if traces else _read(model, engine, text, tokens)
     thresholds = found.thresholds(wanted)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), found))
     if path is not None:
-        note(f"remembered for --precision-shares and --preset hobbit in {path}")
+        note(f"stored for --precision-shares and --preset hobbit in {path}")
     if as_json:
         chosen = {"low_threshold": thresholds.low, "skip_threshold": thresholds.skip}
         print_json({"model": model, "precision_shares": list(wanted)} | chosen | as_stored(found))
@@ -78,8 +78,8 @@ def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> Imp
     theirs = {layer.layer: (layer.experts, layer.top_k) for layer in trace.header.layers}
     if ours != theirs or trace.header.model_type != spec.config.model_type:
         raise ConfigError(
-            f"{path} was recorded with another model ({trace.header.model}): its layers and experts are not those of "
-            f"{model}; give a trace of this one",
+            f"{path} was recorded with another model ({trace.header.model}), whose layers and experts differ from "
+            f"those of {model}; give a trace of this model",
             setting="trace",
             given=str(path),
             allowed="a trace of the same model",

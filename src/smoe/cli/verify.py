@@ -20,8 +20,9 @@ smoe verify ./my-moe --memory 8GiB
 
 smoe verify ./my-moe --memory 8GiB --low-precision int4
 
-Exit code 0: every part is equal bit by bit, or up to rounding where nothing more is promised: of quantised weights, and
-of our own order of sums (`arithmetic` own-order). 1: one differs. 2: not checked to the end, as where weights hold NaN.
+Exit code 0: every part is equal bit by bit, or up to rounding where no more is promised: with quantised weights and
+with sums in another order (`arithmetic` own-order). 1: a part differs. 2: the check did not finish, for example
+because weights contain NaN.
 """
 
 _DIFFERS = 1
@@ -34,8 +35,8 @@ _SERVING_ALL: dict[str, Any] = {
 }
 """Every expert by its own copy, whatever its importance."""
 _WHY = {
-    "quantised weights": "of quantised weights the library computes on the numbers that the codes stand for",
-    "own order": "our kernels sum in an order of their own (--kernels torch leaves all to the library)",
+    "quantised weights": "for quantised weights, the library computes with the dequantised numbers",
+    "own order": "smoe's kernels add in another order (--kernels torch uses the library's)",
 }
 
 
@@ -43,18 +44,18 @@ def command(
     engine: EngineOptions,
     model: Model = "demo",
     tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt; more tokens use more experts.")] = 32,
-    seed: Annotated[int, typer.Option(help="For the prompt's tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompt's tokens.")] = 0,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Check exactness part by part against the transformers library, without the whole model in memory.
 
-    One token alone, a prompt and two tokens after it run inside the budget. Everything in every layer (attention,
-    norms, router, shared experts, experts read by safetensors) is computed twice from the same input: as smoe runs it,
-    and by the library's own modules. The results must be equal bit by bit.
+    One token alone, and a prompt with two tokens after it, run inside the budget. Everything in every layer (attention,
+    norms, router, shared experts, experts read by safetensors) is computed twice from the same input: by smoe and by
+    the library's own modules. The results must be equal bit by bit.
 
-    Where there are low copies, the model is checked as it is without them, whatever thresholds say; then once more with
-    low copies serving all experts, against the numbers that their codes stand for, up to rounding.
+    With low-precision copies, the model is checked without them, whatever the thresholds; then once more with the
+    copies of all experts, compared with their dequantised numbers, up to rounding.
     """
     from smoe.cli.console import is_quiet, print_json
     from smoe.generation.sampling import check_seed
@@ -84,19 +85,19 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
     config = engine.config()
     if config.alpha > 0:
         raise ConfigError(
-            f"alpha is {config.alpha:g}, which replaces experts, and smoe verify checks the model without that: leave "
-            "--alpha out, and take --preset smoe-exact instead of smoe",
+            f"alpha is {config.alpha:g}, which replaces experts, and smoe verify checks the exact model: leave out "
+            "--alpha, and use --preset smoe-exact instead of smoe",
             setting="alpha",
             given=config.alpha,
-            allowed="0 where exactness is checked",
+            allowed="0 for smoe verify",
         )
     if config.activations == INT8:
         raise ConfigError(
-            f"`activations` {config.activations} rounds what the library does not, and smoe verify checks the model "
-            "without that: leave it out; smoe eval says what it costs",
+            f"`activations` {config.activations} rounds numbers that the library does not round, and smoe verify "
+            "checks the exact model: leave it out; smoe eval measures its quality cost",
             setting="activations",
             given=config.activations,
-            allowed=f"{BF16} where exactness is checked",
+            allowed=f"{BF16} for smoe verify",
         )
     config = replace(config, activations=BF16, **_SERVING_ALL)
     reference = reference_of(model, config, engine.revision, tokens)
@@ -141,7 +142,9 @@ def _check_pack(model: str, precision: str, revision: str | None, reference: Ref
     damaged = find_damage(packed, contents, "verify")
     if damaged:
         layers = ", ".join(map(str, damaged))
-        raise CheckpointError(f"{packed.path} is not what was written, in layers {layers}; run smoe pack again")
+        raise CheckpointError(
+            f"{packed.path} differs from what smoe pack wrote, in layers {layers}; run smoe pack again"
+        )
 
 
 class _Lines:
@@ -198,9 +201,9 @@ def _print_verdict(report: Report) -> None:
     if bad:
         places = {f"{one.part} of layer {one.layer}" if one.layer is not None else one.part: None for one in bad}
         output().print(
-            f"[bold red]not exact:[/bold red] {', '.join(places)} ({layers} layers in all). --kernels torch tells "
-            "whether smoe's own kernels are the cause; where experts differ, download the checkpoint again; report it "
-            "if neither helps",
+            f"[bold red]not exact:[/bold red] {', '.join(places)} ({layers} layers in all). try --kernels torch to "
+            "see whether smoe's kernels are the cause; if experts differ, download the checkpoint again; if neither "
+            "helps, please report it",
             soft_wrap=True,
         )
     elif not all(one.is_equal for one in found):

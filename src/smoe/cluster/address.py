@@ -34,13 +34,13 @@ def checked_address(given: str) -> str:
     host, port = (found[1], int(found[2])) if found is not None else (text, DEFAULT_PORT)
     ip = _ip(host)
     if host == "*" or (ip is not None and _is_wildcard(ip)):
-        raise _refused(given, "stands for every interface of a machine, so nobody could connect to it")
+        raise _refused(given, "stands for every interface of a machine, so no worker could connect to it")
     if ip is not None and (ip.is_multicast or str(ip) == "255.255.255.255"):
-        raise _refused(given, "is no single machine's")
+        raise _refused(given, "is not the address of one machine")
     if isinstance(ip, IPv6Address) and ip.scope_id is not None:
-        raise _refused(given, "is good on its own link alone, and its zone (%) on one machine alone")
+        raise _refused(given, "is valid on its own link only, and its zone (%) on one machine only")
     if not 0 < port < 65536 or (ip is None and not _NAME.fullmatch(host)):
-        raise _refused(given, "is none")
+        raise _refused(given, "is not an address")
     return f"tcp://{_in_url(ip) if ip is not None else host}:{port}"
 
 
@@ -55,7 +55,7 @@ def check_own(address: str) -> None:
             tried.bind((str(ip), 0))
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            raise _refused(address, "is no address of this machine") from error
+            raise _refused(address, "is not an address of this machine") from error
 
 
 def to_listen_at(address: str, everywhere: bool) -> Endpoint:
@@ -65,7 +65,7 @@ def to_listen_at(address: str, everywhere: bool) -> Endpoint:
         return Endpoint(f"tcp://*:{port}", True)  # both kinds, where the machine has both
     ip = _ip(host) or _resolved(host)
     if _is_wildcard(ip):
-        raise _refused(address, f"is known here as {ip}, which stands for every interface")
+        raise _refused(address, f"resolves to {ip} here, which stands for every interface")
     return Endpoint(f"tcp://{_in_url(ip)}:{port}", ip.version == 6)
 
 
@@ -81,11 +81,13 @@ def reach_of(address: str, everywhere: bool) -> str:
     """In words: where main listens, and from where it can be reached. Raises `ClusterError` as `to_listen_at`."""
     bound, _ = to_listen_at(address, everywhere)
     if everywhere:
-        return f"{bound}, open to every machine that reaches this one by any interface; they are told {address}"
+        return (
+            f"{bound}, open to every machine that reaches this one through any interface; workers connect to {address}"
+        )
     ip = _ip(_parts(bound)[0])
     assert ip is not None
     if ip.is_loopback:
-        return f"{bound}, open to this machine alone"
+        return f"{bound}, open to this machine only"
     return f"{bound}, open to every machine that reaches this address" + (" (a public one)" if ip.is_global else "")
 
 
@@ -115,15 +117,15 @@ def _resolved(name: str) -> IPv4Address | IPv6Address:
     try:
         found = [ip_address(str(each[4][0]).partition("%")[0]) for each in socket.getaddrinfo(name, None)]
     except (OSError, UnicodeError) as error:
-        raise _refused(name, f"is a name that this machine cannot look up ({error})") from error
+        raise _refused(name, f"is a name that this machine cannot resolve ({error})") from error
     return min(found, key=lambda ip: ip.version)
 
 
 def _refused(given: str, why: str) -> ClusterError:
     return ClusterError(
-        f"`address` is {given!r:.80}, which {why}; give the coordinator's own address, as 192.168.1.5, "
-        f"tcp://192.168.1.5:{DEFAULT_PORT} or [fd00::5], or its name (to listen at all interfaces: `every_interface` "
-        "beside it)",
+        f"`address` is {given!r:.80}, which {why}; give the coordinator's own address, such as 192.168.1.5, "
+        f"tcp://192.168.1.5:{DEFAULT_PORT} or [fd00::5], or its host name (to listen on all interfaces, also give "
+        "`every_interface`)",
         setting="address",
         given=given,
         allowed="HOST or tcp://HOST:PORT, HOST an address of one machine, or a name",

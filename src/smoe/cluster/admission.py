@@ -32,7 +32,7 @@ class Admission:
         if self.name_of(key) is not None:
             return ""
         if not isinstance(name, str) or not is_name(name):
-            return "its greeting is not whole"
+            return "its first message is incomplete"
         return self._let_in(name, key, said.get("code"))
 
     def note_role(self, key: str, is_shadow: bool) -> None:
@@ -59,7 +59,7 @@ class Admission:
         self._read_again()
         found = self.main.invited(code) if isinstance(code, str) else None
         if found is None:
-            return "its invitation is not, or no longer, good; ask for another (smoe cluster invite)"
+            return "its invitation is unknown, used or expired; make another (smoe cluster invite, on the coordinator)"
         with self._lock:
             self.main = found.with_worker(numbered(name, found.workers), key)
             keep_main(self.main)

@@ -69,35 +69,35 @@ def experts(description: Description) -> list[Any]:
 def parse_experts(frame: Frame) -> Description:
     """What main says; raises `FrameError`."""
     if len(frame.body) != 2 or any(len(memoryview(part)) > MOST_BYTES for part in frame.body):
-        raise FrameError("no description")
+        raise FrameError("not a description of experts")
     words, table = (bytes(part) for part in frame.body)
     try:
         said = json.loads(words)
         layers = tuple(_layer(each) for each in said["layers"])
         weights, hidden, inner = said["weights"], _size(said["hidden"]), _size(said["inner"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FrameError(f"a description that cannot be: {error}") from error
+        raise FrameError(f"an invalid description: {error}") from error
     if not isinstance(weights, str) or not layers or len(table) != 2 * _VALUES:
-        raise FrameError("a description that cannot be")
+        raise FrameError("an invalid description")
     return Description(weights, hidden, inner, layers, np.frombuffer(table, "<u2"))
 
 
 def _layer(said: Any) -> LayerKeys:
     layer, count, up, down = said
     if type(layer) is not int or not 0 <= layer < _MOST:
-        raise ValueError("no layer")
+        raise ValueError("not a layer number")
     return LayerKeys(layer, _size(count), _keys(up), _keys(down))
 
 
 def _size(said: Any) -> int:
     if type(said) is not int or not 1 <= said <= _MOST:
-        raise ValueError(f"{said!r:.40} is no size")
+        raise ValueError(f"{said!r:.40} is not a size")
     return said
 
 
 def _keys(said: Any) -> tuple[str, ...]:
     if not isinstance(said, list) or not 1 <= len(said) <= _MOST_PIECES or not all(isinstance(k, str) for k in said):
-        raise ValueError("no keys")
+        raise ValueError("not a list of tensor names")
     return tuple(said)
 
 
@@ -131,4 +131,4 @@ def _heard(me: Worker, parts: list[bytes]) -> Description | None:
             raise refusal(me, frame)
         return parse_experts(frame) if frame.kind is Kind.EXPERTS else None
     except FrameError as error:
-        raise ClusterError(f"the coordinator has sent what cannot be: {error}") from error
+        raise ClusterError(f"the coordinator sent an invalid message: {error}") from error

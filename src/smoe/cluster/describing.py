@@ -62,5 +62,5 @@ class Describer:
         except SmoeError as error:
             self.why = str(error)
         except Exception as error:  # whoever asks must not wait for ever
-            _log.exception("what workers without torch are to know could not be found out")
+            _log.exception("the experts could not be described for workers without torch")
             self.why = f"{type(error).__name__}: {error}"

@@ -47,7 +47,7 @@ def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None
         while monitor.poll(0):
             if parse_monitor_message(monitor.recv_multipart())["value"] == _TURNED_AWAY:
                 raise WorkerRefusedError(
-                    f"the coordinator does not know worker {me.name}: its key was never let in, or is not any more; "
+                    f"the coordinator does not know worker {me.name}: its key was never admitted, or was removed; "
                     "join with a new invitation (smoe cluster invite, on the coordinator)"
                 )
 
@@ -61,5 +61,5 @@ def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None
 
 def refusal(me: Worker, frame: Frame) -> WorkerRefusedError:
     """What main has said in a REFUSED."""
-    why = frames.said(frame).get("why", "it does not say why")
+    why = frames.said(frame).get("why", "no reason given")
     return WorkerRefusedError(f"the coordinator refuses worker {me.name}: {why}")

@@ -65,7 +65,7 @@ class Keys:
         try:
             return self._doorkeeper.may_knock(key.decode())
         except Exception:  # would end the thread that all connections wait for
-            _log.exception("who may connect could not be decided")
+            _log.exception("cannot decide whether a key may connect")
             return False
 
 

@@ -131,11 +131,13 @@ class Fetcher:
             try:
                 self._answer(frames.parse([part.buffer for part in parts]))
             except FrameError as error:
-                raise ClusterError(f"the coordinator sent what cannot be ({error}); nothing of it is kept") from error
+                raise ClusterError(
+                    f"the coordinator sent an invalid message ({error}); nothing of it is stored"
+                ) from error
         now = self._clock()
         if self._is_in and now - self._heard > _SILENCE_SECONDS:
             self._is_in = False
-            self._on_change("the coordinator has gone; waiting for it")
+            self._on_change("lost the coordinator; waiting for it")
         if now - max(self._heard, self._said) > _PATIENCE_SECONDS:
             self._said = now
             self._greet(dealer)
@@ -241,9 +243,8 @@ class Fetcher:
             self._damaged[file, chunk] = times = self._damaged.get((file, chunk), 0) + 1
             if times >= MOST_DAMAGED:
                 raise ClusterError(
-                    f"chunk {chunk} of {self._sent.files[file].name} came damaged {times} times; the coordinator's "
-                    "file is not "
-                    "what it was when its checksums were made, or something on the way changes it: check the "
+                    f"chunk {chunk} of {self._sent.files[file].name} arrived damaged {times} times: the coordinator's "
+                    "file has changed since its checksums were made, or the network changes it; check the "
                     "coordinator's file"
                 )
             self._chunks.appendleft((file, chunk))
@@ -251,7 +252,9 @@ class Fetcher:
             for lost in self._landing.missing[file]:
                 self._damaged[file, lost] = self._damaged.get((file, lost), 0) + 1
                 if self._damaged[file, lost] >= MOST_DAMAGED:
-                    raise ClusterError(f"{self._folder} does not keep what is written to it; give another folder")
+                    raise ClusterError(
+                        f"{self._folder} returns other bytes than were written to it; give another folder"
+                    )
                 self._chunks.append((file, lost))
         self._heard = self._clock()
         self._tell()

@@ -118,21 +118,21 @@ def manifest(sent: Manifest) -> list[Any]:
 def parse_manifest(frame: Frame) -> Manifest:
     """Raises `FrameError` for one that contradicts itself, or names what is no file of a model."""
     if len(frame.body) != 2 or len(memoryview(frame.body[0])) > _MOST_TEXT:
-        raise FrameError("no manifest")
+        raise FrameError("not a manifest")
     text, sums = frame.body
     try:
         listed = json.loads(bytes(text))
     except (ValueError, RecursionError) as error:
-        raise FrameError("no JSON") from error
+        raise FrameError("not JSON") from error
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MOST_FILES:
-        raise FrameError("a manifest without files")
+        raise FrameError("a manifest without files, or with too many")
     for entry in listed:
         _check_entry(entry)
     if len({entry[0].casefold() for entry in listed}) < len(listed):
         raise FrameError("two files of one name")
     chunks = [-(-entry[1] // CHUNK_BYTES) for entry in listed]
     if len(memoryview(sums)) != SUM_BYTES * sum(chunks):
-        raise FrameError("not as many checksums as chunks")
+        raise FrameError("another number of checksums than of chunks")
     files, begin, all_sums = [], 0, bytes(sums)
     for (name, nbytes, digest), count in zip(listed, chunks, strict=True):
         end = begin + SUM_BYTES * count
@@ -143,14 +143,14 @@ def parse_manifest(frame: Frame) -> Manifest:
 
 def _check_entry(entry: object) -> None:
     if not isinstance(entry, list) or len(entry) != 3:
-        raise FrameError("an entry of another shape")
+        raise FrameError("an entry of the wrong form")
     name, nbytes, digest = entry
     if not is_file_name(name):
-        raise FrameError(f"a file by the name of {name!r:.80}, which is no model's")
+        raise FrameError(f"a file named {name!r:.80}, which is not a file of a model")
     if type(nbytes) is not int or not 1 <= nbytes <= _MOST_FILE_BYTES:
         raise FrameError(f"a file of {nbytes!r:.40} bytes")
     if not isinstance(digest, str) or not _SUM.fullmatch(digest):
-        raise FrameError("a checksum that is none")
+        raise FrameError("not a checksum")
 
 
 def ask(place: Place) -> list[Any]:
@@ -167,7 +167,7 @@ def parse_place(frame: Frame, sent: Manifest) -> Place:
     """Which piece is meant; raises `FrameError` where there is no such one."""
     place = Place(frame.request >> _PIECE_BITS, frame.request & (1 << _PIECE_BITS) - 1)
     if place.file >= len(sent.files) or place.piece >= sent.files[place.file].pieces:
-        raise FrameError(f"piece {place.piece} of file {place.file}")
+        raise FrameError(f"no piece {place.piece} of file {place.file}")
     return place
 
 
@@ -176,5 +176,5 @@ def parse_piece(frame: Frame, sent: Manifest) -> tuple[Place, memoryview]:
     place = parse_place(frame, sent)
     data = memoryview(frame.body[0] if len(frame.body) == 1 else b"")
     if len(data) != sent.files[place.file].piece_bytes(place.piece):
-        raise FrameError("a piece of another size")
+        raise FrameError("a piece of the wrong size")
     return place, data

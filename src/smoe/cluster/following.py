@@ -126,7 +126,7 @@ class Following:
         try:
             rows = cache.taken_out(begin, end)
         except EngineStateError as error:
-            _log.debug("the draft model cannot follow this text any more: %s", error)  # its cache has been given up
+            _log.debug("the draft model can no longer follow this text: %s", error)  # its cache has been given up
             self.pause()
             return None
         self.nbytes += rows.numel()

@@ -68,7 +68,7 @@ def forget_worker(name: str, worker: str) -> list[str]:
             allowed=", ".join(known) or "none yet",
         )
     others = {each: key for each, key in main.workers.items() if each != worker}
-    removed = [f"worker {worker} of the cluster {name}: it is let in no longer"]
+    removed = [f"worker {worker} of the cluster {name}: it is no longer admitted"]
     for folder in _local_workers(main):
         if read_worker(folder).name == worker:
             shutil.rmtree(clusters_folder() / folder)
@@ -76,7 +76,7 @@ def forget_worker(name: str, worker: str) -> list[str]:
     keep_main(replace(main.with_role(worker, False), workers=others))
     process = main_process(name)
     if process is not None:
-        removed.append(f"the coordinator runs (process {process}), and lets it in until it ends")
+        removed.append(f"the coordinator is running (process {process}) and admits it until that process ends")
     return removed
 
 
@@ -93,7 +93,7 @@ def _local_workers(main: Main) -> list[str]:
 def _refuse_in_use(name: str) -> None:
     for process, what in (
         (main_process(name), "is its coordinator"),
-        (keeper_process(name), "keeps its workers running"),
+        (keeper_process(name), "supervises its workers"),
     ):
         if process is not None:
             raise ClusterError(

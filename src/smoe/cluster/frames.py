@@ -185,13 +185,13 @@ def talk(kind: Kind, said: dict[str, Any], request: int = 0) -> list[Any]:
 def said(frame: Frame) -> dict[str, Any]:
     """The words of a message; raises `FrameError`."""
     if len(frame.body) != 1 or len(memoryview(frame.body[0])) > _MOST_TALK:
-        raise FrameError("no words")
+        raise FrameError("not a text message")
     try:
         found = json.loads(bytes(frame.body[0]))
     except (ValueError, RecursionError) as error:
-        raise FrameError("no JSON") from error
+        raise FrameError("not JSON") from error
     if not isinstance(found, dict):
-        raise FrameError("no object")
+        raise FrameError("not a JSON object")
     return found
 
 
@@ -213,13 +213,13 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: b
     asks_part, tokens_part, rows_part = _parts(frame, 3)
     asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
     if len(memoryview(rows_part)) != frame.rows * hidden * ITEM_BYTES[frame.dtype]:
-        raise FrameError("rows of another size")
+        raise FrameError("rows of the wrong size")
     if not len(asks) or int(asks[:, 2].sum()) != len(tokens) or (len(tokens) and int(tokens.max()) >= frame.rows):
-        raise FrameError("tokens that are not there")
+        raise FrameError("token numbers out of range")
     wanted, begin = [], 0
     for layer, expert, count in asks.tolist():
         if expert >= experts.get(layer, 0) or not count:
-            raise FrameError(f"expert {expert} of layer {layer}")
+            raise FrameError(f"no expert {expert} of layer {layer}")
         wanted.append(Wanted((layer, expert, EXACT), tokens[begin : begin + count].tolist()))
         begin += count
     if as_bits and frame.dtype != "BF16":
@@ -238,12 +238,12 @@ def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done
     """The answer to a request for so many rows; raises `FrameError`."""
     times_part, rows_part = _parts(frame, 2)
     if frame.rows != rows or frame.dtype != _name_of_dtype(dtype) or len(memoryview(times_part)) != 32:
-        raise FrameError("an answer of another shape")
+        raise FrameError("results of the wrong shape")
     if len(memoryview(rows_part)) != rows * hidden * dtype.itemsize:
-        raise FrameError("rows of another size")
+        raise FrameError("rows of the wrong size")
     whole, computing, loading, loads = np.frombuffer(times_part, np.float64).tolist()
     if not (0 <= computing <= whole < 1e6 and 0 <= loading < 1e6 and 0 <= loads <= rows):  # NaN too
-        raise FrameError("times that cannot be")
+        raise FrameError("impossible times")
     return Done(Times(whole, computing, loading, int(loads)), _rows_of(rows_part, frame.dtype, hidden))
 
 
@@ -257,7 +257,7 @@ def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
     (part,) = _parts(frame, 1)
     found = _whole_numbers(part, 2).tolist()
     if any(expert >= experts.get(layer, 0) for layer, expert in found):
-        raise FrameError("experts that are not there")
+        raise FrameError("expert numbers out of range")
     return [(layer, expert, EXACT) for layer, expert in found]
 
 
@@ -283,13 +283,13 @@ def _header(kind: Kind, request: int, rows: int = 0, dtype: str = EXPERT_DTYPES[
 
 def _parts(frame: Frame, count: int) -> Sequence[Any]:
     if len(frame.body) != count:
-        raise FrameError(f"{len(frame.body)} parts")
+        raise FrameError(f"wrong number of parts: {len(frame.body)}")
     return frame.body
 
 
 def _whole_numbers(part: Any, columns: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
     if len(memoryview(part)) % (4 * columns):
-        raise FrameError("a table cut short")
+        raise FrameError("a truncated table")
     return np.frombuffer(part, _WHOLE).reshape(-1, columns)
 
 

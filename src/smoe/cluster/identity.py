@@ -94,8 +94,8 @@ class Main:
         """In words: whose connections are taken."""
         known = format_count(len(self.workers), "known worker")
         if not self.expects_someone(now):
-            return f"{known} by their keys, nobody else"
-        return f"{known} by their keys, and for some minutes whoever has an invitation"
+            return f"{known} by their keys, no others"
+        return f"{known} by their keys, and for some minutes workers with an invitation"
 
     def expects_someone(self, now: float | None = None) -> bool:
         """Whether an invitation is still good."""
@@ -134,8 +134,8 @@ def checked_name(name: str, setting: str = "cluster") -> str:
     """The name of a cluster or worker; raises `ClusterError` for what would be no file's name."""
     if not is_name(name):
         raise ClusterError(
-            f"`{setting}` is {name!r:.80}; a name has letters, digits, '.', '_' and '-', and begins with one of the "
-            "first two",
+            f"`{setting}` is {name!r:.80}; a name consists of letters, digits, '.', '_' and '-', and begins with a "
+            "letter or digit",
             setting=setting,
             given=name,
             allowed="letters, digits, '.', '_', '-'",
@@ -171,7 +171,7 @@ def read_main(name: str, setting: str = "cluster") -> Main:
         invitations, shadows = stored["invitations"], stored.get("shadows", [])
         return Main(name, stored["address"], keys, stored["workers"], invitations, everywhere, shadows)
     except (KeyError, TypeError) as error:
-        raise ClusterError(f"{path} is damaged ({error}); delete its folder and start the cluster anew") from error
+        raise ClusterError(f"{path} is damaged ({error}); delete its folder and start the cluster again") from error
 
 
 def keep_main(main: Main) -> Path:
@@ -186,7 +186,7 @@ def read_worker(name: str) -> Worker:
     stored = _read(path)
     if stored is None:
         raise ClusterError(
-            f"this machine is no worker of a cluster {name!r}; run smoe cluster join with the line that smoe cluster "
+            f"this machine has not joined a cluster {name!r}; run smoe cluster join with the line that smoe cluster "
             "invite prints on the coordinator",
             setting="cluster",
             given=name,
@@ -195,7 +195,7 @@ def read_worker(name: str) -> Worker:
     try:
         return Worker(**(stored | {"keys": KeyPair(**stored["keys"])}))
     except (KeyError, TypeError) as error:
-        raise ClusterError(f"{path} is damaged ({error}); delete its folder and join anew") from error
+        raise ClusterError(f"{path} is damaged ({error}); delete its folder and join again") from error
 
 
 def keep_worker(worker: Worker) -> Path:
@@ -256,7 +256,7 @@ def accepted(line: str, worker_name: str) -> Worker:
     key, code, cluster = given.get("key", [""])[0], given.get("code", [""])[0], parts.path.strip("/")
     if parts.scheme != "smoe" or not _KEY.fullmatch(key) or not code:
         raise ClusterError(
-            f"{line!r:.80} is no invitation; give the whole line that smoe cluster invite prints, in quotes",
+            f"{line!r:.80} is not an invitation; give the whole line that smoe cluster invite prints, in quotes",
             setting="invitation",
             given=line[:80],
             allowed="smoe://HOST:PORT/NAME?key=...&code=...",
@@ -280,9 +280,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ClusterError(f"{path} cannot be read ({error}); delete its folder and start anew") from error
+        raise ClusterError(f"{path} cannot be read ({error}); delete its folder and start again") from error
     if not isinstance(stored, dict) or stored.pop("format", None) != _FORMAT:
-        raise ClusterError(f"{path} is of another version of smoe; delete its folder and start anew")
+        raise ClusterError(f"{path} was written by another version of smoe; delete its folder and start again")
     return stored
 
 

@@ -71,8 +71,8 @@ class Landing:
             if error.errno not in _FULL:
                 raise
             raise DiskSpaceError(
-                f"the disk of {self._folder} is full ({error.strerror}); make room, and the same command goes on where "
-                "it was"
+                f"the disk of {self._folder} is full ({error.strerror}); make room, then run the same command: it "
+                "continues where it stopped"
             ) from error
         self.missing[number].discard(chunk)
         self.missing_bytes -= len(data)
@@ -88,12 +88,12 @@ class Landing:
         path, part = self._folder / file.name, self._part(number)
         for each in (path, part):
             if (each.exists() or each.is_symlink()) and not each.is_file():
-                raise ClusterError(f"{each}, which is to be written, is there and is no file; move it away")
+                raise ClusterError(f"{each} must be written, and exists but is not a file; move it away")
         if path.exists():
             is_other = path.stat().st_size != file.nbytes
             if is_other or sums_of(path, file.name, self._before).digest != file.digest:
                 raise ClusterError(
-                    f"{path} is there already and is another file than the coordinator's; delete it, or give another "
+                    f"{path} exists already and differs from the coordinator's file; delete it, or give another "
                     "folder (`fetch`)",
                     setting="fetch",
                     given=str(self._folder),
@@ -123,7 +123,8 @@ class Landing:
             return
         if made.digest != file.digest:
             raise ClusterError(
-                f"the coordinator's checksums of {file.name} contradict each other; this is an error of smoe's"
+                f"the coordinator's checksums of {file.name} contradict each other; this is a bug in smoe, please "
+                "report it"
             )
         path = self._folder / file.name
         take_place(part, path)

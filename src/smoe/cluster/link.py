@@ -141,7 +141,7 @@ class Link:
                 poller.poll(math.ceil(1000 * max(0.0, left)))
                 self._turn()
             except Exception:  # a request must not wait for ever for a thread that has ended
-                _log.exception("the link has failed; what is under way is computed here")
+                _log.exception("the link failed; experts in flight are computed here")
         if self.seat is not None:
             self.seat.put_out("", self._send)
         for member in self.members.values():
@@ -184,8 +184,10 @@ class Link:
             elif member is not None and member.key == key and member.state is not State.OUT:
                 self._answered(member, frame)
         except FrameError as error:
-            is_shadow, why = seat is not None and seat.has(route), f"sent what cannot be: {error}"
-            _log.warning("%s %s", member.name if member else "the draft model" if is_shadow else "a stranger", why)
+            is_shadow, why = seat is not None and seat.has(route), f"sent an invalid message: {error}"
+            _log.warning(
+                "%s %s", member.name if member else "the draft model" if is_shadow else "an unknown machine", why
+            )
             if member is not None or is_shadow:
                 self._send(route, frames.talk(Kind.REFUSED, {"why": why}))
             if member is not None:
@@ -204,7 +206,7 @@ class Link:
                 self._send(route, frames.talk(Kind.REFUSED, {"why": found}))
             return
         for other in [each for each in self.members.values() if each.key == key and each.state is not State.OUT]:
-            self._out(other, "came back anew")
+            self._out(other, "reconnected")
         self._drop_former(found)
         found.route, found.heard = route, time.monotonic()
         self.members[found.unit] = self._by_route[route] = found
@@ -263,7 +265,7 @@ class Link:
             return
         far = (rows.float() - trial.expected.float()).abs().max().item()
         why = (
-            f"its arithmetic gives other bits than the coordinator's (by {far:.2g}), so results would depend on who "
+            f"its results differ from the coordinator's (by {far:.2g}), so the text would depend on which machine "
             "computes"
         )
         self._send(trial.member.route, frames.talk(Kind.REFUSED, {"why": why}))
@@ -271,7 +273,7 @@ class Link:
 
     def _differs(self, member: Member, key: ExpertKey, far: float) -> None:
         """A worker that has proven itself has returned other bits than main's."""
-        why = f"returned other bits than the coordinator's for expert {key[1]} of layer {key[0]} (by {far:.2g})"
+        why = f"returned a wrong result for expert {key[1]} of layer {key[0]} (off by {far:.2g})"
         self._doorkeeper.doubt(member, why)
         for each in [each for each in self.members.values() if each.key == member.key]:
             self._send_to(each, frames.talk(Kind.REFUSED, {"why": f"it {why}"}))
@@ -302,7 +304,7 @@ class Link:
                 self._became(member, State.SUSPECT)
         for member in members:  # nobody of whom stands in for another
             if member.state is State.PROVING:
-                self._out(member, "did not give its proof in time")
+                self._out(member, "did not finish the equality check in time")
             elif member.strikes > MOST_STRIKES:
                 self._out(member, f"was late {member.strikes} times in a row")
             else:
@@ -317,7 +319,7 @@ class Link:
             if member.state is State.OUT:
                 continue
             if member.state is not State.PROVING and now - member.heard > _SILENCE_SECONDS:
-                self._out(member, f"said nothing for {_SILENCE_SECONDS:g} s")
+                self._out(member, f"sent nothing for {_SILENCE_SECONDS:g} s")
                 continue
             self._send_to(member, frames.alone(Kind.BEAT))
             if member.state is State.SUSPECT and member.heard > member.late and not self.under_way.owes(member):
@@ -347,7 +349,7 @@ class Link:
             return False
         if self._send(member.route, parts):
             return True
-        self._out(member, "has gone")
+        self._out(member, "disconnected")
         return False
 
     def _send(self, route: bytes, parts: list[Any]) -> bool:
@@ -355,6 +357,6 @@ class Link:
             self._router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: it takes nothing any more
             member = self._by_route.get(route)
-            _log.info("cannot reach %s: %s", f"worker {member.name}" if member else "a stranger", error)
+            _log.info("cannot reach %s: %s", f"worker {member.name}" if member else "an unknown machine", error)
             return False
         return True

@@ -65,7 +65,7 @@ NOTHING = Done()
 class State(Enum):
     """Where a worker stands."""
 
-    PROVING = "is being tried"
+    PROVING = "is being checked"
     READY = "ready"
     SUSPECT = "late"
     OUT = "out"

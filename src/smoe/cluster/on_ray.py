@@ -103,7 +103,7 @@ class Actor:
             return str(error)
         finally:
             self._close()
-        return "it was told to end"
+        return "it was asked to end"
 
     def end(self) -> None:
         """`serve` returns soon."""
@@ -130,8 +130,8 @@ def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
     """
     if address == "local" or "://" in address:  # for Ray: start one; or be no node of it
         raise ClusterError(
-            f"`ray` is {address!r:.80}; it must be a Ray cluster that runs, and of which this machine is a node: give "
-            "HOST:PORT of its head, or auto",
+            f"`ray` is {address!r:.80}; it must be a running Ray cluster with this machine as a node: give HOST:PORT "
+            "of its head, or auto",
             setting="ray",
             given=address,
             allowed=_ADDRESSES,
@@ -140,15 +140,15 @@ def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
     if _answers(address, "disabled"):
         if not is_open_allowed:
             raise ClusterError(
-                f"the Ray cluster at {address} asks nobody for a token: whoever reaches its ports can run programs on "
-                "every node. Start it with RAY_AUTH_MODE=token on every node (docs/cluster.md), or insist "
+                f"the Ray cluster at {address} requires no token: anyone who can reach its ports can run programs on "
+                "every node. Start it with RAY_AUTH_MODE=token on every node (docs/cluster.md), or allow it "
                 "(`allow_open_ray`)",
                 setting="ray",
                 given=address,
                 allowed="a Ray cluster with RAY_AUTH_MODE=token",
             )
     elif not _answers(address, os.environ.setdefault("RAY_AUTH_MODE", "token")):  # Ray reads it when it is imported
-        raise _no_cluster(address, "it asks for a token, and this machine's, in ~/.ray/auth_token, is none or another")
+        raise _no_cluster(address, "it requires a token, and this machine's (~/.ray/auth_token) is missing or differs")
     import ray
 
     ending = signal.getsignal(signal.SIGTERM)
@@ -264,7 +264,7 @@ class OnRay:
         """See to the next thing that happens to a worker, if one does in so many seconds. Raises `ClusterError` when
         none is left."""
         if not self._kept:
-            raise ClusterError("no worker is left; what each said is above")
+            raise ClusterError("no worker is left; the messages above say why each ended")
         for each in self._kept:
             if each.call is None and time.monotonic() - each.since >= _PAUSE_SECONDS:
                 self._begin(each)
@@ -319,7 +319,7 @@ class OnRay:
         main = read_main(self._main.name)  # it may have let in others since
         keep_main(main.with_worker(each.name, str(said["key"])))
         each.call, each.is_serving, each.since = each.actor.serve.remote(said["key"]), True, time.monotonic()
-        self._on_change(f"{each}: {said['slots']} experts fit")
+        self._on_change(f"{each}: room for {said['slots']} experts")
 
     def _died(self, each: _Kept, error: Exception) -> None:
         if isinstance(error, self._ray.exceptions.ActorDiedError):  # for ever: it could not even be made
@@ -327,9 +327,9 @@ class OnRay:
             self._ended(each, _last_line(error))
             return
         if each.is_serving:
-            self._on_trouble(f"{each} has died; Ray starts it again")
+            self._on_trouble(f"{each} died; Ray starts it again")
         elif not each.is_away:
-            self._on_trouble(f"{each} cannot be reached, or dies before it serves; Ray goes on trying")
+            self._on_trouble(f"{each} cannot be reached, or ends before it is ready; Ray keeps trying")
             each.is_away = True
         each.call, each.is_serving, each.since = None, False, time.monotonic()
 
@@ -363,7 +363,7 @@ def _nodes(ray: Any, main: Main) -> int:
             allowed="this machine's address in your network",
         )
     if not addresses:
-        message = "no node of the Ray cluster has a CPU for a worker; give one some (ray start)"
+        message = "no node of the Ray cluster has a CPU for a worker; add CPUs to a node (ray start)"
         raise ClusterError(message, setting="ray", given="a Ray cluster without CPUs", allowed="nodes with a CPU")
     return len(addresses)
 
@@ -378,8 +378,8 @@ def _places(ray: Any, count: int, nodes: int) -> Any:
         remove_placement_group(group)
         free = ray.available_resources().get("CPU", 0)
         raise ClusterError(
-            f"Ray has no place for {count} workers of one CPU each on {nodes} nodes ({free:g} CPUs are free): take "
-            "fewer (`workers`), or give its nodes more (ray start)",
+            f"Ray has no room for {count} workers of one CPU each on {nodes} nodes ({free:g} CPUs are free): take "
+            "fewer (`workers`), or add CPUs to its nodes (ray start)",
             setting="workers",
             given=count,
             allowed=f"{free:g} now",

@@ -93,7 +93,7 @@ class Post(Admission):
                 if frame.kind in FILE_KINDS:
                     self.courier.heard(parts[0].bytes, user_of(parts[-1]), frame, send)
             except FrameError as error:
-                _log.warning("a worker sent what cannot be: %s", error)
+                _log.warning("a worker sent an invalid message: %s", error)
         self.courier.turn(True, send)
 
     def _is_done(self) -> bool:

@@ -264,7 +264,7 @@ class Cluster(Admission):
         """A new member that is to be proven, or why it is refused; None: not known yet."""
         name, slots = said.get("name"), said.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
-            return "its greeting is not whole"
+            return "its first message is incomplete"
         why = self._unfit(said) or self.admitted(key, said)
         if why:
             return why
@@ -302,7 +302,7 @@ class Cluster(Admission):
     def _without_torch(self) -> Described | str | None:
         """What such a worker can do, or why nothing; None: that is being found out."""
         if self.describer is None:
-            return "it has no torch, which this coordinator's workers need"
+            return "it has no torch, which workers of this coordinator need"
         self.describer.begin()
         return self.describer.found or self.describer.why or None
 
@@ -320,10 +320,10 @@ class Cluster(Admission):
                 keep_main(self.main)
         done = member.done
         self.doubts.append(
-            f"worker {member.name} {why}, and is let in no longer. Of {done.experts} experts that it has computed "
-            f"{done.checked} had been recomputed here: what was written while it was there may be wrong, so have it "
-            "written again. Find out why (another program on it, its memory, its owner) before you invite it anew "
-            "(smoe cluster invite)"
+            f"worker {member.name} {why}, and is no longer admitted. It computed {done.experts} experts, of which "
+            f"{done.checked} were recomputed here: text generated with it may be wrong, so generate it again. Find "
+            "the cause (another program on that machine, its memory, its owner) before you invite it again (smoe "
+            "cluster invite)"
         )
         _log.error("%s", self.doubts[-1])
 

@@ -42,10 +42,10 @@ def become_keeper(name: str) -> None:
     other = keeper_process(name)
     if other not in (None, os.getpid()):
         raise ClusterError(
-            f"workers of the cluster {name!r} run already: process {other} (smoe cluster up) keeps them; use them, end "
-            "that process (Ctrl-C there) and start again, or start others under another `name`",
+            f"workers of the cluster {name!r} are already running: process {other} (smoe cluster up) supervises them; "
+            "use them, or end that process (Ctrl-C there) and start again, or give another `name`",
             setting="name",
             given=name,
-            allowed="a cluster whose workers do not run here",
+            allowed="a cluster without running workers on this machine",
         )
     keep_keeper(name, os.getpid(), psutil.Process().create_time())

@@ -239,7 +239,9 @@ class Courier:
         made, identities = list[SentFile](), list[FileIdentity]()
         for name, path in self._paths.items():
             if not files.is_file_name(name):
-                raise CheckpointError(f"{path} has a name that does not travel; give it a plainer one")
+                raise CheckpointError(
+                    f"{path} has a name that cannot be sent; rename it with letters, digits, '.', '_' and '-'"
+                )
             before = self.summed_bytes
             identities.append(identity(path))
             made.append(sums_of(path, name, self._may_read))

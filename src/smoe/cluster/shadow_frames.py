@@ -86,7 +86,7 @@ def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
     found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
     begin, end = found[0] if len(found) == 1 else (0, 0)
     if not begin < end <= capacity or len(memoryview(rows)) != (end - begin) * position_bytes:
-        raise FrameError("keys and values of another size")
+        raise FrameError("keys and values of the wrong size")
     return Keys(frame.request, begin, end, rows)
 
 
@@ -106,12 +106,12 @@ def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int,
     heads = _table(frame, 1, 4, parts=2)
     every = [n for (n,) in _table(frame, 2, 1, parts=2)]
     if not 0 < len(heads) <= MOST_SAID or sum(count for *_, count in heads) != len(every):
-        raise FrameError("experts that are not there")
+        raise FrameError("wrong number of experts")
     said, at = [], 0
     for position, token, layer, count in heads:
         of_layer = tuple(every[at : at + count])
         if count != named.get(layer) or len(set(of_layer)) != count or max(of_layer) >= experts[layer]:
-            raise FrameError(f"experts {of_layer} of layer {layer}")
+            raise FrameError(f"invalid experts {of_layer} of layer {layer}")
         said.append(Said(position, token, layer, of_layer))
         at += count
     return said
@@ -123,8 +123,8 @@ def _numbers(rows: Sequence[Sequence[int]]) -> bytes:
 
 def _table(frame: Frame, part: int, columns: int, parts: int) -> list[tuple[int, ...]]:
     if len(frame.body) != parts:
-        raise FrameError(f"{len(frame.body)} parts")
+        raise FrameError(f"wrong number of parts: {len(frame.body)}")
     found = frame.body[part - 1]
     if len(memoryview(found)) % (4 * columns):
-        raise FrameError("a table cut short")
+        raise FrameError("a truncated table")
     return [tuple(row) for row in np.frombuffer(found, _WHOLE).reshape(-1, columns).tolist()]

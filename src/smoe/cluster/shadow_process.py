@@ -126,7 +126,7 @@ class ShadowProcess(Talking):
             try:
                 self._read(dealer, frame, self._opened[1])
             except ValueError as error:  # of a text whose beginning has not come here: main begins anew
-                _log.warning("the text cannot be followed: %s", error)
+                _log.warning("the draft model cannot continue this text: %s", error)
                 self._is_in, self._said = False, 0.0
 
     def _read(self, dealer: zmq.Socket[bytes], frame: Frame, along: Along) -> None:
@@ -146,7 +146,7 @@ class ShadowProcess(Talking):
         wanted = said.get("wanted")
         if not isinstance(wanted, dict):
             self._is_in = False
-            self._wait_for(f"waits: {said.get('why', 'main has no use for it')}"[:500])
+            self._wait_for(f"waits: {said.get('why', 'the coordinator does not use it')}"[:500])
         elif self._opened is not None and self._opened[0] == wanted:
             if not self._is_in:
                 self._is_in = True
@@ -175,13 +175,13 @@ class ShadowProcess(Talking):
         try:
             if before is not None:
                 before[1].close()
-            self._on_change(f"opens a copy in {str(wanted.get('shadow_precision'))[:20]}")
+            self._on_change(f"loads a copy in {str(wanted.get('shadow_precision'))[:20]}")
             self._opened, self._cannot = (wanted, self._files.open(wanted, self._hear_shadow)), None
         except (SmoeError, OSError, MemoryError) as error:
             self._cannot = (wanted, str(error), time.monotonic())
-            self._on_change(f"cannot be what the coordinator wants: {error}")
+            self._on_change(f"cannot load what the coordinator requests: {error}")
         except Exception as error:  # main is told, and may want something else
-            _log.exception("the draft model could not be opened")
+            _log.exception("the draft model could not be loaded")
             self._cannot = (wanted, f"{type(error).__name__}: {error}", time.monotonic())
         finally:
             self._said = 0.0  # greet main at once

@@ -90,19 +90,19 @@ class Seat:
             return
         most = SILENCE_SECONDS if self.is_in else PATIENCE_SECONDS
         if now - self._heard > most:
-            self.put_out(f"said nothing for {most:g} s", send)
+            self.put_out(f"sent nothing for {most:g} s", send)
             return
         if now - self._beaten > BEAT_SECONDS:
             self._beaten = now
             if not send(self._route, frames.alone(Kind.BEAT)):
-                self.leave("has gone")
+                self.leave("disconnected")
         while self.is_in and self.following is not None:
             parts = self.following.next_message(self._under_way < _WINDOW)
             if parts is None:
                 return
             self._under_way += len(parts) > 2  # keys
             if not send(self._route, parts):
-                self.leave("has gone")
+                self.leave("disconnected")
 
     def beat_soon(self) -> None:
         """Somebody has gone, maybe this one."""
@@ -143,18 +143,21 @@ class Seat:
             send(
                 route,
                 frames.talk(
-                    Kind.WELCOME, {"wanted": None, "why": f"{self.name} is the coordinator's draft model already"}
+                    Kind.WELCOME, {"wanted": None, "why": f"{self.name} is already the coordinator's draft model"}
                 ),
             )
             return
         if self.is_in:
-            self.leave("came back anew")  # or has missed something of ours: in its own eyes it is not in
+            self.leave("reconnected")  # or has missed something of ours: in its own eyes it is not in
         self._admission.note_role(key, is_shadow=True)
         self._key, self._route, self._heard = key, route, now
         self.name, self._said = self._admission.name_of(key) or "?", said
         if self.following is None:
             self._became("not used")
-            send(route, frames.talk(Kind.WELCOME, {"wanted": None, "why": "this coordinator decodes without it"}))
+            send(
+                route,
+                frames.talk(Kind.WELCOME, {"wanted": None, "why": "this coordinator decodes without a draft model"}),
+            )
             return
         self._is_open = is_open = said.get("opened") == self.following.wanted
         self._under_way = 0

@@ -103,7 +103,7 @@ class Talking(ABC):
         if self._is_in and now - self._heard > _SILENCE_SECONDS:
             self._is_in = False
             self._lost()
-            self._on_change("the coordinator has gone; waiting for it")
+            self._on_change("lost the coordinator; waiting for it")
         if not self._is_in and now - self._said > _HELLO_SECONDS:
             self._said = now
             self._send(dealer, self._greeting())
@@ -121,4 +121,4 @@ class Talking(ABC):
             self._heard = time.monotonic()
             self._answer(dealer, frame)
         except FrameError as error:
-            _log.warning("the coordinator sent what cannot be: %s", error)
+            _log.warning("the coordinator sent an invalid message: %s", error)

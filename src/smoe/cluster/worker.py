@@ -132,7 +132,7 @@ class WorkerProcess(Talking):
             try:
                 self._work(frame)
             except FrameError as error:
-                self._send(dealer, frames.failed(frame.request, f"the request cannot be: {error}"))
+                self._send(dealer, frames.failed(frame.request, f"invalid request: {error}"))
         elif frame.kind is Kind.FETCH:
             for key in self._served.alone.expect(frames.parse_fetch(frame, self._experts)):
                 self._fetch(key)
@@ -151,12 +151,12 @@ class WorkerProcess(Talking):
         if arithmetic != self._arithmetic:
             if not isinstance(arithmetic, str) or not alone.compute_by(arithmetic):
                 raise WorkerRefusedError(
-                    f"worker {self._me.name}: the coordinator computes by `kernels` {arithmetic}, which this machine "
-                    "cannot"
+                    f"worker {self._me.name}: the coordinator computes with `kernels` {arithmetic}, which this "
+                    "machine does not support"
                 )
             self._arithmetic = arithmetic
         self._is_in = True
-        self._on_change("belongs to the cluster")
+        self._on_change("joined the cluster")
 
     def _forget(self) -> None:
         """Whoever asked for what is under way has gone."""
@@ -193,7 +193,7 @@ class WorkerProcess(Talking):
     def _fetched(self, future: Future[None]) -> None:
         self._coming.discard(future)
         if not future.cancelled() and future.exception() is not None:
-            _log.warning("an expert could not be read ahead: %s", future.exception())
+            _log.warning("an expert could not be prefetched: %s", future.exception())
 
 
 def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) -> list[Any]:

@@ -46,9 +46,12 @@ def check_activations(model: PreTrainedModel, config: EngineConfig, compute: Lay
         owner = "quantised weights whose codes are whole numbers (7 bits, or signed): a GGUF file's, or `precision`"
         raise ConfigError.idle("activations", config.activations, owner)
     if compute.device.type != "cpu":
-        why = f"it is for computing on a CPU, and this model is on {compute.device}; use `device` cpu"
+        why = f"it applies to computation on a CPU, and this model is on {compute.device}; use `device` cpu"
     elif compute.spinning_pool is None:
-        why = "our kernels for it need AVX2 or NEON, llvmlite and bfloat16, and were not found to be right here"
+        why = (
+            "smoe's kernels for it need AVX2 or NEON, llvmlite and bfloat16, and a passed self-test, which this "
+            "machine lacks"
+        )
     elif has_codes and not compute.multiplies_codes:
         why = "this family's experts end in a norm, and are computed on unpacked weights"
     else:

@@ -371,8 +371,8 @@ def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringR
         name = spec.anatomy.routers.get(site.layer)
         if name is None:
             raise UnsupportedModelError(
-                f"the router of layer {site.layer} could not be found, so its scores cannot be heard; without `alpha`, "
-                "and with an eviction other than score and a prefetch other than stacked-gates, the model works"
+                f"the router of layer {site.layer} could not be found, so its scores cannot be read; leave out "
+                "`alpha`, and use an `eviction` other than score and a `prefetch` other than stacked-gates"
             )
         block = modules[site.name.rpartition(".")[0]]
         hidden, top_k = spec.config.get_text_config().hidden_size, spec.anatomy.top_k[site.layer]

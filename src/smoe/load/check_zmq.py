@@ -14,5 +14,5 @@ def check_zmq() -> None:
             "a cluster needs pyzmq, which is not installed; run: pip install 'smoe[cluster]'",
             setting="cluster",
             given="a cluster",
-            allowed="none without pyzmq",
+            allowed="requires pyzmq",
         ) from error

@@ -62,7 +62,7 @@ def choose_arithmetic(
         return False
     pool = _proven_pool(config, compute)
     if config.kernels == "own-order" and pool is None:
-        raise _not_here(config, "this model's experts have a shape that it does not know")
+        raise _not_here(config, "it does not support the shape of this model's experts")
     # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
     is_given = isinstance(compute.store, QuantisedStore) or (pool is not None and config.kernels != "auto")
     choose_way(compute, spec.sites[0].layer, spec.dtype.torch, pool, is_given)

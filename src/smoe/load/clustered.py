@@ -68,7 +68,7 @@ def check_cluster(config: EngineConfig) -> None:
         if config.placement is not None:
             raise UnpreparedError(
                 f"`placement` {config.placement} (an option, or part of the presets cluster and od-moe) divides "
-                "experts among workers, so it belongs to `cluster`; name one, or use another preset",
+                "experts among workers, so it needs a `cluster`: give its name, or use another preset",
                 setting="placement",
                 given=config.placement,
                 allowed="only with `cluster`",

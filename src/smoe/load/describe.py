@@ -31,7 +31,7 @@ def describe(
     any_math = next(iter(math.values()))
     table = None if isinstance(any_math, QuantisedMath) else any_math.gate_table()
     if table is None or not all(_is_alike(each, any_math, table) for each in math.values()):
-        raise _unfit("its experts are quantised, differ from layer to layer, or are no gated products without biases")
+        raise _unfit("its experts are quantised, differ from layer to layer, or are not gated products without biases")
     if any(tensor.dtype != _PLAIN for tensor in _tensors(stored)):
         raise _unfit("its experts are not stored in bf16")
     layers = tuple(_keys(stored[layer]) for layer in sorted(stored))
@@ -41,12 +41,12 @@ def describe(
         with SpinningPool(1, in_own_order=True) as pool:
             return Described(description, arithmetic, pool.most_own_rows)
     if not is_supported():
-        raise _unfit("the coordinator computes by `kernels` torch, and its CPU has no AVX-512 BF16")
+        raise _unfit("the coordinator computes with `kernels` torch, and its CPU has no AVX-512 BF16")
     torch.set_num_threads(threads)  # of this thread; as those have that the results are compared with
     with SpinningPool(threads, several=True) as pool:
         rows = kernel_rows(pool, any_math.shapes)
     if not rows:
-        raise _unfit("the coordinator's torch gives other bits than our kernels")
+        raise _unfit("the coordinator's torch and smoe's kernels give different bits")
     return Described(description, "native", rows)
 
 
@@ -83,6 +83,8 @@ def _part(experts: LayerExperts, name: str) -> tuple[str, ...]:
             continue
         open_key = re.sub(r"(experts\.)0(\.)", rf"\g<1>{NUMBER}\g<2>", piece[0], count=1)
         if any(open_key.replace(NUMBER, str(n)) != key for n, key in enumerate(piece)):
-            raise _unfit(f"{piece[0]!r} and what belongs to it follow no pattern")
+            raise _unfit(
+                f"the tensor names of its experts ({piece[0]!r}, ...) do not differ in the expert's number alone"
+            )
         found.append(open_key)
     return tuple(found)

@@ -79,7 +79,9 @@ def _of_pairs(tensors: Tensors, said: Mapping[str, Any], spec: ModelSpec, depth:
         parts = [tensors.get(f"{pair}.{name}", torch.empty(0)) for name in _PARTS]
         fits = [tuple(part.shape) for part in parts] == [(count, 2 * hidden), (count,), (count,)]
         if pair not in said["confidence"] or not fits or not all(bool(part.isfinite().all()) for part in parts):
-            raise NotLearnedError(f"what was learned does not fit layer {after} of this model, asked at layer {layer}")
+            raise NotLearnedError(
+                f"the stored corrections do not fit layer {after} of this model (used at layer {layer})"
+            )
         weight, bias, first_bias = parts
         found[layer, after] = Correction(weight, bias, first_bias, *said["confidence"][pair])
     return LearnedCorrections(found, said["tokens"], said["text"])

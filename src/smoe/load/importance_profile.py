@@ -66,7 +66,7 @@ def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
     assert config.precision_shares is not None
     shares = "/".join(f"{share:g}" for share in config.precision_shares)
     own, brought = _read(of_model("importance", folder)), _read(folder / FILE_NAME)
-    for profile, whose in ((own, "as you profiled it"), (brought, "by the profile that the model brings")):
+    for profile, whose in ((own, "as you profiled it"), (brought, "by the profile stored with the model")):
         if profile is not None:
             return profile.thresholds(config.precision_shares), f"shares of {shares} {whose}: {profile}"
     typed = ",".join(f"{share:g}" for share in config.precision_shares)
@@ -74,8 +74,8 @@ def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
     given = Thresholds(config.low_threshold, config.skip_threshold)
     if given == Thresholds():
         raise ConfigError(
-            f"`precision_shares` {typed} need to know how important this model's choices are, and it has not been "
-            f"profiled: {how}; or give `low_threshold` and `skip_threshold` (HOBBIT has 0.6 and 0.9 for Mixtral)",
+            f"`precision_shares` {typed} needs a profile of this model's routing, and there is none: {how}; or give "
+            "`low_threshold` and `skip_threshold` (HOBBIT has 0.6 and 0.9 for Mixtral)",
             setting="precision_shares",
             given=typed,
             allowed="only for a model that has a profile",

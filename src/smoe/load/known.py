@@ -52,10 +52,10 @@ def _prices(config: EngineConfig, place: Path) -> PriceTable:
     if priced is None or (wanted is not None and priced.low_precision not in (wanted, "none")):
         of_what = "" if wanted is None else f" with `low_precision` {wanted}"
         raise UnpreparedError(
-            f"`{budget}`: nobody has measured yet what answers to misses cost this model{of_what}; run smoe tune on it "
+            f"`{budget}`: the quality costs of this model{of_what} have not been measured yet; run smoe tune on it "
             f"with `prices`{of_what}, once",
             setting=budget,
             given=getattr(config, budget),
-            allowed="for models whose answers have been priced",
+            allowed="for models whose quality costs have been measured",
         )
     return priced.table

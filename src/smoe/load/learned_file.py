@@ -60,15 +60,15 @@ def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor]
             said: dict[str, Any] = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except FileNotFoundError as error:
-        raise NotLearnedError(f"nothing has been learned yet for the model in {folder}") from error
+        raise NotLearnedError(f"no tuned values are stored for the model in {folder}") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise NotLearnedError(f"{path} is truncated, damaged or closed to you ({error})") from error
+        raise NotLearnedError(f"{path} is truncated, damaged or not readable ({error})") from error
     if said.get("format") != form:
-        raise NotLearnedError(f"{path} is of format {said.get('format')}, this smoe reads format {form}")
+        raise NotLearnedError(f"{path} has format {said.get('format')}; this version of smoe reads format {form}")
     if said.get("checkpoint") != checksum(folder):
-        raise NotLearnedError(f"{path} was learned with other weights than those in {folder}")
+        raise NotLearnedError(f"{path} was made for other weights than those in {folder}")
     if said.get("tensors") != _digest(tensors):
-        raise NotLearnedError(f"{path} is damaged: its tensors are not what its header says")
+        raise NotLearnedError(f"{path} is damaged: its tensors do not match its header")
     return tensors, said
 
 

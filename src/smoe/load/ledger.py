@@ -113,7 +113,7 @@ def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, beside: Ma
     if config.memory_bytes is not None and config.count == "process":
         return _in_process(config.memory_bytes, beside, device, demand)
     if config.memory_bytes is not None:
-        return allocate(config.memory_bytes, demand), "as asked"
+        return allocate(config.memory_bytes, demand), "as requested"
     if config.resident_share is not None:
         budget = budget_for_share(config.resident_share, demand)
         return allocate(budget, demand), f"for {100 * config.resident_share:.3g}% of the experts"

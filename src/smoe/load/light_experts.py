@@ -41,11 +41,11 @@ def place_of(model: str | Path, precision: str) -> Path:
     place = local_place(model)
     if place is None or not place.is_dir():
         raise ConfigError(
-            f"without torch a worker needs the model's folder of safetensors, and {model} is none here; bring it with "
-            "`fetch`, or install torch",
+            f"without torch a worker needs the model's folder of safetensors, and {model} is not one on this machine; "
+            "download it with `fetch`, or install torch",
             setting="model",
             given=str(model),
-            allowed="a folder that is here",
+            allowed="a folder on this machine",
         )
     return place
 
@@ -106,6 +106,6 @@ def _piece(tensors: Mapping[str, StoredTensor], key: str, expert: int) -> Stored
         found = row_of(found, expert)
     if found is None or found.dtype != _PLAIN:
         raise CheckpointError(
-            f"the coordinator says that {name!r} is an expert's in bf16, and the files here have no such tensor"
+            f"the coordinator expects the expert {name!r} in bf16, and the files here have no such tensor"
         )
     return found

@@ -47,10 +47,10 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
     except NotLearnedError as error:
         raise ConfigError(
             f"`eviction` {LEARNED}: {error}; run smoe record, then smoe tune on the model with `eviction` {LEARNED}, "
-            "the trace as `cache` and the `memory` that it is for, once",
+            "the trace as `cache` and the `memory` of your runs, once",
             setting="eviction",
             given=LEARNED,
-            allowed="for models that it has been trained for",
+            allowed="for models for which it has been trained",
         ) from error
 
 
@@ -62,5 +62,5 @@ def _estimate(tensors: Tensors, said: Mapping[str, Any], experts: Mapping[int, i
     shapes = {"weights": (FEATURES,), "usual": (layers, rank), "offset": (layers, width)}
     shapes |= dict.fromkeys(("source", "target"), (layers, width, rank))
     if any(tensors[name].shape != shape or not tensors[name].isfinite().all() for name, shape in shapes.items()):
-        raise NotLearnedError("what was trained is of a model with other layers or experts")
+        raise NotLearnedError("the stored values belong to a model with other layers or experts")
     return next_use, f"as trained on {said['decode_steps']} recorded steps"

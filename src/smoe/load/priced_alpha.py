@@ -45,16 +45,16 @@ def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
     """The alpha for the model in `folder` with so many experts resident, and where it comes from."""
     own, brought = _read(_own_path(folder)), _read(folder / FILE_NAME)
     most = 1.0 if own is None else own.alpha  # nobody gets more than they have found to be worth it
-    for priced, whose in ((own, "as you priced it"), (brought, "by the price that the model brings")):
+    for priced, whose in ((own, "as you measured it"), (brought, "by the quality cost stored with the model")):
         if priced is not None and resident_share >= priced.resident_share and priced.alpha <= most:
             return priced.alpha, f"{whose}: {priced}"
-    alpha, how = min(DEFAULT_ALPHA, most), "smoe tune --max-perplexity-increase 1% finds what it bears"
+    alpha, how = min(DEFAULT_ALPHA, most), "smoe tune --max-perplexity-increase 1% finds the largest alpha within 1%"
     known = own or brought
     if known is None:
-        return alpha, f"the usual one: this model has not been priced; {how}"
+        return alpha, f"the usual one: the quality cost of this model has not been measured; {how}"
     return alpha, (
-        f"the usual one at most: {'your' if known is own else 'its'} price is for {known.resident_share:.0%} of the "
-        f"experts resident, and there are {resident_share:.0%}; {how}"
+        f"the usual one at most: {'your' if known is own else 'its'} quality cost is for {known.resident_share:.0%} "
+        f"of the experts resident, and there are {resident_share:.0%}; {how}"
     )
 
 

@@ -91,16 +91,16 @@ def check_shadow(spec: ModelSpec, config: EngineConfig) -> None:
     """Raise `ConfigError` on the emulated device, and `UnsupportedModelError` for a family that cannot be aligned."""
     if config.device == EMULATED:
         raise ConfigError(
-            f"`prefetch` {SHADOW} computes on this CPU, whose times the `device` {EMULATED} does not act; use another "
-            "of the two",
+            f"`prefetch` {SHADOW} computes on this CPU, and the `device` {EMULATED} does not emulate its times; "
+            "change one of the two",
             setting="prefetch",
             given=SHADOW,
             allowed=f"other predictors on the device {EMULATED}",
         )
     if spec.anatomy.state_bytes_per_sequence:
         raise UnsupportedModelError(
-            f"`prefetch` {SHADOW}: this family has layers with a recurrent state, which cannot be told what it should "
-            "be at a position; use another `prefetch`"
+            f"`prefetch` {SHADOW}: this family has layers with a recurrent state, which cannot be set to a position; "
+            "use another `prefetch`"
         )
 
 
@@ -134,5 +134,5 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec
             "(`shadow_precision`), or another `prefetch`",
             setting="shadow_precision",
             given=own.precision,
-            allowed="a precision that there is a pack of",
+            allowed="a precision in which the model is packed",
         ) from error

@@ -94,7 +94,7 @@ class ShadowFiles:
         if nbytes > room:
             raise BudgetError(
                 f"a draft model in {config.shadow_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are "
-                "free here; have the coordinator want one in fewer bits (`shadow_precision`), or of a shorter text "
+                "free here; on the coordinator, give fewer bits (`shadow_precision`) or a shorter text "
                 "(`context_tokens`)"
             )
         set_compute_threads(self._threads)
@@ -109,9 +109,9 @@ class ShadowFiles:
 def _config_of(wanted: Mapping[str, Any]) -> EngineConfig:
     if set(wanted) != _WANTED:
         raise ClusterError(
-            f"the coordinator wants a draft model by settings that are not known here: {str(sorted(wanted))[:200]}"
+            f"the coordinator requests a draft model with settings that are unknown here: {str(sorted(wanted))[:200]}"
         )
     try:
         return configure(prefetch=SHADOW, **wanted)
     except (ConfigError, TypeError) as error:
-        raise ClusterError(f"the coordinator wants a draft model that cannot be: {error}") from error
+        raise ClusterError(f"the draft model that the coordinator requests cannot be opened here: {error}") from error

@@ -45,7 +45,11 @@ def verify_pack(
     try:
         keep(_note_of(path), {"format": _FORM, "pack": str(path), "identity": before})
     except OSError as error:
-        _log.warning("%s is whole, which cannot be remembered (%s): it is read again at the next load", path, error)
+        _log.warning(
+            "%s is undamaged, but this result cannot be stored (%s): the file is checked again at the next load",
+            path,
+            error,
+        )
 
 
 def _contents(spec: ModelSpec, experts: Mapping[int, LayerExperts]) -> Contents | None:
@@ -58,8 +62,8 @@ def _complaint(packed: Packed, contents: Contents, damaged: list[int]) -> str:
     asked = "" if contents.is_as_stored or contents.name.isupper() else f" with `precision` {contents.name}"
     layers = f"layer{'s' * (len(damaged) > 1)} {', '.join(map(str, damaged[:8]))}{', ...' * (len(damaged) > 8)}"
     return (
-        f"{packed.path} is damaged in {layers}: its bytes are not those that smoe pack wrote; delete it and run smoe "
-        f"pack again{asked}, or copy it again"
+        f"{packed.path} is damaged in {layers}: its bytes differ from those that smoe pack wrote; delete it and run "
+        f"smoe pack again{asked}, or copy it again"
     )
 
 

@@ -98,7 +98,9 @@ def _stored(path: Path) -> dict[str, Any]:
     """What a file holds; nothing where it is of another smoe, which is said."""
     stored = kept(path, _FORMAT)
     if stored is None and path.exists():
-        _log.warning("%s is of another smoe, or damaged: hold the tournament of this model again", path)
+        _log.warning(
+            "%s is damaged or from another version of smoe: run the tournament of this model again (smoe tune)", path
+        )
     return stored or {}
 
 
@@ -183,8 +185,8 @@ def _decided_by(decided: Decided, setting: str, winner: Winner, place: Path, spe
 
 def _too_far(setting: str, nearest: Winner, share: float) -> str:
     return (
-        f"as without a tournament: the nearest one was held with {nearest.resident_share:.0%} of the experts resident, "
-        f"and there are {share:.0%}; smoe tune with `{setting}` auto and this `memory` holds one"
+        f"as without a tournament: the nearest result is for {nearest.resident_share:.0%} of the experts resident, "
+        f"and {share:.0%} are; to measure, run smoe tune with `{setting}` auto and this `memory`"
     )
 
 

@@ -299,11 +299,13 @@ class Ledger:
     @property
     def spare(self) -> str:
         """The same where workers compute all experts as long as there are any."""
-        return f"no experts resident while workers are there (room for {self.cache_slots} in case){self._beside}"
+        return (
+            f"no experts resident while workers are connected (room for {self.cache_slots} without them){self._beside}"
+        )
 
     @property
     def _beside(self) -> str:
-        return f", beside a shadow of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
+        return f", with a draft model of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
@@ -414,6 +416,6 @@ def _refusal(budget_bytes: int, demand: Demand) -> str:
             *lines,
             f"  {'together':<{width}}{format_bytes(minimum_bytes(demand)):>12}",
             "give more with `memory`, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`"
-            + (", or do without the shadow (another `prefetch`, or `preset`)" if demand.shadow_bytes else ""),
+            + (", or leave out the draft model (another `prefetch` or `preset`)" if demand.shadow_bytes else ""),
         ]
     )

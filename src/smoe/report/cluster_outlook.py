@@ -54,9 +54,9 @@ _SHADOW_SHARE = 0.5
 """Of an expert's time, in half the bytes."""
 
 SCHEDULES = {
-    "finish": "every expert where it is done first",
+    "finish": "every expert where it finishes first",
     "cluster": "the same with a draft model: `preset` cluster",
-    "round-robin": "workers by turns, with a draft model: `preset` od-moe",
+    "round-robin": "workers in turn, with a draft model: `preset` od-moe",
 }
 """What is foretold, in words."""
 
@@ -113,7 +113,7 @@ class ClusterCase:
 
 WORDS = {
     "main": "coordinator's layers",
-    "between": "the way there and back",
+    "between": "round trips to workers",
     "computing": "experts computed",
     "loads": "loads at workers",
     "own_loads": "coordinator's loads",
@@ -201,7 +201,8 @@ def cluster_outlook(
     survey = survey_of(model, config, revision)
     if survey.subject is None:
         raise ConfigError(
-            "nobody knows how fast experts come in here; run smoe doctor once, or name a machine (`profile`)",
+            "the rate at which this machine loads experts is not measured; run smoe doctor once, or choose a machine "
+            "(`profile`)",
             setting="profile",
             allowed="a machine whose rates are known",
         )
@@ -246,8 +247,8 @@ def _remarks(wanted: Wanted, network: Network, trace: Sequence[Routing] | None) 
     found = [] if trace is not None else [SAYS]
     if not wanted.measured:
         found.append(
-            f"the way to a worker and back is taken to be {format_seconds(network.way)} beside the wire, of which the "
-            f"coordinator spends {format_seconds(network.message)} on each message"
+            f"a round trip to a worker is assumed to take {format_seconds(network.way)} in addition to the transfer; "
+            f"the coordinator spends {format_seconds(network.message)} of it on each message"
         )
     return found
 
@@ -291,8 +292,8 @@ def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
         return times.load, times.expert(1) * times.alone
     if machine.disk_bytes_per_second is None:
         raise ConfigError(
-            f"`worker_profile` {machine.name} does not say how fast its disk is, from which a worker reads experts; "
-            "add disk_bytes_per_second, or name another",
+            f"`worker_profile` {machine.name} has no rate of the disk from which a worker reads experts; add "
+            "disk_bytes_per_second, or choose another profile",
             setting="worker_profile",
             given=machine.name,
             allowed="a profile with disk_bytes_per_second",
@@ -309,8 +310,8 @@ def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[Decoded
     shape = (len(tokens[0].chosen), trace[-1].experts) if tokens else (0, 0)
     if shape != (work.layers, work.experts) or len(tokens) <= _WARM_UP:
         raise TraceError(
-            f"the `trace` has {len(tokens)} decode steps, of {shape[0]} layers of {shape[1]} experts; give one of this "
-            f"model, which has {work.layers} of {work.experts}, of {_WARM_UP + 1} steps at least",
+            f"the `trace` has {len(tokens)} decode steps of {shape[0]} layers with {shape[1]} experts; this model has "
+            f"{work.layers} layers with {work.experts} experts: give a trace of it with at least {_WARM_UP + 1} steps",
             setting="trace",
             allowed="a recorded run of this model",
         )

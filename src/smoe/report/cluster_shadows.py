@@ -21,10 +21,10 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
     """(main's without what makes it a cluster's, the precision of each schedule's shadow). Raises `ConfigError`."""
     if config.cluster is not None:
         raise ConfigError(
-            f"`cluster` {config.cluster} is for a run; a plan for workers as they were measured has it as `name`",
+            f"`cluster` {config.cluster} is for a run; to plan with its measured workers, give `name`",
             setting="cluster",
             given=config.cluster,
-            allowed="none in a plan: `name`",
+            allowed="`name` instead, in a plan",
         )
     its = config.shadow_precision if config.prefetch == SHADOW else None
     by_turns = config.placement == "round-robin"
@@ -53,12 +53,12 @@ def beside_shadows(
             ledgers[schedule] = _beside(survey, config, nbytes)
             takes = f"{format_bytes(nbytes)} of its memory"
         except BudgetError:
-            ledgers[schedule], takes = None, f"{format_bytes(nbytes)}, for which its memory has no room"
+            ledgers[schedule], takes = None, f"{format_bytes(nbytes)}, which does not fit in its memory"
         except (ConfigError, UnsupportedModelError) as error:
-            ledgers[schedule], takes = None, f"which this model cannot have: {error}"
+            ledgers[schedule], takes = None, f"which does not work with this model: {error}"
         preset = "od-moe" if schedule == "round-robin" else schedule
         remarks.append(f"{what} ({takes}): `preset` {preset}, and first smoe pack --precision {precision}")
-    remarks.append("what a draft model computes, on the same cores as the coordinator, is not counted")
+    remarks.append("the time of a draft model on the coordinator's cores is not included")
     return ledgers["cluster"], remarks
 
 

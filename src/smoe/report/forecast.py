@@ -45,8 +45,11 @@ TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72),
 four recorded texts of docs/evictions.md."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
 """Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
-_WITHOUT_LOW = "speeds are told without low copies: what they save hangs on what is missing, and on how important it is"
-_ESTIMATE = "from config.json alone: with its files here slots may be 4 KiB smaller, and reading may take buffers"
+_WITHOUT_LOW = "speeds are without low copies: their gain depends on which experts are missing, and on their importance"
+_ESTIMATE = (
+    "from config.json only: once its files are on this machine, slots may be 4 KiB smaller, and reading may need "
+    "buffers"
+)
 
 
 @dataclass(frozen=True)
@@ -226,18 +229,18 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
         has = f"`placement` {config.placement}" if preset == "own" else f"`preset` {preset}"
         given = ["`cluster`"] * (config.cluster is not None) + [has] * (config.placement is not None)
         raise ConfigError(
-            f"this is about one machine; smoe cluster plan foretells several. Leave out {' and '.join(given)}",
+            f"smoe plan is for one machine; use smoe cluster plan for several, or leave out {' and '.join(given)}",
             setting="cluster",
             given=config.cluster,
             allowed="none in a plan",
         )
     if config.prefetch == SHADOW:
         raise ConfigError(
-            f"`prefetch` {SHADOW}: what a copy that runs ahead takes is not simulated, so there is no plan with one; "
+            f"`prefetch` {SHADOW}: the time of a draft model is not simulated, so smoe plan does not support it; "
             "leave it out",
             setting="prefetch",
             given=SHADOW,
-            allowed="other predictors in a plan",
+            allowed="another predictor in a plan",
         )
     profile = read_profile(config.profile) if config.device == EMULATED else None
     if profile is not None and profile.device_memory_bytes is not None and config.resident_share is None:

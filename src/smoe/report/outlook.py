@@ -176,7 +176,7 @@ class Subject:
         except ConfigError:
             exact = replace(config, max_perplexity_increase=None, tpot_seconds=None, precision_shares=None)
             low = f" with `low_precision` {config.low_precision}" if config.has_low else ""
-            first = f"prices of answers to misses: smoe tune --prices {shlex.quote(self.model)}{low}; simulated without"
+            first = f"quality costs: smoe tune --prices {shlex.quote(self.model)}{low}; simulated without"
             return known_of(exact, place, ledger.resident_share), [first]
 
     def _packs(self) -> list[str]:
@@ -286,12 +286,12 @@ def _warnings(asked: Case) -> list[str]:
     found, run = [], asked.run
     if run.tokens_per_second < LEAST_PLEASANT:
         found.append(
-            f"{run.tokens_per_second:.2g} tokens/s are not pleasant to read along: most of the time goes to "
+            f"{run.tokens_per_second:.2g} tokens/s are slower than reading speed: most of the time goes to "
             f"{run.bound_by}"
         )
     if run.ttft_seconds > MOST_PLEASANT:
         found.append(
-            f"the answer to {PROMPT_TOKENS} tokens begins after {run.ttft_seconds:.0f} s: most of them go to "
+            f"the first token of a prompt of {PROMPT_TOKENS} tokens takes {run.ttft_seconds:.0f} s: most of it goes to "
             f"{run.prefill_bound_by}"
         )
     return found

@@ -99,8 +99,8 @@ class LastRun:
             )
         if self.waited is not None and self.waited >= BUSY_SHARE:
             found.append(
-                f"the last run of this model waited {self.waited:.0%} of its time for a core that other programs had; "
-                "what it taught is of a machine as busy"
+                f"the last run of this model waited {self.waited:.0%} of its time for a core used by other programs; "
+                "its times hold for a machine as busy as that"
             )
         return found
 

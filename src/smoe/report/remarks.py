@@ -9,15 +9,14 @@ from smoe.report.pace import LastRun, Pace
 from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
-    "no run of this model (precision {}) has shown how fast it is on this machine: speeds are ranges, and a run of 20 "
-    "tokens narrows them"
+    "this model (precision {}) has not run on this machine: speeds are ranges, and a run of 20 tokens narrows them"
 )
 _TAUGHT = (
-    "layers, experts and loads take what they took in earlier runs of this model (precision {}); rows of other "
-    "precisions go by the machine's rates until one of them has run, and look faster than they are beside these"
+    "times of layers, experts and loads are from earlier runs of this model (precision {}); rows of other precisions "
+    "use the machine's rates until they have run, and look faster than they are"
 )
 _BUSY = (
-    "this machine is busy: this command waited {:.0%} of its time for a core that other programs had; rates measured "
+    "this machine is busy: this command waited {:.0%} of its time for a core used by other programs; rates measured "
     "meanwhile are too low"
 )
 
@@ -36,9 +35,12 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
     ]
     figures = f"rates from {rates.source}"
     if is_emulated:
-        return [*remarks, f"{figures}: speeds are that machine's, experts come from its RAM as far as they fit there"]
+        return [
+            *remarks,
+            f"{figures}: speeds are for that machine; experts are loaded from its RAM as far as they fit there",
+        ]
     if load_profile() is None:
-        figures += "; smoe doctor measures them properly"
+        figures += "; smoe doctor measures them precisely"
     waited = waited_share()
     busy = [] if waited is None or waited < BUSY_SHARE else [_BUSY.format(waited)]
     return [*busy, *remarks, figures]
@@ -48,5 +50,5 @@ def of_earlier_runs(known: Pace, last: LastRun | None, precision: str) -> list[s
     """Of what runs of the model on this machine have shown, the last of them among these."""
     if known.layer is None:
         return [_UNTAUGHT.format(precision)]
-    skewed = ["routing is drawn as skewed as theirs was"] if known.skew is not None else []
+    skewed = ["simulated routing is as skewed as in those runs"] if known.skew is not None else []
     return [_TAUGHT.format(precision), *skewed, *([] if last is None else last.doubts())]

@@ -157,13 +157,13 @@ def _add_errors(app: FastAPI) -> None:
 def _of_path(app: FastAPI, scope: Scope, error: HTTPException) -> str:
     path = shortened(scope["path"])
     if error.status_code == 405:
-        return f"{path} takes no {scope['method'][:20]}; it takes {', '.join(_methods_of(app.routes, scope))}"
+        return f"{path} does not support {scope['method'][:20]}; use {', '.join(_methods_of(app.routes, scope))}"
     if error.status_code != 404:
         return str(error.detail)
     meant = f"/v1{path}".rstrip("/")
     if _methods_of(app.routes, {**scope, "path": meant}):
-        return f"there is no {path} here; {meant} is what there is"
-    return f"there is no {path} here; /openapi.json says which paths there are, those of the API begin with /v1"
+        return f"there is no {path} here; did you mean {meant}?"
+    return f"there is no {path} here; /openapi.json lists all paths, those of the API begin with /v1"
 
 
 def _methods_of(routes: list[BaseRoute], scope: Scope) -> list[str]:

@@ -54,13 +54,15 @@ def asked_of(kind: type[_T], data: bytes) -> _T:
 def _check_form(headers: Headers) -> None:
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", ""):
-        message = f"bodies are not taken compressed ('Content-Encoding: {encoding[:40]}'); send it as it is"
+        message = (
+            f"compressed bodies are not supported ('Content-Encoding: {encoding[:40]}'); send the body uncompressed"
+        )
         raise ApiError(415, message, code="unsupported_content_encoding")
     given, _, more = headers.get("content-type", "").partition(";")
     kind = given.strip().lower()
     charset = re.search(r"charset\s*=\s*\"?([^\s\";]+)", more.lower())
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
-        what = f"it came as {given.strip()[:60]!r}" if kind else "it came without a 'Content-Type'"
+        what = f"it has the type {given.strip()[:60]!r}" if kind else "it has no 'Content-Type'"
         message = f"the body must be a JSON object, sent with 'Content-Type: application/json'; {what}"
         raise ApiError(415, message, code="unsupported_media_type")
     if charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii"):
@@ -78,14 +80,14 @@ def _value_of(data: bytes) -> Any:
         text = data.decode("utf8")
     except UnicodeDecodeError as error:
         why = f"byte {error.start} is 0x{data[error.start]:02x}"
-        raise refused(f"the body is no JSON: it is not UTF-8 ({why})") from error
+        raise refused(f"the body is not JSON: it is not UTF-8 ({why})") from error
     try:
         value = json.loads(
             text, object_pairs_hook=_object, parse_int=_whole, parse_float=_number, parse_constant=_no_number
         )
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise refused(f"the body is no JSON: {error.msg} ({where})") from error
+        raise refused(f"the body is not JSON: {error.msg} ({where})") from error
     except RecursionError:
         raise _too_deep() from None
     _check_depth(value)
@@ -98,7 +100,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = _first_repeated(name for name, _ in pairs)
-        raise refused(f"the body has {shortened(twice)!r} twice in one object; which of the two is meant?")
+        raise refused(f"the body has {shortened(twice)!r} twice in one object; leave one of them out")
     if len(found) > MOST_FIELDS:
         raise too_many_fields()
     return found
@@ -115,7 +117,7 @@ def _first_repeated(names: Iterable[str]) -> str:
 
 def _whole(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise refused(f"the body has a number of {len(digits)} digits; at most {_MOST_DIGITS} are read")
+        raise refused(f"the body has a number of {len(digits)} digits; at most {_MOST_DIGITS} are allowed")
     return int(digits)
 
 
@@ -123,12 +125,12 @@ def _number(digits: str) -> float:
     """2.0 is 2, as JSON schemas have it: whoever asks for whole numbers takes it."""
     value = float(digits)
     if value in (float("inf"), float("-inf")):
-        raise refused(f"the body has {shortened(digits)}, which is too large to be reckoned with")
+        raise refused(f"the body has {shortened(digits)}, which is too large for a floating-point number")
     return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 def _no_number(name: str) -> NoReturn:
-    raise refused(f"the body is no JSON: {name} is no number there")
+    raise refused(f"the body is not JSON: {name} is not a JSON number")
 
 
 def _check_depth(value: Any) -> None:
@@ -146,7 +148,7 @@ def _inside(value: dict[str, Any] | list[Any]) -> Any:
 
 
 def _too_deep() -> ApiError:
-    return refused(f"the body has more than {_DEEPEST} objects and lists within each other; nest them less")
+    return refused(f"the body has more than {_DEEPEST} levels of nested objects and lists; nest them less")
 
 
 def _check_characters(value: Any) -> None:
@@ -157,5 +159,5 @@ def _check_characters(value: Any) -> None:
             json.dumps([name, part], ensure_ascii=False).encode("utf8")
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
-            message = f"the body has half a character (a lone surrogate, {half}), which is no text"
+            message = f"the body has half a character (a lone surrogate, {half}), which is not valid text"
             raise refused(message, None if name is None else shortened(name)) from error

@@ -35,7 +35,7 @@ class BodyBudget:
 
     def _check(self, nbytes: int) -> None:
         if self.held_bytes + nbytes > self._most_bytes:
-            raise busy("the requests that it reads now fill the memory that it has for them; try again later")
+            raise busy("the requests being read fill the memory reserved for them; try again later")
 
 
 class BodyBytes:

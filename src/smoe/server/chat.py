@@ -57,16 +57,16 @@ def _ending(asked: ChatAsked) -> Ending:
     if not asked.continue_final_message:
         return Ending(add_generation_prompt=asked.add_generation_prompt is not False)
     if asked.add_generation_prompt:
-        message = "'add_generation_prompt' must be false, or left out, where 'continue_final_message' is true"
+        message = "'add_generation_prompt' must be false or left out when 'continue_final_message' is true"
         raise refused(message, "add_generation_prompt")
     last = asked.messages[-1]
     if last.role != "assistant" or last.tool_calls:
-        message = "'continue_final_message' needs a last message of the role assistant, without calls of tools"
+        message = "'continue_final_message' needs a last message of the role assistant without tool calls"
         raise refused(message, "continue_final_message")
     if schema_of(asked.response_format) is not None or asked.tool_choice not in (None, "auto", "none"):
         message = (
-            "'continue_final_message' cannot be combined with a 'response_format' or a 'tool_choice' that the answer "
-            "must keep to from its first token"
+            "'continue_final_message' cannot be combined with a 'response_format' or a 'tool_choice' that constrains "
+            "the response from its first token"
         )
         raise refused(message, "continue_final_message")
     return Ending(add_generation_prompt=False, continue_final_message=True)

@@ -36,7 +36,7 @@ async def completions(serving: Serving, request: Request) -> Response:
 def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
     prompts = _prompts(serving, asked.prompt)
     if len(prompts) * (asked.n or 1) > MOST_TEXTS:
-        raise refused(f"a request may have {MOST_TEXTS} texts at most, prompts times 'n'", "n")
+        raise refused(f"a request may have at most {MOST_TEXTS} texts (prompts times 'n')", "n")
     tokens = _USUAL_TOKENS if asked.max_tokens is None else asked.max_tokens
     sampling = sampling_of(asked, serving.model, tokens)
     wanted: list[Wanted] = []

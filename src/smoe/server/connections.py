@@ -100,14 +100,14 @@ class Connections:
         if loop.time() - self._warned >= _QUIET_SECONDS:
             self._warned = loop.time()
             self._warn(
-                f"no file could be opened for a new connection ({error.strerror}); a lower `max_connections`, or a "
-                "higher `ulimit -n`, leaves room"
+                f"no file could be opened for a new connection ({error.strerror}); give a lower `max_connections` or "
+                "a higher `ulimit -n`"
             )
 
 
 def _no_room() -> bytes:
     """A whole answer."""
-    problem = busy("it has as many connections as it may have; try again later")
+    problem = busy("all connections are in use; try again later")
     body = json.dumps(problem.body).encode()
     head = ["HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     head += ["Connection: close", *(f"{name}: {value}" for name, value in problem.headers.items())]

@@ -61,11 +61,11 @@ class Asked(NeutralFields):
     model: str
     """The model's name: /v1/models."""
     temperature: float | None = Field(default=None, ge=0, le=_HOTTEST)
-    """0: the likeliest token. Left out: the model's own, as of all that follows."""
+    """0: the likeliest token. Left out: the model's own value, as for all fields below."""
     top_p: float | None = Field(default=None, ge=0, le=1)
     """0: the likeliest token."""
     top_k: int | None = Field(default=None, ge=-1)
-    """Not OpenAI's: choose among so many tokens; 0 or -1: all."""
+    """Not OpenAI's: choose among this many of the likeliest tokens; 0 or -1: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Not OpenAI's: choose among tokens that have at least this share of the likeliest one's probability; 0: all."""
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
@@ -73,7 +73,7 @@ class Asked(NeutralFields):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     """The same seed draws the same text again. 64 bits; -1: as if left out."""
     stream: bool | None = None
-    """Events as they come, in the place of the whole answer."""
+    """Send events while the text is generated, instead of one response."""
     user: str | None = None
     """Ignored."""
 
@@ -110,12 +110,12 @@ class Completing(Asked):
     n: int | None = Field(default=None, ge=1, le=MOST_TEXTS)
     """Texts for each prompt; the n-th draws with `seed` + n."""
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
-    """Where a text ends; what it ends at is no part of it."""
+    """Strings at which a text ends; the string itself is not part of the text."""
     max_tokens: Tokens = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     logit_bias: dict[str, Bias] | None = Field(default=None, max_length=_MOST_BIASES)
-    """Tokens, by their numbers, and what is added to their logits."""
+    """Token numbers, and the value added to the logit of each."""
     stream_options: StreamOptions | None = None
 
     @property
@@ -140,9 +140,9 @@ class CompletionAsked(Completing):
         | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Ids], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     )
-    """A text, several, a text's tokens, or those of several."""
+    """A text, several texts, the tokens of a text, or those of several."""
     logprobs: Likeliest | Literal[False] = None
-    """How many of the likeliest tokens to name with each; false: no probabilities."""
+    """How many of the likeliest tokens to list for each token; false: no probabilities."""
 
     @property
     def likeliest(self) -> int | None:
@@ -201,7 +201,7 @@ class JsonSchema(BaseModel):
     name: str | None = None
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    """What the answer keeps to, token by token."""
+    """The schema that the response follows, enforced token by token."""
 
 
 class ResponseFormat(BaseModel):
@@ -226,7 +226,7 @@ class ChatAsked(Completing):
 
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: Tokens = None
-    """Goes before `max_tokens`. Neither: as many as the context has room for."""
+    """Overrides `max_tokens`. Without both: as many as the context has room for."""
     logprobs: bool | None = None
     top_logprobs: Likeliest = None
     """Needs `logprobs`."""
@@ -235,7 +235,7 @@ class ChatAsked(Completing):
     tool_choice: str | dict[str, Any] | None = None
     """`none`, `auto`, `required`, or a function of `tools`."""
     parallel_tool_calls: bool | None = None
-    """false: the answer ends with its first call."""
+    """false: the response ends with its first call."""
     reasoning_effort: str | None = None
     """Given to the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -298,23 +298,23 @@ class ResponseAsked(Asked):
     names: ClassVar = {"max_new_tokens": "max_output_tokens", "prompt": "input"}
 
     input: str | Objects
-    """A text, or the items of a conversation: messages, calls of functions and what they gave."""
+    """A text, or the items of a conversation: messages, function calls and their results."""
     instructions: str | None = None
-    """For this response alone."""
+    """For this response only."""
     max_output_tokens: Tokens = None
     """Left out: as many as the context has room for."""
     previous_response_id: str | None = None
-    """A stored response, whose conversation goes on."""
+    """A stored response whose conversation is continued."""
     store: bool | None = None
-    """Whether the response is kept, so that others can go on with it; left out: yes."""
+    """Whether the response is stored, so that later ones can continue it; left out: yes."""
     text: ResponseText | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128, fail_fast=True)
-    """Functions alone."""
+    """Functions only."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: the response ends with its first call."""
     metadata: dict[str, str] | None = None
-    """Given back."""
+    """Returned in the response."""
     reasoning: dict[str, Any] | None = None
     """Its `effort` is given to the chat template."""
     background: Any = None

@@ -85,7 +85,7 @@ class Grammars:
         with self._making:
             if self._tokens is None:
                 if not self._ends:
-                    message = "this model has no token that ends a text, so none can be made to keep to a form"
+                    message = "this model has no end-of-text token, so its output cannot be constrained"
                     raise refused(message, param, "unsupported_parameter")
                 self._tokens = grammar_tokens(self._tokenizer, self._vocabulary, self._ends)
             return self._tokens
@@ -110,7 +110,7 @@ class Grammar:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         if not self._mask.any():
-            raise _cannot_be_kept("no text keeps to it", self._param)
+            raise _cannot_be_kept("no text can match it", self._param)
 
     def narrow(self, logits: torch.Tensor) -> None:
         """logits [V]: those of tokens that may not come next become minus infinity."""
@@ -142,7 +142,7 @@ def schema_text(schema: dict[str, Any], param: str) -> str:
 
 
 def _cannot_be_kept(why: object, param: str) -> ApiError:
-    return refused(f"'{param}' cannot be kept to: {_first_line(str(why))}", param, "invalid_json_schema")
+    return refused(f"'{param}' cannot be enforced: {_first_line(str(why))}", param, "invalid_json_schema")
 
 
 def _first_line(text: str) -> str:

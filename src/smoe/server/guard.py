@@ -91,7 +91,7 @@ class Guard:
         if self._config.is_local and not (host and is_loopback(host)):
             raise ApiError(
                 403,
-                f"this server answers to localhost alone, not to {host[:100]!r}",
+                f"this server accepts the host name localhost only, not {host[:100]!r}",
                 type="permission_error",
                 code="unknown_host",
             )
@@ -101,7 +101,10 @@ class Guard:
         if origin is None or "*" in self._config.allow_origin or origin in self._config.allow_origin:
             return
         if _place_of(origin) != headers.get("host", ""):
-            message = f"pages of {origin[:100]!r} may not ask this server; it would have to be started so that they may"
+            message = (
+                f"web pages of {origin[:100]!r} are not allowed to use this server; it must be started with that "
+                "origin allowed"
+            )
             self._warn_of(origin)
             raise ApiError(403, message, type="permission_error", code="unknown_origin")
 
@@ -112,11 +115,9 @@ class Guard:
         self._refused.add(origin)
         shown = origin if origin.isprintable() else repr(origin)
         if "://" in origin:
-            self._warn(f"a web page of {shown} was refused; `allow_origin` {shown} lets it ask")
+            self._warn(f"a web page of {shown} was refused; to allow it, give `allow_origin` {shown}")
         else:
-            self._warn(
-                f"a web page of no origin ({shown}) was refused; it may ask where every page may: `allow_origin` *"
-            )
+            self._warn(f"a web page without an origin ({shown}) was refused; only `allow_origin` * allows it")
 
     def _check_key(self, path: str, headers: Headers) -> None:
         key = self._config.api_key
@@ -141,7 +142,7 @@ class Guard:
         try:
             first = await asyncio.wait_for(self._body(held, receive), seconds)
         except asyncio.TimeoutError:
-            message = f"the request's body has not come within {seconds:g} seconds"
+            message = f"the request's body was not received within {seconds:g} seconds"
             raise ApiError(408, message, code="request_timeout") from None
         pending = [first]
 
@@ -166,8 +167,8 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         message = (
-            f"the request's body is larger than {self._config.max_body_bytes} bytes, which is all that is read; "
-            "send less, or have the server started with a larger 'max_body'"
+            f"the request's body is larger than {self._config.max_body_bytes} bytes, the largest size allowed; send "
+            "less, or start the server with a larger 'max_body'"
         )
         return ApiError(413, message, code="request_too_large")
 
@@ -192,7 +193,7 @@ def _place_of(origin: str) -> str | None:
 def _check_path(path: str) -> None:
     """A path that ends with a line feed is not the one without, though patterns take it for that."""
     if not path.isprintable():
-        raise ApiError(404, f"there is no {path[:100]!r} here; paths have no such characters")
+        raise ApiError(404, f"there is no {path[:100]!r} here; its path contains characters that are not allowed")
 
 
 def _name_of(host: str) -> str:

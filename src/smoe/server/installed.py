@@ -22,5 +22,5 @@ def check_server() -> None:
             f"a server needs {', '.join(missing)}, not installed here; run: pip install 'smoe[serve]'",
             setting="serve",
             given="a server",
-            allowed=f"none without {', '.join(missing)}",
+            allowed=f"requires {', '.join(missing)}",
         )

@@ -56,7 +56,10 @@ class Kept:
     def _found(self, name: str, param: str | None = None) -> KeptResponse:
         found = self._responses.get(name)  # once: prompts are made on another thread
         if found is None:
-            message = f"there is no response {name[:100]!r} here; it was not stored, is forgotten, or of another server"
+            message = (
+                f"there is no response {name[:100]!r} here; it was not stored, was deleted, or belongs to another "
+                "server"
+            )
             raise ApiError(404, message, param=param, code="response_not_found")
         return found
 

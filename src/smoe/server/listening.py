@@ -102,9 +102,9 @@ class Server(uvicorn.Server):
         if self._is_in_a_hurry:
             self._end_now()
         elif under_way:
-            answers = "1 answer" if under_way == 1 else f"{under_way} answers"
+            answers = "1 response" if under_way == 1 else f"{under_way} responses"
             verb = "has" if under_way == 1 else "have"
-            self._tell(f"ending: {answers} under way {verb} up to {seconds:g} s; Ctrl-C again ends them now")
+            self._tell(f"ending: {answers} in flight {verb} up to {seconds:g} s; Ctrl-C again ends them now")
         deadline = self._here.call_later(seconds, self._end_now)
         try:
             await super().shutdown(sockets)
@@ -120,5 +120,5 @@ class Server(uvicorn.Server):
     def _let_go(self) -> None:
         """Of clients that do not take what they have been sent."""
         for connection in list(self.server_state.connections):
-            _log.info("a client has not taken its answer and is let go")
+            _log.info("closing the connection of a client that has not read its response")
             connection.transport.abort()

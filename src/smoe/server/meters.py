@@ -28,25 +28,28 @@ class Meters:
         self._said: dict[int, float] = {}
         """When each request that is decoded last had a token."""
         self.answers = Counter(
-            "smoe_http_requests_total", "Answers given, by path and status.", ("path", "status"), registry=registry
+            "smoe_http_requests_total",
+            "HTTP responses sent, by path and status.",
+            ("path", "status"),
+            registry=registry,
         )
-        self._texts = Counter("smoe_texts_total", "Texts that have ended, and why.", ("reason",), registry=registry)
-        self._prompt = Counter("smoe_prompt_tokens_total", "Tokens of prompts whose reading began.", registry=registry)
+        self._texts = Counter("smoe_texts_total", "Finished texts, by reason.", ("reason",), registry=registry)
+        self._prompt = Counter("smoe_prompt_tokens_total", "Tokens of the prompts started.", registry=registry)
         self._reused = Counter(
-            "smoe_prompt_tokens_reused_total", "Of those, tokens that had been read before.", registry=registry
+            "smoe_prompt_tokens_reused_total", "Prompt tokens reused from the KV cache.", registry=registry
         )
         self._new = Counter("smoe_generated_tokens_total", "Tokens generated.", registry=registry)
         self._first = Histogram(
             "smoe_time_to_first_token_seconds",
-            "From being asked to the first token.",
+            "Time from the request to the first token.",
             buckets=_FIRST,
             registry=registry,
         )
         self._queued = Histogram(
-            "smoe_queue_seconds", "From being asked to having a place.", buckets=_FIRST, registry=registry
+            "smoe_queue_seconds", "Time from the request to the start of its prompt.", buckets=_FIRST, registry=registry
         )
         self._gap = Histogram(
-            "smoe_time_between_tokens_seconds", "Between two tokens of a text.", buckets=_GAP, registry=registry
+            "smoe_time_between_tokens_seconds", "Time between two tokens of a text.", buckets=_GAP, registry=registry
         )
         registry.register(_Live(engine, loop))  # type: ignore[arg-type]
         registry.register(_Process())  # type: ignore[arg-type]
@@ -92,24 +95,24 @@ class _Live:
 
     def collect(self) -> Iterator[Metric]:
         counters, ledger = self._engine.stats(), self._engine.ledger
-        yield GaugeMetricFamily("smoe_texts_running", "Texts that are read or decoded.", self._loop.running)
-        yield GaugeMetricFamily("smoe_texts_waiting", "Texts that wait for a place.", self._loop.waiting)
+        yield GaugeMetricFamily("smoe_texts_running", "Texts in prefill or decode.", self._loop.running)
+        yield GaugeMetricFamily("smoe_texts_waiting", "Texts in the queue.", self._loop.waiting)
         yield GaugeMetricFamily("smoe_budget_bytes", "The memory budget.", ledger.budget_bytes)
         yield GaugeMetricFamily(
-            "smoe_expert_hit_ratio", "Of the experts decoding used, the share at hand.", counters.hit_ratio
+            "smoe_expert_hit_ratio", "Share of the experts used in decoding that were in memory.", counters.hit_ratio
         )
         for name, what, value in (
-            ("expert_uses", "Experts that decoding has used.", counters.decode_uses),
-            ("expert_hits", "Of those, experts that were at hand.", counters.decode_hits),
+            ("expert_uses", "Experts used in decoding.", counters.decode_uses),
+            ("expert_hits", "Experts used in decoding that were in memory.", counters.decode_hits),
             ("expert_loads", "Loads of missing experts.", counters.loads),
-            ("expert_prefetches", "Loads ahead.", counters.prefetches),
-            ("expert_prefetches_used", "Of those, loads that were wanted.", counters.prefetches_used),
-            ("experts_substituted", "Routes served by a substitute, or dropped.", counters.substituted),
+            ("expert_prefetches", "Prefetches of experts.", counters.prefetches),
+            ("expert_prefetches_used", "Prefetches of experts that were used.", counters.prefetches_used),
+            ("experts_substituted", "Routes computed by a substitute, or dropped.", counters.substituted),
             ("expert_read_bytes", "Bytes of experts read from disk.", counters.bytes_read),
-            ("expert_read_seconds", "Time with at least one read under way.", counters.read_busy_seconds),
-            ("expert_wait_seconds", "Time in which passes waited for experts.", counters.wait_seconds),
-            ("forward_seconds", "Time in passes of the model.", counters.forward_seconds),
-            ("forward_passes", "Passes of the model.", counters.forward_passes),
+            ("expert_read_seconds", "Time with at least one read in flight.", counters.read_busy_seconds),
+            ("expert_wait_seconds", "Time that forward passes waited for experts.", counters.wait_seconds),
+            ("forward_seconds", "Time in forward passes of the model.", counters.forward_seconds),
+            ("forward_passes", "Forward passes of the model.", counters.forward_passes),
         ):
             yield CounterMetricFamily(f"smoe_{name}", what, value)
 
@@ -125,10 +128,10 @@ class _Process:
             memory, cpu = self._process.memory_info(), self._process.cpu_times()
             yield GaugeMetricFamily("process_resident_memory_bytes", "Memory in use.", memory.rss)
             yield GaugeMetricFamily("process_virtual_memory_bytes", "Address space.", memory.vms)
-            yield CounterMetricFamily("process_cpu_seconds", "Time of all threads on CPUs.", cpu.user + cpu.system)
+            yield CounterMetricFamily("process_cpu_seconds", "CPU time of all threads.", cpu.user + cpu.system)
             yield GaugeMetricFamily("process_threads", "Threads.", self._process.num_threads())
             yield GaugeMetricFamily(
-                "process_start_time_seconds", "When it began, since 1970.", self._process.create_time()
+                "process_start_time_seconds", "Start time of the process in Unix time.", self._process.create_time()
             )
             if psutil.POSIX:
                 yield GaugeMetricFamily("process_open_fds", "Open files, sockets included.", self._process.num_fds())

@@ -20,16 +20,16 @@ METRICS_TYPE = "text/plain; version=0.0.4"
 _JSON, _EVENTS = "application/json", "text/event-stream"
 _REF = "#/components/schemas/{model}"
 _REFUSALS = {
-    400: "What was asked cannot be done, or is none; `param` names the field.",
+    400: "The request is invalid or cannot be served; `param` names the field.",
     401: "The key is missing or wrong.",
-    403: "Nobody may ask by this name of the machine, or no page of this origin.",
-    404: "There is no such model, or no such response.",
-    408: "The body has not come in time.",
-    413: "The body is larger than the server reads.",
+    403: "The request's host name, or the origin of the web page, is not allowed.",
+    404: "The model, or the response, does not exist.",
+    408: "The body was not received in time.",
+    413: "The body is larger than allowed.",
     415: "The body is not sent as JSON, or is compressed.",
-    429: "There is no room for another text, or for another body in memory; `Retry-After` says when to come again.",
-    500: "Something has failed in the server; this request alone is lost.",
-    503: "The server is being ended, its model can no longer be used, or all connections are taken.",
+    429: "The queue, or the memory for request bodies, is full; `Retry-After` gives the time to wait.",
+    500: "The server failed; only this request is lost.",
+    503: "The server is shutting down, its model can no longer be used, or all connections are in use.",
 }
 _OF_ALL = (403, 408, 413, 429, 500, 503)
 _OF_ASKING = (400, 404, 415)
@@ -66,12 +66,12 @@ def _probe(path: str, summary: str) -> Operation:
 
 
 OPERATIONS = (
-    Operation("get", "/v1/models", "The one model.", {_JSON: answers.Models}),
+    Operation("get", "/v1/models", "The model that is served.", {_JSON: answers.Models}),
     Operation("get", "/v1/models/{name}", "The model of this name.", {_JSON: answers.Model}, refusals=(404,)),
     Operation(
         "post",
         "/v1/chat/completions",
-        "A conversation, gone on with.",
+        "Continue a conversation.",
         {_JSON: answers.ChatCompletion, _EVENTS: answers.ChatChunk},
         ChatAsked,
         _OF_ASKING,
@@ -79,7 +79,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/completions",
-        "Texts, gone on with as they are.",
+        "Continue texts.",
         {_JSON: answers.TextCompletion, _EVENTS: answers.TextChunk},
         CompletionAsked,
         _OF_ASKING,
@@ -87,17 +87,17 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/responses",
-        "A conversation, which later ones can go on with by its name.",
+        "Continue a conversation; later requests can continue it by its id.",
         {_JSON: answers.ResponseAnswer, _EVENTS: answers.ResponseEvent},
         ResponseAsked,
         _OF_ASKING,
     ),
-    Operation("get", "/v1/responses/{name}", "A response.", {_JSON: answers.ResponseAnswer}, refusals=(404,)),
-    Operation("delete", "/v1/responses/{name}", "Forget a response.", {_JSON: answers.Deleted}, refusals=(404,)),
-    _probe("/health", "Whether it answers."),
-    _probe("/healthz", "Whether the process works, be it that it ends: otherwise it should be started again."),
-    _probe("/ready", "Whether it takes requests."),
-    Operation("get", "/metrics", "Counters, for Prometheus.", {METRICS_TYPE: "Prometheus's text form."}),
+    Operation("get", "/v1/responses/{name}", "A stored response.", {_JSON: answers.ResponseAnswer}, refusals=(404,)),
+    Operation("delete", "/v1/responses/{name}", "Delete a stored response.", {_JSON: answers.Deleted}, refusals=(404,)),
+    _probe("/health", "Whether the server responds."),
+    _probe("/healthz", "Whether the process works (also while it shuts down); otherwise restart it."),
+    _probe("/ready", "Whether the server accepts requests."),
+    Operation("get", "/metrics", "Metrics in Prometheus's format.", {METRICS_TYPE: "Prometheus's text form."}),
     Operation("get", "/openapi.json", "This description.", {_JSON: {"schema": {"type": "object"}}}),
     Operation(
         "get",
@@ -106,7 +106,7 @@ OPERATIONS = (
         {_EVENTS: {}},
         takes_head=False,
     ),
-    Operation("get", "/", "The page.", {"text/html; charset=utf-8": "HTML."}, is_open=True),
+    Operation("get", "/", "The web page.", {"text/html; charset=utf-8": "HTML."}, is_open=True),
 )
 
 
@@ -120,7 +120,7 @@ def document(model: str, needs_key: bool) -> dict[str, Any]:
             answered = {
                 status: {"description": found["description"]} for status, found in described["responses"].items()
             }
-            paths[each.path]["head"] = {**described, "summary": f"{each.summary} Without it.", "responses": answered}
+            paths[each.path]["head"] = {**described, "summary": f"{each.summary} Headers only.", "responses": answered}
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "smoe", "version": __version__, "description": _ABOUT},
@@ -139,9 +139,9 @@ def _described(operation: Operation, needs_key: bool) -> dict[str, Any]:
     statuses = {*_OF_ALL, *operation.refusals, *((401,) if needs_key and not operation.is_open else ())}
     events = operation.content.get(_EVENTS)
     said = (
-        f"As asked; where `stream` is true events, whose data is a `{events.__name__}`."
+        f"The result; with `stream` true, events whose data is a `{events.__name__}`."
         if isinstance(events, type)
-        else "As asked."
+        else "The result."
     )
     responses = {"200": {"description": said, "content": _content(operation.content)}}
     responses |= {

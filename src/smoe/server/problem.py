@@ -69,7 +69,7 @@ def over() -> ApiError:
     """The server ends: status 503."""
     return ApiError(
         503,
-        "the server is being shut down; ask again when it is back",
+        "the server is shutting down; try again when it is back",
         type="server_error",
         code="shutting_down",
         retry_after_seconds=5,
@@ -78,8 +78,8 @@ def over() -> ApiError:
 
 def failed(why: Exception) -> ApiError:
     """No request can be answered any more: status 503."""
-    reason = "its files were written or replaced since it was loaded" if isinstance(why, CheckpointError) else None
-    message = f"the model can no longer be used: {reason or 'the log of the server says why'}; start the server again"
+    reason = "its files were changed after it was loaded" if isinstance(why, CheckpointError) else None
+    message = f"the model can no longer be used: {reason or 'see the server log'}; start the server again"
     return ApiError(503, message, type="server_error", code="model_failed")
 
 
@@ -100,7 +100,7 @@ def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bo
         return over()
     if isinstance(error, CheckpointError):
         return failed(error)
-    _log.error("a request has failed", exc_info=error)
+    _log.error("a request failed", exc_info=error)
     return ApiError(500, _of_ours(error), type="server_error", code=_code_of_ours(error))
 
 
@@ -113,16 +113,16 @@ def _about_context(error: ContextError, is_whole: bool) -> str:
     """In the words that clients look for."""
     given = re.search(r"has (\d+) tokens", str(error))
     tokens = f", and the prompt has {given[1] if given else 'many more'}"
-    more = "" if is_whole else ", or have the server started with more context"
+    more = "" if is_whole else ", or start the server with a longer context"
     return f"this model's maximum context length is {error.given} tokens here{tokens}; shorten the prompt{more}"
 
 
 def _of_ours(error: Exception) -> str:
     if isinstance(error, TransferError):
-        return "a part of the model could not be read from its disk; this request is lost, others go on"
+        return "a part of the model could not be read from disk; this request failed, others continue"
     if isinstance(error, ModelError):
         return in_fields(str(error), {})
-    return "something has failed in the server; its log says what"
+    return "the server failed; see its log"
 
 
 def _code_of_ours(error: Exception) -> str:

@@ -73,7 +73,10 @@ class Prompts:
     def of_tokens(self, ids: Sequence[int]) -> list[int]:
         """Tokens as they are. Raises an `ApiError` for what is none."""
         if any(not 0 <= token < self._vocabulary for token in ids):
-            raise refused(f"'prompt' has tokens that there are not; they go from 0 to {self._vocabulary - 1}", "prompt")
+            raise refused(
+                f"'prompt' has token ids outside the vocabulary; they must be from 0 to {self._vocabulary - 1}",
+                "prompt",
+            )
         return list(ids)
 
     def of_messages(
@@ -87,14 +90,14 @@ class Prompts:
         """A conversation, as the template writes it, up to where the model answers. `given` is the template's."""
         if not self.has_template:
             message = (
-                "this model has no chat template, so it cannot answer a conversation; ask /v1/completions to continue "
-                "a text, or start the server as smoe serve --chat-template FILE"
+                "this model has no chat template, so it cannot continue a conversation; use /v1/completions to "
+                "continue a text, or start the server with smoe serve --chat-template FILE"
             )
             raise refused(message, param, "no_chat_template")
         if tools and not self.takes_tools:
             message = (
-                "this model's chat template has no place for tools; switch them off in the program that sends them, or "
-                "start the server as smoe serve --chat-template FILE, with a template that has one"
+                "this model's chat template does not support tools; switch them off in the program that sends them, "
+                "or start the server with smoe serve --chat-template FILE and a template that supports them"
             )
             raise refused(message, "tools", "no_tools")
         turns = [self._turn(message, param) for message in messages]
@@ -113,11 +116,11 @@ class Prompts:
         ending: Ending = NEW_ANSWER,
     ) -> Written:
         if taken := sorted(self._not_given & given.keys()):
-            raise refused(f"'chat_template_kwargs' may not have {taken[0]!r}", "chat_template_kwargs")
+            raise refused(f"'chat_template_kwargs' may not contain {taken[0]!r}", "chat_template_kwargs")
         try:
             return self._conversations.write(Conversation(turns, tools), given, ending)
         except ChatTemplateError as error:
-            raise refused(f"this model's chat template cannot write this conversation: {error}", param) from error
+            raise refused(f"this model's chat template cannot render this conversation: {error}", param) from error
 
     def _check_length(self, text: str) -> None:
         """Refuse by its beginning a text that is much too long: a million characters take the tokenizer seconds, in
@@ -157,7 +160,7 @@ def text_of(content: str | Sequence[dict[str, Any]] | None, param: str) -> str:
         kind = part.get("type")
         text = part.get("refusal" if kind == "refusal" else "text")
         if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise refused(f"this model reads text alone; a part of a message has the type {str(kind)[:40]!r}", param)
+            raise refused(f"this model reads text only; a part of a message has the type {str(kind)[:40]!r}", param)
         texts.append(text)
     return "".join(texts)
 
@@ -179,4 +182,4 @@ def _check_characters(text: str, param: str) -> None:
     try:
         text.encode("utf8")
     except UnicodeEncodeError as error:
-        raise refused("the text has half a character (a lone surrogate), which is no text", param) from error
+        raise refused("the text has half a character (a lone surrogate), which is not valid text", param) from error

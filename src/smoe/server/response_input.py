@@ -48,7 +48,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
         elif kind != "reasoning":  # what a model thought is nothing that it is told again
             raise refused(
-                f"'input' has an item of the type {str(kind)[:40]!r}, which this server does not know", "input"
+                f"'input' has an item of the type {str(kind)[:40]!r}, which this server does not support", "input"
             )
     if not messages:
         raise refused("'input' is empty; give some text", "input")
@@ -58,13 +58,13 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
-        raise refused(f"'input' has a message whose role is none of {', '.join(_ROLES)}", "input")
+        raise refused(f"'input' has a message whose role is not one of {', '.join(_ROLES)}", "input")
     return {"role": role, "content": content if isinstance(content, str) else text_of(_parts(content), "input")}
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise refused("what an item of 'input' holds must be text, or a list of parts", "input")
+        raise refused("the content of an item of 'input' must be text or a list of parts", "input")
     return content
 
 
@@ -79,7 +79,7 @@ def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        raise refused("'tools' may be functions with a 'name' alone; this server has no tools of its own", "tools")
+        raise refused("'tools' may contain only functions with a 'name'; this server has no built-in tools", "tools")
     if not isinstance(tool.get("parameters") or {}, dict):
         raise refused("the 'parameters' of a tool must be a JSON schema", "tools")
     wanted: Iterable[str] = ("name", "description", "parameters")

@@ -62,7 +62,7 @@ def _biases(given: dict[str, float], vocabulary: int) -> tuple[tuple[int, float]
     for name, bias in given.items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocabulary):
             raise refused(
-                f"'logit_bias' names {name[:20]!r}; tokens are numbers from 0 to {vocabulary - 1}",
+                f"'logit_bias' names {name[:20]!r}; token ids are numbers from 0 to {vocabulary - 1}",
                 "logit_bias",
                 "invalid_value",
             )

@@ -171,13 +171,13 @@ class Serving:
         places, queue = self._places, self.config.max_waiting
         if texts > places + queue:
             message = (
-                f"'n', times prompts, asks for {texts} texts; this server takes {places + queue} texts at once: "
-                f"{places} places and a queue of {queue}"
+                f"prompts times 'n' are {texts} texts; this server takes at most {places + queue} at once: {places} "
+                f"decoded together and a queue of {queue}"
             )
             raise refused(message, "n")
         room = places + queue - self.running - self.waiting
         if texts > room:
-            wanted = "there is no room for another text" if texts == 1 else f"{texts} texts, room for {max(0, room)}"
+            wanted = "the queue is full" if texts == 1 else f"{texts} texts requested, room for {max(0, room)}"
             raise busy(f"{wanted}; try again later")
 
     def check(self, wanted: Wanted, fields: Mapping[str, str]) -> None:
@@ -197,7 +197,7 @@ class Serving:
     def check_name(self, model: str) -> None:
         """Raise an `ApiError` where another model is asked for."""
         if model != self.name:
-            message = f"the model {model[:100]!r} does not exist here; this server has {self.name!r}"
+            message = f"the model {model[:100]!r} does not exist here; this server serves {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def room_for(self, ids: Sequence[int]) -> int:
@@ -208,7 +208,7 @@ class Serving:
         try:
             self._loop.run(after_step=self._bell.ring)
         except Exception as error:
-            _log.exception("the decode loop has failed; nothing is answered any more")
+            _log.exception("the decode loop failed; no request is answered any more")
             self.health.lose(error)
             self._loop.close()
             self._bell.say(self._give_up)

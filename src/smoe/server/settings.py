@@ -90,12 +90,12 @@ class ServerConfig:
                 "`api_key` and `no_auth` exclude each other; leave one out",
                 setting="no_auth",
                 given=True,
-                allowed="nothing beside `api_key`",
+                allowed="false with `api_key`",
             )
         if not self.is_local and self.api_key is None and not self.no_auth:
             raise ConfigError(
-                f"`host` {self.host} lets other machines ask; give an `api_key` that they must send (in the "
-                "environment: SMOE_API_KEY), or `no_auth` to let everybody ask who reaches it",
+                f"`host` {self.host} accepts requests of other machines; give an `api_key` that they must send (in "
+                "the environment: SMOE_API_KEY), or `no_auth` to answer every client that can reach it",
                 setting="host",
                 given=self.host,
                 allowed=f"{LOOPBACK} without `api_key` or `no_auth`",

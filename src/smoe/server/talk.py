@@ -113,7 +113,7 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         if named := [tool for tool in tools if tool["function"]["name"] == name]:
             return tools, named
     raise refused(
-        "'tool_choice' must be none, auto, required or a function that is one of 'tools'; required needs 'tools'",
+        "'tool_choice' must be none, auto, required or a function of 'tools'; required needs 'tools'",
         "tool_choice",
     )
 

@@ -26,7 +26,7 @@ def must_call(grammars: Grammars, form: str | None, own: Mapping[str, int], tool
     """A call of one of `tools`. `own`: the tokens of the form that the tokenizer has, by their texts. Raises an
     `ApiError` where the model's form has no rules here, or a tool's parameters are no schema of an object."""
     if form not in _ENFORCED:
-        message = "in this model's form no call can be enforced here; give 'tool_choice' auto"
+        message = "this model's format of tool calls cannot be enforced; give 'tool_choice' auto"
         raise refused(message, "tool_choice", "unsupported_parameter")
     mark = {text: f"<[{token}]>" for text, token in own.items()}
     if form == "hermes":

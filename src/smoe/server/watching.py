@@ -104,7 +104,7 @@ class Watching:
         try:
             self._look()
         except Exception:
-            _log.exception("the engine can no longer be watched; nothing else is touched by that")
+            _log.exception("the page can no longer show the engine; nothing else is affected")
             self._tell(None)
             return
         if self._is_over():

@@ -39,11 +39,11 @@ export class Chat {
     this.talks = talks;
     this.form.hidden = !talks;
     show(this.title, { chat: "Chat", text: "Text" }[talks] ?? "The run");
-    this.log.dataset.hint = talks ? "Ask for something, and see which experts write it, and which of them have to be fetched first." : "The text comes here.";
-    this.prompt.placeholder = talks === "text" ? "Begin a text; the model goes on with it." : "Say something. Enter sends, Shift+Enter is a new line.";
+    this.log.dataset.hint = talks ? "Send a message to see which experts are used, and which of them must be loaded first." : "The text appears here.";
+    this.prompt.placeholder = talks === "text" ? "Begin a text; the model continues it." : "Your message. Enter sends, Shift+Enter is a new line.";
     if (talks === "text") {
       this.tokens.placeholder = String(TEXT_TOKENS);
-      show(this.send, "Go on");
+      show(this.send, "Continue");
     }
   }
 
@@ -135,7 +135,7 @@ export class Chat {
       if (thought) this.grow((answer.thought ??= this.thought(answer)), thought);
       let more = (isChat ? choice.delta?.content : choice.text) ?? "";
       if (isChat && !found.text) more = more.trimStart();
-      if (choice.finish_reason === "length") found.reason = "no more room, or tokens";
+      if (choice.finish_reason === "length") found.reason = "limit of tokens or context";
       if (more) {
         found.text += more;
         found.first ??= performance.now();
@@ -164,7 +164,7 @@ export class Chat {
     told.turn.setAttribute("role", "alert");
     this.grow(told, error instanceof Refused ? error.message : "The server cannot be reached; is it still running?");
     const isFull = error.code === "context_length_exceeded" && this.talks === "chat" && this.messages.length > 1;
-    if (isFull) this.grow(told, ". The conversation is full: New begins another one.");
+    if (isFull) this.grow(told, ". The conversation is full: New starts another one.");
     return told;
   }
 

@@ -28,7 +28,7 @@ export class Figures {
     for (const name of ["speed", "hits", "read"]) show(this.part[name], "–");
     show(this.part.timeLegend);
     show(this.part.timeBar);
-    show(this.part.timeSub, "nothing has been timed yet");
+    show(this.part.timeSub, "no token has been timed yet");
     this.memory();
   }
 
@@ -151,10 +151,10 @@ export class Figures {
 
   inWords(at, last) {
     const { slots: now } = this.model, sizes = this.model.expert_bytes ? (size) => inBytes(size * this.model.expert_bytes) : (size) => `${size} experts`;
-    const found = this.hits === null ? "" : ` The dot is how often this engine misses now (${percent(1 - this.hits)}): it also guesses ahead, and forgets by rules of its own.`;
-    if (now >= last) return `Everything that was used of late fits: more memory would change nothing.${found}`;
+    const found = this.hits === null ? "" : ` The dot is how often this engine misses now (${percent(1 - this.hits)}): it also prefetches, and evicts by its own rules.`;
+    if (now >= last) return `All experts used recently fit: more memory would change nothing.${found}`;
     const more = Math.min(last, 2 * now);
-    return `Of the last uses a plain cache, which forgets what was used longest ago, would miss ${percent(at(now))} with room for ${sizes(now)} of experts, as here; ` +
+    return `Of the last uses, a plain cache (least recently used) would miss ${percent(at(now))} with room for ${sizes(now)} of experts, as here; ` +
       `${percent(at(more))} with ${sizes(more)}; ${percent(at(now / 2))} with half.${found}`;
   }
 }

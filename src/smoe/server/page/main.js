@@ -91,7 +91,7 @@ async function watchOn() {
 
 function askForKey() {
   at("key-form").hidden = false;
-  show(at("state"), key.get() ? "that key is not this server's; give another" : "a key is needed");
+  show(at("state"), key.get() ? "wrong key; enter another" : "a key is needed");
   at("key").focus();
 }
 

@@ -200,14 +200,14 @@ export class ExpertMap {
   places() {
     const { low, has_device: hasDevice } = this.model;
     return [
-      hasDevice ? "not on the device" : "on disk alone", `${low} copy under way`, "under way",
+      hasDevice ? "not on the device" : "on disk only", `${low} copy loading`, "loading",
       `${low} copy in memory`, "in memory, passing through", "in memory",
     ];
   }
 
   words() {
     return {
-      used: "used", read: "loaded", replaced: "replaced or left out", right: "guessed right", wrong: "guessed in vain",
+      used: "used", read: "loaded", replaced: "replaced or dropped", right: "predicted and used", wrong: "predicted, not used",
       by_cpu: "computed by the CPU", by_worker: "computed by a worker",
     };
   }
@@ -232,8 +232,8 @@ export class ExpertMap {
     }, words);
     show(this.legend, ...[
       tier(HERE, "in memory"), low && tier(LOW, `${low} copy`), tier(ABSENT, hasDevice ? "not there" : "on disk"),
-      mark("used", HERE, "used"), mark("read", ABSENT, "missing: loaded"), prefetches && mark("right", PASSING, "guessed right"),
-      prefetches && mark("wrong", ABSENT, "guessed in vain"), replaces && mark("replaced", ABSENT, "replaced or left out"),
+      mark("used", HERE, "used"), mark("read", ABSENT, "missing: loaded"), prefetches && mark("right", PASSING, "predicted and used"),
+      prefetches && mark("wrong", ABSENT, "predicted, not used"), replaces && mark("replaced", ABSENT, "replaced or dropped"),
       (byCpu || byWorker) && mark("by_cpu", ABSENT, byWorker ? "computed by a worker" : "computed by the CPU"),
     ].filter(Boolean));
   }

@@ -7,7 +7,7 @@ export class TraceError extends Error {}
 /** Throws `TraceError` for a file that is none. */
 export async function readTrace(file) {
   const head = await file.slice(0, HEAD).arrayBuffer();
-  if (head.byteLength < HEAD || new TextDecoder().decode(head.slice(0, 8)) !== MAGIC) throw new TraceError(`${file.name} is no trace; smoe record writes one`);
+  if (head.byteLength < HEAD || new TextDecoder().decode(head.slice(0, 8)) !== MAGIC) throw new TraceError(`${file.name} is not a trace; smoe record writes one`);
   const view = new DataView(head), length = view.getUint32(12, true), count = view.getBigUint64(16, true);
   if (view.getUint32(8, true) !== VERSION) throw new TraceError(`${file.name} is a trace of another format; record it again`);
   if (count === 2n ** 64n - 1n) throw new TraceError(`${file.name} was never finished; record it again`);
@@ -33,7 +33,7 @@ async function readRows(file, begin, count, places) {
   for (let first = 0; first < count; first += whole) {
     const some = Math.min(whole, count - first), from = begin + first * places.size;
     const piece = await file.slice(from, from + some * places.size).arrayBuffer();
-    if (piece.byteLength < some * places.size) throw new TraceError(`${file.name} is cut short; copy or record it again`);
+    if (piece.byteLength < some * places.size) throw new TraceError(`${file.name} is truncated; copy or record it again`);
     const view = new DataView(piece);
     for (let n = 0; n < some; n += 1) {
       const at = n * places.size, row = first + n;
