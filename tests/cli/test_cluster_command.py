@@ -228,8 +228,9 @@ def test_a_budget_without_room_for_the_shadow_says_so(run: Any, checkpoint: Path
     pack_folder(model, precision="int8")
     shadow = ["--context", "128", "--threads", "1", "--prefetch", "shadow", "--set", "shadow_precision=int8"]
     refused = run("generate", model, "--memory", "1MiB", *shadow, "-p", "x")
-    assert refused.code == 2 and "\n  shadow  " in refused.err and "leave out the draft model" in refused.err
-    assert "without --memory and --prefetch shadow, shows" in " ".join(refused.err.split())
+    words = " ".join(refused.err.split())
+    assert refused.code == 2 and "\n  shadow  " in refused.err and "leave out the draft model" in words
+    assert "without --memory and --prefetch shadow, shows" in words
     least = run("generate", model, "--memory", "1MiB", *shadow, "-p", "x", "--json").json["error"]["allowed"].split()[2]
     works = run("generate", model, "--memory", least, *shadow, "-p", "x", "--max-new-tokens", "2")
     assert works.code == 0, works.err
@@ -295,8 +296,8 @@ def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> 
     line = ["cluster", "join", "smoe://127.0.0.1:1/x?key=k&code=c", checkpoint, "--shadow"]
     for option, value in {"--slots": "2", "--worker-memory": "1MiB", "--precision": "int4"}.items():
         idle = run(*line, option, value)
-        assert idle.code == 2 and f"{option} {value} belongs to" in idle.err
+        assert idle.code == 2 and f"{option} {value} applies to" in idle.err
     nobody = run("generate", checkpoint, *SIZE, "--cluster", "local", "--set", "cluster_timeout_seconds=0.2", "-p", "x")
     assert nobody.code == 2 and "0 of 1 workers" in nobody.err
     said = " ".join(nobody.err.split())
-    assert f"listening at tcp://127.0.0.1:{port}, open to this machine only; let in: 0 known workers" in said
+    assert f"listening at tcp://127.0.0.1:{port}, open to this machine only; admitted: 0 known workers" in said

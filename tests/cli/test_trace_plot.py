@@ -109,7 +109,7 @@ def test_what_is_not_drawn_is_said(run, tmp_path):
     (tmp_path / "out" / "miss-ratio.png").write_text("old")
     ran = run("trace", "plot", write(tmp_path / "a.trace", phase=0), "--out", tmp_path / "out")
     assert ran.code == 0 and "the miss-ratio curves omitted: only prompts were recorded" in ran.err
-    assert "(smoe record with --text)" in ran.err and "reuse and scores by rank left out" in ran.err
+    assert "(smoe record with --text)" in ran.err and "reuse and scores by rank omitted" in ran.err
     assert "still contains miss-ratio.png of an earlier run" in ran.err
 
 

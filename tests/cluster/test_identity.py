@@ -66,7 +66,7 @@ def test_who_may_come_is_said() -> None:
     assert main.who_may_come() == "1 known worker by their keys, no others"
     expecting, _ = invitation(main, now=1000.0)
     assert "workers with an invitation" in expecting.who_may_come(1001.0)
-    assert "nobody else" in expecting.who_may_come(1001.0 + INVITATION_SECONDS)
+    assert "no others" in expecting.who_may_come(1001.0 + INVITATION_SECONDS)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "-x", "ü", "x" * 64, "a b"])
