@@ -197,7 +197,7 @@ def test_a_ray_without_cpus_is_refused(monkeypatch: pytest.MonkeyPatch, main: Ma
 
 
 def test_more_workers_than_ray_has_places_for_are_refused(kept: Kept, ray: StandIn) -> None:
-    with pytest.raises(ClusterError, match="no place for 5 workers"):
+    with pytest.raises(ClusterError, match="no room for 5 workers"):
         kept.workers.start(5, partial(opened, "demo", None, 1, "auto"), 1)
     assert not ray.actors and not ray.groups
 

@@ -140,7 +140,7 @@ def test_a_server_that_ends_lets_answers_finish(demo: Any, demo_tokenizer: Any) 
         with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
             running.chat()
         eventually(lambda: bool(running.told))
-        assert running.told == ["ending: 1 answer under way has up to 60 s; Ctrl-C again ends them now"]
+        assert running.told == ["ending: 1 response in flight has up to 60 s; Ctrl-C again ends them now"]
         texts += [chunk.choices[0].delta.content for chunk in stream]
         assert "".join(filter(None, texts)) == expected
         running.thread.join(60)
