@@ -20,7 +20,7 @@ def test_shares_stand_in_the_place_of_thresholds_and_these_in_theirs() -> None:
     for name, value in (("low_threshold", 0.5), ("skip_threshold", 0.95)):
         given = configure("hobbit", **{name: value})
         assert given.precision_shares is None and getattr(given, name) == value
-    with pytest.raises(ConfigError, match="`precision_shares` and `low_threshold` both say"):
+    with pytest.raises(ConfigError, match="`precision_shares` and `low_threshold` both choose"):
         configure("hobbit", precision_shares=(50.0, 50.0, 0.0), low_threshold=0.5)
 
 

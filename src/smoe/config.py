@@ -266,14 +266,14 @@ class EngineConfig:
         if self.memory_bytes is not None and self.resident_share is not None:
             raise ConfigError(
                 f"a budget of {format_bytes(self.memory_bytes)} and {100 * self.resident_share:.3g}% of the experts "
-                "both say how much stays in memory; give one of `memory` and `resident`",
+                "both set the memory; give one of `memory` and `resident`",
                 setting="resident_share",
                 given=self.resident_share,
                 allowed="only without `memory`",
             )
         if self.count == "process" and (self.memory_bytes is None or self.device in ("cuda", EMULATED)):
             raise ConfigError(
-                "`count` process says that `memory` is the size of the whole process on a CPU; give `memory`, and no "
+                "`count` process means that `memory` is the size of the whole process, on a CPU; give `memory`, and no "
                 "`device` with a memory of its own",
                 setting="count",
                 given=self.count,
@@ -285,8 +285,8 @@ class EngineConfig:
         if self.expert_cache != "budget" and (self.resident_share is not None or self.has_low):
             other = "resident_share" if self.resident_share is not None else "low_precision"
             raise ConfigError(
-                f"`expert_cache` {self.expert_cache} keeps no experts, and does not go with `{other}`: leave one of "
-                "the two out",
+                f"`expert_cache` {self.expert_cache} keeps no experts resident, which excludes `{other}`: leave out "
+                "one of the two",
                 setting="expert_cache",
                 given=self.expert_cache,
                 allowed=f"budget with `{other}`",
@@ -297,8 +297,8 @@ class EngineConfig:
         self._check_shadow()
         if self.device == "cpu" and self.balance not in ("auto", "none"):
             raise UnpreparedError(
-                f"`balance` {self.balance} (an option, or part of a preset) needs a device beside the CPU: use "
-                "`device` cuda or `device` emulated, or another preset",
+                f"`balance` {self.balance} (an option, or part of a preset) needs a device in addition to the CPU: "
+                "use `device` cuda or `device` emulated, or another preset",
                 setting="balance",
                 given=self.balance,
                 allowed="auto or none on a CPU",
@@ -306,8 +306,8 @@ class EngineConfig:
         if self.reproducible and self.alpha > 0 and self.eviction not in ORDERLESS_EVICTION:
             allowed = " or ".join(ORDERLESS_EVICTION)
             raise ConfigError(
-                f"with `reproducible` and an alpha above 0, `eviction` {self.eviction} would keep experts by the order "
-                f"in which they arrive; use `eviction` {allowed}",
+                f"with `reproducible` and an alpha above 0, `eviction` {self.eviction} would depend on the order in "
+                f"which loads finish; use `eviction` {allowed}",
                 setting="eviction",
                 given=self.eviction,
                 allowed=allowed,

@@ -64,7 +64,7 @@ class Kept:
 
     def start(self, model: Path, count: int | None) -> None:
         self.workers.start(count, partial(opened, str(model), 1 << 20, None, "auto"), 1)
-        self.turns_until(lambda: sum("fit" in words for words in self.said) == len(self.workers.names))
+        self.turns_until(lambda: sum("room for" in words for words in self.said) == len(self.workers.names))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_who_has_died_is_let_in_again_with_other_keys(
     model = open_model(folder, "minimum", cluster="test", cluster_workers=2, **BY_TURNS)
     before = read_main("test").workers
     ray.actors[0].dies()
-    kept.turns_until(lambda: sum("fit" in words for words in kept.said) == 3)
+    kept.turns_until(lambda: sum("room for" in words for words in kept.said) == 3)
     after = read_main("test").workers
     assert any("test-ray-1" in words and "has died" in words for words in kept.said)
     assert after.keys() == before.keys()
@@ -160,7 +160,7 @@ def slowly(folder: Path) -> Any:
 def test_who_dies_before_it_serves_is_asked_again(toy: Callable[..., Path], kept: Kept, ray: StandIn) -> None:
     kept.workers.start(1, partial(slowly, toy("qwen3_moe", dtype=torch.bfloat16)), 1)
     ray.actors[0].dies()
-    kept.turns_until(lambda: "fit" in kept.said[-1] if kept.said else False)
+    kept.turns_until(lambda: "room for" in kept.said[-1] if kept.said else False)
     assert "Ray keeps trying" in kept.said[0] and len(kept.said) == 2
 
 
@@ -368,7 +368,7 @@ def begun(up: subprocess.Popen[bytes], said: Path, count: int) -> list[int]:
     """The workers' processes, in the order in which they have begun, once so many have."""
     until = time.monotonic() + 90
     while time.monotonic() < until and up.poll() is None:
-        found = re.findall(r"process (\d+): \d+ experts fit", said.read_text(encoding="utf8"))
+        found = re.findall(r"process (\d+): room for \d+ experts", said.read_text(encoding="utf8"))
         if len(found) >= count:
             return [int(each) for each in found]
         time.sleep(0.1)

@@ -248,7 +248,7 @@ def test_other_bits_are_refused(
     monkeypatch.setattr(frames, "done", off)
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     start(folder, 1)
-    with pytest.raises(ClusterError, match="other bits"):
+    with pytest.raises(ClusterError, match="its results differ from the coordinator"):
         open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=3.0)
 
 

@@ -148,7 +148,7 @@ def test_an_unknown_profile_names_the_known_ones() -> None:
     assert error.value.facts["setting"] == "profile" and error.value.facts["given"] == "nofile.json"
     with pytest.raises(ConfigError, match="did you mean rtx-a6000"):
         read_profile("rtx-a600")
-    with pytest.raises(ConfigError, match="no device beside the CPU to emulate"):
+    with pytest.raises(ConfigError, match="without a device to emulate"):
         read_emulated("raspberry-pi-5")
 
 

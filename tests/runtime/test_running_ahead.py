@@ -238,7 +238,7 @@ def test_its_failure_is_said_once_and_nothing_else(caplog: pytest.LogCaptureFixt
     ahead = RunningAhead(shadow, "late")
     with caplog.at_level(logging.WARNING):
         ahead.begin(-1, cache_of(5))
-        assert until(lambda: "the shadow has failed" in caplog.text)
+        assert until(lambda: "the draft model failed" in caplog.text)
         ahead.begin(4, cache_of(6))
         ahead.begin(5, cache_of(7))
     assert ahead.said() == ([], []) and caplog.text.count("has failed") == 1

@@ -120,7 +120,7 @@ def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Run
         answer = running.http(method, path)
         assert answer.status == 405 and answer.headers["Allow"] == taken
         if method != "HEAD":
-            assert answer.error["message"] == f"{path} takes no {method}; it takes {taken}"
+            assert answer.error["message"] == f"{path} does not support {method}; use {taken}"
     assert running.http("GET", "/v1/models/other").status == 404
 
 

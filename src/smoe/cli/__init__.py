@@ -45,7 +45,7 @@ Every command explains itself: smoe COMMAND --help
 
 Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 3 a worker that its
 coordinator refuses, 130 after Ctrl-C, 143 after SIGTERM, 129 where the
-terminal has gone (SIGHUP); what there is by then is shown and kept.
+terminal was closed (SIGHUP); results so far are printed and stored.
 """
 
 _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")

@@ -63,7 +63,7 @@ def send(
     try:
         post.serve()
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped sending files; workers keep what they have received") from None
+        raise KeyboardInterrupt("stopped sending files; files that workers have received stay there") from None
     note("every worker of the cluster has all files")
 
 

@@ -22,7 +22,7 @@ smoe eval --memory 24MiB
 
 smoe eval ./my-moe --memory 8GiB --text book.txt --alphas 0,0.2,0.4 --plot price.png
 
-smoe eval ./my-moe --memory 8GiB --questions qa.jsonl --out results     (goes on where it was interrupted)
+smoe eval ./my-moe --memory 8GiB --questions qa.jsonl --out results     (continues an interrupted run)
 
 smoe eval ./my-moe --memory 8GiB --precision int4 --alphas 0     (after: smoe pack ./my-moe --precision int4)
 

@@ -275,8 +275,8 @@ class EngineOptions:
             raise ConfigError.idle("profile", self.profile, "`device` emulated")
         if self.memory is not None and self.process_memory is not None:
             raise ConfigError(
-                f"--memory {self.memory} and --process-memory {self.process_memory} both say how much memory there is; "
-                "give one of them",
+                f"--memory {self.memory} and --process-memory {self.process_memory} both set the memory; give one of "
+                "them",
                 setting="process_memory",
                 given=self.process_memory,
                 allowed="only without --memory",

@@ -85,7 +85,7 @@ def _note_shadow(said: dict[str, Any] | None) -> None:
     elif said["state"] == "ready":
         note(f"draft model: {said['name']}, in {said['precision']}")
     else:
-        warn(f"the draft model {said['name']} is not ready: it {said['state']}{f', {w}' if (w := said['why']) else ''}")
+        warn(f"the draft model {said['name']} is not ready: {said['state']}{f', {w}' if (w := said['why']) else ''}")
 
 
 def _open_to(cluster: str) -> str:

@@ -353,7 +353,7 @@ class DecodeLoop:
         try:
             request.hear(what)
         except Exception:
-            _log.exception("whoever asked cannot hear the answer; the request is given up")
+            _log.exception("the client cannot receive its response; the request is dropped")
             request.is_cancelled = True
 
 

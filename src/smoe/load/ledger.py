@@ -141,8 +141,8 @@ def _in_process(limit_bytes: int, beside: Mapping[str, int], device: AnyDevice, 
         least = minimum_bytes(demand) + limit_bytes - room
         taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in beside.items())
         raise BudgetError(
-            f"a process of {format_bytes(limit_bytes)} cannot hold this model; beside the budget it takes{taken}\n"
-            f"which leaves {format_bytes(max(0, room))}; give {format_bytes(least)} or more. {error}",
+            f"a process of {format_bytes(limit_bytes)} cannot hold this model; in addition to the budget it "
+            f"needs{taken}\nwhich leaves {format_bytes(max(0, room))}; give {format_bytes(least)} or more. {error}",
             setting="memory_bytes",
             given=limit_bytes,
             allowed=f"at least {least} bytes",

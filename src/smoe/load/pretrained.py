@@ -179,8 +179,8 @@ def _check_balance(config: EngineConfig) -> None:
     """Raise `ConfigError` where the CPU is to compute beside itself."""
     if config.balance not in ("auto", "none"):
         raise UnpreparedError(
-            f"`balance` {config.balance} (an option, or part of a preset) needs a device beside the CPU; this machine "
-            "computes on its CPU: use another preset, or `device` emulated as a test bench",
+            f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU, "
+            "which this machine lacks: use another preset, or `device` emulated as a test bench",
             setting="balance",
             given=config.balance,
             allowed="auto or none on a CPU",

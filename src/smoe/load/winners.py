@@ -50,7 +50,7 @@ class Winner:
     """As `where` tells it."""
 
     def __str__(self) -> str:
-        how = "kept its place in" if self.name == "auto" else "won"
+        how = "stayed the choice after" if self.name == "auto" else "won"
         return (
             f"{how} the tournament on {self.text} with {self.resident_share:.0%} of the experts resident, "
             f"{1e3 * self.seconds:.1f} ms a token ({self.second} {1e3 * self.second_seconds:.1f})"

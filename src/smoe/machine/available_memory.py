@@ -105,6 +105,6 @@ def shortage(what: str, asked_bytes: int, device: AnyDevice | None = None) -> st
     if asked_bytes <= left:
         return None
     return (
-        f"{what} of {format_bytes(asked_bytes)} is above the {format_bytes(left)} that are left ({source}): the "
-        f"system may stop the process; ask for less, or {advice}"
+        f"{what} of {format_bytes(asked_bytes)} is above the {format_bytes(left)} that are free ({source}): the "
+        f"system may stop the process; give less, or {advice}"
     )

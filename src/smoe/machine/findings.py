@@ -51,7 +51,7 @@ def models_folder(asked: Path | None) -> Path:
     if asked is not None:
         if not asked.is_dir():
             what = "is a file" if asked.exists() else "is not there"
-            message = f"`folder` is {str(asked)!r}, which {what}; give the folder where models lie"
+            message = f"`folder` is {str(asked)!r}, which {what}; give the folder in which models are stored"
             raise ConfigError(message, setting="folder", given=str(asked), allowed="a folder")
         return asked
     cache = Path(constants.HF_HUB_CACHE)
@@ -128,7 +128,7 @@ def _gpu() -> Finding:
 
 def _free_memory(profile: Profile) -> Finding:
     available, total = int(psutil.virtual_memory().available), int(profile.machine["memory_bytes"])
-    room, why = least_room(), "memory is what keeps experts off the disk"
+    room, why = least_room(), "more memory means fewer reads from disk"
     takes = f"without --memory, smoe takes at most {format_bytes(less_margin(room.nbytes))}"
     if room.nbytes < available:
         is_tight = room.nbytes < total * _TIGHT_MEMORY_SHARE
@@ -144,7 +144,7 @@ def _pressure() -> Finding | None:
     found = pressure() if sys.platform == "darwin" else None
     if found is None:
         return None
-    text = f"macOS says that memory is short ({found}): it compresses and swaps, our slots too"
+    text = f"macOS says that memory is short ({found}): it compresses and swaps memory, also that of experts"
     return Finding("better", text, "close other programs, or give smoe less: a slot that is swapped is read twice")
 
 
@@ -159,7 +159,7 @@ def _huge_pages() -> Finding | None:
             "transparent huge pages are off: reads past the page cache come in many small pieces",
             f"as root: echo madvise > {_HUGE_PAGES}",
         )
-    return Finding("good", "transparent huge pages are on for those who ask, and smoe asks")
+    return Finding("good", "transparent huge pages are on for programs that request them, as smoe does")
 
 
 def _direct_io(profile: Profile, folder: Path) -> Finding:

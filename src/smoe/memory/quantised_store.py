@@ -201,7 +201,7 @@ def _ingredients(matrix: StoredTensor, target: int) -> Iterator[Piece]:
         if each.arrangement is None:
             raise UnsupportedModelError(
                 f"{matrix.path}: {matrix.key!r} has its columns in another order than its scales (act-order), by "
-                f"{each.tensor.key!r}; such weights cannot be served as they lie: run smoe pack with `precision` int8 "
+                f"{each.tensor.key!r}; such weights cannot be used directly: run smoe pack with `precision` int8 "
                 "or int4 once, and give the same `precision` whenever the model is used"
             )
         yield from arranged_pieces(each.tensor, target + each.place, each.arrangement)

@@ -205,7 +205,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for key, name in weight_map.items():
         if not isinstance(name, str) or not _is_inside(name):
             raise CheckpointError(
-                f"{index} is corrupt: it keeps {key!r} in {name!r:.80}, which is no file of this folder; "
+                f"{index} is corrupt: it lists {key!r} in {name!r:.80}, which is not a file of this folder; "
                 "download it again"
             )
     return weight_map

@@ -140,9 +140,9 @@ class RunningAhead:
                 with self._changed:
                     self._hearsay.drop(step)
             except EngineStateError as error:
-                _log.debug("the shadow cannot follow this text any more: %s", error)  # its cache has been given up
+                _log.debug("the draft model can no longer follow this text: %s", error)  # its cache has been given up
             except Exception as error:
-                _log.warning("the shadow has failed and says nothing any more: %s", error)
+                _log.warning("the draft model failed and predicts nothing any more: %s", error)
                 return
             finally:
                 with self._changed:

@@ -134,7 +134,7 @@ class Shadow(StepObserver):
     def _expected(self, heard: Routed) -> Expected:
         if heard.logits is None:
             raise UnsupportedModelError(
-                f"the router of layer {heard.layer} cannot be heard, so a shadow of this family says nothing"
+                f"the router of layer {heard.layer} cannot be read, so this family cannot have a draft model"
             )
         rule, own = self._rules[heard.layer], heard.top_k_index[-1]  # [K]
         ranked = rule.choice(rule.scores(heard.logits[-1:]))[0]  # [E]

@@ -66,7 +66,7 @@ def _check_form(headers: Headers) -> None:
         message = f"the body must be a JSON object, sent with 'Content-Type: application/json'; {what}"
         raise ApiError(415, message, code="unsupported_media_type")
     if charset is not None and charset[1] not in ("utf-8", "utf8", "us-ascii"):
-        message = f"the body must be JSON in UTF-8; its 'Content-Type' says {charset[1][:40]!r}"
+        message = f"the body must be JSON in UTF-8; its 'Content-Type' has the charset {charset[1][:40]!r}"
         raise ApiError(415, message, code="unsupported_media_type")
 
 
