@@ -241,7 +241,7 @@ def test_its_failure_is_said_once_and_nothing_else(caplog: pytest.LogCaptureFixt
         assert until(lambda: "the draft model failed" in caplog.text)
         ahead.begin(4, cache_of(6))
         ahead.begin(5, cache_of(7))
-    assert ahead.said() == ([], []) and caplog.text.count("has failed") == 1
+    assert ahead.said() == ([], []) and caplog.text.count("draft model failed") == 1
     ahead.close()
 
 
@@ -298,7 +298,7 @@ def test_it_shares_the_models_other_weights(folder: Path, open_model: Open) -> N
 def test_what_it_cannot_follow_is_refused(toy: Callable[..., Path], folder: Path, open_model: Open) -> None:
     with pytest.raises(UnsupportedModelError, match="recurrent state"):
         open_model(toy("lfm2_moe"), "half", prefetch="shadow")
-    with pytest.raises(ConfigError, match=r"a shadow in int4 needs its experts packed.*`shadow_precision`"):
+    with pytest.raises(ConfigError, match=r"a draft model in int4 needs its experts packed.*`shadow_precision`"):
         open_model(folder, "half", prefetch="shadow")
     with pytest.raises(ConfigError, match="`shadow_precision` int4 is no lower than `precision` int4"):
         open_model(folder, "half", prefetch="shadow", precision="int4")
