@@ -322,7 +322,8 @@ def test_a_winner_wins_where_about_as_many_experts_are_resident(toy: Callable[..
     remember(folder, "eviction", won("lru", share=0.4))
     remember(folder, "eviction", won("auto", share=0.6))
     assert at(0.21, 0.33, 0.37, 0.48, 0.55, 0.9) == ["lfu", "lfu", "lru", "lru", "auto", "auto"]
-    assert decided(folder, configure(), 0.55).reasons["eviction"].startswith("kept its place in the tournament on")
+    kept = decided(folder, configure(), 0.55).reasons["eviction"]
+    assert kept.startswith("stayed the choice after the tournament on")
 
 
 def test_of_one_size_the_last_winner_is_kept_and_other_machines_keep_theirs(tmp_path: Path) -> None:
