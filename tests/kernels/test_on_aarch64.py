@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from smoe.bounds import BF16, INT8
 from smoe.cpu_isa import AARCH64
 from smoe.formats.activations import fits, in_8_bits
 from smoe.formats.base import Bytes, Format
 from smoe.formats.registry import FORMATS
-from smoe.kernels import byte_products, byte_rows, tasks
+from smoe.kernels import byte_products, byte_rows, prompt_attention, prompt_tiles, tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import NEON, NEON_DOTPROD, Isa
 from tests.formats.blocks import random_rows
@@ -211,6 +212,37 @@ def test_bf16_in_our_own_order(columns: int, tmp_path: Path) -> None:
     assert torch.allclose(biased(results).double(), wanted, rtol=2.0**-8, atol=1e-4)
     assert torch.equal(part(results)[:, 5:10], found[0](results)[:, 5:10])
     assert bool(part(results)[:, :5].isnan().all()) and bool(part(results)[:, 10:].isnan().all())
+
+
+@pytest.mark.parametrize(("tokens", "keys", "vectors"), [(5, 5, 1), (30, 140, 3)])
+def test_attention_of_a_prompt(tokens: int, keys: int, vectors: int, tmp_path: Path) -> None:
+    heads, key_heads, size = 4, 2, 32
+    program = Program(emulated.image_of(prompt_tiles.module_of(NEON, size, vectors), *NEON.needs))
+    query, cache = random(heads, tokens, size), random(2, key_heads, keys, size, seed=1)
+    layout, rows, blocks = prompt_attention.Layout(NEON, size, vectors), tokens * heads // key_heads, 2
+    out = program.place(np.zeros((tokens, heads, size), np.uint16))
+    fields = {
+        "query": program.place(bits(query)), "query_head": 2 * tokens * size, "query_row": 2 * size,
+        "keys": program.place(bits(cache[0])), "key_head": 2 * keys * size, "key_row": 2 * size,
+        "values": program.place(bits(cache[1])), "value_head": 2 * keys * size, "value_row": 2 * size,
+        "out": out, "rows": rows, "shared": heads // key_heads, "key_heads": key_heads, "past": keys - tokens,
+        "blocks": blocks, "units": key_heads * -(-rows // (blocks * layout.width)),
+        "scale": int(np.float32(0.2 / np.log(2)).view(np.uint32)), "stride": layout.nbytes(blocks),
+        "scratch": program.place(np.full(layout.nbytes(blocks), 255, np.uint8)),
+        "taken": program.place(np.zeros(1, np.int64)),
+    }  # fmt: skip
+    ordered = np.array([fields[name] for name in prompt_attention.FIELDS], np.int64)
+    program.call(prompt_attention.NAME, program.place(ordered), 0)
+    results = program.run(tmp_path, emulated.CPUS[NEON])
+    ours = torch.from_numpy(results.at(out, (tokens, heads, size), np.uint16).copy()).view(torch.bfloat16)
+
+    def by_torch(*given: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+        wide = (each.repeat_interleave(heads // key_heads, 0) for each in given[1:])
+        return scaled_dot_product_attention(given[0], *wide, attn_mask=mask, scale=0.2).transpose(0, 1)
+
+    wanted = by_torch(*(each.double() for each in (query, *cache)))
+    assert error(ours, wanted) <= 1.05 * error(by_torch(query, *cache), wanted)
 
 
 _THREADS, _ROUNDS, _WRITERS, _READERS = 4, 25, 64, 8

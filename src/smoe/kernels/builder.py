@@ -143,6 +143,10 @@ class Code:
         """total [n] + a . b of two bf16 numbers each, given as 16 bits [2n]; a product and a sum are rounded alike."""
         return self._own.dots(self, total, a, b)
 
+    def paired(self, even: Value, odd: Value) -> Value:
+        """float32 [n], twice -> bf16 as 16 bits each [2n], in turns; where there are `dots`."""
+        return self._own.paired(self, even, odd)
+
     def dot_sum(self, most: int, is_signed: bool) -> Any:
         """Sums of products of four bytes each in the making: `add(codes [4n], x [4n])`, then `total()`, int32 [n].
 

@@ -50,6 +50,15 @@ def dots(code: Code, total: Value, a: Value, b: Value) -> Value:
     return code.intrinsic(name, kind, [total, code.build.bitcast(a, halves), code.build.bitcast(b, halves)])
 
 
+def paired(code: Code, even: Value, odd: Value) -> Value:
+    lanes = even.type.count
+    halves = ir.VectorType(BFLOAT, 2 * lanes)
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}"
+    joined = code.intrinsic(name, ir.FunctionType(halves, [even.type] * 2), [odd, even])
+    in_turns = [n + lanes * half for n in range(lanes) for half in range(2)]
+    return code.pick(code.build.bitcast(joined, code.registers(HALF_WORD, 2 * lanes)), in_turns)
+
+
 def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
     build, lanes = code.build, total.type.count
     if code.isa.has_int8_dots:

@@ -1,0 +1,212 @@
+"""A prompt's queries, keys, values and outputs on their way into the tiles of `prompt_tiles.py` and out of them.
+
+cache      | d0 d1 d2 ...        key by key      packed   the same, or in float32, a whole number of tiles
+queries    | d0 d1 d2 ...        row by row      block    | d of row 0 | d of row 1 | ...   number by number
+outputs    block, number by number, in float32   to       | d0 d1 d2 ...   row by row, in bf16
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from smoe.kernels.builder import Code
+from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
+from smoe.kernels.prompt_attention import FIELDS, ROW_ADDRESSES, Layout
+
+_POINTERS = ("query", "keys", "values", "out", "scratch", "taken")
+
+
+def begun(module: ir.Module, layout: Layout, name: str, *arguments: str) -> tuple[Code, list[Value]]:
+    code = Code(module, layout.isa, name, arguments)
+    code.function.linkage = "internal"
+    return code, code.arguments
+
+
+def field(code: Code, fields: Value, name: str) -> Value:
+    kind = POINTER if name in _POINTERS else LONG
+    return code.load(kind, code.at(fields, 8 * FIELDS.index(name)), 8)
+
+
+def times(code: Code, value: Value, factor: Value | int) -> Value:
+    return code.build.mul(value, code.number(factor) if isinstance(factor, int) else factor)
+
+
+def smaller(code: Code, a: Value, b: Value | int) -> Value:
+    b = code.number(b) if isinstance(b, int) else b
+    return code.build.select(code.build.icmp_signed("<", a, b), a, b)
+
+
+def register(code: Code, place: Value, n: int) -> Value:
+    """The n-th register of float32 at an address."""
+    return code.load(code.registers(FLOAT), code.at(place, 4 * code.isa.lanes * n), 4 * code.isa.lanes)
+
+
+def put(code: Code, value: Value, place: Value, n: int) -> None:
+    code.store(value, code.at(place, 4 * code.isa.lanes * n), 4 * code.isa.lanes)
+
+
+def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
+    """As many registers as each has numbers: round by round, halves of pairs of registers change places."""
+    found, lanes, step = list(rows), len(rows), 1
+    while step < lanes:
+        for n in (n for n in range(lanes) if not n & step):
+            low, high = found[n], found[n + step]
+            for at, offset in ((n, 0), (n + step, step)):
+                places = [offset + (lanes + lane - step if lane & step else lane) for lane in range(lanes)]
+                found[at] = code.build.shuffle_vector(low, high, code.words(places))
+        step *= 2
+    return found
+
+
+def first_rows(module: ir.Module, layout: Layout) -> None:
+    """`first_rows(fields, block, row, head)`: what a block of rows begins with, rows `row` ... of a key head. Past the
+    last one that one comes again."""
+    code, (fields, block, row, head) = begun(module, layout, "first_rows", "*fields", "*block", "row", "head")
+    build, shared = code.build, field(code, fields, "shared")
+    last = build.sub(field(code, fields, "rows"), code.number(1))
+    query, out = field(code, fields, "query"), field(code, fields, "out")
+    first_head, heads = times(code, head, shared), times(code, field(code, fields, "key_heads"), shared)
+
+    def address(i: Value, _: list[Value]) -> list[Value]:
+        own = smaller(code, build.add(row, i), last)
+        token = build.udiv(own, shared)
+        its_head = build.add(first_head, build.sub(own, times(code, token, shared)))
+        position = build.trunc(build.add(token, field(code, fields, "past")), WORD)
+        code.store(position, code.at(block, build.add(code.number(layout.positions), times(code, i, 4))), 4)
+        from_ = build.add(
+            times(code, token, field(code, fields, "query_row")),
+            times(code, its_head, field(code, fields, "query_head")),
+        )
+        to = times(code, build.add(times(code, token, heads), its_head), 2 * layout.size)
+        for n, place in enumerate((code.at(query, from_), code.at(out, to))):
+            at = build.add(code.number(layout.addresses + 2 * n * layout.line), times(code, i, 8))
+            code.store(place, code.at(block, at), 8)
+        return []
+
+    code.loop(code.number(0), code.number(layout.width), 1, [], address)
+    _each_register(code, layout, layout.isa.lanes * layout.step, functools.partial(_queries, code, layout, block))
+    for v in range(layout.vectors):
+        put(code, code.reals(-math.inf), code.at(block, layout.largest), v)
+        put(code, code.reals(0.0), code.at(block, layout.sums), v)
+
+    def clear(d: Value, _: list[Value]) -> list[Value]:
+        for v in range(layout.vectors):
+            put(code, code.reals(0.0), code.at(block, build.add(code.number(layout.outputs), d)), v)
+        return []
+
+    code.loop(code.number(0), code.number(layout.line * layout.size), layout.line, [], clear)
+    code.end()
+
+
+def _each_register(code: Code, layout: Layout, step: int, body: Callable[[Value, Value], None]) -> None:
+    """`body(at, d)` for every register of rows, which begins at byte `at` of a line, and every `step` numbers."""
+
+    def register(at: Value, _: list[Value]) -> list[Value]:
+        def numbers(d: Value, _: list[Value]) -> list[Value]:
+            body(at, d)
+            return []
+
+        code.loop(code.number(0), code.number(layout.size), step, [], numbers)
+        return []
+
+    code.loop(code.number(0), code.number(layout.line), 4 * layout.isa.lanes, [], register)
+
+
+def _row_addresses(code: Code, layout: Layout, block: Value, kind: str, at: Value) -> list[Value]:
+    """Of the rows of the register that begins at byte `at` of a line."""
+    begin = layout.addresses + 2 * ROW_ADDRESSES.index(kind) * layout.line
+    places = code.at(block, code.build.add(code.number(begin), times(code, at, 2)))
+    return [code.load(POINTER, code.at(places, 8 * i), 8) for i in range(layout.isa.lanes)]
+
+
+def _queries(code: Code, layout: Layout, block: Value, at: Value, d: Value) -> None:
+    """Numbers d ... of a register of queries, word by word beside each other."""
+    build, lanes, words = code.build, layout.isa.lanes, []
+    for row in _row_addresses(code, layout, block, "query", at):
+        place = code.at(row, times(code, d, 2))
+        if layout.step == 2:
+            words.append(build.bitcast(code.load(code.registers(WORD), place), code.registers(FLOAT)))
+        else:
+            words.append(code.widened(code.load(code.registers(HALF_WORD), place)))
+    to = code.at(block, build.add(at, times(code, d, layout.line // layout.step)))
+    for n, column in enumerate(_transposed(code, words)):
+        code.store(column, code.at(to, n * layout.line), 4 * lanes)
+
+
+def packed_keys(module: ir.Module, layout: Layout) -> None:
+    """`packed_keys(memory, keys, stride, count)`: a whole number of tiles of keys, zeros behind the last."""
+    code, (memory, keys, stride, count) = begun(module, layout, "packed_keys", "*memory", "*keys", "stride", "count")
+    lanes, size = layout.isa.lanes, layout.size
+
+    def row(n: Value, _: list[Value]) -> list[Value]:
+        from_ = _or_nothing(code, memory, keys, stride, n, count)
+        to = code.at(memory, code.build.add(code.number(layout.keys), times(code, n, layout.key_row)))
+        for d in range(0, size, lanes * layout.step):
+            if layout.step == 2:
+                code.store(code.load(code.registers(WORD), code.at(from_, 2 * d)), code.at(to, 2 * d), 4 * lanes)
+            else:
+                numbers = code.widened(code.load(code.registers(HALF_WORD), code.at(from_, 2 * d)))
+                code.store(numbers, code.at(to, 4 * d), 4 * lanes)
+        return []
+
+    code.loop(code.number(0), whole_tiles(code, layout, count), 1, [], row)
+    code.end()
+
+
+def packed_values(module: ir.Module, layout: Layout) -> None:
+    """`packed_values(memory, values, stride, count)`, likewise: one key's numbers in float32, or two keys' in turns."""
+    code, (memory, values, stride, count) = begun(
+        module, layout, "packed_values", "*memory", "*values", "stride", "count"
+    )
+    build, lanes, size = code.build, layout.isa.lanes, layout.size
+
+    def rows(n: Value, _: list[Value]) -> list[Value]:
+        each = [_or_nothing(code, memory, values, stride, build.add(n, code.number(i)), count)
+                for i in range(layout.step)]  # fmt: skip
+        to = code.at(memory, build.add(code.number(layout.values), times(code, n, layout.value_row // layout.step)))
+        for d in range(0, size, lanes):
+            numbers = [code.load(code.registers(HALF_WORD), code.at(row, 2 * d)) for row in each]
+            if layout.step == 1:
+                word = code.widened(numbers[0])
+            else:
+                turns = [n + lanes * i for n in range(lanes) for i in range(2)]
+                word = build.shuffle_vector(*numbers, code.words(turns))
+            code.store(word, code.at(to, 4 * d), 4 * lanes)
+        return []
+
+    code.loop(code.number(0), whole_tiles(code, layout, count), layout.step, [], rows)
+    code.end()
+
+
+def _or_nothing(code: Code, nothing: Value, rows: Value, stride: Value, n: Value, count: Value) -> Value:
+    """Row number n of the cache, or zeros where it is not there."""
+    row = code.at(rows, times(code, n, stride))
+    return code.build.select(code.build.icmp_signed("<", n, count), row, nothing)
+
+
+def whole_tiles(code: Code, layout: Layout, count: Value) -> Value:
+    more = code.build.add(count, code.number(layout.tile - 1))
+    return code.build.and_(more, code.number(-layout.tile))
+
+
+def last_rows(module: ir.Module, layout: Layout) -> None:
+    """`last_rows(block)`: outputs divided by the sums of weights, in bf16, to every row's place. Of a row that comes
+    again the same bits are written again."""
+    code, (block,) = begun(module, layout, "last_rows", "*block")
+    build, lanes = code.build, layout.isa.lanes
+
+    def some(at: Value, d: Value) -> None:
+        place = code.at(block, at)
+        share = build.fdiv(code.reals(1.0), register(code, code.at(place, layout.sums), 0))
+        from_ = code.at(place, build.add(code.number(layout.outputs), times(code, d, layout.line)))
+        columns = [build.fmul(register(code, code.at(from_, n * layout.line), 0), share) for n in range(lanes)]
+        addresses = _row_addresses(code, layout, block, "out", at)
+        for to, row in zip(addresses, _transposed(code, columns), strict=True):
+            code.store(code.rounded(row), code.at(to, times(code, d, 2)), 2)
+
+    _each_register(code, layout, lanes, some)
+    code.end()
