@@ -338,10 +338,15 @@ def _add_tokenizer(writer: gguf.GGUFWriter, split: str | None) -> None:
 
 
 def quantised(
-    path: Path, mixture: str, family: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16, is_tied: bool = False
+    path: Path,
+    mixture: str,
+    family: str = "qwen3_moe",
+    dtype: torch.dtype = torch.bfloat16,
+    is_tied: bool = False,
+    **more: Any,
 ) -> tuple[Path, PreTrainedModel]:
     """A toy file whose experts are random blocks, of formats that alternate between layers, and the library's model."""
-    model = make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES)
+    model = make(family, dtype=dtype, tie_word_embeddings=is_tied, **SIZES, **more)
     blocks = {}
     weights = tensors_of(model)
     for layer, (up, down) in zip(range(model.config.num_hidden_layers), cycle(MIXTURES[mixture]), strict=False):

@@ -42,7 +42,7 @@ def tensors(heads: int, key_heads: int, size: int, tokens: int, keys: int, sprea
     generator = torch.Generator().manual_seed(tokens + keys)
     query = (torch.randn(1, heads, tokens, size, generator=generator) * spread).bfloat16()
     cache = torch.randn(2, 1, key_heads, keys + 5, size, generator=generator).bfloat16()
-    cache[1, :, :, keys:] = float("nan")  # what lies behind the last key is nobody's
+    cache[1, :, :, keys:] = float("nan")  # no kernel may read what lies behind the last key
     return query, cache[0, :, :, 5:], cache[1, :, :, :keys]
 
 

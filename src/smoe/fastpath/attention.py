@@ -30,8 +30,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from smoe.fastpath import prompt_attention
+from smoe.fastpath.prompt_attention import SeveralQueries
 from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.kernels.attention import attend, fits, libm
+from smoe.kernels.isa import widest
+from smoe.kernels.prompt_attention import PromptAttention
 from smoe.kernels.proof import is_no_further, same_bits
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool
 from smoe.kernels.threads import threads
@@ -40,7 +44,9 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 NAME = "sdpa"
 _ATTRIBUTE = "one_query"
-"""Where a module carries its kernel, ..."""
+"""Where a module carries its kernel for one token, ..."""
+_PROMPTS = "several_queries"
+"""... that for several, ..."""
 _THREADS = "library_threads"
 """... and the number of threads that the library has for what one of them takes long for."""
 _ROWS = "rows_of_pass"
@@ -101,6 +107,30 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = Tru
         setattr(module, _THREADS, torch.get_num_threads())
         settled += is_settled
     return settled
+
+
+def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bool = True) -> int:
+    """Give every attention module the kernel for several tokens, where that is as near to the exact numbers as the
+    library, and faster: where time must show that, only if it does, or unless `may_measure`. Its bits are not the
+    library's.
+
+    Returns how many modules have it. Takes some tens of milliseconds for every distinct shape.
+    """
+    is_measured = may_measure and prompt_attention.must_be_measured()
+    if model.config.get_text_config()._attn_implementation != NAME or widest() is None:
+        return 0
+    library, attend = _behind_the_name(), PromptAttention(pool)
+    verdicts, adopted = dict[Shape, bool](), 0
+    for module in model.modules():
+        shape = _shape(module, model)
+        if shape is None:
+            continue
+        if shape not in verdicts:
+            verdicts[shape] = prompt_attention.gains(attend, library, module, *shape, is_measured)
+        if verdicts[shape]:
+            setattr(module, _PROMPTS, SeveralQueries(attend, *shape))
+            adopted += 1
+    return adopted
 
 
 def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
@@ -332,6 +362,26 @@ def _hides_the_future(mask: torch.Tensor) -> bool:
     return torch.equal(allowed[0, 0], torch.ones_like(allowed[0, 0]).tril())
 
 
+def _that_serves(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    is_causal: bool | None,
+) -> OneQuery | SeveralQueries | None:
+    """Which of a module's kernels, if any, knows what is asked."""
+    one: OneQuery | None = getattr(module, _ATTRIBUTE, None)
+    if one is not None and mask is None and one.serves(query, key, value):
+        return one
+    several: SeveralQueries | None = getattr(module, _PROMPTS, None)
+    if several is None:
+        return None
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as the library has it
+    return several if several.serves(query, key, value, mask, scale, is_causal) else None
+
+
 def _standing_before(library: Attention) -> Attention:
     others = (*(name for name in inspect.signature(library).parameters if name not in _UNDERSTOOD), *_CHANGING)
 
@@ -346,10 +396,10 @@ def _standing_before(library: Attention) -> Attention:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        kernel = getattr(module, _ATTRIBUTE, None)
-        if kernel is not None and attention_mask is None and not dropout and scaling is not None:
-            is_plain = all(kwargs.get(name) is None or kwargs[name] is False for name in others)
-            if is_plain and kernel.serves(query, key, value):
+        is_plain = all(kwargs.get(name) is None or kwargs[name] is False for name in others)
+        if is_plain and not dropout and scaling is not None:
+            kernel = _that_serves(module, query, key, value, attention_mask, scaling, kwargs.get("is_causal"))
+            if kernel is not None:
                 return kernel(query, key, value, scaling), None
         given = functools.partial(library, module, query, key, value, attention_mask)
         count = getattr(module, _THREADS, None)

@@ -124,7 +124,7 @@ def _row_addresses(code: Code, layout: Layout, block: Value, kind: str, at: Valu
 
 
 def _queries(code: Code, layout: Layout, block: Value, at: Value, d: Value) -> None:
-    """Numbers d ... of a register of queries, word by word beside each other."""
+    """Numbers d ... of a register of queries, one word of all of them after the other."""
     build, lanes, words = code.build, layout.isa.lanes, []
     for row in _row_addresses(code, layout, block, "query", at):
         place = code.at(row, times(code, d, 2))

@@ -2,7 +2,7 @@
 
 units                       until all are taken
   unit                      some blocks of rows of a key head
-    first_rows              queries beside each other, addresses, nothing so far
+    first_rows              queries transposed, addresses, nothing so far
     for 128 keys            packed_keys, packed_values
       for every block       scores, weights, outputs
     last_rows               divided, rounded, to their places

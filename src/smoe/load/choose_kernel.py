@@ -74,6 +74,8 @@ def choose_arithmetic(
     settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured)
     if chosen is None:
         return False
+    if _may_round(config, compute):
+        attention.speed_up_prompts(model, chosen, is_measured)
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
     sure = decoder_layer.projections(model)
@@ -81,6 +83,15 @@ def choose_arithmetic(
     layers = decoder_layer.speed_up(model, chosen, decoder_layer.Adopted(adopted.parts, norms))
     token_pass.speed_up(model, layers)
     return settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
+
+
+def _may_round(config: EngineConfig, compute: LayerCompute) -> bool:
+    """Whether sums in an order of our own are among what this model's experts are computed with anyway."""
+    chosen = compute.spinning_pool
+    has_own = chosen is not None and chosen.own_order is not None
+    is_asked = config.kernels == "own-order"
+    is_auto = config.kernels == "auto" and not config.reproducible
+    return is_asked or (is_auto and (has_own or isinstance(compute.store, QuantisedStore)))
 
 
 def _not_here(config: EngineConfig, why: str) -> ConfigError:
