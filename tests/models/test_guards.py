@@ -195,7 +195,7 @@ def test_an_engine_says_what_it_is(toy: Toy, open_model: Open) -> None:
     model(oracle.PROMPT)
     said = str(model.offload)
     assert len(said.splitlines()) <= 3
-    for part in ("ready", "as asked", "16 of 32", "50%", "eviction", "exact", "24 tokens"):
+    for part in ("ready", "as requested", "16 of 32", "50%", "eviction", "exact", "24 tokens"):
         assert part in said, said
     model.offload.close()
     assert "closed" in str(model.offload)
