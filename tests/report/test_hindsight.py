@@ -17,7 +17,7 @@ import torch
 from smoe import from_pretrained
 from smoe.config import EngineConfig
 from smoe.metrics import Counters
-from smoe.report.hindsight import look_back, shown_by
+from smoe.report.hindsight import _simulated, look_back, shown_by
 from smoe.report.pace import UNKNOWN
 from smoe.runtime.engine import Engine
 
@@ -67,3 +67,18 @@ def test_a_run_whose_experts_others_computed_teaches_nothing(tmp_path: Path) -> 
 def test_a_short_run_shows_nothing() -> None:
     engine, counted = decoded()
     assert shown_by(engine, replace(counted, forward_passes=15), PROMPT) == UNKNOWN
+
+
+def test_memory_is_measured_on_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch 256 MiB beside a budget that is meant to hold the whole process."""
+    seen = []
+
+    def stop(device: object, memory: object = None) -> None:
+        seen.append(memory)
+        raise InterruptedError
+
+    monkeypatch.setattr("smoe.report.hindsight.quick_rates", stop)
+    engine = SimpleNamespace(slot_memory=object())
+    with pytest.raises(InterruptedError):
+        _simulated(engine, None, None, None, 1, False)  # type: ignore[arg-type]
+    assert seen == [engine.slot_memory]

@@ -114,7 +114,7 @@ def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float |
 def _simulated(
     engine: Engine, spec: ModelSpec, place: Path, pace: Pace, prompt_tokens: int, is_direct: bool
 ) -> Simulated | None:
-    rates = quick_rates(_CPU)
+    rates = quick_rates(_CPU, engine.slot_memory)  # what is allocated for it would be beside the budget
     if is_direct and pace.load is None:
         rates = replace(rates, disk=measure_reads(engine.store, READING_SECONDS))
     elif rates.disk is None:  # nobody asks for it: loads are copies, or known
