@@ -82,7 +82,7 @@ def test_an_emulated_device_is_labelled(run, checkpoint):
     ("options", "words"),
     [
         (("--device", "emulated", "--profile", "rtx-9090"), "rtx-a6000"),
-        (("--device", "cpu", "--balance", "optimal"), "beside the CPU"),
+        (("--device", "cpu", "--balance", "optimal"), "in addition to the CPU"),
         (("--balance", "fair"), "choose one of"),
         (("--profile", "rtx-a6000"), "--device emulated"),
         (("--preset", "static"), "part of a preset"),

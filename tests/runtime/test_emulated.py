@@ -234,9 +234,9 @@ def test_a_look_ahead_that_is_switched_off_costs_nothing(toy: Callable[..., Path
 
 
 def test_a_balance_without_a_second_unit_is_refused(toy: Callable[..., Path], open_model: Open) -> None:
-    with pytest.raises(ConfigError, match="beside the CPU"):
+    with pytest.raises(ConfigError, match="in addition to the CPU"):
         configure(device="cpu", balance="optimal")
-    with pytest.raises(ConfigError, match="beside the CPU"):
+    with pytest.raises(ConfigError, match="in addition to the CPU"):
         open_model(toy("mixtral"), "half", balance="host")
     open_model(toy("mixtral"), "half", preset="smoe")  # auto: none here
 
