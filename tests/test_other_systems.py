@@ -85,7 +85,8 @@ def test_what_a_system_lacks_is_asked_for_first() -> None:
             continue
         tree = ast.parse(text)
         known = asked(tree)
-        known |= {("os", "POSIX_FADV_DONTNEED")} if ("os", "posix_fadvise") in known else set()
+        advice = {("os", "POSIX_FADV_DONTNEED"), ("os", "POSIX_FADV_RANDOM")}
+        known |= advice if ("os", "posix_fadvise") in known else set()
         for platform, (module, name) in product(OTHERS, set(used(tree)) - known):
             lacks = is_absent(name, platform) if not module else name in missing(module, platform)
             if lacks and name not in FOR_POSIX_ALONE.get(file, "").split():

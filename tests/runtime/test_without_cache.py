@@ -72,9 +72,9 @@ def test_a_batch_passes_in_waves(toy: Callable[..., Path], open_model: Open) -> 
 
 
 def test_what_cannot_be(toy: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError, match="does not go with `resident_share`"):
+    with pytest.raises(ConfigError, match="excludes `resident_share`"):
         configure("accelerate", resident_share=0.5)
-    with pytest.raises(ConfigError, match="does not go with `low_precision`"):
+    with pytest.raises(ConfigError, match="excludes `low_precision`"):
         configure("hobbit", expert_cache="top-k")
     with pytest.raises(BudgetError, match=r"staging \(9 experts\)"):
         from_pretrained(toy("qwen2_moe"), preset="moesys", memory=1000)

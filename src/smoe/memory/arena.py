@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _POPULATE_WRITE = 23 if sys.platform == "linux" else None
 """madvise(2): back pages as if written to, without changing them; Python has no name for it."""
 _POPULATE_BYTES = 64 * 2**20
+DONT_NEED: int = getattr(mmap, "MADV_DONTNEED", 0)
 GIVES_BACK = sys.platform == "linux"
 """Whether parts of such memory can be given back at once and used again; other systems keep it until they lack some."""
 
@@ -110,7 +111,7 @@ class Arena:
         """Let the operating system have a slot's memory, until it is written to again; what was there is lost."""
         assert self._map is not None and GIVES_BACK, "this memory cannot be given back in parts"
         begin, end = self.begins[slot : slot + 2]
-        self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        self._map.madvise(DONT_NEED, begin, end - begin)
 
     def _populate(self, steps: Sequence[tuple[int, int]]) -> None:
         assert _POPULATE_WRITE is not None

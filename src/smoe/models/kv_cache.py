@@ -24,7 +24,7 @@ from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from smoe.errors import ContextError, EngineStateError
-from smoe.memory.arena import GIVES_BACK, anonymous, system_madvise
+from smoe.memory.arena import DONT_NEED, GIVES_BACK, anonymous, system_madvise
 from smoe.memory.store import PAGE, page_ceil
 
 BLOCK_TOKENS = 128
@@ -380,7 +380,7 @@ def _let_go(strip: torch.Tensor) -> None:
     begin = page_ceil(strip.data_ptr())
     end = (strip.data_ptr() + strip.numel() * strip.element_size()) // PAGE * PAGE
     if begin < end:
-        system_madvise()(begin, end - begin, mmap.MADV_DONTNEED)
+        system_madvise()(begin, end - begin, DONT_NEED)
 
 
 def _positioned(layer: Any, owner: RowCache) -> Any:
