@@ -99,7 +99,7 @@ def check_places(place: Path, wanted: Sequence[Contents]) -> None:
         except OSError as error:
             raise CheckpointError(
                 f"neither the folder of {place} nor {folder} can be written ({error.strerror}); set {PLACE} to a "
-                "folder that can, or copy the model"
+                "writable folder, or copy the model"
             ) from error
         check_disk(folder, needed, f"packing {place.name}")
 
