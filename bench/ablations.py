@@ -35,10 +35,10 @@ from smoe.benchmark.ablation import (
     as_json,
 )
 from smoe.bounds import EMULATED
-from smoe.cli.session import tokenizer_of
 from smoe.config import EngineConfig
 from smoe.eval.texts import read_documents
 from smoe.load.pretrained import load
+from smoe.load.tokenizer import load_tokenizer
 from smoe.presets import configure
 from smoe.units import parse_bytes
 from smoe.whole_file import whole_file
@@ -133,7 +133,7 @@ def disk_cells(given: argparse.Namespace, texts: Iterable[str]) -> Iterator[Cell
 def rows_of(model: str, text: Path | None, batch: int) -> list[list[int]]:
     """Stretches of the text, one for each sequence, in tokens."""
     needed = PROMPT_TOKENS + WARM_TOKENS + TIMED_TOKENS
-    tokenizer = tokenizer_of(model, None)
+    tokenizer = load_tokenizer(model)
     ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
     if len(ids) < needed * batch:
         sys.exit(f"{text} has {len(ids)} tokens; {needed * batch} are needed")

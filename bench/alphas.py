@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from smoe import __version__, from_pretrained
-from smoe.cli.session import tokenizer_of
 from smoe.eval.texts import read_documents
 from smoe.generation.teacher_forcing import forced
+from smoe.load.tokenizer import load_tokenizer
 from smoe.memory.emulation import read_profile
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.belady import Belady
@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
 
 def heard(model: str, path: Path | None) -> list[Routing]:
     """What the routers say of a text, scores included."""
-    tokenizer = tokenizer_of(model, None)
+    tokenizer = load_tokenizer(model)
     ids = [token for document in read_documents(path) for token in tokenizer(document)["input_ids"]][:TOKENS]
     if len(ids) < TOKENS:
         sys.exit(f"{path} has {len(ids)} tokens; {TOKENS} are needed")

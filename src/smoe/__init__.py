@@ -35,15 +35,17 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library is si
 
 if TYPE_CHECKING:
     from smoe.load.pretrained import from_pretrained
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.runtime.cancellation import Cancellation
     from smoe.runtime.offloaded_model import OffloadedModel
 
 __version__ = "0.1.0"
-__all__ = ["Cancellation", "OffloadedModel", "__version__", "from_pretrained"]
+__all__ = ["Cancellation", "OffloadedModel", "__version__", "from_pretrained", "load_tokenizer"]
 _PLACES = {
     "Cancellation": "smoe.runtime.cancellation",
     "OffloadedModel": "smoe.runtime.offloaded_model",
     "from_pretrained": "smoe.load.pretrained",
+    "load_tokenizer": "smoe.load.tokenizer",
 }
 """Where the exported names are, which are imported when they are first used."""
 

@@ -15,16 +15,17 @@ def price_answers(model: str, options: EngineOptions, text: Path | None, tokens:
     """Measure on at most so many tokens, remember and show."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import Keeping
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
     from smoe.eval.answer_prices import measure
     from smoe.eval.texts import read_documents
     from smoe.load.priced_answers import PricedAnswers, remember
     from smoe.load.priced_answers import as_json as as_stored
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.models.files import fetch
 
     documents = read_documents(text)
     config = substituting(options)
-    tokenizer = tokenizer_of(model, options.revision)
+    tokenizer = load_tokenizer(model, options.revision)
     keeping = Keeping()
     with loaded(model, config, options.revision) as ready:
         ids = tokenizer("\n\n".join(documents))["input_ids"][:tokens]

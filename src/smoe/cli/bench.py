@@ -62,8 +62,9 @@ def command(
     from smoe.benchmark.cells import CELLS, QUICK_CELLS, fitting
     from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn
     from smoe.cli.interrupts import exit_code
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
     from smoe.generation.sampling import check_seed
+    from smoe.load.tokenizer import load_tokenizer
 
     check_seed(seed)
     given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}
@@ -79,7 +80,7 @@ def command(
     if config.context_tokens is not None and not fitting(cells, config.context_tokens):
         raise _no_cell(config.context_tokens, cells)
     with loaded(model, config, engine.revision) as ready:
-        tokenizer = tokenizer_of(model, engine.revision)
+        tokenizer = load_tokenizer(model, engine.revision)
         offload: Any = ready.offload
         possible = fitting(cells, offload.context_tokens)
         if len(possible) < len(cells):
@@ -185,11 +186,11 @@ def _draw_ablation(lines: list[Line], model: str, batch: int, profile: str | Non
 def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int, tokens: int) -> list[list[int]]:
     """Stretches of the text, one for each sequence of the batch, in tokens."""
     from smoe.benchmark.ablation import PROMPT_TOKENS, WARM_TOKENS
-    from smoe.cli.session import tokenizer_of
     from smoe.eval.texts import read_documents
+    from smoe.load.tokenizer import load_tokenizer
 
     needed = PROMPT_TOKENS + WARM_TOKENS + tokens
-    tokenizer = tokenizer_of(model, options.revision)
+    tokenizer = load_tokenizer(model, options.revision)
     ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
     if len(ids) < needed * batch:
         source = str(text or "the demo's text")

@@ -63,9 +63,10 @@ def command(
 
     settings = in_container(engine.config())
     import_libraries(model, settings)
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
     from smoe.conversation.template_file import read_template
     from smoe.generation.chat import Chat
+    from smoe.load.tokenizer import load_tokenizer
 
     if stdin() is None:
         raise ConfigError(
@@ -75,7 +76,7 @@ def command(
     template = None if chat_template is None else read_template(chat_template)
     with loaded(model, settings, engine.revision) as ready:
         chosen = _sampling(sampling, ready)
-        tokenizer = tokenizer_of(model, engine.revision, template)
+        tokenizer = load_tokenizer(model, engine.revision, template)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
         if not chat.has_template:
             note(

@@ -176,8 +176,9 @@ def _run(
     elif tpot is not None:
         config = substituting(engine, len(texts))
     import_libraries(model, config)
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
     from smoe.generation.generate import generate
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.models.files import fetch
     from smoe.report.prompt_layers import PromptLayers
     from smoe.report.run import report_on
@@ -185,7 +186,7 @@ def _run(
     with loaded(model, config, engine.revision, texts) as ready, _shown(ready, model, texts, watch) as say:
         if tpot is not None:
             _meet(tpot, model, engine.preset, ready)
-        tokenizer = tokenizer_of(model, engine.revision)
+        tokenizer = load_tokenizer(model, engine.revision)
         if tokenizer.chat_template is not None:
             note("this model has a chat template, which smoe chat uses; smoe generate continues the prompt as it is")
         if streams:

@@ -13,7 +13,7 @@ from rich.table import Table
 from smoe.bounds import AUTO, BF16
 from smoe.cli.console import errors, note, progress, warn
 from smoe.cli.options import EngineOptions, substituting
-from smoe.cli.session import loaded, tokenizer_of
+from smoe.cli.session import loaded
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.eval.paired_bootstrap import Change
@@ -21,6 +21,7 @@ from smoe.eval.price import RESULTS, Price, sweep
 from smoe.eval.questions import Question, Questions, fitting, read_questions
 from smoe.eval.stepwise import EXACT, Exam, Numbers, Quality, numbers_of
 from smoe.eval.texts import read_documents
+from smoe.load.tokenizer import load_tokenizer
 from smoe.presets import without_low_copies
 
 _TABLE_WIDTH = 80
@@ -127,7 +128,7 @@ def _measure(
             given=",".join(map(str, thresholds)),
             allowed="0 with `max_perplexity_increase`",
         )
-    tokenizer = tokenizer_of(model, options.revision)
+    tokenizer = load_tokenizer(model, options.revision)
     prices: list[Price] = []
     found: dict[str, Any] = {}
     in_memory: dict[str, Any] = {}

@@ -145,9 +145,9 @@ def compare_shadows(
     """Measure, show, write and draw."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
     from smoe.cli.plot_file import check_folder
-    from smoe.cli.session import tokenizer_of
     from smoe.eval.shadow_recall import compare
     from smoe.eval.texts import read_documents
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.runtime.shadow import Alignment
 
     precisions, alignments = asked.precisions, [Alignment(*pair) for pair in asked.pairs]
@@ -158,7 +158,7 @@ def compare_shadows(
         check_folder(plot, "plot")
     config = _exact(engine, length + tokens)
     documents = read_documents(text)[:most]
-    tokenizer = tokenizer_of(model, engine.revision)
+    tokenizer = load_tokenizer(model, engine.revision)
     prompts = [ids for ids in (list(tokenizer(each, verbose=False)["input_ids"][:length]) for each in documents) if ids]
     with _all_loaded(model, engine, config, precisions) as (ready, spec, shadows), progress("recall", "tokens") as bars:
         runs = len(prompts) * (1 + len(shadows) * len(alignments))

@@ -139,12 +139,13 @@ def record(
 ) -> dict[str, Any]:
     """Continue `texts`, or read at most `tokens` of them, and say what was recorded."""
     from smoe.cli.console import Patience
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.trace.recorder import recording
 
     config = options.config()
     with loaded(model, config, options.revision, texts if tokens is None else ()) as ready:
-        tokenizer, offload = tokenizer_of(model, options.revision), cast("Engine", ready.offload)
+        tokenizer, offload = load_tokenizer(model, options.revision), cast("Engine", ready.offload)
         documents = _cut(tokenizer, texts, tokens, offload.context_tokens) if tokens is not None else []
         batches = _batches(tokenizer, texts, offload) if tokens is None else []
         rows = sum(map(len, documents)) + sum(_most_tokens(batch, sampling, offload) for batch in batches)

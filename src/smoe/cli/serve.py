@@ -241,7 +241,8 @@ def _serve(
 
     settings = in_container(engine.config(SERVED_SEQUENCES))
     import_libraries(model, settings)
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.server.door import opened
     from smoe.server.first_pass import first_pass
     from smoe.server.listening import Server
@@ -257,7 +258,7 @@ def _serve(
             note(text, is_asked=True)
 
     with loaded(model, settings, engine.revision) as ready:
-        serving = Serving(ready, tokenizer_of(model, engine.revision, template), name, config)
+        serving = Serving(ready, load_tokenizer(model, engine.revision, template), name, config)
         if not serving.prompts.has_template:
             note(
                 "this model has no chat template: it serves /v1/completions and refuses conversations; give a "

@@ -17,7 +17,7 @@ from smoe.config import EngineConfig
 from smoe.generation.generate import encode
 from smoe.load.pretrained import load
 from smoe.load.shadow_apart import is_apart, placed_shadow
-from smoe.models.checkpoint import whole_checkpoint
+from smoe.load.tokenizer import load_tokenizer
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes, format_count
 
@@ -37,7 +37,7 @@ def loaded(
 
     def start(ledger: Ledger) -> None:
         if not all(prompt.strip() for prompt in prompts):  # what they become hangs on the tokenizer
-            encode(tokenizer_of(model, revision), prompts)
+            encode(load_tokenizer(model, revision), prompts)
         if config.cluster is not None:
             note(_open_to(config.cluster))
             awaited = format_count(config.cluster_workers, "worker")
@@ -113,14 +113,6 @@ def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
         return parts
     smaller = "--context or --max-sequences leaves" if config.max_sequences > 1 else "--context leaves"
     return f"{parts}; a smaller {smaller} more for experts"
-
-
-def tokenizer_of(model: str, revision: str | None, chat_template: str | None = None) -> Any:
-    """The model's tokenizer, from its own files; a `chat_template` replaces its own."""
-    tokenizer = whole_checkpoint(model, revision).tokenizer()
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 class _Checking:

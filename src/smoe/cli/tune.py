@@ -216,12 +216,13 @@ def _tune(
     """Measure, remember, show, and choose where there is a budget."""
     from smoe.cli.console import note, warn
     from smoe.cli.keeping import Keeping
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
     from smoe.eval.texts import read_documents
     from smoe.eval.tune import store
+    from smoe.load.tokenizer import load_tokenizer
 
     texts = read_documents(text)
-    tokenizer = tokenizer_of(model, revision)
+    tokenizer = load_tokenizer(model, revision)
     with loaded(model, config, revision) as ready:
         offload: Any = ready.offload
         ids = [token for document in texts for token in tokenizer(document)["input_ids"]][: offload.context_tokens]

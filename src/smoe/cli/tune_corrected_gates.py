@@ -40,14 +40,15 @@ def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) ->
     from dataclasses import replace
 
     from smoe.cli.console import progress
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
     from smoe.eval.learn_corrections import check_enough, learn, pairs_of
     from smoe.eval.texts import read_documents
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.models.read_spec import read_spec
     from smoe.presets import without_low_copies
 
     documents = read_documents(text)
-    tokenizer = tokenizer_of(model, engine.revision)
+    tokenizer = load_tokenizer(model, engine.revision)
     ids = [token for document in documents for token in tokenizer(document)["input_ids"]][:tokens]
     check_enough(len(ids))
     exact = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)

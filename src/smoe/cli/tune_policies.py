@@ -97,16 +97,16 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
     """The first tokens of the text; raises `ConfigError`, before the model is loaded, where they are too few."""
     import transformers
 
-    from smoe.cli.session import tokenizer_of
     from smoe.eval.texts import read_documents
     from smoe.eval.tournament import LEAST_TOKENS
+    from smoe.load.tokenizer import load_tokenizer
 
     transformers.logging.set_verbosity_error()  # a text longer than the model's context is no fault here
     texts = read_documents(text)
     for name, most in (("tokens", tokens), ("context_tokens", context)):
         if most is not None and most < LEAST_TOKENS:
             raise ConfigError.out_of_bounds(name, most, f"at least {LEAST_TOKENS} for a tournament")
-    tokenizer = tokenizer_of(model, revision)
+    tokenizer = load_tokenizer(model, revision)
     ids = [token for document in texts for token in tokenizer(document)["input_ids"]]
     if len(ids) < LEAST_TOKENS:
         raise ConfigError.too_few_tokens("text", len(ids), LEAST_TOKENS, "for a tournament")

@@ -48,13 +48,14 @@ def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> 
     from dataclasses import replace
 
     from smoe.cli.console import progress
-    from smoe.cli.session import loaded, tokenizer_of
+    from smoe.cli.session import loaded
     from smoe.eval.profile_importance import check_enough, profile_reading
     from smoe.eval.texts import read_documents
+    from smoe.load.tokenizer import load_tokenizer
     from smoe.presets import without_low_copies
 
     texts = read_documents(text)
-    tokenizer = tokenizer_of(model, engine.revision)
+    tokenizer = load_tokenizer(model, engine.revision)
     ids = [token for document in texts for token in tokenizer(document)["input_ids"]][:tokens]
     check_enough(len(ids), "text")
     config = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)
