@@ -72,7 +72,7 @@ def adopt(model: PreTrainedModel, pool: SpinningPool) -> dict[nn.Module, decoder
     norms = norm.speed_up(model)
     attention.speed_up(model, pool, is_measured=False)
     linears = linear.speed_up(model, pool, {}, INT8, is_measured=False).parts
-    return decoder_layer.speed_up(model, pool, decoder_layer.Adopted(linears, norms))
+    return decoder_layer.speed_up(model, pool, linears, norms)
 
 
 def logits(model: PreTrainedModel, ids: torch.Tensor = IDS, start: int = 0, **more: Any) -> list[torch.Tensor]:

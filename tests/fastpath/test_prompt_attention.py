@@ -161,7 +161,7 @@ def test_it_is_used_where_it_is_near_and_faster(
     is_measured: bool, attend: PromptAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter((1.0, 1.2, 1.0, 1.05))
-    monkeypatch.setattr(prompt_attention, "_seconds", lambda job: next(seconds))
+    monkeypatch.setattr(prompt_attention, "fastest_seconds", lambda job: next(seconds))
     assert gains(attend, library(), caller(None), *SHAPE, is_measured)
     assert gains(attend, library(), caller(None), *SHAPE, is_measured) == (not is_measured)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from smoe.fastpath import token_pass
@@ -131,4 +132,21 @@ def test_what_is_hooked_or_replaced_counts(adopted: tuple[PreTrainedModel, list[
     assert len(called) == 2 * (1 + TOKENS)
     model.model.norm = nn.Sequential(model.model.norm, nn.Identity())
     assert all(map(torch.equal, logits(model), before))
+    assert not seen
+
+
+def test_a_replaced_output_layer_is_used(adopted: tuple[PreTrainedModel, list[int]]) -> None:
+    model, seen = adopted
+    model.lm_head = nn.Linear(model.config.hidden_size, 7, bias=False).bfloat16()
+    assert {each.shape[-1] for each in logits(model)} == {7}
+    assert not seen
+
+
+def test_a_hook_of_all_modules_is_called(adopted: tuple[PreTrainedModel, list[int]]) -> None:
+    model, seen = adopted
+    called: list[nn.Module] = []
+    hook = register_module_forward_hook(lambda module, *_: called.append(module))
+    logits(model)
+    hook.remove()
+    assert called.count(model.model.layers[0].self_attn.k_proj) == 1 + TOKENS
     assert not seen

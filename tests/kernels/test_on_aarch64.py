@@ -23,7 +23,7 @@ from smoe.cpu_isa import AARCH64
 from smoe.formats.activations import fits, in_8_bits
 from smoe.formats.base import Bytes, Format
 from smoe.formats.registry import FORMATS
-from smoe.kernels import byte_products, byte_rows, prompt_attention, prompt_tiles, tasks
+from smoe.kernels import byte_products, byte_rows, prompt_layout, prompt_tiles, tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import NEON, NEON_DOTPROD, Isa
 from tests.formats.blocks import random_rows
@@ -219,7 +219,7 @@ def test_attention_of_a_prompt(tokens: int, keys: int, vectors: int, tmp_path: P
     heads, key_heads, size = 4, 2, 32
     program = Program(emulated.image_of(prompt_tiles.module_of(NEON, size, vectors), *NEON.needs))
     query, cache = random(heads, tokens, size), random(2, key_heads, keys, size, seed=1)
-    layout, rows, blocks = prompt_attention.Layout(NEON, size, vectors), tokens * heads // key_heads, 2
+    layout, rows, blocks = prompt_layout.PromptLayout(NEON, size, vectors), tokens * heads // key_heads, 2
     out = program.place(np.zeros((tokens, heads, size), np.uint16))
     fields = {
         "query": program.place(bits(query)), "query_head": 2 * tokens * size, "query_row": 2 * size,
@@ -231,8 +231,8 @@ def test_attention_of_a_prompt(tokens: int, keys: int, vectors: int, tmp_path: P
         "scratch": program.place(np.full(layout.nbytes(blocks), 255, np.uint8)),
         "taken": program.place(np.zeros(1, np.int64)),
     }  # fmt: skip
-    ordered = np.array([fields[name] for name in prompt_attention.FIELDS], np.int64)
-    program.call(prompt_attention.NAME, program.place(ordered), 0)
+    ordered = np.array([fields[name] for name in prompt_layout.FIELDS], np.int64)
+    program.call(prompt_layout.NAME, program.place(ordered), 0)
     results = program.run(tmp_path, emulated.CPUS[NEON])
     ours = torch.from_numpy(results.at(out, (tokens, heads, size), np.uint16).copy()).view(torch.bfloat16)
 

@@ -7,6 +7,7 @@ that works on the products before these.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 import time
 
@@ -140,6 +141,17 @@ def test_what_is_fetched_ahead_changes_nothing(pool: SpinningPool) -> None:
         outs.append(out)
     pool.expect_readers(True)
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("ranges", [0, 1, tasks.MOST_RANGES, tasks.MOST_RANGES + 3])
+def test_a_search_for_a_piece_ends_in_every_table(ranges: int) -> None:
+    """Also in one of which a part has been written over: tables are of one size, and end with what no piece reaches."""
+    ahead = Ahead.of([(4096 * (n + 1), 3 * tasks.PIECE) for n in range(ranges)])
+    words = struct.unpack(f"{2 * tasks.MOST_RANGES + 1}q", ahead.packed)
+    used = min(ranges, tasks.MOST_RANGES)
+    assert words[: 2 * used] == tuple(word for n in range(used) for word in (3 * n, 4096 * (n + 1)))
+    assert ahead.pieces == 3 * used
+    assert set(words[2 * used :: 2]) == {tasks.NEVER}
 
 
 def test_closing_ends_the_helpers() -> None:

@@ -21,7 +21,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from smoe.fastpath import prompt_attention
-from smoe.fastpath.prompt_attention import SeveralQueries
+from smoe.fastpath.prompt_attention import SeveralQueries, fastest_seconds, hides_the_future
 from smoe.fastpath.rows_of_pass import RowsOfPass
 from smoe.kernels.attention import attend, fits, libm
 from smoe.kernels.isa import widest
@@ -68,7 +67,6 @@ _PROOF_OUTPUTS = 1 << 12
 
 
 _NEAR_KEYS = 300
-_TURNS = 9
 
 
 class Shape(NamedTuple):
@@ -266,16 +264,7 @@ def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shap
     with torch.no_grad():
         if not is_no_further(ours(), theirs(), exact):
             return False
-        return not is_measured or OWN_ORDER_GAIN * _seconds(ours) < _seconds(theirs)
-
-
-def _seconds(job: Callable[[], object]) -> float:
-    def once() -> float:
-        began = perf_counter()
-        job()
-        return perf_counter() - began
-
-    return min(once() for _ in range(_TURNS))
+        return not is_measured or OWN_ORDER_GAIN * fastest_seconds(ours) < fastest_seconds(theirs)
 
 
 def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]:
@@ -356,10 +345,8 @@ def _each_row(
 
 def _hides_the_future(mask: torch.Tensor) -> bool:
     """Whether a mask [1, 1, n, n] hides what comes later, and nothing else."""
-    if mask.shape[-2] != mask.shape[-1]:
-        return False
-    allowed = mask if mask.dtype is torch.bool else mask == 0
-    return torch.equal(allowed[0, 0], torch.ones_like(allowed[0, 0]).tril())
+    tokens, keys = mask.shape[-2:]
+    return tokens == keys and hides_the_future(mask if mask.dtype is torch.bool else mask == 0, tokens, keys)
 
 
 def _that_serves(

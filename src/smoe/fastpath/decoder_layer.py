@@ -4,18 +4,19 @@
     y = h + mlp(norm(h))                the second norm is part of it, the mlp is the library's, with our experts
 
 A layer of this structure is recognised by the names of its parts, and proven by comparing: with a KV cache that has a
-few positions, and something else in the place of the mlp, both ways must give the same bits. Other layers, several
-rows, masks, hooks and parts that somebody has replaced (adapters) go the library's way.
+few positions, and a stub in the place of the mlp, both ways must give the same bits. The library computes everything
+else: other layers, several rows, masks, parts with hooks, and parts that were replaced (adapters).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
 from transformers import PreTrainedModel
 
 from smoe.fastpath import attention
@@ -36,15 +37,6 @@ _UNDERSTOOD = {"position_ids", "use_cache", "cache_position", "output_router_log
 Forward = Callable[..., Any]
 
 
-class Adopted(NamedTuple):
-    """Modules that our kernels compute already, one by one."""
-
-    linears: Mapping[nn.Module, int]
-    """Those in bf16, and `Product.part` of each."""
-    norms: Mapping[nn.Module, float]
-    """Their epsilons."""
-
-
 class _Embeddings(NamedTuple):
     """What a model's rotary embedding gives a layer for one token: [1, 1, rotary] each."""
 
@@ -52,17 +44,20 @@ class _Embeddings(NamedTuple):
     sin: torch.Tensor
 
 
-def speed_up(model: PreTrainedModel, pool: SpinningPool, adopted: Adopted) -> dict[nn.Module, OneToken]:
+def speed_up(
+    model: PreTrainedModel, pool: SpinningPool, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float]
+) -> dict[nn.Module, OneToken]:
     """Give every decoder layer whose bits the work reproduces the work for one token; returns those layers.
 
-    Takes some ten milliseconds for every distinct kind of layer.
+    `linears`: the layers in bf16 that our kernels multiply, and `Product.part` of each; `norms`: the RMSNorms that they
+    compute, and their epsilons. Takes some ten milliseconds for every distinct kind of layer.
     """
     embeddings = _embeddings(model)
     if embeddings is None:
         return {}
     scratch, verdicts, found = Scratch(), dict[object, bool](), dict[nn.Module, OneToken]()
     for layer in model.modules():
-        parts = _parts(layer, adopted, embeddings.cos.shape[-1])
+        parts = _parts(layer, linears, norms, embeddings.cos.shape[-1])
         if parts is None:
             continue
         scratch.reserve(parts)
@@ -105,20 +100,22 @@ def _is_row(x: object) -> bool:
     return x.is_cpu and x.numel() == x.shape[-1] and x.is_contiguous()
 
 
-def _parts(layer: nn.Module, adopted: Adopted, rotary: int) -> Parts | None:
-    """What a decoder layer computes with; None of other modules, and where a part is none of our kernels'."""
+def _parts(
+    layer: nn.Module, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float], rotary: int
+) -> Parts | None:
+    """What a decoder layer computes with; None of other modules, and where our kernels do not compute a part."""
     names = dict(layer.named_children())
     if not {_ATTENTION, _NORM, _LAST_NORM} < set(names) or len(names) != 4 or "forward" in vars(layer):
         return None
-    module = names[_ATTENTION]
-    kernel, scale, inner = attention.kernel_of(module), getattr(module, "scaling", None), dict(module.named_children())
-    has_more = not set(_PROJECTIONS) <= set(inner) <= {*_PROJECTIONS, *_HEAD_NORMS} or module._parameters
+    own = names[_ATTENTION]
+    kernel, scale, inner = attention.kernel_of(own), getattr(own, "scaling", None), dict(own.named_children())
+    has_more = not set(_PROJECTIONS) <= set(inner) <= {*_PROJECTIONS, *_HEAD_NORMS} or own._parameters
     if kernel is None or has_more or not isinstance(scale, float):
         return None
-    projections = [_projection(inner[name], adopted.linears) for name in _PROJECTIONS]
-    norms = [_norm(names[name], adopted.norms) for name in (_NORM, _LAST_NORM)]
-    of_q, of_k = (_norm(inner[name], adopted.norms) if name in inner else None for name in _HEAD_NORMS)
-    (q, k, v, o), (first, last) = projections, norms
+    projections = [_projection(inner[name], linears) for name in _PROJECTIONS]
+    first, last = (_norm(names[name], norms) for name in (_NORM, _LAST_NORM))
+    of_q, of_k = (_norm(inner[name], norms) if name in inner else None for name in _HEAD_NORMS)
+    q, k, v, o = projections
     if not (q and k and v and o and first and last):
         return None
     if any(name in inner and each is None for name, each in zip(_HEAD_NORMS, (of_q, of_k), strict=True)):
@@ -159,6 +156,12 @@ def _kind(layer: nn.Module, parts: Parts) -> object:
     return type(layer), type(layer.get_submodule(_ATTENTION)), *projections, *norms, parts[8:]
 
 
+def hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
+    """Where the hooks of these modules' forward are registered, and those of all modules."""
+    own = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+    return [*own, all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks]
+
+
 class OneToken:
     """A layer's forward: one token by the work, everything else as before."""
 
@@ -173,8 +176,7 @@ class OneToken:
         self._parts = [
             (of, name, of[name]) for of, name in (*ours, *((inner._modules, name) for name in inner._modules))
         ]
-        hooked = [module for _, _, module in self._parts if module is not None]
-        self._hooks = [hooks for each in hooked for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._hooks = hooks_of(module for _, _, module in self._parts if module is not None)
 
     def forward(
         self,
@@ -207,7 +209,7 @@ class OneToken:
         return bool(self._attention.config._attn_implementation == attention.NAME)  # type: ignore[union-attr]
 
     def is_untouched(self) -> bool:
-        """Whether the parts are those that were proven, and nothing is to be called with what they compute."""
+        """Whether the parts are those that were proven, and no hook is to be called with what they compute."""
         return (
             not any(self._hooks)
             and not self._attention.training

@@ -1,9 +1,9 @@
 """One token through a whole model: embedding, decoder layers, last norm and output layer, one after the other.
 
-Where every decoder layer computes one token as one work (`decoder_layer.py`), what is left of the library's forward is
+Where every decoder layer computes one token as one work (`decoder_layer.py`), the library's forward adds only
 positions, masks that hide nothing, and some twenty calls around them. A model of this structure is proven by comparing,
-with something else in the place of its layers: the same bits reach the first layer, and the same logits come out.
-Whatever else a call asks for goes the library's way.
+with stubs in the place of its layers: the same bits must reach the first layer, and the same logits must come out. The
+library computes every other call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from smoe.fastpath.decoder_layer import OneToken
+from smoe.fastpath.decoder_layer import OneToken, hooks_of
 from smoe.kernels.proof import same_bits
 from smoe.models.kv_cache import RowCache
 
@@ -54,11 +54,10 @@ def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> bo
 def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
     """Whether a module consists of an embedding, these layers, a norm and a rotary embedding, and of nothing else."""
     names = dict(module.named_children())
-    if names.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"} or not isinstance(
-        names["layers"], nn.ModuleList
-    ):
+    own = names.get("layers")
+    if names.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"} or not isinstance(own, nn.ModuleList):
         return False
-    return all(layer in layers for layer in names["layers"]) and len(names["layers"]) == len(layers)
+    return len(own) == len(layers) and all(layer in layers for layer in own)
 
 
 class TokenPass:
@@ -68,10 +67,11 @@ class TokenPass:
         self.library: Callable[..., Any] = model.forward
         self._model, self._text, self._head, self._layers = model, text, head, list(layers)
         self._modules = dict(text.named_children())
-        self._parts = [(text._modules, name, module) for name, module in self._modules.items()]
-        self._parts += [(text.layers._modules, name, each) for name, each in text.layers.named_children()]  # type: ignore[union-attr]
-        hooked = [text, *text.layers]  # type: ignore[misc]
-        self._hooks = [hooks for each in hooked for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        known = {text, head, *text.children(), *text.layers}  # type: ignore[misc]
+        self._parts = [
+            (of._modules, name, each) for of in model.modules() for name, each in of._modules.items() if each in known
+        ]
+        self._hooks = hooks_of([text, *text.layers])  # type: ignore[misc]
         self._output: Callable[..., Any] = dict
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ class TokenPass:
         return not any(getattr(self._model.config, name, False) for name in _ASKS)
 
     def _is_untouched(self) -> bool:
-        """Whether the parts are those that were proven, and nothing is to be called with what they compute."""
+        """Whether the parts are those that were proven, and no hook is to be called with what they compute."""
         if any(self._hooks) or not self._layers[0].is_sdpa:
             return False
         return all(modules[name] is module for modules, name, module in self._parts)

@@ -29,32 +29,18 @@ import torch
 
 from smoe.kernels.isa import Isa, widest
 from smoe.kernels.jit import Source, address_of, compile_functions
+from smoe.kernels.prompt_layout import FIELDS, LINE, NAME, PromptLayout
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.tile import TILE
 
-NAME = "prompt_attention"
-"""Of the function."""
-BLOCK = 128
-"""Keys whose softmax is computed together: fewer scale what there is so far more often."""
 MOST_VECTORS = 3
 """Registers of rows in a block; with 8 keys or numbers 24 running sums, or with 4 of them 12, fill all registers."""
 _MOST_BLOCKS = 8
 """Blocks of rows of a unit: they share what is packed, and their outputs stay in the second cache level."""
 _UNITS_A_THREAD = 4
 """So many at least, where there are rows enough: those at a prompt's end take longest."""
-_PAD = 64
-"""Bytes between packed rows: without them a column's lines would share few places of the first cache level."""
-_LINE = 64
 _WAKING_PRODUCTS = 1 << 23
 """Fewer products of a query's with a key's number take less time than waking a sleeper."""
-FIELDS = ("query", "keys", "values", "out", "query_head", "query_row", "key_head", "key_row", "value_head", "value_row",
-           "rows", "shared", "key_heads", "past", "blocks", "units", "scale", "scratch", "stride", "taken")  # fmt: skip
-"""Words of 8 bytes that describe the work: addresses; strides in bytes from head to head and from position to position;
-rows of a key head, of which `shared` are of each position; positions before the first row's; blocks of rows of a unit;
-units; what scores are multiplied with, for powers of two (the bits of a float32); memory, `stride` bytes of which are
-for each thread; the address of a word that counts units that are taken."""
-ROW_ADDRESSES = ("query", "out")
-"""Addresses that are known of each row."""
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -73,47 +59,6 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     )
 
 
-class Layout:
-    """How a thread's memory is laid out, and in which steps it is computed.
-
-    nothing | keys | values | scores | then for every block of rows: queries | outputs | state
-    """
-
-    def __init__(self, isa: Isa, size: int, vectors: int) -> None:
-        self.isa, self.size, self.vectors = isa, size, vectors
-        self.width = vectors * isa.lanes
-        """Rows of a block."""
-        self.line = 4 * self.width
-        """Bytes of a number of each."""
-        self.step = 2 if isa.has_bf16_dots else 1
-        """Numbers that are multiplied together: words of 32 bits hold two of bf16, or one in float32."""
-        self.tile = 8 if isa.registers >= 32 else 4
-        """Keys, or numbers of a head, whose running sums are in registers together."""
-        self.key_row = 4 * size // self.step + _PAD
-        """Bytes of a packed key, ..."""
-        self.value_row = 4 * size + _PAD
-        """... of `step` packed values, ..."""
-        self.keys = _LINE * -(-2 * size // _LINE)
-        """... and where in a thread's memory they lie: first are the zeros of a key that is not there."""
-        self.values = self.keys + BLOCK * self.key_row
-        self.scores = self.values + BLOCK // self.step * self.value_row
-        self.blocks = self.scores + BLOCK * self.line
-        self.outputs = self.line * size // self.step
-        """Where, in a block's memory, its outputs begin, [size, rows], ..."""
-        self.largest = self.outputs + self.line * size
-        """... for each row its largest score so far, ..."""
-        self.sums = self.largest + self.line
-        self.factors = self.sums + self.line
-        self.positions = self.factors + self.line
-        self.addresses = self.positions + self.line
-        """... and a register's worth of addresses of each of `ROW_ADDRESSES`."""
-        self.block = self.addresses + len(ROW_ADDRESSES) * 2 * self.line
-
-    def nbytes(self, blocks: int) -> int:
-        """Memory of a thread for so many blocks of rows."""
-        return self.blocks + blocks * self.block
-
-
 class PromptAttention:
     """Attention of the last m of n positions, on the threads of a pool, one call at a time."""
 
@@ -130,7 +75,7 @@ class PromptAttention:
         isa = self._isa
         assert isa is not None, "made on a CPU without an instruction set that is known"
         rows = tokens * (heads // key_heads)
-        layout = Layout(isa, size, MOST_VECTORS if rows > 2 * isa.lanes else 1)
+        layout = PromptLayout(isa, size, MOST_VECTORS if rows > 2 * isa.lanes else 1)
         blocks = self._blocks(-(-rows // layout.width), key_heads)
         units = key_heads * -(-rows // (layout.width * blocks))
         out, stride = query.new_empty(1, tokens, heads, size), layout.nbytes(blocks)
@@ -138,7 +83,7 @@ class PromptAttention:
         (scale_bits,) = struct.unpack("I", struct.pack("f", scale * math.log2(math.e)))
         strides = [2 * each for t in (query, keys, values) for each in t.stride()[1:3]]
         fields = (*(t.data_ptr() for t in (query, keys, values, out)), *strides, rows, heads // key_heads, key_heads,
-                  count - tokens, blocks, units, scale_bits, scratch + _LINE, stride, scratch)  # fmt: skip
+                  count - tokens, blocks, units, scale_bits, scratch + LINE, stride, scratch)  # fmt: skip
         assert len(fields) == len(FIELDS), f"{len(fields)} fields of {len(FIELDS)}"
         function = compiled(layout.isa, layout.size, layout.vectors)
         is_long = heads * tokens * count * size >= _WAKING_PRODUCTS
@@ -151,11 +96,11 @@ class PromptAttention:
 
     def _scratch(self, stride: int) -> int:
         """The address of a word that is zero, and a line behind it `stride` bytes for every thread."""
-        need = stride * self._pool.threads + 2 * _LINE
+        need = stride * self._pool.threads + 2 * LINE
         if need > len(self._memory):
             self._memory = bytearray(need)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        begin = -(-begin // _LINE) * _LINE
+        begin = -(-begin // LINE) * LINE
         ctypes.c_int64.from_address(begin).value = 0
         return begin
 

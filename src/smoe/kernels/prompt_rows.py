@@ -15,12 +15,12 @@ from llvmlite import ir
 
 from smoe.kernels.builder import Code
 from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
-from smoe.kernels.prompt_attention import FIELDS, ROW_ADDRESSES, Layout
+from smoe.kernels.prompt_layout import FIELDS, ROW_ADDRESSES, PromptLayout
 
 _POINTERS = ("query", "keys", "values", "out", "scratch", "taken")
 
 
-def begun(module: ir.Module, layout: Layout, name: str, *arguments: str) -> tuple[Code, list[Value]]:
+def begun(module: ir.Module, layout: PromptLayout, name: str, *arguments: str) -> tuple[Code, list[Value]]:
     code = Code(module, layout.isa, name, arguments)
     code.function.linkage = "internal"
     return code, code.arguments
@@ -62,7 +62,7 @@ def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
     return found
 
 
-def first_rows(module: ir.Module, layout: Layout) -> None:
+def first_rows(module: ir.Module, layout: PromptLayout) -> None:
     """`first_rows(fields, block, row, head)`: what a block of rows begins with, rows `row` ... of a key head. Past the
     last one that one comes again."""
     code, (fields, block, row, head) = begun(module, layout, "first_rows", "*fields", "*block", "row", "head")
@@ -102,7 +102,7 @@ def first_rows(module: ir.Module, layout: Layout) -> None:
     code.end()
 
 
-def _each_register(code: Code, layout: Layout, step: int, body: Callable[[Value, Value], None]) -> None:
+def _each_register(code: Code, layout: PromptLayout, step: int, body: Callable[[Value, Value], None]) -> None:
     """`body(at, d)` for every register of rows, which begins at byte `at` of a line, and every `step` numbers."""
 
     def register(at: Value, _: list[Value]) -> list[Value]:
@@ -116,14 +116,14 @@ def _each_register(code: Code, layout: Layout, step: int, body: Callable[[Value,
     code.loop(code.number(0), code.number(layout.line), 4 * layout.isa.lanes, [], register)
 
 
-def _row_addresses(code: Code, layout: Layout, block: Value, kind: str, at: Value) -> list[Value]:
+def _row_addresses(code: Code, layout: PromptLayout, block: Value, kind: str, at: Value) -> list[Value]:
     """Of the rows of the register that begins at byte `at` of a line."""
     begin = layout.addresses + 2 * ROW_ADDRESSES.index(kind) * layout.line
     places = code.at(block, code.build.add(code.number(begin), times(code, at, 2)))
     return [code.load(POINTER, code.at(places, 8 * i), 8) for i in range(layout.isa.lanes)]
 
 
-def _queries(code: Code, layout: Layout, block: Value, at: Value, d: Value) -> None:
+def _queries(code: Code, layout: PromptLayout, block: Value, at: Value, d: Value) -> None:
     """Numbers d ... of a register of queries, one word of all of them after the other."""
     build, lanes, words = code.build, layout.isa.lanes, []
     for row in _row_addresses(code, layout, block, "query", at):
@@ -137,7 +137,7 @@ def _queries(code: Code, layout: Layout, block: Value, at: Value, d: Value) -> N
         code.store(column, code.at(to, n * layout.line), 4 * lanes)
 
 
-def packed_keys(module: ir.Module, layout: Layout) -> None:
+def packed_keys(module: ir.Module, layout: PromptLayout) -> None:
     """`packed_keys(memory, keys, stride, count)`: a whole number of tiles of keys, zeros behind the last."""
     code, (memory, keys, stride, count) = begun(module, layout, "packed_keys", "*memory", "*keys", "stride", "count")
     lanes, size = layout.isa.lanes, layout.size
@@ -157,7 +157,7 @@ def packed_keys(module: ir.Module, layout: Layout) -> None:
     code.end()
 
 
-def packed_values(module: ir.Module, layout: Layout) -> None:
+def packed_values(module: ir.Module, layout: PromptLayout) -> None:
     """`packed_values(memory, values, stride, count)`, likewise: one key's numbers in float32, or two keys' in turns."""
     code, (memory, values, stride, count) = begun(
         module, layout, "packed_values", "*memory", "*values", "stride", "count"
@@ -188,12 +188,12 @@ def _or_nothing(code: Code, nothing: Value, rows: Value, stride: Value, n: Value
     return code.build.select(code.build.icmp_signed("<", n, count), row, nothing)
 
 
-def whole_tiles(code: Code, layout: Layout, count: Value) -> Value:
+def whole_tiles(code: Code, layout: PromptLayout, count: Value) -> Value:
     more = code.build.add(count, code.number(layout.tile - 1))
     return code.build.and_(more, code.number(-layout.tile))
 
 
-def last_rows(module: ir.Module, layout: Layout) -> None:
+def last_rows(module: ir.Module, layout: PromptLayout) -> None:
     """`last_rows(block)`: outputs divided by the sums of weights, in bf16, to every row's place. Of a row that comes
     again the same bits are written again."""
     code, (block,) = begun(module, layout, "last_rows", "*block")

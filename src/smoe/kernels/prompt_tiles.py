@@ -19,7 +19,7 @@ from llvmlite import ir
 from smoe.kernels.builder import Code
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, WORD, Value
-from smoe.kernels.prompt_attention import BLOCK, NAME, Layout
+from smoe.kernels.prompt_layout import BLOCK, NAME, PromptLayout
 from smoe.kernels.prompt_rows import (
     begun,
     field,
@@ -45,7 +45,7 @@ _TO_WHOLE = 1.5 * 2.0**23
 def module_of(isa: Isa, size: int, vectors: int) -> str:
     """The function `prompt_attention(fields, thread)` for LLVM, of heads of `size` numbers and blocks of so many
     registers of rows: it computes units until all are taken, in memory of the thread of that number."""
-    module, layout = ir.Module(), Layout(isa, size, vectors)
+    module, layout = ir.Module(), PromptLayout(isa, size, vectors)
     for function in (first_rows, packed_keys, packed_values, _scores, _weights, _outputs, last_rows, _unit, _units):
         function(module, layout)
     lines = str(module).splitlines()
@@ -58,7 +58,7 @@ def _larger(code: Code, a: Value, b: Value) -> Value:
 
 
 def _product(
-    code: Code, layout: Layout, copied: Value, across: int, along: int, rows: Value, count: Value
+    code: Code, layout: PromptLayout, copied: Value, across: int, along: int, rows: Value, count: Value
 ) -> list[Value]:
     """Running sums, `tile` times all vectors: over j < count of word [r across, j along] times register [j] of rows."""
     lanes, vectors = layout.isa.lanes, range(layout.vectors)
@@ -86,7 +86,7 @@ def _added(code: Code, total: Value, a: Value, b: Value) -> Value:
     return code.dots(total, code.build.bitcast(a, halves), code.build.bitcast(b, halves))
 
 
-def _scores(module: ir.Module, layout: Layout) -> None:
+def _scores(module: ir.Module, layout: PromptLayout) -> None:
     """`scores(memory, block, first, count, seen, scale)`: of keys `first` ..., `count` of them, with a block's queries;
     the first `seen` of these every row sees. The block's largest scores, and what earlier sums are to be scaled with,
     follow from them."""
@@ -143,7 +143,7 @@ def _exp2(code: Code, x: Value) -> Value:
     return build.select(build.fcmp_ordered("<", x, code.reals(-126.0)), code.reals(0.0), power)
 
 
-def _weights(module: ir.Module, layout: Layout) -> None:
+def _weights(module: ir.Module, layout: PromptLayout) -> None:
     """`weights(memory, block, count, scale)`: scores become weights, in their place, and are added up."""
     code, (memory, block, count, scale) = begun(module, layout, "weights", "*memory", "*block", "count", "scale")
     build, vectors, lanes = code.build, range(layout.vectors), layout.isa.lanes
@@ -173,7 +173,7 @@ def _weights(module: ir.Module, layout: Layout) -> None:
     code.end()
 
 
-def _outputs(module: ir.Module, layout: Layout) -> None:
+def _outputs(module: ir.Module, layout: PromptLayout) -> None:
     """`outputs(memory, block, count)`: values by weights, added to what there is so far."""
     code, (memory, block, count) = begun(module, layout, "outputs", "*memory", "*block", "count")
     vectors = range(layout.vectors)
@@ -194,7 +194,7 @@ def _outputs(module: ir.Module, layout: Layout) -> None:
     code.end()
 
 
-def _unit(module: ir.Module, layout: Layout) -> None:
+def _unit(module: ir.Module, layout: PromptLayout) -> None:
     """`unit(fields, memory, n)`: some blocks of rows of a key head. Units count from the end of the text, where rows
     have most keys."""
     code, (fields, memory, n) = begun(module, layout, "unit", "*fields", "*memory", "n")
@@ -254,11 +254,11 @@ def _unit(module: ir.Module, layout: Layout) -> None:
     code.end()
 
 
-def _block_at(code: Code, layout: Layout, memory: Value, u: Value) -> Value:
+def _block_at(code: Code, layout: PromptLayout, memory: Value, u: Value) -> Value:
     return code.at(memory, code.build.add(code.number(layout.blocks), times(code, u, layout.block)))
 
 
-def _units(module: ir.Module, layout: Layout) -> None:
+def _units(module: ir.Module, layout: PromptLayout) -> None:
     """`prompt_attention(fields, thread)`"""
     code = Code(module, layout.isa, NAME, ("*fields", "thread"))
     fields, thread = code.arguments

@@ -68,16 +68,18 @@ class Ahead(NamedTuple):
     """Memory that is worth fetching, as machine code finds it (`tasks.py`)."""
 
     packed: bytes
+    """Of one size always: a helper may read it while the next one is written over it. Its search for a piece ends with
+    either, and a wrong address is only fetched for nothing."""
     pieces: int
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[int, int]]) -> Ahead:
         """(address, bytes) of each, in the order in which it is needed; of more than `MOST_RANGES` the first."""
-        words, pieces = list[int](), 0
-        for address, nbytes in ranges[: tasks.MOST_RANGES]:
-            words += [pieces, address]
+        words, pieces = [tasks.NEVER] * (2 * tasks.MOST_RANGES + 1), 0
+        for n, (address, nbytes) in enumerate(ranges[: tasks.MOST_RANGES]):
+            words[2 * n : 2 * n + 2] = pieces, address
             pieces += nbytes // tasks.PIECE
-        return cls(struct.pack(f"{len(words) + 1}q", *words, pieces), pieces)
+        return cls(struct.pack(f"{len(words)}q", *words), pieces)
 
 
 _LINE = 64

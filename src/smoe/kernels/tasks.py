@@ -7,11 +7,11 @@ The block of memory that the threads share, in words of 8 bytes:
                of this.
     finished   how many units are done
     patience   ticks for which a helper looks out for work before it sleeps (`_Own.now`)
-    spare      how many pieces of memory are worth fetching (upper half) and the first that nobody has fetched (lower
+    spare      how many pieces of memory are worth fetching (upper half) and the first that is not fetched yet (lower
                half): what will be multiplied next, for helpers that have nothing else to do
     progress   a count for each of the caller's own purposes, such as an expert's finished units
     tasks      one after the other, in the order in which their units are taken
-    ranges     of the memory worth fetching: (first piece, address) of each, then the number of all pieces
+    ranges     of the memory worth fetching: (first piece, address) of each, with `NEVER` behind the last
 
 A task is (first unit, outputs, outputs in a unit, kind, wait at, wait for, count at, a, b, c, d, e, f): its units
 begin once the word at `wait at` has reached `wait for`, and each that is done adds one to the word at `count at`.
@@ -45,6 +45,8 @@ FIELDS = 13
 MOST_TASKS = 8192
 RANGES = HEADER + MOST_TASKS * FIELDS
 MOST_RANGES = 8
+NEVER = (1 << 63) - 1
+"""No range begins with this piece: where a search for one ends."""
 WORDS = RANGES + 2 * MOST_RANGES + 1
 """Of the whole block."""
 PIECE = 4096
@@ -110,7 +112,8 @@ def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:
     if family == AARCH64:
         assert not has_bf16, "torch's order is known on x86 only"
         products = _PLAIN
-    return products + elementwise.source() + _unit(own, has_bf16, several) + _take(own) + _work(own) + _serve(own)
+    parts = _unit(own, has_bf16, several), _take(own), _work(own), _fetch(), _serve(own)
+    return products + elementwise.source() + "".join(parts)
 
 
 def _word(name: str, index: int) -> str:
@@ -287,14 +290,58 @@ done:
 """
 
 
+def _fetch() -> str:
+    """Fetches the next piece of the memory that is worth it; `false` where none is left."""
+    return f"""
+define internal i1 @fetch(ptr %block) {{
+entry:
+{_word("spare", SPARE)}
+{_word("ranges", RANGES)}
+  %left = load atomic i64, ptr %spare acquire, align 8
+  %next = and i64 %left, {_LOWER}
+  %pieces = lshr i64 %left, 32
+  %is.spare = icmp ult i64 %next, %pieces
+  br i1 %is.spare, label %take, label %none
+take:
+  %taken = atomicrmw add ptr %spare, i64 1 seq_cst
+  %piece = and i64 %taken, {_LOWER}
+  %is.mine = icmp slt i64 %piece, %pieces
+  br i1 %is.mine, label %find, label %none
+find:
+  %range = phi ptr [%ranges, %take], [%following, %find]
+  %following = getelementptr i64, ptr %range, i64 2
+  %ends = load i64, ptr %following
+  %is.later = icmp sge i64 %piece, %ends
+  br i1 %is.later, label %find, label %found
+found:
+  %begins = load i64, ptr %range
+  %at.field = getelementptr i64, ptr %range, i64 1
+  %at = load ptr, ptr %at.field
+  %nth = sub i64 %piece, %begins
+  %offset = mul i64 %nth, {PIECE}
+  br label %line
+line:
+  %i = phi i64 [0, %found], [%i.next, %line]
+  %byte = add i64 %offset, %i
+  %line.at = getelementptr i8, ptr %at, i64 %byte
+  call void @llvm.prefetch.p0(ptr %line.at, i32 0, i32 2, i32 1)
+  %i.next = add i64 %i, {_LINE}
+  %more = icmp slt i64 %i.next, {PIECE}
+  br i1 %more, label %line, label %done
+done:
+  ret i1 true
+none:
+  ret i1 false
+}}
+"""
+
+
 def _serve(own: _Own) -> str:
     """Helps until there has been nothing to do for longer than the patience; fetches what is worth it meanwhile."""
     return f"""
 define void @serve(ptr %block) {{
 entry:
 {_word("open", OPEN)}
-{_word("spare", SPARE)}
-{_word("ranges", RANGES)}
 {_word("patience.at", PATIENCE)}
   br label %rest
 rest:
@@ -310,39 +357,8 @@ help:
   call void @take(ptr %block)
   br label %rest
 other:
-  %left = load atomic i64, ptr %spare acquire, align 8
-  %next = and i64 %left, {_LOWER}
-  %pieces = lshr i64 %left, 32
-  %is.spare = icmp ult i64 %next, %pieces
-  br i1 %is.spare, label %fetch, label %pause
-fetch:
-  %taken = atomicrmw add ptr %spare, i64 1 seq_cst
-  %piece = and i64 %taken, {_LOWER}
-  br label %find
-find:
-  %range = phi ptr [%ranges, %fetch], [%range.next, %find]
-  %range.next = getelementptr i64, ptr %range, i64 2
-  %begins.next = load i64, ptr %range.next
-  %is.later = icmp sge i64 %piece, %begins.next
-  %is.end = icmp sge i64 %piece, %pieces
-  %is.other = xor i1 %is.end, true
-  %goes.on = and i1 %is.later, %is.other
-  br i1 %goes.on, label %find, label %found
-found:
-  %begins = load i64, ptr %range
-  %at.field = getelementptr i64, ptr %range, i64 1
-  %at = load ptr, ptr %at.field
-  %nth = sub i64 %piece, %begins
-  %offset = mul i64 %nth, {PIECE}
-  br label %line
-line:
-  %i = phi i64 [0, %found], [%i.next, %line]
-  %byte = add i64 %offset, %i
-  %line.at = getelementptr i8, ptr %at, i64 %byte
-  call void @llvm.prefetch.p0(ptr %line.at, i32 0, i32 2, i32 1)
-  %i.next = add i64 %i, {_LINE}
-  %more = icmp slt i64 %i.next, {PIECE}
-  br i1 %more, label %line, label %look
+  %has.fetched = call i1 @fetch(ptr %block)
+  br i1 %has.fetched, label %look, label %pause
 pause:
   {own.pause}
   %now = {own.now}

@@ -2,9 +2,9 @@
 
     norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm
 
-Each part waits for the one before in machine code, so Python runs once a layer, where a module for each part runs it
-some forty times. The parts are the kernels that stand in those modules' places one by one, so the bits are theirs; what
-is new is the rotary embedding, elementwise arithmetic with a rounding after every operation.
+In machine code each part waits for the one before it. So Python runs once a layer; with one module for each part it
+runs some forty times. The parts are the kernels that replace those modules one by one, so the bits are the same. Only
+the rotary embedding has a kernel of its own here: elementwise arithmetic with a rounding after every operation.
 """
 
 from __future__ import annotations
@@ -130,10 +130,8 @@ class TokenAttention:
         self._tasks, self._units = b"", 0
         self._lists = (ctypes.c_int64 * (3 * 4))()
         """For each product in 8 bits: one row, its address and that of its product."""
-        projections, norms = (
-            (parts.q, parts.k, parts.v, parts.o),
-            (parts.norm, parts.last_norm, parts.q_norm, parts.k_norm),
-        )
+        projections = parts.q, parts.k, parts.v, parts.o
+        norms = parts.norm, parts.last_norm, parts.q_norm, parts.k_norm
         self._places = [each.at for each in (*projections, *norms) if each is not None]
         self._places += [each.bias for each in projections if each.bias is not None]
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
@@ -155,7 +153,7 @@ class TokenAttention:
 
     def _make_tasks(self) -> None:
         parts, at, add = self.parts, self._scratch.places(self.parts), _Tasks(self._pool, self._lists)
-        self._arguments.lay(at)
+        self._arguments.fill(at)
         projections = parts.q, parts.k, parts.v, parts.o
         matrices = [each.matrix._replace(address=each.at()) for each in projections]
         self._weights = Ahead.of([(each.at(), each.nbytes) for each in projections])
@@ -327,8 +325,8 @@ class _Arguments:
         pairs = [(function, ctypes.addressof(words)) for function, words in zip(functions, self._words, strict=True)]
         self.norm, self.heads, self.last, self.attention = pairs
 
-    def lay(self, at: _Places) -> None:
-        """What stays the same: everything but the token's own."""
+    def fill(self, at: _Places) -> None:
+        """Write what is the same for every token."""
         parts, (of_norm, of_heads, of_last, of_attention) = self._parts, self._words
         hidden, size = parts.o.outputs, parts.size
         of_norm[1:] = [parts.norm.at(), at.normed, hidden, _bits(parts.norm.eps)]
@@ -349,7 +347,7 @@ class _Arguments:
         after: torch.Tensor,
         normed: torch.Tensor,
     ) -> None:
-        """What this token brings."""
+        """Write what differs from token to token."""
         of_norm, of_heads, of_last, of_attention = self._words
         keys, values, begin, end = place
         _, key_head, key_row, _ = keys.stride()
@@ -455,11 +453,7 @@ entry:
   %has.norm = icmp ne ptr %weight, null
   br i1 %has.norm, label %norm, label %turn
 norm:
-  %mean = call float @mean_of_squares(ptr %x, i64 %size)
-  %variance = fadd float %mean, %eps
-  %deviation = call float @llvm.sqrt.f32(float %variance)
-  %scale = fdiv float 1.0, %deviation
-  call void @weigh(ptr %x, ptr %weight, ptr %normed, i64 %size, float %scale)
+  call void @rms_norm(ptr %x, ptr %weight, ptr %normed, i64 1, i64 %size, float %eps)
   br label %turn
 turn:
   %from = phi ptr [%x, %entry], [%normed, %norm]
