@@ -168,7 +168,6 @@ def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable
     """Fed with the whole output of a layer's experts it must name what the next layer's router then chooses."""
     model = open_model(toy(family), "full", prefetch="look-ahead")
     executor = model.offload.executor
-    executor._needs_no_plan = lambda _: False
     predictor, said = executor._predictors[Phase.DECODE], {}
     original = executor.compute.decode
 

@@ -201,8 +201,6 @@ class LayerExecutor:
     ) -> torch.Tensor:
         started = self.now()
         routing = self._hear(layer, phase, hidden, top_k_index, top_k_weights, scored, sequences)
-        if self._needs_no_plan(routing):
-            return self._resident_token(routing, hidden, top_k_weights, started)
         if self.device.type != "cpu":  # until here the device was computing: not our Python
             heard = self.now()
             self.counters.device_wait_seconds += heard - started
@@ -230,36 +228,6 @@ class LayerExecutor:
         self._take_answer(plan, waits=True)  # the next router is heard by a predictor that nobody else uses
         self._measure_shadow()
         return output
-
-    def _needs_no_plan(self, routing: Routing) -> bool:
-        """Whether a token's experts are all resident, as every expert is, and nothing else may become of them."""
-        rows, switches = routing.top_k_index, self.substitution.switches
-        return (
-            len(rows) == 1
-            and routing.phase is Phase.DECODE
-            and self._is_all_here
-            and not self.observers
-            and self.answerer is None
-            and self._balancer is None
-            and switches.alpha == 0
-            and not switches.needs_weights
-            and routing.experts not in rows[0]
-            and len(set(rows[0])) == len(rows[0])
-        )
-
-    def _resident_token(
-        self, routing: Routing, hidden: torch.Tensor, top_k_weights: torch.Tensor, started: float
-    ) -> torch.Tensor:
-        """`_serve` of such a token: what a plan would say of it, without one."""
-        counters, (chosen,) = self.counters, routing.top_k_index
-        self.arrivals.collect()
-        self.arrivals.eviction.observe(routing)
-        counters.decode_uses += len(chosen)
-        counters.decode_hits += len(chosen)
-        if self.compute.spinning_pool is not None:
-            self.compute.spinning_pool.expect_readers(False)
-        counters.plan_seconds += self.now() - started
-        return self.compute.resident_token(routing.layer, chosen, hidden, top_k_weights)
 
     def _hear(
         self,

@@ -240,12 +240,15 @@ class LayerCompute:
         serves = plan.serves
         kernel = self._kernel_of_token(plan, hidden) if on_look is None else None
         if kernel is not None:
-            ascending = sorted(serves, key=_key_of)
-            routes, keys = [serve.routes[0] for serve in ascending], [serve.key for serve in ascending]
-            total = self._in_one_work(kernel, keys, hidden, top_k_weights, routes)
-            self._note_served(serves, 0)
-            return total
-        tokens = self._tokens(serves, hidden, top_k_weights)
+            return self._one_token(kernel, serves, hidden, top_k_weights)
+        tokens = decode_experts(
+            [self.math_of(serve.key) for serve in serves],
+            self.thread_pool,
+            hidden,
+            top_k_weights,
+            [serve.routes for serve in serves],
+            sorted(range(len(serves)), key=lambda n: serves[n].key),
+        )
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
             here = min(here, 1)  # slots are so few that a load waits for the first expert computed
@@ -272,65 +275,29 @@ class LayerCompute:
                 on_look(n + 1)
         return tokens.total()
 
-    def resident_token(
-        self, layer: int, chosen: Sequence[int], hidden: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """[1, H] through these experts of a layer, which are all resident -> [1, H]; top_k_weights [1, K]."""
-        started = self._now()
-        order = sorted(range(len(chosen)), key=chosen.__getitem__)
-        keys = [(layer, chosen[n], EXACT) for n in order]
-        kernel = self._kernel_of(keys) if hidden.is_contiguous() else None
-        if kernel is not None:
-            total = self._in_one_work(kernel, keys, hidden, top_k_weights, order)
-        else:
-            serves = [Serve(key, (n,), waits=False) for key, n in zip(keys, order, strict=True)]
-            tokens = self._tokens(serves, hidden, top_k_weights)
-            self._residents(tokens, serves, 0, len(serves))
-            total = tokens.total()
-        self.arrivals.counters.compute_seconds += self._now() - started
-        return total
-
     def _kernel_of_token(self, plan: LayerPlan, hidden: torch.Tensor) -> TokenExperts | None:
-        """What takes one token through all its experts at once, where all are here and it knows them."""
-        if hidden.shape[0] != 1 or plan.loads or not hidden.is_contiguous():
+        """What takes one token through all experts of a plan at once; None unless all are resident and known to it."""
+        serves = plan.serves
+        if hidden.shape[0] != 1 or plan.loads or len(serves) > MOST_EXPERTS or not hidden.is_contiguous():
             return None
-        if any(serve.waits or serve.unit != DEVICE or len(serve.routes) != 1 for serve in plan.serves):
+        if any(serve.waits or serve.unit != DEVICE or len(serve.routes) != 1 for serve in serves):
             return None
-        return self._kernel_of([serve.key for serve in plan.serves])
+        maths = [self.math_of(serve.key) for serve in serves]
+        if maths[0].sums_as_weights or any(math.kernel is None or math.slots is not None for math in maths):
+            return None
+        return maths[0].kernel
 
-    def _kernel_of(self, keys: Sequence[ExpertKey]) -> TokenExperts | None:
-        """What takes one token through these experts of a layer at once, if all are known to it."""
-        maths = [self._experts[key[0], key[2]] for key in keys]
-        kernel = maths[0].kernel
-        if kernel is None or len(keys) > MOST_EXPERTS or maths[0].sums_as_weights or maths[0].slots is not None:
-            return None
-        return kernel if maths.count(maths[0]) == len(maths) or all(math.kernel is not None for math in maths) else None
-
-    def _in_one_work(
-        self,
-        kernel: TokenExperts,
-        keys: Sequence[ExpertKey],
-        hidden: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        routes: Sequence[int],
+    def _one_token(
+        self, kernel: TokenExperts, serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[1, H] through experts in ascending order -> [1, H]; `routes`: the place of each in top_k_weights [1, K]."""
-        given, out, ready = top_k_weights.flatten().tolist(), torch.empty_like(hidden), self.arrivals.ready
+        """[1, H] through experts that are resident -> [1, H]; top_k_weights [1, K]."""
+        gains, out, ascending = top_k_weights.flatten().tolist(), torch.empty_like(hidden), sorted(serves, key=_key_of)
+        matrices = [self.arrivals.ready(serve.key).matrices for serve in ascending]
         began = time.perf_counter()
-        kernel.one_token(hidden, [ready(key).matrices for key in keys], [given[route] for route in routes], out)
-        self.pacing.compute_experts(began, [1] * len(keys))
+        kernel.one_token(hidden, matrices, [gains[serve.routes[0]] for serve in ascending], out)
+        self.pacing.compute_experts(began, [1] * len(serves))
+        self._note_served(serves, 0)
         return out
-
-    def _tokens(self, serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor) -> DecodeExperts:
-        """What computes few tokens' experts in the order of these serves."""
-        return decode_experts(
-            [self.math_of(serve.key) for serve in serves],
-            self.thread_pool,
-            hidden,
-            top_k_weights,
-            [serve.routes for serve in serves],
-            sorted(range(len(serves)), key=lambda n: serves[n].key),
-        )
 
     def _note_served(self, serves: Sequence[Serve], first: int) -> None:
         """These of a plan's serves, of which so many came before, are computed."""
