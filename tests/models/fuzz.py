@@ -40,11 +40,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as library_logging
 
 from smoe import from_pretrained
-from smoe.cli.session import tokenizer_of
 from smoe.errors import SmoeError
 from smoe.generation.chat import Chat
 from smoe.generation.generate import generate
 from smoe.generation.sampling import Sampling
+from smoe.load.tokenizer import load_tokenizer
 from smoe.models.registration import register_local_families
 from tests.models.mutations import mutate
 from tests.toy import TEMPLATE, save_toy
@@ -77,7 +77,7 @@ def ours(folder: Path) -> list[Any]:
     model = from_pretrained(folder, memory="3MiB", context_tokens=CONTEXT)
     try:
         logits, tokens = _greedy(model)
-        tokenizer = tokenizer_of(str(folder), None)
+        tokenizer = load_tokenizer(str(folder), None)
         text = generate(model, tokenizer, ["Once"], Sampling(max_new_tokens=NEW_TOKENS)).answers[0]
         turn = Chat(model, tokenizer, Sampling(max_new_tokens=NEW_TOKENS)).say("Hi")
         return [logits, tokens, text.token_ids, turn.answers[0].token_ids, turn.prompt_tokens]

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from smoe.cli.session import tokenizer_of
 from smoe.errors import CheckpointError, ModelError
 from smoe.generation.chat import Chat
 from smoe.generation.generate import generate
 from smoe.generation.sampling import Sampling
+from smoe.load.tokenizer import load_tokenizer
 from tests import oracle, zoo
 from tests.models.test_checkpoints import copy_of, pack_folder
 from tests.toy import save_toy
@@ -213,21 +213,21 @@ def test_a_tokenizer_that_is_none(name: str, damage: bytes, tmp_path: Path) -> N
         damage = b'{"model_max_length": [1]}'
     (folder / name).write_bytes(damage)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        tokenizer_of(str(folder), None)
+        load_tokenizer(str(folder), None)
 
 
 def test_a_tokenizer_of_another_model(open_model: Open, tmp_path: Path) -> None:
     """Its tokens are beyond the vocabulary: an index error deep inside the library otherwise."""
     folder = save_toy(tmp_path, vocab_size=60, eos_token_id=2)
     with pytest.raises(CheckpointError, match="'vocab_size' of 60"):
-        generate(open_model(folder, "half"), tokenizer_of(str(folder), None), ["zzz"], Sampling(max_new_tokens=2))
+        generate(open_model(folder, "half"), load_tokenizer(str(folder), None), ["zzz"], Sampling(max_new_tokens=2))
 
 
 @pytest.mark.parametrize("template", ["{% for", "{{ 1 / 0 }}", "{% include 'x' %}", "{{ messages | nothing }}"])
 def test_a_chat_template_that_fails(template: str, open_model: Open, tmp_path: Path) -> None:
     folder = save_toy(tmp_path, template="{{ messages }}")
     (folder / "chat_template.jinja").write_text(template)
-    chat = Chat(open_model(folder, "half"), tokenizer_of(str(folder), None), Sampling(max_new_tokens=2))
+    chat = Chat(open_model(folder, "half"), load_tokenizer(str(folder), None), Sampling(max_new_tokens=2))
     with pytest.raises(CheckpointError, match="chat template") as error:
         chat.say("Hi")
     assert str(folder) in str(error.value)

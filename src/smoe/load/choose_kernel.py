@@ -80,7 +80,7 @@ def choose_arithmetic(
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
     sure = decoder_layer.projections(model)
     adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure)
-    layers = decoder_layer.speed_up(model, chosen, decoder_layer.Adopted(adopted.parts, norms))
+    layers = decoder_layer.speed_up(model, chosen, adopted.parts, norms)
     token_pass.speed_up(model, layers)
     return settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
 

@@ -178,8 +178,8 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
         reasons = "; ".join(f"{name}: {why}" for name, why in cluster.refused.items())
         raise ClusterError(
             f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} "
-            f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them (smoe "
-            "cluster up, smoe cluster join), or wait longer (`cluster_timeout_seconds`)",
+            f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them with smoe "
+            'cluster up or smoe cluster join and wait until each prints "ready", or raise `cluster_timeout_seconds`',
             setting="cluster_workers",
             given=config.cluster_workers,
             allowed=f"{len(came)} now",

@@ -62,17 +62,17 @@ def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> E
 
 
 def fit_context(
-    spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand], beside: Mapping[str, int]
+    spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand], outside: Mapping[str, int]
 ) -> tuple[_Spec, EngineConfig, dict[str, str]]:
     """The model and its settings with fewer positions for a sequence where no number was given and the budget cannot
     hold it with the usual one: halved until it can, `LEAST_CONTEXT_TOKENS` at the least. With it, by setting, why.
-    `beside`: what a process takes beside the budget."""
+    `outside`: what a process takes outside the budget."""
     usual = spec.context_tokens
     if config.context_tokens is not None or config.memory_bytes is None:
         return spec, config, {}
     room = config.memory_bytes
     if config.count == "process":
-        room -= sum(beside.values())
+        room -= sum(outside.values())
     while minimum_bytes(demand(spec)) > room and spec.context_tokens > LEAST_CONTEXT_TOKENS:
         spec = replace(spec, context_tokens=max(LEAST_CONTEXT_TOKENS, spec.context_tokens // 2))
     if spec.context_tokens == usual:
@@ -88,17 +88,17 @@ def make_ledger(
     store: ExpertStore | None = None,
     learned_bytes: int = 0,
     shadow_bytes: int = 0,
-    beside: Mapping[str, int] | None = None,
+    outside: Mapping[str, int] | None = None,
 ) -> tuple[Ledger, str]:
     """The budget divided, and where its size comes from; `learned_bytes`: of what was learned of the model;
-    `shadow_bytes`: of a copy of it that runs ahead; `beside`: what the process takes beside the budget, as `beside_of`
-    says, which is asked now where nothing is given.
+    `shadow_bytes`: of a copy of it that runs ahead; `outside`: what the process takes outside the budget; None: what
+    `outside_budget` returns now.
 
     Raises `BudgetError`.
     """
     demand = _settled(spec.demand(config), config, device) if store is None else demand_of(spec, config, device, store)
     demand = replace(demand, learned_bytes=learned_bytes, shadow_bytes=shadow_bytes)
-    ledger, reason = _divided(config, device, demand, beside_of(spec, config) if beside is None else beside)
+    ledger, reason = _divided(config, device, demand, outside_budget(spec, config) if outside is None else outside)
     return (ledger.lending() if _lends(config, device, ledger) else ledger), reason
 
 
@@ -109,9 +109,9 @@ def _lends(config: EngineConfig, device: AnyDevice, ledger: Ledger) -> bool:
     return is_plain and GIVES_BACK and device.type == "cpu" and config.device != EMULATED and not ledger.demand.low
 
 
-def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, beside: Mapping[str, int]) -> tuple[Ledger, str]:
+def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, outside: Mapping[str, int]) -> tuple[Ledger, str]:
     if config.memory_bytes is not None and config.count == "process":
-        return _in_process(config.memory_bytes, beside, device, demand)
+        return _in_process(config, config.memory_bytes, outside, device, demand)
     if config.memory_bytes is not None:
         return allocate(config.memory_bytes, demand), "as requested"
     if config.resident_share is not None:
@@ -119,12 +119,14 @@ def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, beside: Ma
         return allocate(budget, demand), f"for {100 * config.resident_share:.3g}% of the experts"
     free, source = free_device_bytes(device)
     budget = min(less_margin(free), full_bytes(demand))
-    whole = ", and the whole model fits" if budget == full_bytes(demand) else ""
+    whole = ", and the whole model fits" if budget == full_bytes(demand) and config.keeps_experts else ""
     return allocate(budget, demand), f"{source} less a margin{whole}"
 
 
-def _in_process(limit_bytes: int, beside: Mapping[str, int], device: AnyDevice, demand: Demand) -> tuple[Ledger, str]:
-    """The budget of a process that is to stay within so many bytes, what it takes beside the budget included."""
+def _in_process(
+    config: EngineConfig, limit_bytes: int, outside: Mapping[str, int], device: AnyDevice, demand: Demand
+) -> tuple[Ledger, str]:
+    """The budget of a process that is to stay within so many bytes, what it takes outside the budget included."""
     if device.type != "cpu":
         raise ConfigError(
             f"`count` process is about RAM, and this model computes on {device}; use `device` cpu, or give the memory "
@@ -133,13 +135,13 @@ def _in_process(limit_bytes: int, beside: Mapping[str, int], device: AnyDevice, 
             given="process",
             allowed="budget on this device",
         )
-    room = limit_bytes - sum(beside.values())
+    room = limit_bytes - sum(outside.values())
     try:
         budget = min(room, full_bytes(demand))
         ledger = allocate(budget, demand)
     except BudgetError as error:
         least = minimum_bytes(demand) + limit_bytes - room
-        taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in beside.items())
+        taken = "".join(f"\n  {name:<40}{format_bytes(count):>12}" for name, count in outside.items())
         raise BudgetError(
             f"a process of {format_bytes(limit_bytes)} cannot hold this model; in addition to the budget it "
             f"needs{taken}\nwhich leaves {format_bytes(max(0, room))}; give {format_bytes(least)} or more. {error}",
@@ -147,12 +149,12 @@ def _in_process(limit_bytes: int, beside: Mapping[str, int], device: AnyDevice, 
             given=limit_bytes,
             allowed=f"at least {least} bytes",
         ) from error
-    whole = ", and the whole model fits" if budget < room else ""
+    whole = ", and the whole model fits" if budget < room and config.keeps_experts else ""
     return ledger, f"of a process of {format_bytes(limit_bytes)}{whole}"
 
 
-def beside_of(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
-    """What a process with the model on a CPU takes beside the budget, at most, by name, if it begins as this one is."""
+def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
+    """What a process like this one takes outside the budget, at most, by name, with the model on a CPU."""
     is_quantised = spec.stored_bytes is not None and bool(spec.dense) and spec.dtype is BF16
     by_own_kernels = is_quantised and config.kernels != "torch" and widest() is not None
     return beside_budget(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
@@ -175,12 +177,12 @@ def share_beside(
     device: AnyDevice,
     store: ExpertStore | None,
     shadow_bytes: int = 0,
-    beside: Mapping[str, int] | None = None,
+    outside: Mapping[str, int] | None = None,
 ) -> Callable[[int], float]:
     """Says which share of the experts is resident beside so many learned bytes, and a shadow; saying it raises
     `BudgetError`."""
     return lambda learned_bytes: (
-        make_ledger(spec, config, device, store, learned_bytes, shadow_bytes, beside)[0].resident_share
+        make_ledger(spec, config, device, store, learned_bytes, shadow_bytes, outside)[0].resident_share
     )
 
 

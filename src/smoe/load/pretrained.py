@@ -21,7 +21,7 @@ from smoe.load.clustered import check_cluster
 from smoe.load.device import choose_device
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
-from smoe.load.ledger import beside_of, demand_of, fit_context, make_ledger, open_store, share_beside, shortages_of
+from smoe.load.ledger import demand_of, fit_context, make_ledger, open_store, outside_budget, share_beside, shortages_of
 from smoe.load.shadow import planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
 from smoe.load.shadow_size import least_shadow_bytes
@@ -110,16 +110,16 @@ def load(
     config = placed_shadow(config)
     checkpoint, spec, by_form = _open_checkpoint(model, config, revision)
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
-    beside = beside_of(spec, config)
+    outside = outside_budget(spec, config)
     spec, config, fitted = fit_context(
-        spec, config, lambda each: demand_of(each, config, device, stores[EXACT]), beside
+        spec, config, lambda each: demand_of(each, config, device, stores[EXACT]), outside
     )
     shadow = planned_shadow(checkpoint, spec, config, device)
     shadow_bytes = 0 if shadow is None else shadow.nbytes
-    share_of = share_beside(spec, config, device, stores[EXACT], shadow_bytes, beside)
+    share_of = share_beside(spec, config, device, stores[EXACT], shadow_bytes, outside)
     won = with_winners(config, checkpoint.place, spec, device, share_of)
     config, learned = won.config, won.learned
-    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes, beside)
+    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes, outside)
     for sentence in shortages_of(config, ledger, device):
         on_shortage(sentence)
     for form, of in ((EXACT, spec), (LOW, spec.low)):

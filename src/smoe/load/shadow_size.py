@@ -14,8 +14,8 @@ from smoe.policy.registry import SHADOW
 
 
 def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
-    """What the shadow that a configuration asks for takes on main, beside the model, by the model's configuration
-    alone; 0 where it asks for none."""
+    """Bytes of the draft model on the coordinator, in addition to the model's, by the model's configuration alone; 0
+    where the settings ask for none."""
     if config.prefetch != SHADOW or config.shadow_on == "cluster":
         return 0
     own = shadow_config(spec, config)

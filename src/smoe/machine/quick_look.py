@@ -1,4 +1,4 @@
-"""A first look at this machine, where nobody has measured it properly (`smoe doctor`): half a second, kept for a day.
+"""A first look at this machine, for use until `smoe doctor` has measured it: half a second, stored for a day.
 
 It is taken by a process of its own, which gives the memory that it reads back: large caches would answer for less.
 """
@@ -43,7 +43,7 @@ class QuickLook:
 
 @cache
 def quick_look(expert_bytes: int) -> QuickLook:
-    """As it was kept, else as it is now."""
+    """The stored look, else a new one."""
     path = cache_folder() / "quick-look.json"
     stored = kept(path, _FORMAT) or {}
     if stored.get("machine") != describe_machine():
@@ -60,7 +60,7 @@ def quick_look(expert_bytes: int) -> QuickLook:
 
 
 def _fresh(entry: Any) -> QuickLook | None:
-    """What was kept, unless it is too old, or damaged."""
+    """The stored look, unless it is too old or damaged."""
     try:
         look = QuickLook(**entry["rates"])
         return look if 0 <= time.time() - entry["at"] < _KEPT_SECONDS else None

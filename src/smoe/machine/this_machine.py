@@ -14,10 +14,10 @@ from smoe.machine.quick_look import quick_look
 from smoe.memory.emulation import MEASURED, DeviceProfile
 
 _LAYER_SECONDS, _WIDTH_SECONDS = 0.4e-3, 0.09e-3
-"""What a decoder layer takes beside moving its bytes, on the CPUs that were measured: small operations and Python
-(docs/log.md); and more for every 1024 numbers of the hidden state."""
+"""What a decoder layer takes in addition to moving its bytes, on the CPUs that were measured: small operations and
+Python (docs/log.md); and more for every 1024 numbers of the hidden state."""
 _CPU_EXPERT_SECONDS = 10e-6
-"""What one expert takes a CPU beside moving its bytes, where all of a layer's are computed in one piece."""
+"""What one expert takes a CPU in addition to moving its bytes, where all of a layer's are computed in one piece."""
 _READ_SECONDS = 150e-6
 """From asking for an expert on disk to the first byte of it, and handing the read one over."""
 _COPY_SECONDS, _LAUNCH_SECONDS, _LAUNCHES_SECONDS, _HAND_OVER_SECONDS = 20e-6, 40e-6, 300e-6, 50e-6
@@ -25,7 +25,7 @@ _COPY_SECONDS, _LAUNCH_SECONDS, _LAUNCHES_SECONDS, _HAND_OVER_SECONDS = 20e-6, 4
 
 
 def layer_seconds(hidden: int) -> float:
-    """What a decoder layer takes a CPU beside moving its bytes."""
+    """What a decoder layer takes a CPU in addition to moving its bytes."""
     return _LAYER_SECONDS + _WIDTH_SECONDS * hidden / 1024
 
 
@@ -44,7 +44,7 @@ def product_rate(expert_bytes: int) -> float:
 
 def this_machine(rates: Rates, device: AnyDevice, expert_bytes: int) -> DeviceProfile | None:
     """This machine as a profile, by its measured rates and the constants of machines that were measured (docs/log.md);
-    None where nobody knows how fast experts come in."""
+    None where the rate at which experts are read is not known."""
     is_cpu = device.type == "cpu"
     brings_in = rates.disk if is_cpu else rates.link
     if brings_in is None:

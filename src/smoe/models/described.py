@@ -47,8 +47,8 @@ class Described(Protocol):
         for a precision that `spec` cannot have of these files."""
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        """Weights beside the experts that are quantised and can stay so, by the library's names; where the weights are
-        not here, those that the configuration speaks of."""
+        """Weights other than the experts' that are quantised and can stay so, by the library's names; where the files
+        are not here, those that the configuration names."""
 
     def file_bytes(self, spec: ModelSpec) -> FileBytes:
         """What the files take; where the weights are not here, what they should take by the configuration."""

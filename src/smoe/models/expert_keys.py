@@ -59,7 +59,7 @@ def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[
 
 
 def layers_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Quantised matrices beside the experts, by the library's names."""
+    """Quantised matrices other than the experts', by the library's names."""
     weights = spec.outline.weights
     return {
         name: tensor

@@ -34,7 +34,7 @@ class Family:
     """Fields that have to be so, or missing: with others the library decides."""
     cached: Callable[[PlainConfig], tuple[int, int, int]] = layers.in_every_layer
     correction: str | None = None
-    """A buffer beside every router: what is added to its scores."""
+    """A buffer of every router: what is added to its scores."""
     final_norm: str = "model.norm"
     has_norm_bias: bool = False
     head_bias: str | None = None

@@ -117,7 +117,7 @@ def _linear_widths(c: PlainConfig) -> tuple[int, int]:
 
 
 def _deepseek_block(name: str, c: PlainConfig, layer: int, shared: int | None, is_sparse: bool) -> Weights:
-    """Of DeepSeek's kind: dense layers first, then experts with shared ones beside them."""
+    """Of DeepSeek's kind: dense layers first, then routed experts and shared ones."""
     if not is_sparse:
         yield from gated(f"{name}.mlp", c, c.intermediate_size)
         return

@@ -18,12 +18,12 @@ _OTHERS_CODE = re.compile(r".*(implementation|kernel(s|_config|_mapping)?)(_inte
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def plain_config(model_type: str, said: Mapping[str, Any]) -> PlainConfig:
-    """The configuration whose fields are `said`. Raises `UndescribedError` for what the library has to read."""
+def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
+    """The configuration whose fields are `stated`. Raises `UndescribedError` for what the library has to read."""
     family = FAMILIES.get(model_type)
-    if family is None or "quantization_config" in said or any(map(_OTHERS_CODE.fullmatch, said)):
+    if family is None or "quantization_config" in stated or any(map(_OTHERS_CODE.fullmatch, stated)):
         raise UndescribedError(model_type)
-    config = PlainConfig(model_type, said, family.defaults, family.aliases)
+    config = PlainConfig(model_type, stated, family.defaults, family.aliases)
     for key, usual in {**family.usual, "hidden_act": "silu"}.items():
         if config.get(key, usual) != usual:
             raise UndescribedError(f"{key} {config.get(key)!r:.80}")

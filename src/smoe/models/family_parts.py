@@ -47,7 +47,7 @@ def head_dim(c: PlainConfig) -> int:
 def heads(
     name: str, c: PlainConfig, bias: bool = False, output_bias: bool = False, output: str = "o_proj", gates: int = 1
 ) -> Weights:
-    """Projections of attention; `gates` 2: every query has a gate beside it."""
+    """Projections of attention; `gates` 2: every query has a gate."""
     size = head_dim(c)
     yield from linear(f"{name}.q_proj", gates * c.num_attention_heads * size, c.hidden_size, bias)
     yield from linear(f"{name}.k_proj", c.num_key_value_heads * size, c.hidden_size, bias)

@@ -1,5 +1,5 @@
-"""What is the same of a model's spec, whichever way its outline was found: the choices of a configuration, and what its
-files say beside it."""
+"""What of a model's spec does not depend on how its outline was found: the choices of a configuration, and what the
+model's files state."""
 
 from __future__ import annotations
 

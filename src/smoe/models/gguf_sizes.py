@@ -40,7 +40,9 @@ class GgufSizes:
 
     def fields(self) -> tuple[str, dict[str, Any]]:
         """(the library's family, the fields of its configuration)"""
-        architecture_of(self._headers[0])  # a family that is not read is said before anything of the file is checked
+        architecture_of(
+            self._headers[0]
+        )  # an unsupported family is refused before anything else of the file is checked
         return gguf_fields(self._headers[0], self._tensors)
 
     def has_weights(self) -> bool:

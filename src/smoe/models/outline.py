@@ -47,7 +47,7 @@ class Weight(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """What a model keeps beside its parameters."""
+    """A tensor of a model that is no parameter."""
 
     shape: tuple[int, ...]
     item_bytes: int = F32.itemsize
@@ -96,9 +96,9 @@ class Outline:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a checkpoint holds: parameters, tied ones once, and the buffers that are kept."""
-        kept = {name: buffer.shape for name, buffer in self.buffers.items() if buffer.is_stored}
-        return {name: weight.shape for name, weight in self.weights.items()} | kept
+        """Shapes of what a checkpoint holds: parameters, tied ones once, and the buffers that are stored."""
+        stored = {name: buffer.shape for name, buffer in self.buffers.items() if buffer.is_stored}
+        return {name: weight.shape for name, weight in self.weights.items()} | stored
 
     def dense_bytes(self, dtype: Dtype) -> int:
         """Everything but the routed experts."""

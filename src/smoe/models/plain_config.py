@@ -1,7 +1,7 @@
 """A configuration without the library: the fields of a config.json, and what the library takes for those that are not
 there.
 
-Whatever is not plain (a field of another kind, rotary tables by layer, a quantisation that nobody knows) is left to the
+Whatever is not plain (a field of another kind, rotary tables by layer, an unknown quantisation) is left to the
 library: `UndescribedError`.
 """
 
@@ -30,13 +30,13 @@ class PlainConfig:
     def __init__(
         self,
         model_type: str,
-        said: Mapping[str, Any],
+        stated: Mapping[str, Any],
         defaults: Mapping[str, Any],
         aliases: Mapping[str, str],
     ) -> None:
-        """`said`: what a config.json has; `defaults`: the family's own, for every field that decides a size; `aliases`:
-        further names of fields. Raises `UndescribedError`."""
-        fields = {aliases.get(key, key): value for key, value in said.items()}
+        """`stated`: the fields of a config.json; `defaults`: the family's own, for every field that decides a size;
+        `aliases`: further names of fields. Raises `UndescribedError`."""
+        fields = {aliases.get(key, key): value for key, value in stated.items()}
         for key, usual in defaults.items():
             fields[key] = _checked(key, fields.get(key, usual), usual)
         self._fields: dict[str, Any] = fields | {"model_type": model_type}
@@ -90,13 +90,13 @@ def _checked(key: str, value: Any, usual: Any) -> Any:
 
 def _rotary(config: PlainConfig, usual: Mapping[str, Any] | None) -> dict[str, Any]:
     """The rotary embeddings as the library writes them."""
-    said = config.get("rope_scaling") or config.get("rope_parameters") or usual or {}
-    if not isinstance(said, dict) or any(isinstance(value, dict) for value in said.values()):
-        raise UndescribedError(f"rope_parameters {said!r:.80}")
-    table = dict(said)
+    stated = config.get("rope_scaling") or config.get("rope_parameters") or usual or {}
+    if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
+        raise UndescribedError(f"rope_parameters {stated!r:.80}")
+    table = dict(stated)
     kind = table.setdefault("rope_type", table.get("type", "default"))
     if kind not in _ROTARY or (_ROTARY[kind] and not _is_number(table.get("factor"))):
-        raise UndescribedError(f"rope_parameters {said!r:.80}")
+        raise UndescribedError(f"rope_parameters {stated!r:.80}")
     if kind in _WITH_ORIGINAL:
         original = config.get("original_max_position_embeddings")
         if original is not None:

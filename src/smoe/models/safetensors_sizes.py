@@ -91,14 +91,14 @@ class SafetensorsSizes:
         return expected_bytes(spec.outline, spec.own_dtype, self._scheme, self._has_mxfp4)
 
     def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
-        said = read_object(self.config_place)
-        how = self._read_as(said)
-        return how if self.has_weights() else (*how, *doubts_of(said, spec, self._scheme is not None))
+        stated = read_object(self.config_place)
+        how = self._read_as(stated)
+        return how if self.has_weights() else (*how, *doubts_of(stated, spec, self._scheme is not None))
 
-    def _read_as(self, said: Mapping[str, Any]) -> tuple[str, ...]:
+    def _read_as(self, stated: Mapping[str, Any]) -> tuple[str, ...]:
         """How a family is read that is published under another name."""
-        family = _published_as(said)
-        return () if family is None else (read_as(said, family),)
+        family = _published_as(stated)
+        return () if family is None else (read_as(stated, family),)
 
     def packed(self, contents: Contents) -> Packed | None:
         return read_packed(self.place, contents)
@@ -138,13 +138,13 @@ class SafetensorsSizes:
         return index_by_keys(spec, self._matrices)
 
     def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        """Layers beside the experts that are quantised in the files, and stay so."""
+        """Layers other than the experts that are quantised in the files, and stay so."""
         return layers_by_keys(spec, self._matrices)
 
 
-def _published_as(said: Mapping[str, Any]) -> str | None:
+def _published_as(stated: Mapping[str, Any]) -> str | None:
     """The library's family of a model that is published under another name, with code of its own."""
-    named, family = _PUBLISHED_AS.get(str(said.get("model_type")), ("", None))
-    architectures = said.get("architectures")
-    is_said = bool(said.get("auto_map")) and isinstance(architectures, list) and named in architectures
-    return family if is_said else None
+    named, family = _PUBLISHED_AS.get(str(stated.get("model_type")), ("", None))
+    architectures = stated.get("architectures")
+    is_stated = bool(stated.get("auto_map")) and isinstance(architectures, list) and named in architectures
+    return family if is_stated else None

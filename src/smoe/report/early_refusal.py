@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
-from smoe.load.ledger import beside_of, fit_context, make_ledger, open_if_here
+from smoe.load.ledger import fit_context, make_ledger, open_if_here, outside_budget
 from smoe.load.planned_device import planned_device
 from smoe.machine.device import CPU
 from smoe.models.files import local_place
@@ -29,12 +29,12 @@ def refuse_early(model: str, config: EngineConfig) -> None:
         return
     try:
         checkpoint, spec = by_arithmetic(place, config)
-        beside = beside_of(spec, config)
-        spec, fitted, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), beside)
-        others = sum(beside.values()) if config.count == "process" else 0
+        outside = outside_budget(spec, config)
+        spec, fitted, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), outside)
+        others = sum(outside.values()) if config.count == "process" else 0
         if minimum_bytes(spec.demand(fitted, spec.least_slot_bytes())) + others <= config.memory_bytes:
             return
         store = open_if_here(checkpoint, spec, CPU)
     except UndescribedError:
         return
-    make_ledger(spec, fitted, CPU, store, beside=beside)
+    make_ledger(spec, fitted, CPU, store, outside=outside)

@@ -19,7 +19,15 @@ from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.load.learned import expected_bytes
-from smoe.load.ledger import beside_of, demand_of, fit_context, make_ledger, open_if_here, share_beside, shortages_of
+from smoe.load.ledger import (
+    demand_of,
+    fit_context,
+    make_ledger,
+    open_if_here,
+    outside_budget,
+    share_beside,
+    shortages_of,
+)
 from smoe.load.planned_device import device_for
 from smoe.load.predictor_name import predictor_name
 from smoe.load.winners import with_winners
@@ -115,7 +123,7 @@ class Forecast:
     """None where the machine has too little memory for the model."""
     remarks: list[str]
     beside_budget: dict[str, int]
-    """What the process takes beside the budget, at most, by name; empty where the budget is a GPU's memory."""
+    """What the process takes outside the budget, at most, by name; empty where the budget is a GPU's memory."""
     outlook: Outlook | None
     """By simulation; None without a rate at which experts come in."""
 
@@ -178,8 +186,8 @@ class Survey(NamedTuple):
     spec: ModelSpec
     ledger: Ledger
     reason: str
-    beside: dict[str, int]
-    """What a process takes beside the budget, by name."""
+    outside: dict[str, int]
+    """What a process takes outside the budget, by name."""
     rates: Rates
     device: AnyDevice
     is_emulated: bool
@@ -206,7 +214,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     choices = sorted([chosen, *map(choose, _alternatives(ledger))], key=lambda choice: choice.ledger.budget_bytes)
     recommended = None if is_emulated else _recommend(ledger.demand, device, choose)
     has_own_memory = is_emulated or device.type != "cpu"
-    beside = {} if has_own_memory else survey.beside
+    outside = {} if has_own_memory else survey.outside
     remarks = of_machine(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
     remarks += [*spec.doubts, *beside_files(spec)]
     remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.remarks
@@ -216,7 +224,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
         best = None if recommended is None else recommended.choice.ledger
         outlook = outlook_of(survey.subject, ledger, ledgers, best, is_here=device.type == "cpu" and not is_emulated)
     return Forecast(
-        model, spec, ledger, survey.reason, chosen, choices, survey.rates, is_emulated, recommended, remarks, beside,
+        model, spec, ledger, survey.reason, chosen, choices, survey.rates, is_emulated, recommended, remarks, outside,
         outlook,
     )  # fmt: skip
 
@@ -247,17 +255,17 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
         config = replace(config, memory_bytes=config.memory_bytes or less_margin(int(profile.device_memory_bytes)))
     checkpoint, spec = model_sizes(model, config, revision)
     store = open_if_here(checkpoint, spec, device)
-    beside = beside_of(spec, config)
+    outside = outside_budget(spec, config)
     spec, config, fitted = fit_context(
         spec,
         config,
         lambda each: each.demand(config) if store is None else demand_of(each, config, device, store),
-        beside,
+        outside,
     )
-    share_of = share_beside(spec, config, device, store, 0, beside)
+    share_of = share_beside(spec, config, device, store, 0, outside)
     config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, share_of)
     decided = [*(f"`{name}` {getattr(config, name)}, {why}" for name, why in fitted.items()), *decided]
-    ledger, reason = make_ledger(spec, config, device, store, learned_bytes, 0, beside)
+    ledger, reason = make_ledger(spec, config, device, store, learned_bytes, 0, outside)
     if profile is None:
         decided = [*decided, *shortages_of(config, ledger, device)]
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
@@ -273,7 +281,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
             last = last_run_of(checkpoint.place, spec.precision, is_direct)
             decided = [*decided, *of_earlier_runs(known, last, spec.precision)]
     is_estimate = store is None and spec.precision == "auto"
-    return Survey(spec, ledger, reason, beside, rates, device, is_emulated, is_estimate, decided, subject)
+    return Survey(spec, ledger, reason, outside, rates, device, is_emulated, is_estimate, decided, subject)
 
 
 def _decided(
