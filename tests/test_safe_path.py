@@ -120,10 +120,10 @@ def test_workers_take_nothing_from_the_folder_of_their_model(
     try:
         os.set_blocking(process.stdout.fileno(), False)
         output, until = "", time.monotonic() + 120
-        while "waits for the coordinator" not in output and time.monotonic() < until:
+        while "for the coordinator at" not in output and time.monotonic() < until:
             output += (process.stdout.read() or b"").decode()
             time.sleep(0.05)
-        assert "waits for the coordinator" in output, output
+        assert "for the coordinator at" in output, output
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)

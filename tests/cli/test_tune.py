@@ -310,7 +310,7 @@ def test_an_interrupt_is_said(run, checkpoint, text, monkeypatch):
 def test_prices_of_answers_are_measured_and_remembered(run, checkpoint, text, tmp_path):
     ran = run("tune", checkpoint, *SIZE, "--prices", "--text", text, "--json")
     assert ran.code == 0, ran.err
-    assert f"remembered in {tmp_path / 'cache' / 'smoe' / 'prices'}" in ran.err.replace("\n", "")
+    assert f"stored in {tmp_path / 'cache' / 'smoe' / 'prices'}" in ran.err.replace("\n", "")
     priced = prices_of(checkpoint)
     assert priced is not None and as_json(priced).items() <= ran.json.items()
     assert ran.json["low_precision"] == "none" and len(ran.json["nats"]) == len(ran.json["rounding_nats"]) == 4
@@ -322,9 +322,9 @@ def test_a_time_that_prices_cannot_buy_is_said(run, checkpoint, text):
     assert run("tune", checkpoint, *SIZE, "--prices", "--text", text, "-q").code == 0
     balanced = ("--preset", "balanced", "--low-precision", "none", "-p", "Once", "--max-new-tokens", 8)
     fast = run("generate", checkpoint, *SIZE, *balanced, "--tpot", "1us")
-    assert fast.code == 0 and "1 us were asked for and not met: give more --memory" in " ".join(fast.err.split())
+    assert fast.code == 0 and "1 us were requested and not met: give more --memory" in " ".join(fast.err.split())
     slow = run("generate", checkpoint, *SIZE, *balanced, "--tpot", "100s")
-    assert slow.code == 0 and "asked for" not in slow.err
+    assert slow.code == 0 and "not met" not in slow.err
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_flipped_byte_is_not_kept(
         assert_same(folder, model)
         assert len(flipped) == times
         return
-    with pytest.raises(ClusterError, match=r"chunk 1 of model.safetensors came damaged 3 times"):
+    with pytest.raises(ClusterError, match=r"chunk 1 of model.safetensors arrived damaged 3 times"):
         fetch(member("shelf"), folder)
     assert len(flipped) == 3
     assert "model.safetensors" not in [path.name for path in folder.iterdir()]
