@@ -61,7 +61,10 @@ MIXTURES = {
     "Q4_K_M": [("Q4_K", "Q6_K"), ("Q4_K", "Q4_K")],
     "Q3_K_M": [("Q3_K", "Q5_K"), ("Q2_K", "Q4_K")],
     "MXFP4": [("MXFP4", "MXFP4"), ("Q4_1", "Q8_0")],
+    "IQ4_XS": [("IQ4_XS", "IQ4_XS"), ("IQ4_NL", "Q5_K")],
 }
+DENSE = {"IQ4_XS": ("IQ4_XS", "IQ4_NL")}
+"""Formats of the other matrices, where not Q8_0: of each the first whose blocks its rows are made of."""
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _ALONE = {"self_attn.sinks": "attn_sinks.weight"}
@@ -356,6 +359,11 @@ def quantised(
                 experts, rows, columns = weights[key].shape
                 data = random_rows(FORMATS[name], experts * rows, columns, 10 * layer + n, spread=0.004)
                 blocks[key] = data.reshape(experts, rows, -1), Type[name]
+    for n, (key, weight) in enumerate(weights.items()):
+        is_routed = "_exps." in key or "gate_inp" in key
+        if mixture in DENSE and weight.dim() == 2 and not is_routed:
+            form = next(FORMATS[name] for name in DENSE[mixture] if FORMATS[name].fits(weight.shape[1]))
+            blocks[key] = random_rows(form, *weight.shape, 1000 + n, spread=0.004), Type[form.name]
     write(path, model, blocks=blocks, dense=Type.Q8_0)
     take_weights(model, path)
     return path, model

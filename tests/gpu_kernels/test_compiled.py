@@ -32,8 +32,8 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
 
 
 def test_for_one_token(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "--formats", "bf16,Q4_K,MXFP4,FP8", "--capability", "90")
-    assert [row["kernel"] for row in rows] == ["experts_of", "weighted_sum"] * 4
+    rows = compiled(tmp_path, "--formats", "bf16,Q4_K,MXFP4,FP8,IQ4_XS", "--capability", "90")
+    assert [row["kernel"] for row in rows] == ["experts_of", "weighted_sum"] * 5
     assert not any(row["spilled_bytes"] for row in rows), rows
     wide = [row for row in rows if row["format"] in ("bf16", "Q4_K") and row["kernel"] != "weighted_sum"]
     assert all("16 bytes" in row["loads"] for row in wide), "what lies aligned is loaded 16 bytes at a time"

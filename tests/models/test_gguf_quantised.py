@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_dequantised_model(
     assert_near(full, wanted, 0.04, others=2)
 
 
-@pytest.mark.parametrize("mixture", ["Q4_0", "Q4_K_M", "MXFP4"])
+@pytest.mark.parametrize("mixture", ["Q4_0", "Q4_K_M", "MXFP4", "IQ4_XS"])
 def test_in_32_bits_they_are_equal_but_for_the_last_ones(mixture: str, tmp_path: Path, open_model: Open) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture, dtype=torch.float32)
     ours = steps(open_model(path, "half", dtype="float32"), oracle.PROMPT)
@@ -93,7 +93,7 @@ def test_the_floor_counts_what_is_read(tmp_path: Path, open_model: Open) -> None
     assert read == spec.dense_bytes_read == ours.offload._dense_bytes - embedding
 
 
-@pytest.mark.parametrize("mixture", ["Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("mixture", ["Q8_0", "Q4_K_M", "IQ4_XS"])
 def test_below_memory_rows_of_the_embedding_stay_in_the_file(mixture: str, tmp_path: Path, open_model: Open) -> None:
     """The same bits, in a budget smaller by its bytes."""
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
@@ -188,11 +188,13 @@ def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
     assert whole.weights_bytes - spec.weights_bytes == saved and not whole.dense
 
 
-def test_what_is_kept_is_what_was_promised(tmp_path: Path, open_model: Open) -> None:
-    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q8_0")
+@pytest.mark.parametrize("mixture", ["Q8_0", *gguf_toy.DENSE])
+def test_what_is_kept_is_what_was_promised(mixture: str, tmp_path: Path, open_model: Open) -> None:
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
     model = open_model(path, "full")
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     assert len(layers) == 2 + 4 * model.config.num_hidden_layers, "embedding, output, projections"
+    assert {layer.form.name for layer in layers} == set(gguf_toy.DENSE.get(mixture, ["Q8_0"]))
     assert model.offload.ledger.demand.weights_bytes == model.offload._dense_bytes
 
 

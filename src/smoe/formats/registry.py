@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from smoe.formats.base import Format
 from smoe.formats.grouped import INT2, INT3, INT4
+from smoe.formats.i_quants import IQ4_NL, IQ4_XS
 from smoe.formats.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from smoe.formats.mxfp4 import MXFP4, MXFP4_PAIRS
 from smoe.formats.released import FP8, NVFP4, WEIGHTS
 from smoe.formats.rounded import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 
 GGML: dict[str, Format] = {
-    each.name: each for each in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4)
+    each.name: each for each in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, IQ4_XS)
 }
 """Those that GGUF files have."""
 OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}

@@ -144,17 +144,21 @@ class Decoding:
 
 
 def _looked_up(code: str, table: Sequence[float]) -> str:
-    """What a code of a table stands for: out of one number of 32 bits where it is sixteen numbers, eight of them the
-    others' negatives and halves of small whole numbers, as E2M1's are; else number by number."""
-    half = len(table) // 2
-    doubled = [2 * number for number in table[:half]]
-    is_small = len(table) == 16 and all(number in range(16) for number in doubled)
-    if is_small and all(table[half + n] == -table[n] for n in range(half)):
-        word = sum(int(number) << 4 * n for n, number in enumerate(doubled))
-        word -= (word >> 31) << 32  # as a signed number
+    """What a code of a table of 16 stands for, out of one number of 32 bits or four: eight numbers and their negatives,
+    halves of small whole numbers as E2M1's are; or whole numbers of a byte."""
+    assert len(table) == 16, table
+    doubled = [2 * number for number in table[:8]]
+    if all(number in range(16) for number in doubled) and all(table[8 + n] == -table[n] for n in range(8)):
+        word = _signed(sum(int(number) << 4 * n for n, number in enumerate(doubled)))
         size = f"((({word} >> 4 * ({code} & 7)) & 15).to(tl.float32) * 0.5)"
         return f"tl.where({code} > 7, -{size}, {size})"
-    text = repr(float(table[-1]))
-    for n in reversed(range(len(table) - 1)):
-        text = f"tl.where({code} == {n}, {float(table[n])!r}, {text})"
-    return text
+    assert all(number in range(-128, 128) for number in table), table
+    words = [_signed(sum((int(table[n + i]) & 255) << 8 * i for i in range(4))) for n in range(0, 16, 4)]
+    first, second = (f"tl.where(({code} & 4) == 0, {words[n]}, {words[n + 1]})" for n in (0, 2))
+    picked = f"tl.where({code} < 8, {first}, {second})"
+    return f"(({picked} << (3 - ({code} & 3)) * 8) >> 24).to(tl.float32)"
+
+
+def _signed(word: int) -> int:
+    """A word of 32 bits as the number that Triton takes it for."""
+    return word - (word >> 31 << 32)

@@ -84,11 +84,7 @@ class Code:
         return self._own.looked_up_bytes(self, table, codes)
 
     def looked_up(self, table: Sequence[float], codes: Value) -> Value:
-        """Numbers of a table of 16 by codes, of which the lowest four bits count.
-
-        Where registers are of eight numbers, the table's second half must be its first with the other sign; each
-        number must be exact in bf16.
-        """
+        """Numbers of a table of 16 by codes, of which the lowest four bits count; each must be exact in bf16."""
         return self._own.looked_up(self, table, codes)
 
     def where_set(self, word: Value, numbers: Value, others: Value) -> Value:

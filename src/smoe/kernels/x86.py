@@ -30,12 +30,14 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
     if code.isa.lanes == 16:
         kind = ir.FunctionType(whole.type, [whole.type, codes.type])
         return code.intrinsic("llvm.x86.avx512.permvar.sf.512", kind, [whole, codes])
-    half = ir.Constant(code.registers(FLOAT, 8), whole.constant[:8])
-    kind = ir.FunctionType(half.type, [half.type, codes.type])
-    magnitude = code.intrinsic("llvm.x86.avx2.permps", kind, [half, codes])
-    sign = code.build.shl(code.build.and_(codes, code.words([8] * 8)), code.words([28] * 8))
-    bits = code.build.or_(code.build.bitcast(magnitude, codes.type), sign)
-    return code.build.bitcast(bits, half.type)
+    halves = [ir.Constant(code.registers(FLOAT, 8), whole.constant[n : n + 8]) for n in (0, 8)]
+    kind = ir.FunctionType(halves[0].type, [halves[0].type, codes.type])
+    low, high = (code.intrinsic("llvm.x86.avx2.permps", kind, [half, codes]) for half in halves)
+    upper = code.build.and_(codes, code.words([8] * 8))
+    if tuple(table[8:]) == tuple(-number for number in table[:8]):
+        bits = code.build.or_(code.build.bitcast(low, codes.type), code.build.shl(upper, code.words([28] * 8)))
+        return code.build.bitcast(bits, low.type)
+    return code.build.select(code.build.icmp_unsigned("!=", upper, code.words([0] * 8)), high, low)
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
