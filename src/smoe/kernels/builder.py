@@ -36,7 +36,6 @@ class Code:
         self.build = ir.IRBuilder(self.function.append_basic_block("entry"))
         self._module = module
         self._nowhere: Value = None
-        self._leaving: Value = None
 
     def number(self, value: int) -> Value:
         return ir.Constant(LONG, value)
@@ -110,17 +109,19 @@ class Code:
         locality = 0 if is_read_once and cpu_has(_AMD) else 2
         self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, locality, 1))])
 
-    def cut(self, is_true: Value) -> None:
-        """Keep what follows behind what came before: LLVM moves instructions within a piece without branches, and would
-        put all prefetches of one next to each other, more than a CPU has places for.
+    def pinned(self, register: Value) -> Value:
+        """The same register, computed before what follows and after what came before: prefetches, other pinned ones.
 
-        `is_true`: a condition that always holds, and that LLVM cannot know; the function ends where it does not.
+        LLVM moves instructions within a piece without branches. It would load and unpack a whole block first, and
+        write to memory what its registers do not hold: a third of the time of a product on AVX2.
         """
-        if self._leaving is None:
-            self._leaving = self.function.append_basic_block("leave")
-        following = self.function.append_basic_block("following")
-        self.build.cbranch(is_true, following, self._leaving)
-        self.build.position_at_end(following)
+        return self._own.pinned(self, register)
+
+    def cut(self) -> None:
+        """What follows stays behind what came before: LLVM would put all prefetches of a piece without branches next
+        to each other, more than a CPU has places for."""
+        kind = ir.FunctionType(ir.VoidType(), [])
+        self.build.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
 
     @property
     def nowhere(self) -> Value:
@@ -251,5 +252,3 @@ class Code:
 
     def end(self) -> None:
         self.build.ret_void()
-        if self._leaving is not None:
-            ir.IRBuilder(self._leaving).ret_void()

@@ -36,6 +36,8 @@ MOST_AHEAD = 40 << 10
 """Bytes between what is multiplied and what is fetched from memory, most of the first cache level: two strips, or one
 where two are more. Of rows of 2048 numbers in Q8_0 one gives 56 GB/s and two 39, in Q4_K one 48 and two up to 72."""
 _LINE = 64
+_PINNED = 8
+"""Numbers of each row between two places that instructions do not move across: fewer registers are in use at a time."""
 _MOST_IN_16_BITS = 128
 """The largest code of which two, times 127 each, are still a number of 16 bits."""
 
@@ -108,7 +110,6 @@ class _Products:
         self.total_row = 4 * lanes * STRIPS
         self.totals = code.scratch(build.mul(self.rows, code.number(self.total_row)))
         self.last = build.sub(self.end, code.number(1))
-        self.has_columns = build.icmp_signed("!=", self.columns, code.number(0))
 
     def build(self) -> None:
         code, lanes = self.code, self.code.isa.lanes
@@ -186,10 +187,11 @@ class _Products:
                     for codes in columns.codes(run.fields, i):
                         sums.add(self._as_bytes(codes), self._copied(code.at(x.numbers, k)))
                         k += 4
+                        if k % _PINNED == 0:
+                            sums.pin()
                     while fetched * form.numbers < lines * k:
                         code.prefetch(code.at(ahead, _LINE * fetched), is_read_once=True)
                         fetched += 1
-                    code.cut(self.has_columns)
             offset = None if minimum is None else columns.offset(group, minimum)
             scales, x_sums = (code.at(each, 4 * g) for each in (x.scales, x.sums))
             total = self._scaled(sums.total(), self._gain(columns, group, scale), offset, scales, x_sums, total)
@@ -276,7 +278,7 @@ class _Products:
                 code.store(self._as_bytes(codes), code.at(tile, (place + 4 * n) * lanes), 4 * lanes)
             for line in range(lines * number // len(pieces), lines * (number + 1) // len(pieces)):
                 code.prefetch(code.at(ahead, _LINE * line))
-            code.cut(self.has_columns)
+            code.cut()
 
     def _pieces(self) -> list[tuple[int, tuple[Run, int]]]:
         """(place in the block's order of codes, (run, first number in it)) of 16 numbers each, those of neighbouring

@@ -79,6 +79,10 @@ class DotSum:
         """One more product of four bytes in every lane."""
         self._total = byte_dots(self._code, self._total, codes, x, self._is_signed)
 
+    def pin(self) -> None:
+        """What was added so far is computed before what follows (`Code.pinned`)."""
+        self._total = self._code.pinned(self._total)
+
     def total(self) -> Value:
         """int32 [n]"""
         return self._total
@@ -99,6 +103,14 @@ def _two_at_once(code: Code, total: Value, codes: Value, x: Value) -> Value:
     twos = code.intrinsic("llvm.aarch64.neon.addp.v8i16", adds, products)
     fours = code.intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", ir.FunctionType(_WORDS, [halves]), [twos])
     return code.build.add(total, fours)
+
+
+def pinned(code: Code, register: Value) -> Value:
+    def one(some: Value) -> Value:
+        kind = ir.FunctionType(some.type, [some.type])
+        return code.build.call(ir.InlineAsm(kind, "", "=w,0", side_effect=True), [some])
+
+    return _by_register(code, one, register)
 
 
 def nearest(code: Code, reals: Value) -> Value:

@@ -100,6 +100,13 @@ class DotSum:
         if self._count == self._fit:
             self._widen()
 
+    def pin(self) -> None:
+        """What was added so far is computed before what follows (`Code.pinned`)."""
+        if self._halves is not None:
+            self._halves = self._code.pinned(self._halves)
+        elif self._total is not None:
+            self._total = self._code.pinned(self._total)
+
     def total(self) -> Value:
         """int32 [n]"""
         self._widen()
@@ -137,6 +144,11 @@ def _without_sign(code: Code, codes: Value, x: Value) -> tuple[Value, Value]:
     build, nothing = code.build, ir.Constant(codes.type, None)
     is_below = build.icmp_signed("<", codes, nothing)
     return tuple(build.select(is_below, build.sub(nothing, each), each) for each in (codes, x))
+
+
+def pinned(code: Code, register: Value) -> Value:
+    kind = ir.FunctionType(register.type, [register.type])
+    return code.build.call(ir.InlineAsm(kind, "", "=v,0", side_effect=True), [register])
 
 
 def nearest(code: Code, reals: Value) -> Value:
