@@ -23,11 +23,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if "torch" not in sys.modules:
-    # Threads that wait without spinning leave the core to the thread that computes the other experts (docs/log.md).
-    # The OpenMP runtime reads this when torch is first imported, so it can only be set here.
+    # Threads that wait without spinning leave the core to the thread that computes the other experts
+    # (docs/log/memory.md). The OpenMP runtime reads this when torch is first imported, so it can only be set here.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Every number of rows is a kernel of its own to oneDNN, which would keep 1024 of them, a quarter of a megabyte and more
-# each, and so would torch's layer above it, to no gain (docs/log.md). Both are read at the first product in bf16.
+# each, and so would torch's layer above it, to no gain (docs/log/memory.md). Both are read at the first product in
+# bf16.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 

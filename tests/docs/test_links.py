@@ -28,7 +28,7 @@ links = _links()
 
 def test_every_link_leads_to_a_file_and_every_heading_in_one_is_there() -> None:
     pages = links.pages()
-    assert {"README.md", "docs/log.md", "docs/papers/smoe.md", "bench/results/README.md"} <= set(pages)
+    assert {"README.md", "docs/log/README.md", "docs/papers/smoe.md", "bench/results/README.md"} <= set(pages)
     assert not links.broken()
 
 
@@ -62,9 +62,9 @@ def test_a_broken_link_is_named(tmp_path: Path, text: str, wrong: list[str]) -> 
     [
         ("index.md", "[a](start.md#two)", "[a](start.md#two)"),
         ("index.md", "[a](../README.md#models)", "[a](repository/README.md#models)"),
-        ("papers/smoe.md", "![a](smoe-price.png) [b](../log.md)", "![a](../papers/smoe-price.png) [b](../log.md)"),
+        ("papers/smoe.md", "![a](smoe-price.png) [b](../log/a.md)", "![a](../papers/smoe-price.png) [b](../log/a.md)"),
         ("papers/smoe.md", "[a](../../src/smoe/units.py)", "[a](../repository/src/smoe/units.py)"),
-        ("repository/README.md", "[a](docs/log.md) `[b](docs/log.md)`", "[a](../log.md) `[b](docs/log.md)`"),
+        ("repository/README.md", "[a](docs/start.md) `[b](docs/start.md)`", "[a](../start.md) `[b](docs/start.md)`"),
         ("repository/README.md", "[a](#models) [b](https://example.org)", "[a](#models) [b](https://example.org)"),
         ("repository/bench/results/README.md", "[a](../peers/)", "[a](../../../repository/bench/peers/README.md)"),
     ],
@@ -93,10 +93,10 @@ def test_every_page_has_its_place_in_the_navigation() -> None:
 def test_a_page_to_come_leaves_no_hole_in_the_navigation() -> None:
     config = {
         "mdx_configs": {},
-        "extra": {"to_come": ["none.md", "log.md"]},
-        "nav": [{"Home": "index.md"}, {"Use": [{"Soon": "none.md"}, {"Log": "log.md"}]}],
+        "extra": {"to_come": ["none.md", "start.md"]},
+        "nav": [{"Home": "index.md"}, {"Use": [{"Soon": "none.md"}, {"Start": "start.md"}]}],
     }
-    assert links.on_config(config)["nav"] == [{"Home": "index.md"}, {"Use": [{"Log": "log.md"}]}]
+    assert links.on_config(config)["nav"] == [{"Home": "index.md"}, {"Use": [{"Start": "start.md"}]}]
 
 
 def test_the_page_of_presets_names_all_and_says_which_change_the_text() -> None:

@@ -8,7 +8,7 @@ from smoe.config import EngineConfig
 
 
 def import_libraries(model: str, config: EngineConfig) -> None:
-    """Import them without Python's search for garbage, which is a fifth of what it takes (docs/log.md). Raises
+    """Import them without Python's search for garbage, which is a fifth of what it takes (docs/log/library.md). Raises
     `BudgetError` before that where the budget cannot hold the model."""
     from smoe.report.early_refusal import refuse_early
 

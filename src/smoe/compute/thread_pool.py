@@ -1,8 +1,8 @@
 """Several experts at a time on a CPU: one thread an expert instead of all threads on one.
 
 A matrix-vector product is too short to share well: at 9.4 MB an expert two threads on two experts reach 1.4 times the
-rate of two threads on one (docs/log.md). The rows are the same, so the bits are. Whether it pays depends on how the
-OpenMP runtime waits between its parallel regions, so the engine measures both ways when it starts and keeps the
+rate of two threads on one (docs/log/kernels.md). The rows are the same, so the bits are. Whether it pays depends on how
+the OpenMP runtime waits between its parallel regions, so the engine measures both ways when it starts and keeps the
 faster.
 """
 

@@ -11,8 +11,8 @@ room for; every pass has another window of the text. What a row's distributions 
 positions, is the price of its changed routes.
 
 In a layer it is proportional to the square of what changes in the experts' output, by one factor for all answers
-(docs/log.md). So the divergences of all trials give the layer's factor, and the changes, which are nearly free of
-noise, share it out among the answers, by the weights of the routes (`policy/prices.py`). Low copies
+(docs/log/substitution.md). So the divergences of all trials give the layer's factor, and the changes, which are nearly
+free of noise, share it out among the answers, by the weights of the routes (`policy/prices.py`). Low copies
 change so little that the rounding of 16 bits, which any change sets off in the layers behind, drowns their own
 divergence; they have no part in the factor. What that rounding alone costs is measured, too, and taken off.
 """

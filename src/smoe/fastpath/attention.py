@@ -63,7 +63,7 @@ _PAIRED = (7, 15, 37, 90, 250, 515, 701)
 _MIDWAY = (6, 14)
 """Keys of equal weight, even numbers. By 14, dividing and multiplying by the reciprocal differ in many outputs."""
 _PROOF_OUTPUTS = 1 << 12
-"""For each number of keys: enough for every other order that was tried to fail more than once (docs/log.md)."""
+"""For each number of keys: enough for every other order that was tried to fail more than once (docs/log/kernels.md)."""
 
 
 _NEAR_KEYS = 300

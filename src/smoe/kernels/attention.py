@@ -12,7 +12,8 @@ independent of each other is put side by side:
 
 What a group of query heads shares, a key's and a value's way into the registers, is done once for all of them. Products
 of two bf16 numbers are exact in float32, so it does not matter that they are fused with the sums here. Whether the bits
-agree on the machine at hand is proven before the kernel is used (`fastpath/attention.py`). Figures in docs/log.md.
+agree on the machine at hand is proven before the kernel is used (`fastpath/attention.py`). Figures in
+docs/log/kernels.md.
 """
 
 from __future__ import annotations

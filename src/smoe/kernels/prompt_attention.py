@@ -15,7 +15,7 @@ products of bf16 numbers the same is done in float32, into which keys and values
 
 Where they are, weights are rounded to bf16, as the library rounds them, and their sum is that of the rounded ones: what
 rounding adds to all of them alike cancels out. That the error is no larger than the library's is proven before use
-(`fastpath/prompt_attention.py`). Figures in docs/log.md.
+(`fastpath/prompt_attention.py`). Figures in docs/log/kernels.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ same order, so the bits agree. Whether they do on the machine at hand is proven 
 (`spinning_pool.py`); where they do not, torch computes.
 
 The next 16 rows are fetched into the second cache level while these are computed: a row of 768 is too short for the
-hardware to see a pattern in it, and this doubles its rate. Figures in docs/log.md.
+hardware to see a pattern in it, and this doubles its rate. Figures in docs/log/kernels.md.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def choose_arithmetic(
     is_native = spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
     host = compute.units.get(HOST)
     if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated:
-        # an emulated device is timed with the library's products: docs/log.md
+        # an emulated device is timed with the library's products: docs/log/device.md
         host.multiply_by(SpinningPool(host_threads, in_own_order=not is_supported()))
     if spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and compute.device.type == "cpu":
         compute.fill_up_rows(spec.dtype.torch)

@@ -8,7 +8,8 @@ from smoe.machine.device import AnyDevice
 from smoe.models.spec import ModelSpec
 
 _PREFETCH_PAYS_BYTES = 1 << 20
-"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured (docs/log.md)."""
+"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured
+(docs/log/prefetch.md)."""
 
 
 def predictor_name(spec: ModelSpec, config: EngineConfig, device: AnyDevice) -> str:

@@ -41,7 +41,7 @@ _CHOSEN = 8
 """Experts of a token, computed together."""
 _ENOUGH_MEMORY_BYTES = 64 * 2**20
 _BF16_GAIN, _BF16_LOSS = 4.0, 0.22
-"""Of the library's products of many rows: with AVX-512 BF16, and with AVX2 alone (docs/log.md)."""
+"""Of the library's products of many rows: with AVX-512 BF16, and with AVX2 alone (docs/log/kernels.md)."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The budget is ours and exact. The rest belongs to others and is measured: anonymous memory before the first model is
 loaded, pages of program files (libraries bring more of them in when they compute), and what remains: compiled kernels
-and scratch, which `smoe/__init__.py` bounds (docs/log.md).
+and scratch, which `smoe/__init__.py` bounds (docs/log/memory.md).
 
 Linux tells files' pages from others. Elsewhere all that is there before the first model counts as interpreter and
 libraries, and the code that these bring in later is among what remains.

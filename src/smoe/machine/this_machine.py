@@ -15,7 +15,7 @@ from smoe.memory.emulation import MEASURED, DeviceProfile
 
 _LAYER_SECONDS, _WIDTH_SECONDS = 0.4e-3, 0.09e-3
 """What a decoder layer takes in addition to moving its bytes, on the CPUs that were measured: small operations and
-Python (docs/log.md); and more for every 1024 numbers of the hidden state."""
+Python (docs/log/forecasts.md); and more for every 1024 numbers of the hidden state."""
 _CPU_EXPERT_SECONDS = 10e-6
 """What one expert takes a CPU in addition to moving its bytes, where all of a layer's are computed in one piece."""
 _READ_SECONDS = 150e-6
@@ -43,8 +43,8 @@ def product_rate(expert_bytes: int) -> float:
 
 
 def this_machine(rates: Rates, device: AnyDevice, expert_bytes: int) -> DeviceProfile | None:
-    """This machine as a profile, by its measured rates and the constants of machines that were measured (docs/log.md);
-    None where the rate at which experts are read is not known."""
+    """This machine as a profile, by its measured rates and the constants of machines that were measured
+    (docs/log/forecasts.md); None where the rate at which experts are read is not known."""
     is_cpu = device.type == "cpu"
     brings_in = rates.disk if is_cpu else rates.link
     if brings_in is None:

@@ -171,7 +171,7 @@ def system_madvise() -> Callable[[int, int, int], int]:
 
 def anonymous(nbytes: int) -> mmap.mmap:
     """Memory of this process alone: what could be shared, as Python's own default, gets no huge pages on most systems
-    (docs/log.md)."""
+    (docs/log/disk.md)."""
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -25,7 +25,7 @@ CHUNK_BYTES = 4 * 2**20
 """Prefetches are read in chunks of this size: near the best rate, and a demand load waits for one chunk at most."""
 REQUEST_BYTES = 64 * 2**20
 """Demand loads are read in as few requests as the system takes: a whole expert at once is a fifth faster than in
-chunks, and costs less of the processor (docs/log.md)."""
+chunks, and costs less of the processor (docs/log/disk.md)."""
 TRIES = 6
 """A read that was interrupted, or found no room in a queue, is worth a second try, after a pause that doubles."""
 _PASSING = (errno.EINTR, errno.EAGAIN)

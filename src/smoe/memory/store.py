@@ -44,7 +44,7 @@ _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 """The bits of infinity; NaNs have more, and with the sign bit set so have their negatives."""
 MATRIX_ALIGNMENT = 64
 """Where matrix kernels expect weights to begin. MKL's fp32 products change their last bits with the address
-(docs/log.md), oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
+(docs/log/kernels.md), oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
 
 
 def page_ceil(count: int) -> int:
@@ -262,7 +262,8 @@ def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
     """Whether weights, given as the unsigned integers that their bits are, hold neither NaN nor infinity.
 
     Two maxima, no copy: seen as unsigned, whatever is negative and not finite is at the top; seen as signed, whatever
-    is positive and not finite. 0.25 ms for an expert of 9.4 MB, with the interpreter lock released (docs/log.md).
+    is positive and not finite. 0.25 ms for an expert of 9.4 MB, with the interpreter lock released
+    (docs/log/kernels.md).
     """
     infinity, sign = _INFINITY[dtype], 1 << (8 * bits.itemsize - 1)
     signed = bits.view(np.int16 if bits.itemsize == 2 else np.int32)

@@ -57,9 +57,9 @@ def move_to_own_memory(model: PreTrainedModel) -> None:
     """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that
     is overwritten changes the model, and mapped pages can be dropped.
 
-    bf16 matrices go to cache lines: where the header puts them they cost a seventh of their speed (docs/log.md). The
-    bits of other products depend on the address within a cache line, and grade E0 means the library's own bits: they
-    stay where they were within theirs.
+    bf16 matrices go to cache lines: where the header puts them they cost a seventh of their speed
+    (docs/log/kernels.md). The bits of other products depend on the address within a cache line, and grade E0 means the
+    library's own bits: they stay where they were within theirs.
     """
     for parameter in model.parameters():  # tied parameters come once and stay tied
         parameter.data = _own(parameter.data)

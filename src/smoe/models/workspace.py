@@ -21,8 +21,8 @@ _FLOOR_BYTES = 1 << 20
 PIECE_ELEMENTS = 2**22
 """Of a quantised layer's weights, unpacked at a time (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
-"""What the CPU library keeps for the shapes it has met: compiled kernels and scratch (docs/log.md). Reserved in full
-for models of 4 GiB and more; for a model so small that this would dwarf it, what is not reserved is a line of the
+"""What the CPU library keeps for the shapes it has met: compiled kernels and scratch (docs/log/memory.md). Reserved in
+full for models of 4 GiB and more; for a model so small that this would dwarf it, what is not reserved is a line of the
 process beside the budget (`machine/process_memory.py`)."""
 
 

@@ -49,8 +49,8 @@ class LayerPrices(NamedTuple):
         What rounding an expert changes in the layer's output is proportional to its weight, and the divergence of the
         next token's distribution to the change's square. What is left out grows a little faster, as experts of small
         weight also give small outputs. A substitute, which weighs what its own score gives it, is a second change,
-        unlike the first: experts of like score are no more alike than others (docs/log.md). `gap` is the part of the
-        expert's choice score that the substitute's falls short of it (0 to 1).
+        unlike the first: experts of like score are no more alike than others (docs/log/substitution.md). `gap` is the
+        part of the expert's choice score that the substitute's falls short of it (0 to 1).
         """
         squared = weight * weight
         if answer is _SUBSTITUTE:

@@ -9,7 +9,7 @@ from smoe.routing import Phase, Routing
 LAST_TOKENS = 32
 """How many last tokens of a prompt, or of the prompts of a batch together, decide which experts stay after prefill.
 
-Shared out they hit a little more than as many of each prompt (docs/log.md), and cost as much for any batch."""
+Shared out they hit a little more than as many of each prompt (docs/log/prefill.md), and cost as much for any batch."""
 
 
 def observation(routing: Routing) -> Routing:

@@ -15,7 +15,7 @@ Reading that takes d longer makes the token d longer; d shorter makes it d short
 this is wrong: reads that were covered with time to spare surface at once, so a much slower disk is made out worse than
 it is; prefetches that come too late or just in time, and the processor's time for reading, are taken to stay as they
 were. Measured on the wide demo at rates 1.2 to 1.5 times apart, such times miss by 0 to 14 %, as they stand by 15 to
-46 % (docs/log.md).
+46 % (docs/log/prefetch.md).
 """
 
 from __future__ import annotations

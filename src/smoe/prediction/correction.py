@@ -26,7 +26,7 @@ from smoe.models.router_matrix import RouterMatrix
 
 SHRINKAGE = 0.05
 """What the prior weighs, in parts of the mean variance of the inputs. With 500 tokens to learn from a fiftieth costs
-8 points of recall on text that was not seen, with 8000 nothing (docs/log.md)."""
+8 points of recall on text that was not seen, with 8000 nothing (docs/log/prefetch.md)."""
 _NEWTON_STEPS = 40
 _LARGEST_STEP = 5.0
 

@@ -40,7 +40,8 @@ _WARM_UP, _STEPS = 16, 48
 """Decode steps that are simulated: first some that do not count, then those that do."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
-"""Beside a device, which waits for it: our own Python in every layer (docs/log.md). On a CPU `layer_seconds` has it."""
+"""Beside a device, which waits for it: our own Python in every layer (docs/log/forecasts.md). On a CPU `layer_seconds`
+has it."""
 _PROMPT_EXPERT_SECONDS = 60e-6
 """On a CPU, more than in decode: an expert of a prompt is some of the library's products. A guess, not measured."""
 _UNPACKING = 1.25
@@ -57,7 +58,7 @@ _RECALL = {
     "expert-mlp": 0.65,
 }
 """How often each predictor names an expert that the next layer wants: on the embedded model and unseen stories
-(docs/log.md), the look-ahead as SMoE has it (section VI-C)."""
+(docs/log/forecasts.md), the look-ahead as SMoE has it (section VI-C)."""
 _IN_CHUNKS = 1.2
 """How much longer an expert that is prefetched takes from a disk than one read at once (`memory/disk.py`)."""
 _LEAST_READING = 0.05

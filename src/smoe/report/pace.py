@@ -73,7 +73,7 @@ def of_prompt(first_pass_seconds: float, warm_seconds: float, forecast_seconds: 
 
 UNTAUGHT_SPEEDS = (0.3, 1.5)
 """Between which shares of its forecast the speed of a model lies that has not run on this machine: 54 cells of large
-models were within 0.66 and 1.5 of it, small ones go as low as 0.31 (docs/log.md)."""
+models were within 0.66 and 1.5 of it, small ones go as low as 0.31 (docs/log/forecasts.md)."""
 _OFF = 2.0
 """Times by which a run differs from its forecast at least, to be mentioned."""
 
@@ -111,12 +111,13 @@ def _is_off(ratio: float) -> bool:
 
 ALONE = 2.1
 """How many times longer an expert takes a CPU that had to be waited for than one computed in one piece with others, of
-three models in bf16 and int4 on two cores (docs/log.md): the helping thread has gone to sleep, the product is short."""
+three models in bf16 and int4 on two cores (docs/log/forecasts.md): the helping thread has gone to sleep, the product is
+short."""
 
 
 def crowded(reading: float) -> float:
     """How many times longer a layer beside its experts takes on a CPU that reads experts for such a share of the time:
-    the reading threads want the same cores and the same memory (docs/log.md)."""
+    the reading threads want the same cores and the same memory (docs/log/forecasts.md)."""
     return 1 + 0.6 * min(1.0, reading)
 
 

@@ -2,7 +2,7 @@
 
 A hit ratio alone says nothing of other sizes and policies. But of the habits that a drawn trace has (`synthetic.py`)
 one, the skew, says most of it: with the skew that gives a run's hit ratio at its own size the ratios at others come out
-within a few points, of random routers that repeat themselves far more than texts do, too (docs/log.md).
+within a few points, of random routers that repeat themselves far more than texts do, too (docs/log/forecasts.md).
 """
 
 from __future__ import annotations
