@@ -43,7 +43,7 @@ from smoe.units import format_seconds
 WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
 """There and back to a worker beside what the wire takes, its threads' waking up included; of it what main does for each
 message, one after the other; and handing an expert from thread to thread at the worker, which main does not count as
-computing: measured on two cores (docs/cluster.md)."""
+computing: measured on two cores (docs/log/cluster.md)."""
 ENOUGH = 0.05
 """By less than this share of the best time more workers do not pay."""
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16

@@ -22,7 +22,7 @@ from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.cluster_worker import WorkerTimes
 
 SPREAD = 0.05
-"""Of loads as they were measured (docs/cluster.md)."""
+"""Of loads as they were measured (docs/log/cluster.md)."""
 
 
 @dataclass(frozen=True)
