@@ -119,8 +119,7 @@ def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, outside: M
         return allocate(budget, demand), f"for {100 * config.resident_share:.3g}% of the experts"
     free, source = free_device_bytes(device)
     budget = min(less_margin(free), full_bytes(demand))
-    whole = ", and the whole model fits" if budget == full_bytes(demand) and config.keeps_experts else ""
-    return allocate(budget, demand), f"{source} less a margin{whole}"
+    return allocate(budget, demand), f"{source} less a margin{_whole(config, budget == full_bytes(demand))}"
 
 
 def _in_process(
@@ -149,8 +148,12 @@ def _in_process(
             given=limit_bytes,
             allowed=f"at least {least} bytes",
         ) from error
-    whole = ", and the whole model fits" if budget < room and config.keeps_experts else ""
-    return ledger, f"of a process of {format_bytes(limit_bytes)}{whole}"
+    return ledger, f"of a process of {format_bytes(limit_bytes)}{_whole(config, budget < room)}"
+
+
+def _whole(config: EngineConfig, fits: bool) -> str:
+    """What is added to a budget's reason where all experts stay in memory."""
+    return ", and the whole model fits" if fits and config.keeps_experts and config.expert_cache == "budget" else ""
 
 
 def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
