@@ -113,6 +113,35 @@ def test_every_package_has_its_place() -> None:
     assert packages == set(ORDER)
 
 
+def test_the_picture_of_the_packages_shows_the_imports() -> None:
+    """docs/packages.svg: every package once, above all packages that it imports. Would catch a box left behind."""
+    picture = (SOURCE.parents[1] / "docs" / "packages.svg").read_text(encoding="utf8")
+    boxes = re.findall(r'<g class="package" id="(\w+)"><rect class="\w+" x="[\d.]+" y="(\d+)"', picture)
+    height = {name: int(y) for name, y in boxes}
+    assert sorted(name for name, _ in boxes) == sorted(ORDER)
+    for module, path in ALL.items():
+        above = package_of(module)
+        for below in {package_of(name) for name in smoe_imports(path)} & set(ORDER) - {above}:
+            if above in ORDER:
+                assert height[above] < height[below], f"draw {above} above {below}, which {module} imports"
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "way-of-a-token.md"])
+def test_pages_about_the_source_name_files_that_exist(page: str) -> None:
+    text = (SOURCE.parents[1] / "docs" / page).read_text(encoding="utf8")
+    named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text)
+    everywhere = {path.name for path in SOURCE.rglob("*.py")}
+    missing = [name for name in named if "/" in name and not (SOURCE / name).exists() and not name.startswith("tests/")]
+    assert named and not missing
+    assert {name for name in named if "/" not in name} <= everywhere
+
+
+def test_the_architecture_page_lists_every_package() -> None:
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf8")
+    listed = [name for row in text.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)/`", row)]
+    assert sorted(listed) == sorted(ORDER)
+
+
 @pytest.mark.parametrize("module", [m for m in ALL if package_of(m) in ORDER])
 def test_packages_import_downwards(module: str) -> None:
     """Would catch a model that knows its engine, a measurement that knows the command line."""
