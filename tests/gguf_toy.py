@@ -62,8 +62,16 @@ MIXTURES = {
     "Q3_K_M": [("Q3_K", "Q5_K"), ("Q2_K", "Q4_K")],
     "MXFP4": [("MXFP4", "MXFP4"), ("Q4_1", "Q8_0")],
     "IQ4_XS": [("IQ4_XS", "IQ4_XS"), ("IQ4_NL", "Q5_K")],
+    "IQ3_M": [("IQ3_XXS", "IQ3_S"), ("IQ3_S", "Q4_K")],
+    "IQ2_M": [("IQ2_S", "IQ3_XXS"), ("IQ2_XXS", "IQ2_XS")],
+    "IQ1_M": [("IQ1_S", "IQ1_M"), ("IQ1_M", "TQ2_0")],
 }
-DENSE = {"IQ4_XS": ("IQ4_XS", "IQ4_NL")}
+DENSE = {
+    "IQ4_XS": ("IQ4_XS", "IQ4_NL"),
+    "IQ3_M": ("IQ3_S", "IQ4_NL"),
+    "IQ2_M": ("IQ2_S", "IQ4_NL"),
+    "IQ1_M": ("TQ2_0", "IQ4_NL"),
+}
 """Formats of the other matrices, where not Q8_0: of each the first whose blocks its rows are made of."""
 
 _GLOBAL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

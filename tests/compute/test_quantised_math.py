@@ -26,6 +26,7 @@ from tests.formats.blocks import by_others, random_rows
 
 HIDDEN, INNER, EXPERTS = 512, 256, 3
 MIXTURES = [("Q8_0", "Q8_0"), ("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q2_K", "Q3_K"), ("Q5_0", "Q5_1"), ("MXFP4", "Q4_1")]
+MIXTURES += [("IQ4_XS", "IQ4_NL"), ("IQ2_XXS", "IQ3_S")]
 needs_kernels = pytest.mark.skipif(widest() is None, reason="this CPU has no instruction set that kernels are for")
 
 
@@ -239,3 +240,9 @@ def test_a_kernel_that_is_wrong_is_noticed(pool: SpinningPool, monkeypatch: pyte
     shifted = matrix._replace(address=matrix.address + FORMATS["Q4_0"].nbytes)
     weights.matrices = [shifted, *weights.matrices[1:]]
     assert not layer.math.agrees(pool, weights)
+
+
+def test_points_have_no_kernels_for_gpus() -> None:
+    """Their numbers cannot be had from a slot's bytes alone: they are unpacked."""
+    assert Layer(FORMATS["IQ4_XS"], FORMATS["TQ2_0"]).math.slot_kind(16) is not None
+    assert Layer(FORMATS["IQ4_XS"], FORMATS["IQ3_S"]).math.slot_kind(16) is None

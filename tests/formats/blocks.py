@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -9,7 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from smoe.formats.base import Format
+from smoe.formats.base import Format, Scalar
 from smoe.formats.registry import OPENAI, RELEASED
 
 
@@ -24,11 +26,22 @@ def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float 
         else:
             kind = np.float16 if scalar.kind == "F16" else np.float32
             scales = chance.uniform(-spread, spread, (len(blocks), 1)).astype(np.float16).astype(kind)
-            blocks[:, scalar.byte : scalar.byte + scalar.nbytes] = scales.view(np.uint8)
+            put_scalar(blocks, scalar, scales)
     if form.is_float8 or form.has_float8_scales:
         codes = blocks[:, form.scale.nbytes :][:, : len(form.groups) if form.has_float8_scales else None]
         codes[codes & 127 == 127] = 8  # no numbers
     return data
+
+
+def put_scalar(blocks: npt.NDArray[np.uint8], scalar: Scalar, scales: npt.NDArray[Any]) -> None:
+    """Write a block's own number [blocks, 1], of the type that the format has it in."""
+    if not scalar.fields:
+        blocks[:, scalar.byte : scalar.byte + scalar.nbytes] = scales.view(np.uint8)
+        return
+    bits = scales.view(np.uint16)[:, 0]
+    for field in scalar.fields:
+        others = blocks[:, field.byte] & (255 ^ field.mask << field.shift)
+        blocks[:, field.byte] = others | (bits >> field.left & field.mask) << field.shift
 
 
 def by_gguf(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

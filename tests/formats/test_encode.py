@@ -50,7 +50,7 @@ def meant(form: Format, blocks: Blocks) -> np.ndarray:
     found = gain * codes
     if form.minimum is not None:
         assert blocks.minimum is not None
-        offset = form.minimum.sign * blocks.minimum.astype(np.float64)[:, None]
+        offset = form.minimum.factor * blocks.minimum.astype(np.float64)[:, None]
         if blocks.group_minimums is not None:
             offset = offset * np.repeat(blocks.group_minimums, per_group, axis=1)
         found = found - offset

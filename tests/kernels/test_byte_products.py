@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from smoe.bounds import BF16, INT8
 from smoe.formats.activations import fits, in_8_bits
-from smoe.formats.base import Bits, Format
+from smoe.formats.base import Bits, Format, Points
 from smoe.formats.registry import FORMATS
 from smoe.kernels.byte_products import TILE_COLUMNS
 from smoe.kernels.elementwise import activation_table
@@ -79,6 +79,10 @@ def test_the_largest_codes_and_bytes_are_not_cut_off(form, functions, value: int
     for group in form.groups:
         for run in group.runs:
             for field in run.fields:
+                if isinstance(field, Points):
+                    for part in (part for fields in (*field.indices, *field.signs) for part in fields):
+                        blocks[:, part.byte] = value
+                    continue
                 step = 8 if isinstance(field, Bits) else 1
                 blocks[:, field.byte : field.byte + run.numbers // step] = value
     x = torch.full((1, columns), 1.5 * sign).bfloat16()

@@ -35,9 +35,9 @@ pytestmark = pytest.mark.skipif(emulated.why_not() is not None, reason=str(emula
 ROWS = 9
 BLOCKS = 3
 SOME = {
-    (NEON, BF16): ("Q8_0", "Q5_1", "Q6_K", "MXFP4", "INT3", "FP8", "W4_32", "W8_128", "IQ4_XS"),
-    (NEON_DOTPROD, INT8): ("Q8_0", "Q5_0", "Q3_K", "MXFP4_PAIRS", "INT4", "INT3", "INT2"),
-    (NEON, INT8): ("Q8_0", "Q5_1", "MXFP4", "IQ4_XS"),
+    (NEON, BF16): ("Q8_0", "Q5_1", "Q6_K", "MXFP4", "INT3", "FP8", "W4_32", "W8_128", "IQ4_XS", "IQ2_XS"),
+    (NEON_DOTPROD, INT8): ("Q8_0", "Q5_0", "Q3_K", "MXFP4_PAIRS", "INT4", "INT3", "INT2", "IQ3_XXS"),
+    (NEON, INT8): ("Q8_0", "Q5_1", "MXFP4", "IQ4_XS", "IQ2_S", "IQ1_M"),
 }
 """Formats that differ in what is asked of an instruction set; the rest takes long to compile."""
 CASES = [(isa, activations, name) for (isa, activations), names in SOME.items() for name in names]

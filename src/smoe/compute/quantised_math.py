@@ -18,6 +18,7 @@ from torch import nn
 from smoe.bounds import BF16
 from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
 from smoe.compute.row_groups import Shape, product
+from smoe.gpu_kernels.decoding import fits as has_text
 from smoe.gpu_kernels.source import Layout
 from smoe.kernels.experts import Expert, TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
@@ -167,6 +168,8 @@ class QuantisedMath(ExpertMath):
         return QuantisedWeights(data, self._tile, self._activations, *biases)
 
     def _layouts(self, alignment: int) -> tuple[Layout, ...] | None:
+        if not all(has_text(each.form) for each in self._stored):
+            return None
         return tuple(Layout(each.outputs, each.columns, each.form, alignment=alignment) for each in self._stored)
 
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:

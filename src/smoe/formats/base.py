@@ -4,18 +4,21 @@
     number           = scale * (group's scale) * (code - zero)  -  minimum * (group's minimum)
 
 Where a code lies is said in *fields*, bits of one byte; the codes of neighbouring numbers, or of every second one, lie
-in neighbouring bytes.
+in neighbouring bytes. Or several neighbouring numbers are a point of a grid, found by one index (`grids.py`).
 Nothing here computes but `decode`, the reference: kernels are generated from the same values
 (`kernels/quantised.py`), and tests hold both to the decoders of others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from smoe.formats.grids import Grid
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -53,12 +56,24 @@ class Bits(NamedTuple):
     left: int
 
 
+class Points(NamedTuple):
+    """Numbers that are points of a grid, whole numbers with a sign of their own; the only field of a run of 16."""
+
+    grid: Grid
+    indices: tuple[tuple[Field, ...], ...]
+    """Of every point."""
+    signs: tuple[tuple[Field, ...], ...] = ()
+    """For every eight numbers a byte, the first number's bit lowest; where it is set, the number is negative."""
+    has_even_signs: bool = False
+    """Signs have seven bits: the eighth is set where an odd number of them is."""
+
+
 class Run(NamedTuple):
     """Some numbers from `first` on; the fields of number `first + i * step` lie `i` bytes behind those of the first."""
 
     first: int
     numbers: int
-    fields: tuple[Field | Bits, ...]
+    fields: tuple[Field | Bits | Points, ...]
     step: int = 1
 
 
@@ -73,12 +88,14 @@ class Group(NamedTuple):
 
 
 class Scalar(NamedTuple):
-    """A number of the block, times `sign`."""
+    """A number of the block, times `factor`, a power of two or its negative."""
 
     byte: int
     kind: str = "F16"
     """F16, F32, or E8M0: one byte e for 2 ** (e - 127)."""
-    sign: int = 1
+    factor: float = 1
+    fields: tuple[Field, ...] = ()
+    """Of F16: where its bits lie, if not next to each other."""
 
     @property
     def nbytes(self) -> int:
@@ -120,9 +137,17 @@ class Format:
 
     @property
     def most(self) -> int:
-        """The largest code, as its bits have it: unsigned, `zero` not subtracted."""
-        fields = self.groups[0].runs[0].fields
+        """The largest code, as its bits have it: unsigned, `zero` not subtracted; of points the largest magnitude."""
+        if self.grid is not None:
+            return self.grid.most
+        fields = [field for field in self.groups[0].runs[0].fields if not isinstance(field, Points)]
         return sum((1 if isinstance(field, Bits) else field.mask) << field.left for field in fields)
+
+    @property
+    def grid(self) -> Grid | None:
+        """Of the format's points, where numbers are such."""
+        field = self.groups[0].runs[0].fields[0]
+        return field.grid if isinstance(field, Points) else None
 
     def row_bytes(self, numbers: int) -> int:
         """Bytes of a row of so many numbers, a whole number of blocks."""
@@ -157,6 +182,7 @@ class Format:
         if self.is_float8:
             (run,) = self.groups[0].runs
             (field,), count = run.fields, run.numbers
+            assert isinstance(field, Field), self.name
         elif self.has_float8_scales:
             (field,), count = self.groups[0].scale, len(self.groups)
         else:
@@ -185,14 +211,37 @@ class Format:
         return (code - np.int32(self.zero)).astype(np.float32)
 
 
-def _code(blocks: Bytes, fields: tuple[Field | Bits, ...], i: int) -> npt.NDArray[np.int32]:
+def _code(blocks: Bytes, fields: Sequence[Field | Bits | Points], i: int) -> npt.NDArray[np.int32]:
     total = np.zeros(len(blocks), np.int32)
     for field in fields:
-        if isinstance(field, Bits):
+        if isinstance(field, Points):
+            total += _of_point(blocks, field, i)
+        elif isinstance(field, Bits):
             total += (blocks[:, field.byte + i // 8].astype(np.int32) >> i % 8 & 1) << field.left
         else:
             total += (blocks[:, field.byte + i].astype(np.int32) >> field.shift & field.mask) << field.left
     return total
+
+
+def with_eighth_sign(signs: Any) -> Any:
+    """Seven bits with an eighth, so that an even number of them is set; whole numbers of any kind."""
+    odd = signs ^ (signs >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = odd ^ (odd >> 1)
+    return signs | ((odd & 1) << 7)
+
+
+def _of_point(blocks: Bytes, points: Points, i: int) -> npt.NDArray[np.int32]:
+    """Number i of those that points stand for, with its sign."""
+    point, within = divmod(i, points.grid.width)
+    size: npt.NDArray[np.int32] = points.grid.points[_code(blocks, points.indices[point], 0), within].astype(np.int32)
+    if not points.signs:
+        return size
+    signs = _code(blocks, points.signs[i // 8], 0)
+    if points.has_even_signs:
+        signs = with_eighth_sign(signs)
+    found: npt.NDArray[np.int32] = np.where(signs >> i % 8 & 1, -size, size)
+    return found
 
 
 def _minimum_code(blocks: Bytes, group: Group) -> Floats:
@@ -204,14 +253,17 @@ def _scalar(blocks: Bytes, scalar: Scalar) -> Floats:
         power: Floats = np.ldexp(np.float32(1), blocks[:, scalar.byte].astype(np.int32) - 127).astype(np.float32)
         return power
     kind = np.float16 if scalar.kind == "F16" else np.float32
+    if scalar.fields:
+        gathered = _code(blocks, scalar.fields, 0).astype(np.uint16).view(np.float16)
+        return gathered.astype(np.float32) * np.float32(scalar.factor)
     stored = np.ascontiguousarray(blocks[:, scalar.byte : scalar.byte + scalar.nbytes]).view(kind)[:, 0]
-    numbers: Floats = stored.astype(np.float32) * np.float32(scalar.sign)
+    numbers: Floats = stored.astype(np.float32) * np.float32(scalar.factor)
     return numbers
 
 
 def _is_finite(blocks: Bytes, scalar: Scalar) -> bool:
     if scalar.kind == "E8M0":
         return not bool((blocks[:, scalar.byte] == 255).any())
-    if scalar.kind == "F32":
+    if scalar.kind == "F32" or scalar.fields:
         return bool(np.isfinite(_scalar(blocks, scalar)).all())
     return not bool((blocks[:, scalar.byte + 1] & 0x7C == 0x7C).any())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from smoe.formats.base import Bits, Bytes, Field, Format, Scalar
+from smoe.formats.base import Bits, Bytes, Field, Format, Points, Scalar
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -29,7 +30,9 @@ class Blocks(NamedTuple):
 
 def encode(form: Format, blocks: Blocks) -> Bytes:
     """uint8 [N, nbytes]. For formats whose scales are fp16, and whose codes are what they stand for."""
-    assert form.scale.kind == "F16" and form.table is None and not form.has_signed_scales, form.name
+    assert form.scale.kind == "F16" and form.table is None and form.grid is None and not form.has_signed_scales, (
+        form.name
+    )
     out = np.zeros((len(blocks.codes), form.nbytes), np.uint8)
     _put_scalar(out, form.scale, blocks.scale)
     if form.minimum is not None:
@@ -49,8 +52,9 @@ def encode(form: Format, blocks: Blocks) -> Bytes:
     return out
 
 
-def _put(out: Bytes, fields: tuple[Field | Bits, ...], i: int, codes: Bytes) -> None:
+def _put(out: Bytes, fields: Sequence[Field | Bits | Points], i: int, codes: Bytes) -> None:
     for field in fields:
+        assert not isinstance(field, Points)
         if isinstance(field, Bits):
             out[:, field.byte + i // 8] |= (codes >> field.left & 1) << i % 8
         else:

@@ -23,7 +23,7 @@ INT4 = Format(
     36,
     Scalar(0),
     (Group((Run(0, 32, (Field(4, 0, 15),)), Run(32, 32, (Field(4, 4, 15),)))),),
-    minimum=Scalar(2, sign=-1),
+    minimum=Scalar(2, factor=-1),
 )
 INT3 = Format(
     "INT3",
@@ -31,6 +31,6 @@ INT3 = Format(
     28,
     Scalar(0),
     (Group(tuple(Run(16 * n, 16, (Field(4, 2 * n, 3), Bits(20 + 2 * n, 2))) for n in range(4))),),
-    minimum=Scalar(2, sign=-1),
+    minimum=Scalar(2, factor=-1),
 )
 INT2 = Format("INT2", 64, 24, Scalar(0), tuple(map(_quarter, range(4))), minimum=Scalar(2))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from smoe.formats.base import Format
 from smoe.formats.grouped import INT2, INT3, INT4
-from smoe.formats.i_quants import IQ4_NL, IQ4_XS
+from smoe.formats.i_quants import IQ1_M, IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS, IQ4_NL, IQ4_XS
 from smoe.formats.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from smoe.formats.mxfp4 import MXFP4, MXFP4_PAIRS
 from smoe.formats.released import FP8, NVFP4, WEIGHTS
 from smoe.formats.rounded import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+from smoe.formats.ternary import TQ2_0
 
-GGML: dict[str, Format] = {
-    each.name: each for each in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, IQ4_XS)
-}
+_OF_GGML = (
+    *(Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, MXFP4),
+    *(IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M, TQ2_0),
+)
+
+GGML: dict[str, Format] = {each.name: each for each in _OF_GGML}
 """Those that GGUF files have."""
 OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}
 """Those that `smoe pack` writes, beside ggml's."""

@@ -13,6 +13,6 @@ def _halves(at: int, *more: Bits) -> tuple[Group, ...]:
 
 Q8_0 = Format("Q8_0", 32, 34, Scalar(0), (Group((Run(0, 32, (Field(2),)),)),), is_signed=True)
 Q4_0 = Format("Q4_0", 32, 18, Scalar(0), _halves(2), zero=8)
-Q4_1 = Format("Q4_1", 32, 20, Scalar(0), _halves(4), minimum=Scalar(2, sign=-1))
+Q4_1 = Format("Q4_1", 32, 20, Scalar(0), _halves(4), minimum=Scalar(2, factor=-1))
 Q5_0 = Format("Q5_0", 32, 22, Scalar(0), _halves(6, Bits(2, 4)), zero=16)
-Q5_1 = Format("Q5_1", 32, 24, Scalar(0), _halves(8, Bits(4, 4)), minimum=Scalar(2, sign=-1))
+Q5_1 = Format("Q5_1", 32, 24, Scalar(0), _halves(8, Bits(4, 4)), minimum=Scalar(2, factor=-1))

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from smoe.formats.base import Bits, Field, Format, Group, Scalar
+from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar
 
 _HALF_BIAS = 256.0
 """E4M3's bits, read as the upper ones of float16, stand for a number smaller by this."""
+
+
+def fits(form: Format) -> bool:
+    """Whether a format's numbers can be had from its bytes alone: points of a grid lie in a table of their own."""
+    return form.grid is None
 
 
 def run_length(form: Format) -> int:
@@ -87,10 +92,11 @@ class Decoding:
         """A code of the group's own: [N, B], int32."""
         return " + ".join(self._bits(self._byte(field), field) for field in fields if isinstance(field, Field))
 
-    def _tile_code(self, fields: Sequence[Field | Bits]) -> str:
+    def _tile_code(self, fields: Sequence[Field | Bits | Points]) -> str:
         """The codes of a run: [N, B, R], int32."""
         parts = []
         for field in fields:
+            assert not isinstance(field, Points)
             if isinstance(field, Bits):
                 byte = self._named(
                     f"tl.load(head[:, :, None] + ({field.byte} + lane // 8){self._tile_mask}).to(tl.int32)"
@@ -140,7 +146,7 @@ class Decoding:
             bits = f"({bits}).to(tl.uint16)" if scalar.kind == "F16" else f"({bits})"
             number = f"{bits}.to({kind}, bitcast=True)"
         number = self._named(f"{number}.to(tl.float32)")
-        return number if scalar.sign == 1 else self._named(f"{number} * {float(scalar.sign)!r}")
+        return number if scalar.factor == 1 else self._named(f"{number} * {float(scalar.factor)!r}")
 
 
 def _looked_up(code: str, table: Sequence[float]) -> str:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from llvmlite import ir
 
-from smoe.formats.base import Bits, Field, Format, Group, Scalar
+from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar
 from smoe.kernels.builder import Code
 from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, WORD, Value
 from smoe.kernels.quantised_block import float8
@@ -28,11 +29,12 @@ _SPREAD = 0x00204081
 class Columns:
     """One block of each of `code.isa.lanes` rows, in columns of four bytes."""
 
-    def __init__(self, code: Code, form: Format, places: Sequence[Value]) -> None:
-        """`places`: the address of the block in each row."""
+    def __init__(self, code: Code, form: Format, places: Sequence[Value], zero: int = 0) -> None:
+        """`places`: the address of the block in each row; `zero`: what is added to the numbers of points."""
         self._code = code
         self._form = form
         self._places = places
+        self._zero = zero
         self._known: dict[int, list[Value]] = {}
 
     def words(self, byte: int) -> list[Value]:
@@ -52,10 +54,12 @@ class Columns:
             register = build.lshr(register, code.words([8 * inside] * code.isa.lanes))
         return build.and_(register, code.words([255] * code.isa.lanes))
 
-    def codes(self, fields: Sequence[Field | Bits], i: int) -> list[Value]:
+    def codes(self, fields: Sequence[Field | Bits | Points], i: int) -> list[Value]:
         """The codes of numbers i ... i + 15 of a run: four registers of bytes [4 * lanes], a code in each byte."""
         build, found = self._code.build, [None] * 4
         for field in fields:
+            if isinstance(field, Points):
+                return self._of_points(field)
             parts = self._bits(field, i) if isinstance(field, Bits) else self._field(field, i)
             found = [
                 part if so_far is None else build.or_(so_far, part) for so_far, part in zip(found, parts, strict=True)
@@ -65,19 +69,17 @@ class Columns:
 
     def scalar(self, scalar: Scalar) -> Value:
         """One of the block's own numbers: float32 [lanes]."""
-        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        code, build = self._code, self._code.build
         if scalar.kind == "E8M0":
             return self._power(self.byte(scalar.byte))
-        parts = [self.byte(scalar.byte + n) for n in range(scalar.nbytes)]
-        bits = parts[0]
-        for n, part in enumerate(parts[1:], start=1):
-            bits = build.or_(bits, build.shl(part, code.words([8 * n] * lanes)))
+        in_place = tuple(Field(scalar.byte + n, left=8 * n) for n in range(scalar.nbytes))
+        bits = self._whole(scalar.fields or in_place)
         if scalar.kind == "F32":
             number = build.bitcast(bits, code.registers(FLOAT))
         else:
             halves = build.bitcast(build.trunc(bits, code.registers(HALF_WORD)), code.registers(HALF))
             number = build.fpext(halves, code.registers(FLOAT))
-        return number if scalar.sign > 0 else build.fneg(number)
+        return code.times(number, scalar.factor)
 
     def gain(self, group: Group, scale: Value) -> Value:
         """What the codes of a group are multiplied with: float32 [lanes]; `scale` is the block's."""
@@ -136,6 +138,32 @@ class Columns:
             spread = build.mul(four, code.words([_SPREAD << bits.left] * lanes))
             found.append(build.and_(spread, code.words([0x01010101 << bits.left] * lanes)))
         return found
+
+    def _of_points(self, points: Points) -> list[Value]:
+        """All numbers of a run that are points, with their signs, plus `zero`."""
+        code, grid, zero, found = self._code, points.grid, self._zero, list[Value]()
+        data = (grid.points.astype(np.int16) + zero).astype(np.uint8).tobytes()
+        table = code.constant(f"{grid.name}_from_{zero}", data)
+        for index in points.indices:
+            places = self._whole(index)
+            for word in range(0, grid.width, 4):
+                found.append(code.gathered(code.at(table, word), places, grid.width))
+        kind = code.registers(BYTE, 4 * code.isa.lanes)
+        numbers = [code.build.bitcast(each, kind) for each in found]
+        if not points.signs:
+            return numbers
+        return [self._signed(number, points, n) for n, number in enumerate(numbers)]
+
+    def _signed(self, numbers: Value, points: Points, n: int) -> Value:
+        """Register number n of four, with the signs of its numbers: number - zero becomes zero - number."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        signs = self._whole(points.signs[n // 2])
+        if points.has_even_signs:
+            signs = code.with_eighth_sign(signs)
+        copies = code.pick(build.bitcast(signs, numbers.type), [4 * (i // 4) for i in range(4 * lanes)])
+        bits = code.bytes([1 << 4 * (n % 2) + i % 4 for i in range(4 * lanes)])
+        is_negative = build.icmp_unsigned("!=", build.and_(copies, bits), ir.Constant(numbers.type, None))
+        return build.select(is_negative, build.sub(code.bytes([2 * self._zero] * 4 * lanes), numbers), numbers)
 
     def _power(self, exponent: Value) -> Value:
         """2 ** (exponent - 127): float32 [lanes]."""

@@ -74,6 +74,21 @@ class Code:
         memory.type = POINTER  # llvmlite's own is of a kind that LLVM no longer has
         return memory
 
+    def constant(self, name: str, data: Sequence[int]) -> Value:
+        """The address of bytes that are part of this module, whole cache lines for themselves."""
+        known = self._module.globals.get(name)
+        if known is None:
+            kind = ir.ArrayType(BYTE, len(data))
+            known = ir.GlobalVariable(self._module, kind, name)
+            known.linkage, known.global_constant, known.align = "internal", True, 64
+            known.initializer = ir.Constant(kind, bytearray(data))
+            known.type = POINTER
+        return known
+
+    def gathered(self, table: Value, places: Value, stride: int) -> Value:
+        """Words of 32 bits at table + places * stride: [n] of places [n]."""
+        return self._own.gathered(self, table, places, stride)
+
     def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
         """Numbers of 16 bits of a table of 16 by codes [32], of which the lowest four bits count."""
         return self._own.looked_up_halves(self, table, codes)
@@ -135,6 +150,27 @@ class Code:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c of registers, rounded once."""
         return self.intrinsic(f"llvm.fma.v{a.type.count}f32", ir.FunctionType(a.type, [a.type] * 3), [a, b, c])
+
+    def times(self, number: Value, factor: float) -> Value:
+        """A float32, or a register of them, times a constant."""
+        if factor == 1:
+            return number
+        if factor == -1:
+            return self.build.fneg(number)
+        by = self.reals(factor, number.type.count) if isinstance(number.type, ir.VectorType) else None
+        return self.build.fmul(number, ir.Constant(FLOAT, factor) if by is None else by)
+
+    def with_eighth_sign(self, signs: Value) -> Value:
+        """Seven bits with an eighth, so that an even number of them is set; words of 32 bits."""
+        build, odd = self.build, signs
+
+        def all_of(value: int) -> Value:
+            is_register = isinstance(signs.type, ir.VectorType)
+            return self.words([value] * signs.type.count) if is_register else ir.Constant(WORD, value)
+
+        for by in (4, 2, 1):
+            odd = build.xor(odd, build.lshr(odd, all_of(by)))
+        return build.or_(signs, build.shl(build.and_(odd, all_of(1)), all_of(7)))
 
     def dots(self, total: Value, a: Value, b: Value) -> Value:
         """total [n] + a . b of two bf16 numbers each, given as 16 bits [2n]; a product and a sum are rounded alike."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from smoe.formats.base import Format, Group, Run
+from smoe.formats.base import Format, Group, Points, Run
 from smoe.kernels.block_columns import PIECE, Columns
 from smoe.kernels.builder import Code
 from smoe.kernels.byte_layout import Layout
@@ -66,6 +66,8 @@ def codes_of(isa: Isa, form: Format) -> _Codes:
         if isa.has_signed_bytes or not (most - least <= _MOST_IN_16_BITS or isa.has_int8_dots):
             return _Codes(0, max(most, -least), True, whole, unit)
         return _Codes(-least, most - least, False, tuple(number - least for number in whole), unit)
+    if form.grid is not None:
+        return _Codes(0, form.most, True) if isa.has_signed_bytes else _Codes(form.most, 2 * form.most)
     if form.is_signed:
         return _Codes(128, 255) if isa.has_int8_dots and not isa.has_signed_bytes else _Codes(0, 128, True)
     return _Codes(form.zero, form.most)
@@ -83,6 +85,12 @@ def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[
     code = Code(module, isa, function_name(form), arguments)
     _Products(code, form).build()
     code.end()
+
+
+def _bytes_of(run: Run, i: int) -> list[int]:
+    """Where number i of a run has its code, the last field's byte first."""
+    fields = [field.indices[0][0] if isinstance(field, Points) else field for field in run.fields]
+    return [field.byte + i for field in reversed(fields)]
 
 
 class _Products:
@@ -176,7 +184,7 @@ class _Products:
     def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
         """Total [lanes] plus one block of `lanes` outputs times the row; memory at `ahead` is fetched meanwhile."""
         code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
-        columns = Columns(code, form, places)
+        columns = Columns(code, form, places, kind.zero)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
         lines, fetched, k = form.nbytes * lanes // _LINE, 0, 0
@@ -260,7 +268,7 @@ class _Products:
     def _unpack_block(self, places: Sequence[Value], i: Value, strip: int, ahead: Value) -> None:
         """Block number i of the tile; memory at `ahead` is fetched meanwhile."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
-        columns, groups = Columns(code, form, places), len(form.groups)
+        columns, groups = Columns(code, form, places, self.codes.zero), len(form.groups)
         scale = columns.scalar(form.scale)
         minimum = None if form.minimum is None else columns.scalar(form.minimum)
         at = build.mul(i, code.number(4 * lanes * groups))
@@ -289,7 +297,7 @@ class _Products:
                 for i in range(0, run.numbers, PIECE):
                     found.append((place, (run, i)))
                     place += PIECE
-        return sorted(found, key=lambda piece: [field.byte + piece[1][1] for field in reversed(piece[1][0].fields)])
+        return sorted(found, key=lambda piece: _bytes_of(*piece[1]))
 
     def _as_bytes(self, codes: Value) -> Value:
         code, kind = self.code, self.codes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llvmlite import ir
 
-from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, WORD, Value
+from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, WORD, Value
 
 if TYPE_CHECKING:
     from smoe.kernels.builder import Code
@@ -46,6 +46,16 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
         return build.bitcast(found, ir.VectorType(FLOAT, some.type.count))
 
     return _by_register(code, look, build.add(places, code.words([_PLACE_OF_NONE] * lanes)))
+
+
+def gathered(code: Code, table: Value, places: Value, stride: int) -> Value:
+    """One load after the other."""
+    build, found = code.build, ir.Constant(places.type, ir.Undefined)
+    for n in range(places.type.count):
+        lane = ir.Constant(WORD, n)
+        at = build.mul(build.zext(build.extract_element(places, lane), LONG), code.number(stride))
+        found = build.insert_element(found, code.load(WORD, code.at(table, at)), lane)
+    return found
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from smoe.formats.base import Bits, Field, Format, Scalar
+from smoe.formats.base import Bits, Field, Format, Points, Scalar
 from smoe.kernels.builder import Code
-from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, WORD, Value
+from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, LONG, WORD, Value
 
 
 class Row(NamedTuple):
@@ -54,7 +54,7 @@ def arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> li
     return found
 
 
-def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Value, i: int) -> Value:
+def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits | Points], place: Value, i: int) -> Value:
     """The codes of numbers i, i + 1, ... of a run as floats, `zero` not yet subtracted."""
     build, kind = code.build, code.registers(WORD)
     if form.is_signed:
@@ -66,8 +66,13 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits], place: Va
         (field,) = fields
         assert isinstance(field, Field)
         return float8(code, code.load(code.registers(BYTE), code.at(place, field.byte + i)))
+    if form.grid is not None:
+        (points,) = fields
+        assert isinstance(points, Points)
+        return _of_points(code, points, place, i)
     total = None
     for field in fields:
+        assert not isinstance(field, Points)
         part = _bits(code, field, place, i) if isinstance(field, Bits) else _field(code, field, place, i)
         total = part if total is None else build.or_(total, part)
     if form.table is not None:
@@ -100,6 +105,40 @@ def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
     lanes = code.isa.lanes
     word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
     return code.where_set(word, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
+
+
+def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
+    """Numbers i, i + 1, ... of points, one look-up after the other."""
+    build, grid, lanes = code.build, points.grid, code.isa.lanes
+    table, kind = code.constant(grid.name, grid.points.tobytes()), ir.IntType(8 * grid.width)
+    count, first = lanes // grid.width, i // grid.width
+    joined = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
+    for n in range(count):
+        index = build.zext(_one_code(code, points.indices[first + n], place), LONG)
+        point = code.load(kind, code.at(table, build.mul(index, code.number(grid.width))))
+        joined = build.insert_element(joined, point, ir.Constant(WORD, n))
+    whole = build.sext(build.bitcast(joined, code.registers(BYTE)), code.registers(WORD))
+    if not points.signs:
+        return build.sitofp(whole, code.registers(FLOAT))
+    word = ir.Constant(WORD, 0)
+    for n in range(lanes // 8):
+        signs = _one_code(code, points.signs[i // 8 + n], place)
+        if points.has_even_signs:
+            signs = code.with_eighth_sign(signs)
+        word = build.or_(word, build.shl(signs, ir.Constant(WORD, 8 * n)))
+    signed = code.where_set(build.trunc(word, ir.IntType(lanes)), build.neg(whole), whole)
+    return build.sitofp(signed, code.registers(FLOAT))
+
+
+def _one_code(code: Code, fields: Sequence[Field], place: Value) -> Value:
+    """A code of one block: 32 bits."""
+    build, total = code.build, None
+    for field in fields:
+        part = build.zext(code.load(BYTE, code.at(place, field.byte)), WORD)
+        part = build.and_(build.lshr(part, ir.Constant(WORD, field.shift)), ir.Constant(WORD, field.mask))
+        part = build.shl(part, ir.Constant(WORD, field.left))
+        total = part if total is None else build.or_(total, part)
+    return total
 
 
 def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
@@ -141,8 +180,11 @@ def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
         tiny = ir.Constant(WORD, 1 << 22)
         is_least = build.icmp_unsigned("==", bits, ir.Constant(WORD, 0))
         return build.bitcast(build.select(is_least, tiny, bits), FLOAT)
+    if scalar.fields:
+        bits = build.trunc(_one_code(code, scalar.fields, place), HALF_WORD)
+        return code.times(build.fpext(build.bitcast(bits, HALF), FLOAT), scalar.factor)
     number = code.load(FLOAT, at) if scalar.kind == "F32" else build.fpext(code.load(HALF, at), FLOAT)
-    return number if scalar.sign > 0 else build.fneg(number)
+    return code.times(number, scalar.factor)
 
 
 def _group_codes(code: Code, fields_of: Sequence[tuple[Field, ...]], place: Value, is_signed: bool) -> Value:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from smoe.formats.base import Bits, Field, Format, Run
+from smoe.formats.base import Bits, Field, Format, Points, Run
 from smoe.kernels.builder import Code
 from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import BYTE, HALF_WORD, Value
@@ -37,7 +37,8 @@ class _Piece(NamedTuple):
 
 def fits(isa: Isa, form: Format) -> bool:
     """Whether codes of this format become bf16 numbers exactly, and the CPU multiplies them."""
-    return isa.has_bf16_dots and not (form.is_signed or form.is_float8) and form.most < SHIFT
+    is_other = form.is_signed or form.is_float8 or form.grid is not None
+    return isa.has_bf16_dots and not is_other and form.most < SHIFT
 
 
 def subtracted(isa: Isa, form: Format) -> int:
@@ -100,6 +101,7 @@ def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value)
     """32 codes, `SHIFT` added, or what the table has for them: bf16 as 16 bits each."""
     build, total, table = code.build, None, _table_of(form)
     for field, second in zip(one.run.fields, other.run.fields, strict=True):
+        assert not isinstance(field, Points)
         if isinstance(field, Bits):
             assert isinstance(second, Bits)
             part, left = _single_bits(code, field, one, second, other, place), 0

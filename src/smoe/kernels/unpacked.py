@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from smoe.formats.base import Bits, Field, Format, Group, Scalar
+from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar, with_eighth_sign
 
 
 def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -25,16 +27,31 @@ def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return out.view(data.shape[0], -1)
 
 
-def _codes(blocks: torch.Tensor, fields: tuple[Field | Bits, ...], count: int) -> torch.Tensor:
+def _codes(blocks: torch.Tensor, fields: Sequence[Field | Bits | Points], count: int) -> torch.Tensor:
     """int32 [blocks, count]"""
     parts = []
     for field in fields:
-        if isinstance(field, Bits):
+        if isinstance(field, Points):
+            parts.append(_of_points(blocks, field))
+        elif isinstance(field, Bits):
             parts.append(_single_bits(blocks, field, count) << field.left)
         else:
             raw = blocks[:, field.byte : field.byte + count].int()
             parts.append((raw >> field.shift & field.mask) << field.left)
     return sum(parts[1:], start=parts[0])
+
+
+def _of_points(blocks: torch.Tensor, points: Points) -> torch.Tensor:
+    """What all points of a run stand for, with their signs."""
+    grid = torch.tensor(points.grid.points, dtype=torch.int32, device=blocks.device)
+    sizes = grid[torch.cat([_codes(blocks, index, 1) for index in points.indices], 1)].flatten(1)
+    if not points.signs:
+        return sizes
+    signs = torch.stack([_codes(blocks, fields, 1) for fields in points.signs], 1)
+    if points.has_even_signs:
+        signs = with_eighth_sign(signs)
+    is_negative = (signs >> torch.arange(8, dtype=torch.int32, device=blocks.device) & 1).flatten(1).bool()
+    return torch.where(is_negative, -sizes, sizes)
 
 
 def _single_bits(blocks: torch.Tensor, bits: Bits, count: int) -> torch.Tensor:
@@ -71,6 +88,9 @@ def _scalar(blocks: torch.Tensor, scalar: Scalar) -> torch.Tensor:
     if scalar.kind == "E8M0":
         exponents = blocks[:, scalar.byte : scalar.byte + 1].int()
         return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
+    if scalar.fields:
+        bits = _codes(blocks, scalar.fields, 1).to(torch.int16)
+        return bits.view(torch.float16).float() * scalar.factor
     kind = torch.float16 if scalar.kind == "F16" else torch.float32
     stored = blocks[:, scalar.byte : scalar.byte + scalar.nbytes].contiguous().view(kind)
-    return stored.float() * scalar.sign
+    return stored.float() * scalar.factor

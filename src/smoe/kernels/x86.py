@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from llvmlite import ir
 
-from smoe.kernels.kinds import BFLOAT, FLOAT, HALF_WORD, WORD, Value
+from smoe.kernels.kinds import BFLOAT, BYTE, FLOAT, HALF_WORD, POINTER, WORD, Value
 
 if TYPE_CHECKING:
     from smoe.kernels.builder import Code
@@ -38,6 +38,19 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
         bits = code.build.or_(code.build.bitcast(low, codes.type), code.build.shl(upper, code.words([28] * 8)))
         return code.build.bitcast(bits, low.type)
     return code.build.select(code.build.icmp_unsigned("!=", upper, code.words([0] * 8)), high, low)
+
+
+def gathered(code: Code, table: Value, places: Value, stride: int) -> Value:
+    kind, lanes = places.type, places.type.count
+    nothing = ir.Constant(kind, None)
+    if lanes == 16:
+        flags = ir.VectorType(ir.IntType(1), lanes)
+        types, every = [kind, POINTER, kind, flags, WORD], ir.Constant(flags, [ir.Constant(ir.IntType(1), 1)] * lanes)
+        name, scale = "llvm.x86.avx512.mask.gather.dpi.512", ir.Constant(WORD, stride)
+    else:
+        types, every = [kind, POINTER, kind, kind, BYTE], code.words([0xFFFFFFFF] * lanes)
+        name, scale = "llvm.x86.avx2.gather.d.d.256", ir.Constant(BYTE, stride)
+    return code.intrinsic(name, ir.FunctionType(kind, types), [nothing, table, places, every, scale])
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
