@@ -294,26 +294,58 @@ def write(
     how the tokenizer splits texts (not said: as the family does). `blocks` are bytes that take a tensor's place as
     they are; `tokenizer` adds another one than the usual.
     """
-    name = architecture or ARCHITECTURES[model.config.model_type]
-    most = -(-len(tensors_of(model, fused=fused)) // parts) + 1 if parts > 1 else 0
-    writer = gguf.GGUFWriter(path, name, split_max_tensors=most)
-    for key, value in {**metadata_of(model), **(metadata or {})}.items():
+    return write_file(
+        path,
+        architecture or ARCHITECTURES[model.config.model_type],
+        {**metadata_of(model), **(metadata or {})},
+        {**tensors_of(model, fused=fused), **(tensors or {})},
+        experts=experts,
+        dense=dense,
+        parts=parts,
+        more=more,
+        split=SPLITS.get(model.config.model_type, "qwen2") if split == "usual" else split,
+        blocks=blocks,
+        tokenizer=tokenizer,
+    )
+
+
+def write_file(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor | None],
+    *,
+    experts: Type = Type.BF16,
+    dense: Type = Type.BF16,
+    parts: int = 1,
+    more: Mapping[str, Any] | None = None,
+    split: str | None = "qwen2",
+    blocks: Mapping[str, tuple[np.ndarray, Type]] | None = None,
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    wide: str = "$^",
+) -> Path:
+    """The same of metadata by the keys without the architecture, and of tensors by ggml's names; rows that are no whole
+    blocks of their type are stored as F32, and so is what has the regular expression `wide` in its name."""
+    most = -(-len(tensors) // parts) + 1 if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most)
+    for key, value in metadata.items():
         if value is not None:
-            _add(writer, f"{name}.{key}", value)
+            _add(writer, f"{architecture}.{key}", value)
     if tokenizer is not None:
         tokenizer(writer)
     else:
-        _add_tokenizer(writer, SPLITS.get(model.config.model_type, "qwen2") if split == "usual" else split)
+        _add_tokenizer(writer, split)
     for key, value in (more or {}).items():
         _add(writer, key, value)
-    for key, weight in {**tensors_of(model, fused=fused), **(tensors or {})}.items():
+    for key, weight in tensors.items():
         if blocks is not None and key in blocks:
             writer.add_tensor(key, blocks[key][0], raw_dtype=blocks[key][1])
         elif weight is not None:
-            is_vector = weight.dim() == 1 or key.endswith("bias")
+            is_vector = weight.dim() == 1 or key.endswith("bias") or re.search(wide, key)
             kind = Type.F32 if is_vector else experts if "_exps." in key else dense
+            kind = Type.F32 if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
             rows = weight.flatten(0, 2) if weight.dim() == 4 else weight
-            data = gguf.quants.quantize(rows.float().numpy(), kind)
+            data = gguf.quants.quantize(rows.detach().float().numpy(), kind)
             writer.add_tensor(key, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -332,7 +364,9 @@ def dequantised(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds: dict[type, Callable[..., None]]
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds[list] = writer.add_array
     kinds[type(value)](key, value)
 
 

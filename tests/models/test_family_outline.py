@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig
 
 from smoe.config import EngineConfig
 from smoe.errors import ModelError
 from smoe.models.checkpoint import checkpoint_at
+from smoe.models.described import described_at
 from smoe.models.families import FAMILIES
 from smoe.models.family_outline import plain_config
 from smoe.models.model_sizes import by_arithmetic, model_sizes
@@ -25,7 +27,7 @@ from smoe.models.read_spec import read_spec
 from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec, ModelSpec
 from smoe.presets import configure
-from tests import gguf_toy, zoo
+from tests import gguf_converted, gguf_toy, zoo
 from tests.published_configs import PUBLISHED, Published
 
 CONFIG = configure(context_tokens=32, resident_share=0.5)
@@ -124,6 +126,16 @@ def test_the_same_of_gguf_files(family: str, tmp_path: Path) -> None:
     else:
         path = gguf_toy.write(tmp_path / "toy.gguf", gguf_toy.make(family))
     compare(by_arithmetic(path, CONFIG)[1], read_spec(path, CONFIG))
+
+
+@pytest.mark.parametrize("kind", [Type.BF16, Type.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", gguf_converted.ALL)
+def test_the_same_of_gguf_files_with_other_matrices(name: str, kind: Type, tmp_path: Path) -> None:
+    architecture = gguf_converted.ALL[name]
+    path = gguf_converted.write(tmp_path / "toy.gguf", architecture, gguf_converted.make(architecture), kind)
+    if described_at(path).fields()[0] in FAMILIES:
+        compare(by_arithmetic(path, CONFIG)[1], read_spec(path, CONFIG))
+        assert not isinstance(model_sizes(path, CONFIG)[1], LibrarySpec), "only the library could describe it"
 
 
 def test_of_quantised_gguf_files(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
-from smoe.memory.gguf_header import GgufHeader, Value
+from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.models.config_file import check_number, check_sizes
-from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of
+from smoe.models.config_file import check_sizes
+from smoe.models.gguf_families import architecture_of
+from smoe.models.gguf_family import Entries, GgufFamily
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -29,8 +30,6 @@ _SIZES = {
     "expert_used_count": "num_experts_per_tok",
 }
 """The library's names, in all families, of what files say; each family has more (`gguf_families.py`)."""
-_SWITCHES = ("expert_weights_norm",)
-"""Entries that are true or false; all others that are read so are numbers."""
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
 _ROUTER = ".ffn_gate_inp."
 """In the names of every router's tensors."""
@@ -46,7 +45,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
     "leading_dense_block_count": (0,),
-    "nextn_predict_layers": (0,),
     "attention.sliding_window": (0,),
     "attention.clamp_kqv": (0.0,),
     "logit_scale": (0.0, 1.0),
@@ -63,62 +61,69 @@ _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"
 _SPECIAL = {"bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "tokenizer.ggml.padding_token_id"}
 
 
-def gguf_fields(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> tuple[str, dict[str, Any]]:
+def entries_of(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> Entries:
+    """What a file has of its architecture. Raises `UnsupportedModelError` for one that smoe does not read."""
+    architecture = architecture_of(header)
+    prefix = f"{architecture}."
+    values = {
+        key.removeprefix(prefix): read_array(header, key) if isinstance(value, GgufArray) else value
+        for key, value in header.metadata.items()
+        if key.startswith(prefix)
+    }
+    return Entries(header.path, architecture, values, tensors)
+
+
+def next_token_layers(entries: Entries) -> int:
+    """Layers behind all others that guess further tokens: the file counts them, and the library has none of them."""
+    return int(entries.number("nextn_predict_layers", 0))
+
+
+def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tuple[str, dict[str, Any]]:
     """(the library's family, the fields of its configuration) that a file describes.
 
     Raises `CheckpointError` with file and entry, `UnsupportedModelError` for what the family does not compute.
     """
-    architecture, path = architecture_of(header), header.path
-    family = FAMILIES[architecture]
-    said = _said(header, architecture, family)
-    if not said.get("expert_count") and not any(_ROUTER in key for key in tensors):
+    path, tensors = entries.path, entries.tensors
+    _check_computed(family, entries)
+    if not entries.values.get("expert_count") and not any(_ROUTER in key for key in tensors):
         raise NotMoEError(
-            f"{path} holds a model of the architecture {architecture!r} that has no routed experts: it is a dense "
-            "model, which transformers alone serves as well"
+            f"{path} holds a model of the architecture {entries.architecture!r} that has no routed experts: it is a "
+            "dense model, which transformers alone serves as well"
         )
-    names = _SIZES | dict(family.sizes)
+    names = {key: name for key, name in (_SIZES | dict(family.sizes)).items() if key not in family.read}
     values: dict[str, Any] = dict(family.fixed)
-    values |= {name: _number(path, key, said[key]) for key, name in names.items() if key in said}
+    values |= {name: entries.number(key) for key, name in names.items() if key in entries.values}
     for key in _NEEDED:
-        if key not in said:
-            raise CheckpointError(f"{path} lacks the metadata entry '{architecture}.{key}'; download it again")
+        entries.number(key)
     check_sizes(values, path)
-    values["num_hidden_layers"] -= values.get(NEXT_TOKEN_LAYERS, 0)
+    values["num_hidden_layers"] -= next_token_layers(entries)
     heads = values["num_attention_heads"]
     values.setdefault("num_key_value_heads", heads)
     if "head_dim" in names.values() and heads:
         values.setdefault("head_dim", values["hidden_size"] // heads)
     values |= _shapes(path, family, values, tensors)
-    values |= {name: key in tensors for name, key in family.told.items()}
+    values |= {name: key in tensors for name, key in family.from_tensors.items()}
     values |= {name: _token(header, key) for name, key in _SPECIAL.items()}
     ends = [token for token in dict.fromkeys(_token(header, key) for key in _ENDS) if token is not None]
     values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
-    values["rope_parameters"] = _rope(path, family, said) | _turned_part(path, family, values, said)
+    values["rope_parameters"] = _rope(family, entries) | _turned_part(family, values, entries)
+    if family.complete is not None:
+        family.complete(entries, values)
     check_sizes(values, path)
     return family.model_type, values
 
 
-def _said(header: GgufHeader, architecture: str, family: GgufFamily) -> dict[str, Value]:
-    """The architecture's own entries; raises `UnsupportedModelError` for one with which the computation is another."""
-    prefix = f"{architecture}."
-    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+def _check_computed(family: GgufFamily, entries: Entries) -> None:
+    """Raise `UnsupportedModelError` for an entry with which the computation is another than the library's."""
     for key, known in _ONLY.items():
-        allowed = family.allowed.get(key, known)
-        is_switch = isinstance(said.get(key), bool)  # true would pass for 1
-        if key not in family.sizes and (is_switch or said.get(key, allowed[0]) not in allowed):
+        if key in family.sizes or key in family.read:
+            continue
+        allowed, value = family.allowed.get(key, known), entries.values.get(key)
+        if value is not None and (isinstance(value, (bool, list)) or value not in allowed):  # true would pass for 1
             raise UnsupportedModelError(
-                f"{header.path}: '{prefix}{key}' is {said[key]!r:.80}; smoe reads files without it, or where it is "
-                f"{allowed[-1]}"
+                f"{entries.path}: '{entries.architecture}.{key}' is {value!r:.80}; smoe reads files without it, or "
+                f"where it is {allowed[-1]}"
             )
-    return said
-
-
-def _number(path: Path, key: str, value: Value) -> int | float | bool:
-    if isinstance(value, bool) != (key in _SWITCHES) or not isinstance(value, (int, float)):
-        what = "true or false" if key in _SWITCHES else "one number"
-        raise CheckpointError(f"{path}: the metadata entry {key!r} should be {what}; it is {value!r:.80}")
-    check_number(key, value, path)
-    return value
 
 
 def _shapes(
@@ -146,36 +151,37 @@ def _token(header: GgufHeader, key: str) -> int | None:
     return token
 
 
-def _turned_part(
-    path: Path, family: GgufFamily, values: Mapping[str, Any], said: Mapping[str, Value]
-) -> dict[str, Any]:
+def _turned_part(family: GgufFamily, values: Mapping[str, Any], entries: Entries) -> dict[str, Any]:
     """How much of a head positions turn, where that may be less than all of it."""
+    if family.sizes.get("rope.dimension_count", "head_dim") != "head_dim" or "rope.dimension_count" in family.read:
+        return {}
     heads = values["num_attention_heads"]
     head = values.get("head_dim") or (values["hidden_size"] // heads if heads else 0)
-    turned = _number(path, "rope.dimension_count", said.get("rope.dimension_count", head))
+    turned = entries.number("rope.dimension_count", head)
     if family.has_partial_rotary and head:
         return {"partial_rotary_factor": turned / head}
     if turned != head:
         raise UnsupportedModelError(
-            f"{path}: positions turn {turned} of {head} numbers of a head ('rope.dimension_count'); in transformers' "
-            f"{family.model_type!r} they turn all of them"
+            f"{entries.path}: positions turn {turned} of {head} numbers of a head ('rope.dimension_count'); in "
+            f"transformers' {family.model_type!r} they turn all of them"
         )
     return {}
 
 
-def _rope(path: Path, family: GgufFamily, said: Mapping[str, Value]) -> dict[str, Any]:
+def _rope(family: GgufFamily, entries: Entries) -> dict[str, Any]:
     """How positions are turned, as the library writes it."""
-    theta = _number(path, "rope.freq_base", said.get("rope.freq_base", _THETA))
+    path, values = entries.path, entries.values
+    theta = entries.number("rope.freq_base", _THETA)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = said.get("rope.scaling.type", "none")
+    kind = values.get("rope.scaling.type", "none")
     if kind == "none":
         return parameters
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(f"{path} scales positions by {kind!r:.80}; smoe reads none, linear and yarn")
-    parameters |= {"rope_type": kind, "factor": said.get("rope.scaling.factor")}
+    parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor")}
     if kind == "yarn":
-        parameters["original_max_position_embeddings"] = said.get("rope.scaling.original_context_length")
-        parameters |= {name: said[key] for key, name in _YARN.items() if key in said}
+        parameters["original_max_position_embeddings"] = values.get("rope.scaling.original_context_length")
+        parameters |= {name: values[key] for key, name in _YARN.items() if key in values}
     for key, value in parameters.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if key != "rope_type" and not (is_number and 0 < value < math.inf):

@@ -1,11 +1,12 @@
 """A checkpoint in a GGUF file, or in the parts of a split one: configuration, tokenizer and weights in one place.
 
 The names of weights are translated by the gguf package's own table. A stored matrix is the library's, row by row; where
-a family's rows lie in another order, they are put into the library's when they are read.
+a family has an `Arrangement` for it, it is made of what is stored when it is read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from smoe.errors import CheckpointError, ModelError
 from smoe.formats.registry import FORMATS
-from smoe.memory.gguf_tensors import read_bytes, read_tensor
+from smoe.memory.gguf_tensors import plain_tensor, read_bytes, read_tensor
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.stored_rows import StoredRows
 from smoe.models.dense import built_of, check_loaded, quiet_library
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
-from smoe.models.gguf_families import GgufFamily
 from smoe.models.gguf_sizes import GgufSizes
+from smoe.models.gguf_sources import Source
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.quantised_linear import keep_on_disk, keep_quantised
 from smoe.models.spec import LibrarySpec
@@ -44,23 +45,21 @@ class GgufFile(GgufSizes):
         sampling = read_sampling(self._headers[0])
         assert all(tensor.path.parent == self.place.parent for tensor in spec.dense.values()), "a header's copy"
         stored, weights = self._tensors, spec.shell.state_dict()
-        keys = {name: key for key, name in self._parameters(spec).items() if key in stored}
+        sources = {
+            name: source for name, source in self._sources(spec).items() if all(key in stored for key in source.keys)
+        }
         # torch's own memory begins at a cache line, where our kernels want matrices to begin
-        state = {name: _room(weights[name], name in spec.dense) for name in keys}
-        for name in keys.keys() - spec.dense.keys():
-            read_tensor(stored[keys[name]], state[name])
-            order = _row_order(self._family, name, spec.config, len(state[name]))
-            if order is not None:
-                state[name] = state[name][order]
+        state = {name: _room(weights[name], name in spec.dense) for name in sources}
+        for name in sources.keys() - spec.dense.keys():
+            self._read(sources[name], spec.config, state[name])
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
             loaded, report = built_of(state, spec.shell, spec.dtype.torch)
-        check_loaded(loaded, report, self.place, lambda name: f"{keys.get(name, name)!r} in {self.place}")
+        check_loaded(loaded, report, self.place, lambda name: f"{_key_of(sources, name)!r} in {self.place}")
         for name, tensor in spec.dense.items():
             if name == spec.embedding and spec.embedding_on_disk:
                 keep_on_disk(loaded, name, FORMATS[tensor.dtype], StoredRows(tensor), spec.dtype.torch)
                 continue
-            codes, order = self._codes(tensor), _row_order(self._family, name, spec.config, tensor.shape[0])
-            codes = codes if order is None else codes[order]
+            codes = self._all_codes(sources[name], spec.config)
             keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader had no name
         with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
@@ -73,6 +72,23 @@ class GgufFile(GgufSizes):
     def tokenizer(self) -> Any:
         return read_gguf_tokenizer(self._headers[0])
 
+    def _read(self, source: Source, config: PretrainedConfig, target: torch.Tensor) -> None:
+        """Fill `target` with the numbers of a weight."""
+        if source.arrangement is None:
+            read_tensor(self._tensors[source.keys[0]], target)
+            return
+        parts = [plain_tensor(self._tensors[key]) for key in source.keys]
+        with naming(f"{', '.join(source.keys)} in {self.place} do not fit together"):
+            target.copy_(source.arrangement.whole(parts, config).reshape(target.shape))
+
+    def _all_codes(self, source: Source, config: PretrainedConfig) -> torch.Tensor:
+        """A quantised weight's bytes, its rows in the library's order."""
+        parts = [self._codes(self._tensors[key]) for key in source.keys]
+        if source.arrangement is None:
+            return parts[0]
+        with naming(f"{', '.join(source.keys)} in {self.place} do not fit together"):
+            return source.arrangement.whole(parts, config).contiguous()
+
     def _codes(self, tensor: StoredTensor) -> torch.Tensor:
         """A quantised matrix's bytes: uint8 [rows, bytes of a row]."""
         codes = read_bytes(tensor).view(tensor.shape[0], -1)
@@ -84,13 +100,9 @@ class GgufFile(GgufSizes):
         return codes
 
 
-def _row_order(family: GgufFamily, name: str, config: PretrainedConfig, rows: int) -> torch.Tensor | None:
-    """Which of a file's rows is each row of the library's weight `name`: [rows]; None where they are the same."""
-    module = name.rpartition(".")[0]
-    if not family.has_paired_rows or not module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
-        return None
-    heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+def _key_of(sources: Mapping[str, Source], name: str) -> str:
+    """A weight's name in the file, for messages."""
+    return ", ".join(sources[name].keys) if name in sources else name
 
 
 def _room(weight: torch.Tensor, stays_quantised: bool) -> torch.Tensor:

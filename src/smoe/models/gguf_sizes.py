@@ -11,24 +11,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
 from smoe.errors import CheckpointError, UnsupportedModelError
-from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, is_readable, read_headers
 from smoe.memory.quantised_store import expert_bytes, is_quantised
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import LayerExperts
 from smoe.models.file_bytes import FileBytes, bytes_of_files
-from smoe.models.gguf_config import gguf_fields
-from smoe.models.gguf_experts import check_shape, index_gguf_experts, tensors_of
-from smoe.models.gguf_families import FAMILIES, NEXT_TOKEN_LAYERS, GgufFamily, architecture_of
+from smoe.models.gguf_config import entries_of, gguf_fields, next_token_layers
+from smoe.models.gguf_experts import index_gguf_experts, tensors_of
+from smoe.models.gguf_families import architecture_of, family_of
+from smoe.models.gguf_family import Entries, GgufFamily
+from smoe.models.gguf_sources import Source, sources_of
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.spec import ModelSpec
-
-_CORRECTION = re.compile(r"model\.layers\.(\d+)\..*\be_score_correction_bias")
-"""What is added to a router's scores before its choice, by the library's names: a buffer, or part of the block."""
 
 
 class GgufSizes:
@@ -40,10 +36,8 @@ class GgufSizes:
 
     def fields(self) -> tuple[str, dict[str, Any]]:
         """(the library's family, the fields of its configuration)"""
-        architecture_of(
-            self._headers[0]
-        )  # an unsupported family is refused before anything else of the file is checked
-        return gguf_fields(self._headers[0], self._tensors)
+        architecture_of(self._headers[0])  # an unsupported one is refused before anything else of the file is checked
+        return gguf_fields(self._headers[0], self._family, self._entries)
 
     def has_weights(self) -> bool:
         return True
@@ -54,11 +48,12 @@ class GgufSizes:
     def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
         tensors = self._tensors
         layers = self._layers(spec)
-        names = self._parameters(spec)
-        self._check_dense(spec, tensors, names)
-        known = {*names, *(tensor.key for layer in layers.values() for tensor in tensors_of(layer))}
+        sources = self._sources(spec)
+        self._check_dense(spec, tensors, sources)
+        known = {key for source in sources.values() for key in source.keys}
+        known |= {tensor.key for layer in layers.values() for tensor in tensors_of(layer)}
         first = spec.config.get_text_config().num_hidden_layers
-        unread = tuple(f"blk.{first + n}." for n in range(getattr(spec.config, NEXT_TOKEN_LAYERS, 0)))
+        unread = tuple(f"blk.{first + n}." for n in range(next_token_layers(self._entries)))
         unknown = sorted(key for key in tensors.keys() - known if not key.startswith(unread))
         if unknown:
             raise UnsupportedModelError(
@@ -79,10 +74,12 @@ class GgufSizes:
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         stored, found = self._tensors, {}
-        for key, name in self._parameters(spec).items():
+        for name, source in self._sources(spec).items():
             weight = spec.outline.weights.get(name)
-            if key in stored and stored[key].dtype in FORMATS and weight is not None and weight.is_plain:
-                found[name] = stored[key]
+            if weight is not None and weight.is_plain and all(key in stored for key in source.keys):
+                matrix = source.whole(stored, weight.shape)
+                if matrix is not None:
+                    found[name] = matrix
         return found
 
     def file_bytes(self, spec: ModelSpec) -> FileBytes:
@@ -108,61 +105,43 @@ class GgufSizes:
     def _tensors(self) -> dict[str, StoredTensor]:
         return index_gguf(self._headers)
 
-    @property
+    @cached_property
+    def _entries(self) -> Entries:
+        return entries_of(self._headers[0], self._tensors)
+
+    @cached_property
     def _family(self) -> GgufFamily:
-        return FAMILIES[architecture_of(self._headers[0])]
+        return family_of(self._entries)
 
     @cached_property
     def _headers(self) -> list[GgufHeader]:
         return read_headers(self.place)
 
-    def _parameters(self, spec: ModelSpec) -> dict[str, str]:
-        """The library's name of every weight that is no routed expert's, by its key in a file."""
-        architecture = architecture_of(self._headers[0])
-        kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
-        if kind is None:
-            raise UnsupportedModelError(
-                f"the installed gguf package does not know {architecture!r}; take a newer one (pip install -U gguf)"
-            )
-        table = get_tensor_name_map(kind, spec.config.get_text_config().num_hidden_layers)
-        experts = spec.outline.of_experts
-        found: dict[str, str] = {}
-        for name in spec.outline.stored:
-            stem, _, suffix = name.rpartition(".")
-            if name in experts:
-                continue
-            correction = _CORRECTION.fullmatch(name)
-            if correction is not None:
-                found[f"blk.{correction[1]}.exp_probs_b.bias"] = name
-                continue
-            key, suffix = (table.get_name(stem), suffix) if table.get_name(stem) else (table.get_name(name), "weight")
-            if key is None:
-                raise UnsupportedModelError(f"the gguf package has no name for {name!r} of {architecture!r}")
-            found[f"{key}.{suffix}"] = name
-        return found
+    def _sources(self, spec: ModelSpec) -> dict[str, Source]:
+        """What every weight that is no routed expert's is made of, by the library's name."""
+        names = [name for name in spec.outline.stored if name not in spec.outline.of_experts]
+        return sources_of(self._family, self._entries, names, spec.config.get_text_config().num_hidden_layers)
 
-    def _check_dense(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], names: Mapping[str, str]) -> None:
+    def _check_dense(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], sources: Mapping[str, Source]) -> None:
         """Every weight that is no routed expert's is there, in its shape and in a type that can be read."""
-        shapes = spec.outline.stored
-        for key, name in names.items():
-            tensor = tensors.get(key)
-            if tensor is None:
+        shapes, optional = spec.outline.stored, spec.outline.optional
+        missing: list[str] = []
+        for name, source in sources.items():
+            absent = [key for key in source.keys if key not in tensors]
+            if absent:
+                is_needed = not optional or name not in spec.outline.weights or not re.search(optional, name)
+                missing += absent[:1] if is_needed else []
                 continue
-            check_shape(tensor, shapes[name])
-            if not is_readable(tensor.dtype):
-                raise UnsupportedModelError(f"{key!r} in {tensor.path} is {tensor.dtype}, which smoe cannot read")
-        reached = {*spec.outline.of_experts, *(name for key, name in names.items() if key in tensors)}
-        optional = spec.outline.optional
-        missing = [
-            name
-            for name in shapes
-            if name not in reached and not (optional and name in spec.outline.weights and re.search(optional, name))
-        ]
+            source.check_shape(tensors, shapes[name])
+            for key in source.keys:
+                if not is_readable(tensors[key].dtype):
+                    raise UnsupportedModelError(
+                        f"{key!r} in {tensors[key].path} is {tensors[key].dtype}, which smoe cannot read"
+                    )
         if missing:
-            key = next((key for key, name in names.items() if name == missing[0]), missing[0])
             raise CheckpointError(
-                f"{self.place} lacks {len(missing)} weights, {key!r} first, which its metadata asks for; the file is "
-                "incomplete"
+                f"{self.place} lacks {len(missing)} weights, {missing[0]!r} first, which its metadata asks for; the "
+                "file is incomplete"
             )
 
     def _layers(self, spec: ModelSpec) -> dict[int, LayerExperts]:

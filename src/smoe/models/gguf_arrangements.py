@@ -1,0 +1,96 @@
+"""How weights of the library are made of the tensors of a GGUF file: the functions of the tables' `Arrangement`s.
+
+Each undoes what the format's converter does. Tensors may be numbers [rows, columns], vectors [rows], or, where only
+rows move, codes [rows, bytes of a row].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from smoe.models.gguf_family import Arrangement
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Sequence["torch.Tensor"]
+
+
+def _half_a_head_apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows that a position turns together lie next to each other in files, half a head apart in the library."""
+    apart: torch.Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return apart
+
+
+PAIRED_ROWS = {
+    f"self_attn.{matrix}.{suffix}": Arrangement(
+        lambda parts, config, count=count: _half_a_head_apart(parts[0], getattr(config, count)),  # type: ignore[misc]
+        moves_rows=True,
+    )
+    for matrix, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads"))
+    for suffix in ("weight", "bias")
+}
+"""Of families whose query and key matrices are turned in pairs."""
+
+
+def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
+    """Keys [heads, rank, width], the other way round, and values [heads, width, rank] of a latent, head by head."""
+    import torch
+
+    keys, values = parts
+    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+
+KEYS_AND_VALUES = {"self_attn.kv_b_proj.weight": Arrangement(_latent_values, ("attn_k_b.weight", "attn_v_b.weight"))}
+"""Of multi-head latent attention: files have the matrix of keys and values in two parts."""
+
+
+def _less_one(parts: Tensors, config: Any) -> torch.Tensor:
+    return parts[0].float() - 1
+
+
+def _logarithm(parts: Tensors, config: Any) -> torch.Tensor:
+    """A state's decay: files have -exp(A)."""
+    return (-parts[0].float()).log()
+
+
+LESS_ONE = Arrangement(_less_one)
+"""A norm's weight to which the library adds one, and files have it added."""
+LOGARITHM = Arrangement(_logarithm)
+
+
+def _query_key_value_gate(parts: Tensors, config: Any) -> torch.Tensor:
+    """Queries, keys, values and gates of all heads, put together head by head."""
+    import torch
+
+    stacked, gates = parts
+    heads, key = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim
+    queries, keys, values = stacked.tensor_split((key, 2 * key))
+    each = [rows.unflatten(0, (heads, -1)) for rows in (queries, keys, values, gates)]
+    return torch.cat(each, 1).flatten(0, 1)
+
+
+QUERY_KEY_VALUE_GATE = Arrangement(_query_key_value_gate, ("attn_qkv.weight", "attn_gate.weight"), moves_rows=True)
+
+
+def _grouped(rows: torch.Tensor, config: Any) -> torch.Tensor:
+    """Value heads by the key head that they go with; files have the first of every key head, then the second ..."""
+    heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
+    grouped: torch.Tensor = rows.unflatten(0, (heads // groups, groups, -1)).transpose(0, 1).flatten(0, 2)
+    return grouped
+
+
+def _grouped_behind_keys(parts: Tensors, config: Any) -> torch.Tensor:
+    """The same of values that lie behind queries and keys."""
+    import torch
+
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    rows = parts[0]
+    return torch.cat([rows[:keys], _grouped(rows[keys:], config)])
+
+
+GROUPED = Arrangement(lambda parts, config: _grouped(parts[0], config), moves_rows=True)
+GROUPED_BEHIND_KEYS = Arrangement(_grouped_behind_keys, moves_rows=True)
+GROUPED_COLUMNS = Arrangement(lambda parts, config: _grouped(parts[0].T, config).T)
+GROUPED_LOGARITHM = Arrangement(lambda parts, config: _logarithm([_grouped(parts[0], config)], config))

@@ -1,0 +1,88 @@
+"""Which tensors of a GGUF file each weight of the library is made of; routed experts are apart (`gguf_experts.py`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
+
+from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.formats.registry import FORMATS
+from smoe.memory.safetensors_index import StoredTensor
+from smoe.models.gguf_experts import check_shape
+from smoe.models.gguf_family import Arrangement, Entries, GgufFamily
+
+_IN_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.(.*)")
+_CORRECTION = re.compile(r".*\be_score_correction_bias")
+"""What is added to a router's scores before its choice, by the library's names: a buffer, or part of the block."""
+
+
+class Source(NamedTuple):
+    """What a weight is made of."""
+
+    keys: tuple[str, ...]
+    """Of the tensors."""
+    arrangement: Arrangement | None = None
+    """How; None: it is the one tensor, as it lies."""
+
+    def whole(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> StoredTensor | None:
+        """The weight as one quantised matrix, as far as type and bytes go; None where it is none, or cannot stay so."""
+        parts = [tensors[key] for key in self.keys]
+        first = parts[0]
+        stays = self.arrangement is None or self.arrangement.moves_rows
+        if not stays or any(part.dtype != first.dtype for part in parts) or first.dtype not in FORMATS:
+            return None
+        return first if len(parts) == 1 else replace(first, shape=shape, nbytes=sum(part.nbytes for part in parts))
+
+    def check_shape(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> None:
+        """Raise `CheckpointError` where the tensors are not what a weight of this shape is made of."""
+        parts = [tensors[key] for key in self.keys]
+        if self.arrangement is None:
+            check_shape(parts[0], shape)
+        elif sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+            raise CheckpointError(
+                f"{', '.join(map(repr, self.keys))} in {parts[0].path} have the shapes "
+                f"{', '.join(str(list(part.shape)) for part in parts)}, other shapes than its metadata says: together "
+                f"they should be {list(shape)}; download it again"
+            )
+
+
+def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layers: int) -> dict[str, Source]:
+    """What each of these weights of a model of so many layers is made of, whether the file has it or not."""
+    table = _package_names(family.named_as or entries.architecture, layers)
+    return {name: _source(family, entries, name, table) for name in names}
+
+
+def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMap | None) -> Source:
+    match = _IN_LAYER.fullmatch(name)
+    prefix, rest = (f"blk.{match[1]}.", match[2]) if match else ("", name)
+    arrangement, key = family.arrangements.get(rest), _own_key(family, prefix, rest, name, table)
+    if arrangement is not None and arrangement.sources:
+        keys = tuple(prefix + source for source in arrangement.sources)
+        return Source(keys, arrangement) if key is None or key not in entries.tensors else Source((key,))
+    if key is None:
+        raise UnsupportedModelError(f"the gguf package has no name for {name!r} of {entries.architecture!r}")
+    return Source((key,), arrangement)
+
+
+def _own_key(family: GgufFamily, prefix: str, rest: str, name: str, table: TensorNameMap | None) -> str | None:
+    """The tensor that the library's name alone stands for."""
+    if rest in family.names:
+        return prefix + family.names[rest]
+    if prefix and _CORRECTION.fullmatch(rest):
+        return f"{prefix}exp_probs_b.bias"
+    if table is None:
+        return None
+    stem, _, suffix = name.rpartition(".")
+    key = table.get_name(stem)
+    return f"{key}.{suffix}" if key is not None else table.get_name(name)
+
+
+def _package_names(architecture: str, layers: int) -> TensorNameMap | None:
+    """The gguf package's own table; None where it does not know the architecture."""
+    kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    return None if kind is None else get_tensor_name_map(kind, layers)

@@ -1,0 +1,359 @@
+"""Toys of architectures whose files have other matrices than the library, written as llama.cpp's converter writes them.
+
+Names, orders of rows and shapes are spelled out here once more, so that a wrong one in the reader's tables shows. Every
+setting of a toy differs from what goes without saying, and matrices hold but +-127 / 2^n: in Q8_0 they are exactly the
+same numbers, in whichever order, so that the library's own model is what a file's logits are compared with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from tests import families, gguf_toy, zoo
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+_GLOBAL = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_USUAL = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **{f"self_attn.{kind}_proj.weight": f"attn_{kind}.weight" for kind in "qkv"},
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    **{f"mlp.{name}.weight": f"ffn_{kind}.weight" for name, kind in _MLP.items()},
+    **{f"mlp.shared_expert.{name}.weight": f"ffn_{kind}_shexp.weight" for name, kind in _MLP.items()},
+    **{f"mlp.shared_experts.{name}.weight": f"ffn_{kind}_shexp.weight" for name, kind in _MLP.items()},
+}
+
+
+_WIDE = r"ffn_gate_inp|ssm_(?!in|out)|norm"
+"""Tensors that the converter writes in F32 whatever the type of the others."""
+
+
+class Architecture(NamedTuple):
+    """How one architecture's files are written."""
+
+    name: str
+    """In files."""
+    model_type: str
+    config: Mapping[str, Any]
+    """Of the toy, besides `families.py`'s."""
+    convert: Callable[[str, torch.Tensor, PretrainedConfig], Tensors]
+    """The tensors, by their names in a layer, of a weight of a layer, by the library's name there."""
+    metadata: Callable[[PretrainedConfig], dict[str, Any]]
+    """Besides what all files have."""
+    split: str = "qwen2"
+    unsaid: frozenset[str] = frozenset()
+    """Fields of the configuration that no file says, and that compute nothing."""
+
+
+def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrainedModel:
+    """The library's model, seeded."""
+    base = {
+        key: value for key, value in families.config_of(family.model_type).to_dict().items() if key != "qk_head_dim"
+    }
+    config = AutoConfig.for_model(**{**base, "rms_norm_eps": 1e-4, **family.config, **more})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+    zoo.fill(model, dtype)
+    _only_signs(model)
+    ready: PreTrainedModel = model.eval()
+    return ready
+
+
+@torch.no_grad()
+def _only_signs(model: PreTrainedModel) -> None:
+    """Every matrix but routers and convolutions: +-127 / 2^n, about as large as before."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not re.search(r"\bgate\.weight|router|conv|A_log", name):
+            size = 127 * 2.0 ** round(float(parameter.float().std().log2()) - 7)
+            parameter.copy_(parameter.sign().masked_fill(parameter == 0, 1) * size)
+
+
+def tensors_of(family: Architecture, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's weights as files have them, by their names there."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict().items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        if layer is None:
+            found |= dict(family.convert(name, weight, model.config))
+        else:
+            found |= {f"blk.{layer[1]}.{key}": each for key, each in family.convert(layer[2], weight, model.config)}
+    return found
+
+
+def write(path: Path, family: Architecture, model: PreTrainedModel, kind: Type = Type.F32, **changes: Any) -> Path:
+    """A file of `model`, whose matrices are of the type `kind`; `changes` are as `gguf_toy.write_file` has them, or
+    `metadata` and `tensors` that take the place of others."""
+    metadata = {**_common(model.config), **family.metadata(model.config), **changes.pop("metadata", {})}
+    tensors = {**tensors_of(family, model), **changes.pop("tensors", {})}
+    given = {"experts": kind, "dense": kind, "split": family.split, "wide": _WIDE} | changes
+    return gguf_toy.write_file(path, family.name, metadata, tensors, **given)
+
+
+def _common(config: PretrainedConfig) -> dict[str, Any]:
+    """What the converter takes of every config.json."""
+    found: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "feed_forward_length": getattr(config, "intermediate_size", None),
+        "expert_used_count": config.num_experts_per_tok,
+    }
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_theta"):
+        found["rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": float(rope["beta_fast"]),
+            "rope.scaling.yarn_beta_slow": float(rope["beta_slow"]),
+        }
+    return found
+
+
+def _usual(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """Under another name, and the experts' gate and up apart."""
+    if rest.endswith("experts.gate_up_proj"):
+        gate, up = weight.chunk(2, 1)
+        yield "ffn_gate_exps.weight", gate
+        yield "ffn_up_exps.weight", up
+    elif rest.endswith("experts.down_proj"):
+        yield "ffn_down_exps.weight", weight
+    else:
+        yield (_GLOBAL.get(rest) or _USUAL[rest]), weight
+
+
+_LATENT_NAMES = {
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+}
+
+
+def _latent(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """The keys' part of `kv_b`, head by head and the other way round, and the values' part."""
+    if rest == "self_attn.kv_b_proj.weight":
+        heads = weight.view(config.num_attention_heads, config.qk_nope_head_dim + config.v_head_dim, -1)
+        yield "attn_k_b.weight", heads[:, : config.qk_nope_head_dim].transpose(1, 2)
+        yield "attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
+    elif rest in _LATENT_NAMES:
+        yield _LATENT_NAMES[rest], weight
+    else:
+        yield from _usual(rest, weight, config)
+
+
+def _latent_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    found = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "leading_dense_block_count": 1,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    if config.rope_parameters.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope_parameters["mscale_all_dim"]
+    return found
+
+
+def _latent_sigmoid(config: PretrainedConfig) -> dict[str, Any]:
+    return {**_latent_metadata(config), "expert_gating_func": 2, "expert_weights_norm": True}
+
+
+_LATENT: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.5,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 0.75,
+    "mscale_all_dim": 0.75,
+}
+
+DEEPSEEK_V2 = Architecture(
+    "deepseek2",
+    "deepseek_v2",
+    {
+        **_LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "rope_parameters": _YARN,
+    },
+    _latent,
+    _latent_metadata,
+    "deepseek-llm",
+)
+DEEPSEEK_V2_LITE = DEEPSEEK_V2._replace(
+    config={**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+)
+DEEPSEEK_V3 = Architecture(
+    "deepseek2",
+    "deepseek_v3",
+    {**_LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
+    _latent,
+    _latent_sigmoid,
+    "deepseek-v3",
+    frozenset({"num_nextn_predict_layers"}),
+)
+GLM4_MOE_LITE = Architecture(
+    "deepseek2", "glm4_moe_lite", {**_LATENT, "n_group": 1, "topk_group": 1}, _latent, _latent_sigmoid, "glm4"
+)
+
+_STATE_NAMES = {
+    "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+}
+
+
+def _qwen3_next(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """Norms plus one, decays as -exp, queries, keys, values and gates each for all heads."""
+    if rest.endswith("norm.weight") and rest != "linear_attn.norm.weight":
+        weight = weight + 1
+    if rest == "linear_attn.A_log":
+        yield "ssm_a", -weight.exp()
+    elif rest == "linear_attn.conv1d.weight":
+        yield "ssm_conv1d.weight", weight.squeeze(1)
+    elif rest == "linear_attn.in_proj_qkvz.weight":
+        key, values = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
+        widths = [key, key, values * config.linear_value_head_dim, values * config.linear_value_head_dim]
+        heads = weight.view(config.linear_num_key_heads, sum(widths), -1)
+        q, k, v, z = (each.flatten(0, 1) for each in heads.split(widths, 1))
+        yield "attn_qkv.weight", torch.cat([q, k, v])
+        yield "attn_gate.weight", z
+    elif rest in _STATE_NAMES:
+        yield _STATE_NAMES[rest], weight
+    else:
+        yield from _usual(rest, weight, config)
+
+
+def _value_heads(weight: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    """The first value head of every key head, then the second of every one, ..."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    order = [key * (values // keys) + n for n in range(values // keys) for key in range(keys)]
+    return weight.view(values, -1, *weight.shape[1:])[order].view(weight.shape)
+
+
+def _qwen3_5(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """As above, and value heads in another order, also in the columns of the output matrix."""
+    if re.fullmatch(r"linear_attn\.(in_proj_[zab]\.weight|A_log|dt_bias)", rest):
+        weight = _value_heads(weight, config)
+    elif rest in ("linear_attn.in_proj_qkv.weight", "linear_attn.conv1d.weight"):
+        keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        weight = torch.cat([weight[:keys], _value_heads(weight[keys:], config)])
+    elif rest == "linear_attn.out_proj.weight":
+        weight = _value_heads(weight.T.contiguous(), config).T
+    yield from _qwen3_next(rest, weight, config)
+
+
+def _state_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "full_attention_interval": 2,
+    }
+
+
+def _mrope_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {**_state_metadata(config), "rope.dimension_sections": [*config.rope_parameters["mrope_section"], 0]}
+
+
+_STATE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 3,
+    "shared_expert_intermediate_size": 64,
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}
+QWEN3_NEXT = Architecture("qwen3next", "qwen3_next", _STATE, _qwen3_next, _state_metadata)
+QWEN3_5_MOE = Architecture(
+    "qwen35moe",
+    "qwen3_5_moe_text",
+    {
+        **_STATE,
+        "rope_parameters": {**_STATE["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
+    _qwen3_5,
+    _mrope_metadata,
+    "qwen35",
+)
+
+ALL: dict[str, Architecture] = {
+    "deepseek2 V2": DEEPSEEK_V2,
+    "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
+    "deepseek2 V3": DEEPSEEK_V3,
+    "deepseek2 GLM-4.7-Flash": GLM4_MOE_LITE,
+    "qwen3next": QWEN3_NEXT,
+    "qwen35moe": QWEN3_5_MOE,
+}
+"""By architecture, and the published family where one architecture has several."""

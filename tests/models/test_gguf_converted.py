@@ -1,0 +1,143 @@
+"""GGUF files whose matrices are not the library's, beside the library's model with the same weights.
+
+Would catch: rows or columns in another order, one of the parts of a weight exchanged with another, an entry of the
+metadata that is not read, a size that `smoe plan` does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import PreTrainedModel
+
+from smoe import from_pretrained
+from smoe.errors import CheckpointError
+from smoe.models.checkpoint import checkpoint_at
+from smoe.models.quantised_linear import QuantisedLinear
+from smoe.models.read_spec import read_spec
+from smoe.presets import configure
+from tests import gguf_converted as converted
+from tests import oracle
+from tests.models.test_gguf_quantised import assert_near, steps
+
+Open = Callable[..., PreTrainedModel]
+ALL = pytest.mark.parametrize("name", converted.ALL)
+UNSAID = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "initializer_range",
+    "use_cache",
+    "model_type",
+    "transformers_version",
+}
+UNSAID |= {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "vocab_size", "output_router_logits"}
+UNSAID |= {"router_aux_loss_coef"}
+
+
+@ALL
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)
+def test_logits_are_those_of_the_librarys_model(name: str, kind: Type, tmp_path: Path, open_model: Open) -> None:
+    """In Q8_0 the matrices are the same numbers, whichever of them are put together or turned round."""
+    family = converted.ALL[name]
+    model = converted.make(family)
+    path = converted.write(tmp_path / "toy.gguf", family, model, kind)
+    ours = open_model(path, "half", dtype="float32")
+    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+
+
+@ALL
+def test_the_configuration_is_the_models(name: str, tmp_path: Path) -> None:
+    family = converted.ALL[name]
+    model = converted.make(family)
+    config = checkpoint_at(converted.write(tmp_path / "toy.gguf", family, model)).config()
+    ours, theirs = config.to_dict(), model.config.to_dict()
+    if config.model_type != model.config.model_type:
+        return  # of another class that computes the same
+    unused = UNSAID | family.unsaid
+    differing = {key: (ours[key], theirs[key]) for key in theirs.keys() - unused if not same(ours[key], theirs[key])}
+    assert not differing
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal, but for the rounding of numbers that files have in 32 bits."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return ours == pytest.approx(theirs)
+    return bool(ours == theirs)
+
+
+@ALL
+def test_sizes_are_those_of_the_safetensors_release(name: str, tmp_path: Path) -> None:
+    family = converted.ALL[name]
+    model = converted.make(family, torch.bfloat16)
+    model.save_pretrained(tmp_path / "folder")
+    path = converted.write(tmp_path / "toy.gguf", family, model, Type.BF16)
+    ours, theirs = (read_spec(place, configure(context_tokens=32)) for place in (path, tmp_path / "folder"))
+    assert ours.weights_bytes == theirs.weights_bytes and ours.experts_bytes == theirs.experts_bytes
+    assert ours.anatomy == theirs.anatomy
+
+
+def test_matrices_whose_rows_move_stay_quantised(tmp_path: Path, open_model: Open) -> None:
+    """Where all parts are of one format; what is turned round, or made of two formats, is unpacked."""
+    family = converted.QWEN3_NEXT
+    model = converted.make(family)
+    path = converted.write(tmp_path / "toy.gguf", family, model, Type.Q8_0)
+    mixer = open_model(path, "half", dtype="float32").model.layers[0].linear_attn
+    assert isinstance(mixer.in_proj_qkvz, QuantisedLinear) and isinstance(mixer.out_proj, QuantisedLinear)
+    mixed = converted.write(tmp_path / "mixed.gguf", family, model, Type.Q8_0, wide="attn_gate|ffn_gate_inp|ssm_ba")
+    ours = open_model(mixed, "half", dtype="float32")
+    assert not isinstance(ours.model.layers[0].linear_attn.in_proj_qkvz, QuantisedLinear)
+    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "qwen3next", "deepseek2 V3", "deepseek2 GLM-4.7-Flash"])
+def test_layers_that_guess_further_tokens_are_left_out(name: str, tmp_path: Path, open_model: Open) -> None:
+    family = converted.ALL[name]
+    model = converted.make(family)
+    more = {"metadata": {"block_count": 5, "nextn_predict_layers": 1}}
+    tensors = {"blk.4.nextn.eh_proj.weight": torch.ones(64, 128), "blk.4.attn_q.weight": torch.ones(8, 64)}
+    path = converted.write(tmp_path / "toy.gguf", family, model, tensors=tensors, **more)
+    assert checkpoint_at(path).config().num_hidden_layers == 4
+    ours = open_model(path, "half", dtype="float32")
+    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+
+
+def test_early_files_of_latent_attention(tmp_path: Path, open_model: Open) -> None:
+    """Keys and values in one matrix, as many heads of each as of queries, and nothing of a router's scores."""
+    family = converted.DEEPSEEK_V3
+    model = converted.make(family)
+    whole = {
+        f"blk.{n}.attn_kv_b.weight": layer.self_attn.kv_b_proj.weight for n, layer in enumerate(model.model.layers)
+    }
+    parts = dict.fromkeys(f"blk.{n}.attn_{kind}_b.weight" for n in range(4) for kind in "kv")
+    early = {
+        "attention.head_count_kv": 4,
+        "attention.key_length": 40,
+        "attention.value_length": 16,
+        "attention.key_length_mla": None,
+        "attention.value_length_mla": None,
+        "expert_gating_func": None,
+    }
+    path = converted.write(tmp_path / "toy.gguf", family, model, tensors={**parts, **whole}, metadata=early)
+    ours = open_model(path, "half", dtype="float32")
+    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+
+
+def test_parts_that_do_not_make_the_weight(tmp_path: Path) -> None:
+    family = converted.DEEPSEEK_V3
+    odd = {"blk.1.attn_v_b.weight": torch.ones(4, 8, 32)}
+    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), tensors=odd)
+    with pytest.raises(CheckpointError, match=r"'blk.1.attn_k_b.weight', 'blk.1.attn_v_b.weight'.*other shapes"):
+        from_pretrained(path, memory="64MiB")
+    path = converted.write(
+        tmp_path / "less.gguf", family, converted.make(family), tensors={"blk.1.attn_v_b.weight": None}
+    )
+    with pytest.raises(CheckpointError, match=r"lacks 1 weights, 'blk.1.attn_v_b.weight'"):
+        from_pretrained(path, memory="64MiB")
