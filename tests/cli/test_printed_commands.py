@@ -1,4 +1,4 @@
-"""The commands of README and of the start page, run as they are printed, a small model in the place of each of theirs.
+"""The commands of README and of pages for users, run as they are printed, with a small model in place of each model.
 
 Would catch: an option that was renamed and is still printed, an order of commands that does not work on first use, a
 comment that a shell would not take for one.
@@ -32,7 +32,11 @@ from tests.forked import Forked
 from tests.toy import save_toy
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/start.md")
+PAGES = (
+    "README.md",
+    "docs/start.md",
+    *(f"docs/{page}.md" for page in ("commands", "quality", "emulated", "exactness", "speed")),
+)
 MODELS = ("Qwen/Qwen3-30B-A3B", "./my-model")
 """A toy takes their places."""
 MEASURED = ("smoe eval", "smoe tune")
