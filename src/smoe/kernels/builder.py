@@ -15,12 +15,8 @@ from llvmlite import ir
 
 from smoe.cpu_isa import AARCH64
 from smoe.kernels import neon, x86
-from smoe.kernels.isa import Isa
-from smoe.kernels.jit import cpu_has
+from smoe.kernels.isa import Isa, read_once_locality
 from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
-
-_AMD = "sse4a"
-"""Only AMD's CPUs have it."""
 
 
 class Code:
@@ -117,11 +113,10 @@ class Code:
     def prefetch(self, pointer: Value, is_read_once: bool = False) -> None:
         """A hint to fetch a cache line into the second level; of memory that is not there, nothing comes.
 
-        `is_read_once`: where the CPU can, past that level, which then keeps what Python needs between two products:
-        5 % of a token's time on Zen 5. Left alone on other CPUs, where it was not measured.
+        `is_read_once`: `read_once_locality`.
         """
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
-        locality = 0 if is_read_once and cpu_has(_AMD) else 2
+        locality = read_once_locality() if is_read_once else 2
         self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, locality, 1))])
 
     def pinned(self, register: Value) -> Value:

@@ -100,7 +100,7 @@ def _dots(code: Code, row: Value, xs: Sequence[Value], columns: Value) -> list[V
             sums = [carried[n : n + per_row] for n in range(0, len(carried), per_row)]
             at = build.mul(k, code.number(2))
             for line in range(0, count * LINE, LINE):
-                code.prefetch(code.at(code.at(row, at), AHEAD + line))
+                code.prefetch(code.at(code.at(row, at), AHEAD + line), is_read_once=True)
             for n, begin in enumerate(range(0, count * LINE, 4 * code.isa.lanes)):
                 add(
                     code,

@@ -16,14 +16,15 @@ each of its threads sums a part of the k, and the parts are added at the end. Th
 same order, so the bits agree. Whether they do on the machine at hand is proven at load on the model's own weights
 (`spinning_pool.py`); where they do not, torch computes.
 
-The next 16 rows are fetched into the second cache level while these are computed: a row of 768 is too short for the
-hardware to see a pattern in it, and this doubles its rate. Figures in docs/log/kernels.md.
+What is needed `AHEAD` numbers later, in these rows or in the next 16, is fetched meanwhile: a row of 768 is too short
+for the hardware to see a pattern in it. Figures in docs/log/kernels.md.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from smoe.kernels.isa import read_once_locality
 from smoe.kernels.registers import filled, joined, transposed
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ LANES = 16
 """Outputs computed together: 32-bit lanes of one register."""
 TILE = 32
 """k taken in one step: bf16 numbers of one register."""
+AHEAD = 512
+"""k between what is computed and what is fetched: 16 KB of 16 rows, a part of the first cache level."""
 CHAIN = 512
 """k after which the running sum of a single row begins anew."""
 _LEAST_WEIGHTS = 16**3
@@ -84,7 +87,8 @@ define internal void @row_product(
     i64 %length) #0 {{
 entry:
   %has.bias = icmp ne ptr %bias, null
-  %ahead = mul i64 %K, {LANES}
+  %far = mul i64 %K, {LANES - 1}
+  %wrapped = add i64 %far, {AHEAD}
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %strip, label %done
 {_sums(1)}
@@ -116,7 +120,8 @@ define internal void @row_product_{rows}(
     ptr noalias %pairs, ptr noalias %w, i64 %begin, i64 %end, i64 %K, i64 %part, i64 %length) #0 {{
 entry:
 {joined(loads)}
-  %ahead = mul i64 %K, {LANES}
+  %far = mul i64 %K, {LANES - 1}
+  %wrapped = add i64 %far, {AHEAD}
   %any = icmp slt i64 %begin, %end
   br i1 %any, label %strip, label %done
 {_sums(rows)}
@@ -154,6 +159,9 @@ chain:
 tile:
   %k = phi i64 [%c, %chain], [%k.next, %tile]
 {joined(f"  %acc.{r} = phi {zero}, %chain], [{last[r]}, %tile]" for r in each)}
+  %k.ahead = add i64 %k, {AHEAD}
+  %k.wraps = icmp sge i64 %k.ahead, %K
+  %ahead = select i1 %k.wraps, i64 %wrapped, i64 {AHEAD}
 {joined(_load(i) for i in range(LANES))}
 {joined(transposing)}
 {joined(dots)}
@@ -196,13 +204,13 @@ done:
 
 
 def _load(i: int) -> str:
-    """32 numbers of the strip's row i, and a hint to fetch those of the same place in the next strip."""
+    """32 numbers of the strip's row i, and a hint to fetch those `AHEAD` of them."""
     return f"""\
   %o{i} = add i64 %k, %row{i}
   %p{i} = getelementptr i16, ptr %w, i64 %o{i}
   %r{i} = load <16 x i32>, ptr %p{i}, align 2
   %q{i} = getelementptr i16, ptr %p{i}, i64 %ahead
-  call void @llvm.prefetch.p0(ptr %q{i}, i32 0, i32 2, i32 1)"""
+  call void @llvm.prefetch.p0(ptr %q{i}, i32 0, i32 {read_once_locality()}, i32 1)"""
 
 
 def _dots(pairs: list[str], r: int) -> list[str]:
