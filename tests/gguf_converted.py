@@ -82,7 +82,7 @@ def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) 
 def _only_signs(model: PreTrainedModel) -> None:
     """Every matrix but routers and convolutions: +-127 / 2^n, about as large as before."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and not re.search(r"\bgate\.weight|router|conv|A_log", name):
+        if parameter.dim() > 1 and not re.search(r"\bgate\.weight|router|conv1d|conv\.conv|A_log", name):
             size = 127 * 2.0 ** round(float(parameter.float().std().log2()) - 7)
             parameter.copy_(parameter.sign().masked_fill(parameter == 0, 1) * size)
 
@@ -91,6 +91,8 @@ def tensors_of(family: Architecture, model: PreTrainedModel) -> dict[str, torch.
     """A model's weights as files have them, by their names there."""
     found: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
         if layer is None:
             found |= dict(family.convert(name, weight, model.config))
@@ -348,6 +350,310 @@ QWEN3_5_MOE = Architecture(
     "qwen35",
 )
 
+
+def _pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The two rows of a head that a position turns together next to each other."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _granite(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    if rest.startswith(("self_attn.q_proj", "self_attn.k_proj")):
+        is_query = rest.startswith("self_attn.q_proj")
+        weight = _pairs(weight, config.num_attention_heads if is_query else config.num_key_value_heads)
+    if rest == "block_sparse_moe.router.weight":
+        yield "ffn_gate_inp.weight", weight
+    elif rest == "shared_mlp.input_linear.weight":
+        yield "ffn_gate_shexp.weight", weight.chunk(2)[0]
+        yield "ffn_up_shexp.weight", weight.chunk(2)[1]
+    elif rest == "shared_mlp.output_linear.weight":
+        yield "ffn_down_shexp.weight", weight
+    else:
+        yield from _usual(rest, weight, config)
+
+
+_MAMBA = {"in_proj.weight": "ssm_in.weight", "out_proj.weight": "ssm_out.weight", "conv1d.bias": "ssm_conv1d.bias"}
+
+
+def _granite_hybrid(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    part = rest.removeprefix("mamba.")
+    if part == rest:
+        yield from _granite(rest, weight, config)
+    elif part == "A_log":
+        yield "ssm_a", -weight.exp().unsqueeze(1)
+    elif part == "D":
+        yield "ssm_d", weight.unsqueeze(1)
+    elif part == "dt_bias":
+        yield "ssm_dt.bias", weight
+    elif part == "norm.weight":
+        yield "ssm_norm.weight", weight.view(config.mamba_n_groups, -1)
+    elif part == "conv1d.weight":
+        yield "ssm_conv1d.weight", weight.squeeze(1)
+    else:
+        yield _MAMBA[part], weight
+
+
+def _granite_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.scale": float(config.attention_multiplier),
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_scale": float(config.logits_scaling),
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "expert_count": config.num_local_experts,
+        "expert_shared_feed_forward_length": getattr(config, "shared_intermediate_size", None),
+    }
+
+
+def _granite_hybrid_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        **_granite_metadata(config),
+        "attention.head_count_kv": [2 * (kind == "full_attention") for kind in config.layer_types],
+        "rope.dimension_count": None,
+        "rope.scaling.finetuned": False,
+        "context_length": 2**20,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_n_heads,
+    }
+
+
+_GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.125,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 2.0,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+GRANITE_MOE = Architecture("granitemoe", "granitemoe", _GRANITE, _granite, _granite_metadata, "refact")
+GRANITE_MOE_SHARED = GRANITE_MOE._replace(
+    model_type="granitemoeshared", config={**_GRANITE, "shared_intermediate_size": 64}
+)
+GRANITE_MOE_HYBRID = Architecture(
+    "granitehybrid",
+    "granitemoehybrid",
+    {
+        **_GRANITE,
+        "shared_intermediate_size": 64,
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "position_embedding_type": "nope",
+    },
+    _granite_hybrid,
+    _granite_hybrid_metadata,
+    "refact",
+    frozenset({"max_position_embeddings", "rope_parameters"}),
+)
+
+
+def _dots_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "leading_dense_block_count": config.first_k_dense_replace,
+    }
+
+
+_THETA: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+DOTS = Architecture(
+    "dots1",
+    "dots1",
+    {
+        **_THETA,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": zoo.EXPERTS,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 4,
+    },
+    _usual,
+    _dots_metadata,
+    unsaid=frozenset({"max_window_layers"}),
+)
+
+
+def _ernie(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    if rest == "mlp.gate.moe_statics.e_score_correction_bias":
+        yield "exp_probs_b.bias", weight.flatten()
+    else:
+        yield from _usual(rest, weight, config)
+
+
+def _ernie_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.moe_num_shared_experts,
+        "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
+        "interleave_moe_layer_step": config.moe_layer_interval,
+        "leading_dense_block_count": config.moe_layer_start_index,
+    }
+
+
+ERNIE = Architecture(
+    "ernie4_5-moe",
+    "ernie4_5_moe",
+    {
+        **_THETA,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_num_shared_experts": 2,
+    },
+    _ernie,
+    _ernie_metadata,
+)
+
+
+def _hunyuan(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    names = {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "shared_mlp": "shared_expert", "gate.wg": "gate"}
+    for theirs, usual in names.items():
+        rest = rest.replace(f".{theirs}.", f".{usual}.")
+    yield from _usual(rest, weight, config)
+
+
+def _hunyuan_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.moe_topk,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_shared_feed_forward_length": config.intermediate_size,
+        "expert_shared_count": 1,
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+    }
+
+
+HUNYUAN = Architecture(
+    "hunyuan-moe",
+    "hunyuan_v1_moe",
+    {**_THETA, "num_experts": zoo.EXPERTS, "moe_topk": 2, "head_dim": 16, "num_key_value_heads": 2},
+    _hunyuan,
+    _hunyuan_metadata,
+    "hunyuan",
+    frozenset({"eod_token_id", "sep_token_id"}),
+)
+
+_LFM2_NAMES = {
+    "conv.in_proj.weight": "shortconv.in_proj.weight",
+    "conv.out_proj.weight": "shortconv.out_proj.weight",
+    "feed_forward.w1.weight": "ffn_gate.weight",
+    "feed_forward.w2.weight": "ffn_down.weight",
+    "feed_forward.w3.weight": "ffn_up.weight",
+    "feed_forward.gate.weight": "ffn_gate_inp.weight",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "operator_norm.weight": "attn_norm.weight",
+    "ffn_norm.weight": "ffn_norm.weight",
+    "self_attn.out_proj.weight": "attn_output.weight",
+    "self_attn.q_layernorm.weight": "attn_q_norm.weight",
+    "self_attn.k_layernorm.weight": "attn_k_norm.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
+}
+
+
+def _lfm2(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    if rest == "conv.conv.weight":
+        yield "shortconv.conv.weight", weight.squeeze(1)
+    elif rest in _LFM2_NAMES:
+        yield _LFM2_NAMES[rest], weight
+    else:
+        yield from _usual(rest, weight, config)
+
+
+def _lfm2_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": [2 * (kind == "full_attention") for kind in config.layer_types],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": config.num_dense_layers,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+
+
+LFM2 = Architecture(
+    "lfm2moe",
+    "lfm2_moe",
+    {
+        **_THETA,
+        "norm_eps": 1e-4,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "conv_L_cache": 4,
+    },
+    _lfm2,
+    _lfm2_metadata,
+    "lfm2",
+    frozenset({"rms_norm_eps"}),
+)
+
+_JAMBA_NAMES = {
+    **{f"mamba.{part}": name for part, name in _MAMBA.items()},
+    **{f"mamba.{kind}_layernorm.weight": f"ssm_{kind}_norm.weight" for kind in ("dt", "b", "c")},
+    "mamba.D": "ssm_d",
+    "mamba.x_proj.weight": "ssm_x.weight",
+    "mamba.dt_proj.weight": "ssm_dt.weight",
+    "mamba.dt_proj.bias": "ssm_dt.bias",
+    "pre_ff_layernorm.weight": "ffn_norm.weight",
+    "feed_forward.router.weight": "ffn_gate_inp.weight",
+    "model.final_layernorm.weight": "output_norm.weight",
+}
+
+
+def _jamba(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    if rest == "mamba.A_log":
+        yield "ssm_a", -weight.exp()
+    elif rest == "mamba.conv1d.weight":
+        yield "ssm_conv1d.weight", weight.squeeze(1)
+    elif rest in _JAMBA_NAMES:
+        yield _JAMBA_NAMES[rest], weight
+    else:
+        yield from _usual(rest.replace("feed_forward.", "mlp."), weight, config)
+
+
+def _jamba_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": [2 * (kind == "full_attention") for kind in config.layer_types],
+        "expert_count": config.num_experts,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_dt_rank,
+    }
+
+
+JAMBA = Architecture(
+    "jamba",
+    "jamba",
+    {"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_d_conv": 3, "num_key_value_heads": 2, "num_experts": 8},
+    _jamba,
+    _jamba_metadata,
+    unsaid=frozenset({"use_mamba_kernels"}),
+)
+
 ALL: dict[str, Architecture] = {
     "deepseek2 V2": DEEPSEEK_V2,
     "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
@@ -355,5 +661,13 @@ ALL: dict[str, Architecture] = {
     "deepseek2 GLM-4.7-Flash": GLM4_MOE_LITE,
     "qwen3next": QWEN3_NEXT,
     "qwen35moe": QWEN3_5_MOE,
+    "granitemoe": GRANITE_MOE,
+    "granitemoe with a shared expert": GRANITE_MOE_SHARED,
+    "granitehybrid": GRANITE_MOE_HYBRID,
+    "dots1": DOTS,
+    "ernie4_5-moe": ERNIE,
+    "hunyuan-moe": HUNYUAN,
+    "lfm2moe": LFM2,
+    "jamba": JAMBA,
 }
 """By architecture, and the published family where one architecture has several."""

@@ -55,6 +55,8 @@ def _logarithm(parts: Tensors, config: Any) -> torch.Tensor:
     return (-parts[0].float()).log()
 
 
+RESHAPED = Arrangement(lambda parts, config: parts[0])
+"""The same numbers, in rows of another length."""
 LESS_ONE = Arrangement(_less_one)
 """A norm's weight to which the library adds one, and files have it added."""
 LOGARITHM = Arrangement(_logarithm)
@@ -94,3 +96,18 @@ GROUPED = Arrangement(lambda parts, config: _grouped(parts[0], config), moves_ro
 GROUPED_BEHIND_KEYS = Arrangement(_grouped_behind_keys, moves_rows=True)
 GROUPED_COLUMNS = Arrangement(lambda parts, config: _grouped(parts[0].T, config).T)
 GROUPED_LOGARITHM = Arrangement(lambda parts, config: _logarithm([_grouped(parts[0], config)], config))
+
+
+def _joined(parts: Tensors, config: Any) -> torch.Tensor:
+    """One below the other."""
+    import torch
+
+    return torch.cat(list(parts))
+
+
+JOINED_SHARED = {
+    "shared_mlp.input_linear.weight": Arrangement(
+        _joined, ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), moves_rows=True
+    )
+}
+"""Gate and up of a shared expert, which the library has in one matrix."""

@@ -100,5 +100,7 @@ class GgufFamily:
     """The architecture whose names the gguf package has for this one, which it does not know."""
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
     """By the library's name in a layer, or outside of layers by the whole name."""
+    variant: Callable[[Entries], GgufFamily | None] | None = None
+    """The other family of the library that a file of the architecture may be for, where it is."""
     split: str | None = "qwen2"
     """How a text is split before its merges where a file does not say it; None: files of this family always do."""

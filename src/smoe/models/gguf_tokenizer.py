@@ -76,8 +76,9 @@ def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
 def _split_of(vocabulary: Vocabulary) -> Split:
     """How a byte-level vocabulary splits texts: as the file says, else as its family does."""
     path, name = vocabulary.header.path, vocabulary.entry("pre")
-    if name is None:
-        name = FAMILIES[architecture_of(vocabulary.header)].split
+    usual = FAMILIES[architecture_of(vocabulary.header)].split if name is None else None
+    if usual is not None:
+        name = usual
         _log.warning(
             "%s does not say how it splits texts (tokenizer.ggml.pre): %r is assumed, as in other files of its family; "
             "with another split the model works less well. A newer file of the model says it",

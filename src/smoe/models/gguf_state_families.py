@@ -1,0 +1,192 @@
+"""Architectures of GGUF files with layers that keep a state in the place of keys and values (`gguf_families.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smoe.errors import UnsupportedModelError
+from smoe.models.gguf_arrangements import (
+    GROUPED,
+    GROUPED_BEHIND_KEYS,
+    GROUPED_COLUMNS,
+    GROUPED_LOGARITHM,
+    JOINED_SHARED,
+    LESS_ONE,
+    LOGARITHM,
+    PAIRED_ROWS,
+    QUERY_KEY_VALUE_GATE,
+    RESHAPED,
+)
+from smoe.models.gguf_attention_families import GRANITE_NAMES, GRANITE_SIZES, SIGMOID
+from smoe.models.gguf_family import Entries, GgufFamily
+
+
+def _linear_attention(entries: Entries, fields: dict[str, Any]) -> None:
+    """Which layers have a state in the place of attention, and the state's sizes."""
+    fields["linear_value_head_dim"] = entries.number("ssm.inner_size") // fields["linear_num_value_heads"]
+    interval, count = entries.number("full_attention_interval", 4), fields["num_hidden_layers"]
+    usual = [bool((layer + 1) % interval) for layer in range(count)]
+    has_state = entries.values.get("attention.recurrent_layers", usual)[:count]
+    fields["layer_types"] = ["linear_attention" if each else "full_attention" for each in has_state]
+
+
+_QWEN_STATE = {
+    "attention.key_length": "head_dim",
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_QWEN_NORMS = dict.fromkeys(
+    (
+        "model.norm.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+    ),
+    LESS_ONE,
+)
+_QWEN_STATE_NAMES = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+
+
+def _qwen35(entries: Entries, fields: dict[str, Any]) -> None:
+    _linear_attention(entries, fields)
+    sections = entries.values.get("rope.dimension_sections")
+    if sections:
+        fields["rope_parameters"] |= {"mrope_section": sections[:3], "mrope_interleaved": True}
+
+
+def _layers_with_heads(entries: Entries, fields: dict[str, Any]) -> list[bool]:
+    """Which layers have attention: those with heads of keys and values."""
+    heads = entries.numbers("attention.head_count_kv", fields["num_hidden_layers"])
+    fields["num_key_value_heads"] = max(heads)
+    return [count > 0 for count in heads]
+
+
+def _granite_hybrid(entries: Entries, fields: dict[str, Any]) -> None:
+    has_heads = _layers_with_heads(entries, fields)
+    fields["layer_types"] = ["full_attention" if each else "linear_attention" for each in has_heads]
+    inner = entries.number("ssm.inner_size")
+    fields["mamba_expand"] = inner // fields["hidden_size"]
+    fields["mamba_d_head"] = inner // fields["mamba_n_heads"]
+    turns = entries.values.get("rope.scaling.finetuned", True)
+    fields["position_embedding_type"] = "rope" if turns else "nope"
+    fields["mamba_conv_bias"] = any(key.endswith(".ssm_conv1d.bias") for key in entries.tensors)
+
+
+def _lfm2(entries: Entries, fields: dict[str, Any]) -> None:
+    has_heads = _layers_with_heads(entries, fields)
+    fields["layer_types"] = ["full_attention" if each else "conv" for each in has_heads]
+    fields["use_expert_bias"] = any(".exp_probs_b." in key for key in entries.tensors)
+
+
+def _period(layers: list[bool], what: str, entries: Entries) -> tuple[int, int]:
+    """(period, offset) of the layers that are such ones."""
+    numbers = [number for number, each in enumerate(layers) if each]
+    period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
+    if not numbers or any(each != (number % period == numbers[0] % period) for number, each in enumerate(layers)):
+        raise UnsupportedModelError(
+            f"{entries.path} has {what} in the layers {numbers}; transformers' 'jamba' has them in every so many layers"
+        )
+    return period, numbers[0]
+
+
+def _jamba(entries: Entries, fields: dict[str, Any]) -> None:
+    count = fields["num_hidden_layers"]
+    with_experts = [f"blk.{layer}.ffn_gate_inp.weight" in entries.tensors for layer in range(count)]
+    fields["attn_layer_period"], fields["attn_layer_offset"] = _period(
+        _layers_with_heads(entries, fields), "attention", entries
+    )
+    fields["expert_layer_period"], fields["expert_layer_offset"] = _period(with_experts, "experts", entries)
+    fields["mamba_expand"] = entries.number("ssm.inner_size") // fields["hidden_size"]
+    del fields["rope_parameters"]
+
+
+FAMILIES: Mapping[str, GgufFamily] = {
+    "granitehybrid": GgufFamily(
+        "granitemoehybrid",
+        {
+            **GRANITE_SIZES,
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.group_count": "mamba_n_groups",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_n_heads",
+        },
+        read=frozenset({"attention.head_count_kv"}),
+        complete=_granite_hybrid,
+        names={
+            **GRANITE_NAMES,
+            "mamba.A_log": "ssm_a",
+            "mamba.D": "ssm_d",
+            "mamba.dt_bias": "ssm_dt.bias",
+        },
+        arrangements={**PAIRED_ROWS, **JOINED_SHARED, "mamba.A_log": LOGARITHM, "mamba.norm.weight": RESHAPED},
+        split="refact",
+    ),
+    "jamba": GgufFamily(
+        "jamba",
+        {
+            "expert_count": "num_experts",
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_dt_rank",
+        },
+        read=frozenset({"attention.head_count_kv", "rope.dimension_count"}),
+        complete=_jamba,
+        arrangements={"mamba.A_log": LOGARITHM},
+        split=None,
+    ),
+    "lfm2moe": GgufFamily(
+        "lfm2_moe",
+        {
+            "attention.layer_norm_rms_epsilon": "norm_eps",
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "leading_dense_block_count": "num_dense_layers",
+            "shortconv.l_cache": "conv_L_cache",
+        },
+        fixed={"norm_topk_prob": True, "num_dense_layers": 0},
+        allowed={"expert_gating_func": SIGMOID},
+        read=frozenset({"attention.head_count_kv"}),
+        complete=_lfm2,
+        names={"feed_forward.expert_bias": "exp_probs_b.bias", "lm_head.weight": "output.weight"},
+        split="lfm2",
+    ),
+    "qwen3next": GgufFamily(
+        "qwen3_next",
+        _QWEN_STATE,
+        complete=_linear_attention,
+        has_partial_rotary=True,
+        names=_QWEN_STATE_NAMES,
+        arrangements={
+            **_QWEN_NORMS,
+            "linear_attn.A_log": LOGARITHM,
+            "linear_attn.in_proj_qkvz.weight": QUERY_KEY_VALUE_GATE,
+        },
+    ),
+    "qwen35moe": GgufFamily(
+        "qwen3_5_moe_text",
+        _QWEN_STATE,
+        complete=_qwen35,
+        has_partial_rotary=True,
+        names=_QWEN_STATE_NAMES,
+        arrangements={
+            **_QWEN_NORMS,
+            "linear_attn.A_log": GROUPED_LOGARITHM,
+            "linear_attn.conv1d.weight": GROUPED_BEHIND_KEYS,
+            "linear_attn.dt_bias": GROUPED,
+            "linear_attn.in_proj_a.weight": GROUPED,
+            "linear_attn.in_proj_b.weight": GROUPED,
+            "linear_attn.in_proj_qkv.weight": GROUPED_BEHIND_KEYS,
+            "linear_attn.in_proj_z.weight": GROUPED,
+            "linear_attn.out_proj.weight": GROUPED_COLUMNS,
+        },
+        split="qwen35",
+    ),
+}
