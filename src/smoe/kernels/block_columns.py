@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar
 from smoe.kernels.builder import Code
-from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, WORD, Value
+from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, LONG, WORD, Value
 from smoe.kernels.quantised_block import float8
 
 PIECE = 16
@@ -142,17 +142,29 @@ class Columns:
     def _of_points(self, points: Points) -> list[Value]:
         """All numbers of a run that are points, with their signs, plus `zero`."""
         code, grid, zero, found = self._code, points.grid, self._zero, list[Value]()
+        build, lanes = code.build, code.isa.lanes
         data = (grid.points.astype(np.int16) + zero).astype(np.uint8).tobytes()
         table = code.constant(f"{grid.name}_from_{zero}", data)
         for index in points.indices:
-            places = self._whole(index)
-            for word in range(0, grid.width, 4):
-                found.append(code.gathered(code.at(table, word), places, grid.width))
+            words = grid.width // 4
+            entries = build.bitcast(self._entries(table, index, grid.width), code.registers(WORD, words * lanes))
+            found += [code.pick(entries, range(n, words * lanes, words)) for n in range(words)]
         kind = code.registers(BYTE, 4 * code.isa.lanes)
         numbers = [code.build.bitcast(each, kind) for each in found]
         if not points.signs:
             return numbers
         return [self._signed(number, points, n) for n, number in enumerate(numbers)]
+
+    def _entries(self, table: Value, index: Sequence[Field], width: int) -> Value:
+        """What a table of entries of so many bytes has for every row: a number each."""
+        code, build = self._code, self._code.build
+        first, *more = index
+        if more or first.mask != 255:
+            return code.gathered(table, self._whole(index), width)
+        # where an index is a byte, loads one after the other take a quarter less than a gather on AVX2
+        bytes_ = [build.zext(code.load(BYTE, code.at(place, first.byte)), LONG) for place in self._places]
+        addresses = [code.at(table, build.mul(each, code.number(width))) for each in bytes_]
+        return code.loaded_each(ir.IntType(8 * width), addresses)
 
     def _signed(self, numbers: Value, points: Points, n: int) -> Value:
         """Register number n of four, with the signs of its numbers: number - zero becomes zero - number."""

@@ -81,9 +81,16 @@ class Code:
             known.type = POINTER
         return known
 
-    def gathered(self, table: Value, places: Value, stride: int) -> Value:
-        """Words of 32 bits at table + places * stride: [n] of places [n]."""
-        return self._own.gathered(self, table, places, stride)
+    def gathered(self, table: Value, places: Value, width: int) -> Value:
+        """Entries of `width` bytes, 4 or 8, of a table by places [n]: as numbers of so many bytes [n]."""
+        return self._own.gathered(self, table, places, width)
+
+    def loaded_each(self, kind: ir.Type, addresses: Sequence[Value]) -> Value:
+        """A register of what lies at each of these addresses."""
+        found = ir.Constant(self.registers(kind, len(addresses)), ir.Undefined)
+        for n, address in enumerate(addresses):
+            found = self.build.insert_element(found, self.load(kind, address), ir.Constant(WORD, n))
+        return found
 
     def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
         """Numbers of 16 bits of a table of 16 by codes [32], of which the lowest four bits count."""

@@ -48,14 +48,13 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
     return _by_register(code, look, build.add(places, code.words([_PLACE_OF_NONE] * lanes)))
 
 
-def gathered(code: Code, table: Value, places: Value, stride: int) -> Value:
+def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
     """One load after the other."""
-    build, found = code.build, ir.Constant(places.type, ir.Undefined)
+    build, addresses = code.build, []
     for n in range(places.type.count):
-        lane = ir.Constant(WORD, n)
-        at = build.mul(build.zext(build.extract_element(places, lane), LONG), code.number(stride))
-        found = build.insert_element(found, code.load(WORD, code.at(table, at)), lane)
-    return found
+        place = build.zext(build.extract_element(places, ir.Constant(WORD, n)), LONG)
+        addresses.append(code.at(table, build.mul(place, code.number(width))))
+    return code.loaded_each(ir.IntType(8 * width), addresses)
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:

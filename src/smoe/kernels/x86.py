@@ -40,17 +40,31 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
     return code.build.select(code.build.icmp_unsigned("!=", upper, code.words([0] * 8)), high, low)
 
 
-def gathered(code: Code, table: Value, places: Value, stride: int) -> Value:
-    kind, lanes = places.type, places.type.count
-    nothing = ir.Constant(kind, None)
-    if lanes == 16:
-        flags = ir.VectorType(ir.IntType(1), lanes)
-        types, every = [kind, POINTER, kind, flags, WORD], ir.Constant(flags, [ir.Constant(ir.IntType(1), 1)] * lanes)
-        name, scale = "llvm.x86.avx512.mask.gather.dpi.512", ir.Constant(WORD, stride)
-    else:
-        types, every = [kind, POINTER, kind, kind, BYTE], code.words([0xFFFFFFFF] * lanes)
-        name, scale = "llvm.x86.avx2.gather.d.d.256", ir.Constant(BYTE, stride)
-    return code.intrinsic(name, ir.FunctionType(kind, types), [nothing, table, places, every, scale])
+_GATHERS = {
+    (16, 4): "avx512.mask.gather.dpi.512",
+    (16, 8): "avx512.mask.gather.dpq.512",
+    (8, 4): "avx2.gather.d.d.256",
+    (8, 8): "avx2.gather.d.q.256",
+}
+"""By lanes and bytes of an entry: as many entries as a register holds."""
+
+
+def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
+    lanes = places.type.count
+    count, kind = lanes * 4 // width, ir.VectorType(ir.IntType(8 * width), lanes * 4 // width)
+    flags = ir.VectorType(ir.IntType(1), count)
+    every = ir.Constant(flags, [ir.Constant(flags.element, 1)] * count)
+    if lanes == 8:
+        every = ir.Constant(kind, [ir.Constant(kind.element, -1)] * count)
+    scale = ir.Constant(WORD if lanes == 16 else BYTE, width)
+    found = []
+    for n in range(0, lanes, count):
+        some = code.pick(places, range(n, n + count))
+        types = [kind, POINTER, some.type, every.type, scale.type]
+        given = [ir.Constant(kind, None), table, some, every, scale]
+        name = f"llvm.x86.{_GATHERS[lanes, width]}"
+        found.append(code.intrinsic(name, ir.FunctionType(kind, types), given))
+    return code.joined(found)
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
