@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from smoe import __version__
-from smoe.eval.replay_times import Watched
+from smoe.eval.replay_times import TimedEviction
 from smoe.eval.train_eviction import train
 from smoe.eval.tune_eviction import shape_of
 from smoe.policy.budget import MIN_STAGING_SLOTS
@@ -127,7 +127,7 @@ def measure_learned(
     Belady the learned one goes."""
     misses, costs = {}, {}
     for name in LEARNED:
-        policy = Watched(_learned(name, plain, next_use))
+        policy = TimedEviction(_learned(name, plain, next_use))
         heard = scored if name in SCORED_EVICTION else plain
         misses[name] = replay(heard, slots, MIN_STAGING_SLOTS, policy).misses
         costs[name] = policy.microseconds()

@@ -20,7 +20,7 @@ import torch
 
 from smoe import from_pretrained
 from smoe.memory.emulation import read_profile
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 EXPERTS = 24
@@ -78,7 +78,7 @@ def _disk_ms(engine: Any) -> float:
     """Reading one expert by one thread, nothing else running."""
     layer = min(engine.store.layers)
     mover = engine._transfers._mover
-    tickets = [_Ticket(Load((layer, n, 0), n, None, True, Reason.DEMAND, 0)) for n in range(EXPERTS)]
+    tickets = [_Ticket(Load((layer, n, 0), n, None, True, LoadReason.DEMAND, 0)) for n in range(EXPERTS)]
     return _median_ms([lambda t=t: mover.move(t, None) for t in tickets])
 
 

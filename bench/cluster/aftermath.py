@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
-from smoe.cluster.requests import Request
+from smoe.cluster.requests import ExpertRequest
 from smoe.cluster.under_way import UnderWay
 from smoe.runtime.layer import LayerCompute
 
@@ -78,9 +78,9 @@ class Notes:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.deadlines: list[float] = []
-        self._lost: list[tuple[Request, float, list[float]]] = []
+        self._lost: list[tuple[ExpertRequest, float, list[float]]] = []
 
-    def lose(self, request: Request) -> None:
+    def lose(self, request: ExpertRequest) -> None:
         """Others are asked from now on."""
         done: list[float] = []
         self._lost.append((request, time.monotonic(), done))
@@ -113,12 +113,12 @@ def noting() -> Iterator[Notes]:
 
         return noted
 
-    def asked(under_way: UnderWay, request: Request) -> None:
+    def asked(under_way: UnderWay, request: ExpertRequest) -> None:
         ask(under_way, request)
         if request.trial is None and request.sent:
             notes.deadlines.append(request.due - request.sent)
 
-    def stood_in(under_way: UnderWay, request: Request) -> None:
+    def stood_in(under_way: UnderWay, request: ExpertRequest) -> None:
         notes.lose(request)
         stand_in(under_way, request)
 

@@ -28,7 +28,7 @@ from bench.cluster.speed import KINDS, Cell, aligned, circumstances, main_times,
 from bench.cluster.workers import Shape
 from smoe.presets import configure
 from smoe.simulator.cluster_forecast import foretell
-from smoe.simulator.cluster_ours import OurRun, Waits
+from smoe.simulator.cluster_ours import OurRun, TokenWaits
 from smoe.simulator.cluster_shadow import ShadowTimes
 
 MOST_MEDIAN, MOST_WORST = 0.15, 0.35
@@ -188,7 +188,7 @@ def rows_of(
             "rounds": len(runs),
             "foretold": mean,
             "error": mean / took["median"] - 1,
-            "foretold_waits": dict(zip(Waits._fields, waits, strict=True)),
+            "foretold_waits": dict(zip(TokenWaits._fields, waits, strict=True)),
             "measured_waits": {name: median(each["waits"][name] for each in runs) for name in runs[0]["waits"]},
             "foretold_loads": [0.0, 0.0] if cell.is_resident else loads,  # which take nothing there
             "measured_loads": loads_measured(runs),

@@ -23,7 +23,7 @@ from typing import Any
 from smoe.formats.registry import FORMATS
 from smoe.gpu_kernels.activation import Activation
 from smoe.gpu_kernels.compiled import kernels_of
-from smoe.gpu_kernels.source import Kind, Layout, tile_for
+from smoe.gpu_kernels.source import ExpertKind, MatrixLayout, tile_for
 
 DENSE = "bf16"
 _POINTERS = {"table": "*i64", "x": "*bf16", "inner": "*fp32", "rows": "*fp32"}
@@ -32,16 +32,18 @@ _NUMBERS = {"experts": "i32", "programs": "i32"}
 _LOAD = re.compile(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)\b")
 
 
-def kind_of(name: str, hidden: int, inner: int, alignment: int = 16) -> Kind:
+def kind_of(name: str, hidden: int, inner: int, alignment: int = 16) -> ExpertKind:
     """Experts of a format, as files have them: quantised ones with gate and up apart."""
     activation = Activation("silu")
     if name == DENSE:
-        return Kind(hidden, inner, "bfloat16", (Layout(2 * inner, hidden),), Layout(hidden, inner), activation)
-    up, down = (Layout(*shape, FORMATS[name], False, alignment) for shape in ((inner, hidden), (hidden, inner)))
-    return Kind(hidden, inner, "bfloat16", (up, up), down, activation)
+        return ExpertKind(
+            hidden, inner, "bfloat16", (MatrixLayout(2 * inner, hidden),), MatrixLayout(hidden, inner), activation
+        )
+    up, down = (MatrixLayout(*shape, FORMATS[name], False, alignment) for shape in ((inner, hidden), (hidden, inner)))
+    return ExpertKind(hidden, inner, "bfloat16", (up, up), down, activation)
 
 
-def compiled(kind: Kind, tokens: int, capability: int) -> Iterator[dict[str, Any]]:
+def compiled(kind: ExpertKind, tokens: int, capability: int) -> Iterator[dict[str, Any]]:
     """The kernel of a kind, and the sum alone, for a GPU of this capability (80: A100, 90: H100)."""
     from triton import compile as compile_for
     from triton.backends.compiler import GPUTarget

@@ -15,7 +15,7 @@ from smoe.memory.link import CudaLink
 from smoe.memory.page_lock import CudaRegistry, lock_pages
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import CudaStreams
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 
 SIZES = tuple(1 << exponent for exponent in range(18, 28))
 """Bytes of one copy: 256 KiB to 128 MiB."""
@@ -55,7 +55,7 @@ def _our_rates(device: torch.device, source: torch.Tensor, target: torch.Tensor)
     """Through `CudaLink`: demand loads are enqueued whole, prefetches a few chunks at a time, of several sizes."""
     found: dict[str, float] = {}
     for chunk in (1 << 20, 1 << 21, 1 << 22, 1 << 23):
-        for reason in (Reason.DEMAND, Reason.PREFETCH):
+        for reason in (LoadReason.DEMAND, LoadReason.PREFETCH):
             link = CudaLink(CudaStreams(device), chunk)
             copies = _copies_by(link, reason, source, target)
             found[f"{reason.value}, chunks of {chunk}"] = _rate(device, copies, source.numel())
@@ -63,14 +63,14 @@ def _our_rates(device: torch.device, source: torch.Tensor, target: torch.Tensor)
     return found
 
 
-def _copies_by(link: CudaLink, reason: Reason, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+def _copies_by(link: CudaLink, reason: LoadReason, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
     def between() -> None:
         pass
 
     def run() -> None:
         for begin in range(0, source.numel(), _OURS):
             ticket = Ticket(Load((0, 0, EXACT), 0, None, True, reason, 0), link.mark_free())
-            end, asks = begin + _OURS, None if reason is Reason.DEMAND else between
+            end, asks = begin + _OURS, None if reason is LoadReason.DEMAND else between
             link.copy(source[begin:end], target[begin:end], ticket, asks)
 
     return run

@@ -22,7 +22,7 @@ from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.gpu_kernels.compiled import is_available
 from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
-from smoe.gpu_kernels.source import Kind, Layout, Tile
+from smoe.gpu_kernels.source import ExpertKind, MatrixLayout, Tile
 from smoe.kernels.unpacked import unpacked
 
 
@@ -78,7 +78,7 @@ def slot_figures(device: torch.device, is_dry: bool) -> dict[str, Any]:
 class Experts:
     """Experts of a format in the device's memory, with random codes."""
 
-    def __init__(self, kind: Kind, count: int, device: torch.device) -> None:
+    def __init__(self, kind: ExpertKind, count: int, device: torch.device) -> None:
         self.kind = kind
         chance = np.random.default_rng(0)
         self._one = [self._matrix(each, chance) for each in (*kind.ups, kind.down)]
@@ -98,13 +98,13 @@ class Experts:
     def entry(self, expert: int, routes: Sequence[int]) -> Entry:
         return Entry([each.data_ptr() for each in self.matrices[expert]], routes)
 
-    def _matrix(self, layout: Layout, chance: np.random.Generator) -> torch.Tensor:
+    def _matrix(self, layout: MatrixLayout, chance: np.random.Generator) -> torch.Tensor:
         if layout.form is None:
             numbers = chance.standard_normal((layout.outputs, layout.columns), np.float32) / 16
             return torch.from_numpy(numbers).bfloat16()
         return torch.from_numpy(random_blocks(layout.form, layout.outputs, layout.columns, chance))
 
-    def _numbers(self, stored: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _numbers(self, stored: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
         if layout.form is None:
             return stored.double()
         return torch.from_numpy(layout.form.decode(stored.numpy())).double()
@@ -142,7 +142,7 @@ def error(name: str, shape: Shape, tokens: int, device: torch.device) -> dict[st
     return {"format": name, "tokens": tokens, "relative_error": float(far), "relative_error_of_sum": float(far_sum)}
 
 
-def layer_of(kind: Kind, x: torch.Tensor, width: int) -> Layer:
+def layer_of(kind: ExpertKind, x: torch.Tensor, width: int) -> Layer:
     """So many experts for each token, of any weights."""
     order = torch.arange(len(x) * width, device=x.device).view(len(x), width)
     return Layer.of(kind, x, torch.rand(len(x), width, device=x.device), order)
@@ -209,7 +209,7 @@ class _Layers:
             self._kernel.launch(self._layer, self._tables[n], has_sum=True)
 
 
-def _layers(kind: Kind, shape: Shape, device: torch.device, is_dry: bool) -> tuple[Experts, int]:
+def _layers(kind: ExpertKind, shape: Shape, device: torch.device, is_dry: bool) -> tuple[Experts, int]:
     """Experts for so many layers that no cache holds them."""
     nbytes = Experts(kind, 1, torch.device("cpu")).expert_bytes
     layers = 1 if is_dry else max(2, -(-_ROOM // (nbytes * shape.width)))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from bench.serve.heavy_bodies import HEAVY, heavy_body
-from smoe.server.fields import Asked, ChatAsked, CompletionAsked, ResponseAsked
+from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
 
 MOST_TOKENS, MOST_TEXTS = 4, 3
 _HEAVY_BYTES = (2_000, 60_000, 200_000, (4 << 20) - 1024, 6 << 20)
@@ -33,7 +33,7 @@ NAMES = st.sampled_from(
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | TEXT, inner, max_size=4), max_leaves=8
 )
-PATHS: dict[str, tuple[dict[str, Any], type[Asked]]] = {
+PATHS: dict[str, tuple[dict[str, Any], type[RequestFields]]] = {
     "/v1/chat/completions": ({"messages": [{"role": "user", "content": "Who?"}]}, ChatAsked),
     "/v1/completions": ({"prompt": "Once"}, CompletionAsked),
     "/v1/responses": ({"input": "Who?"}, ResponseAsked),

@@ -6,7 +6,7 @@ import pytest
 
 from smoe.benchmark import ablation
 from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS
-from smoe.benchmark.cells import Cell
+from smoe.benchmark.cells import TableCell
 from smoe.machine import measure as hardware
 
 
@@ -23,7 +23,7 @@ def test_bench_ends_with_one_line_of_json(run, checkpoint):
 
 
 def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint, monkeypatch):
-    monkeypatch.setattr("smoe.benchmark.cells.QUICK_CELLS", [Cell(8, 4, 1), Cell(16, 64, 1)])
+    monkeypatch.setattr("smoe.benchmark.cells.QUICK_CELLS", [TableCell(8, 4, 1), TableCell(16, 64, 1)])
     ran = run("bench", checkpoint, "--memory", "64MiB", "--quick", "--context", 64)
     assert (
         ran.code == 0

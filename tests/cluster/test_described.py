@@ -21,14 +21,14 @@ pytest.importorskip("zmq")
 
 from smoe.cluster import described, frames
 from smoe.cluster.described import Description, LayerKeys
-from smoe.cluster.describing import Described, Describer
+from smoe.cluster.describing import Describer, LightWorker
 from smoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.kernels.isa import widest
 from smoe.load.describe import describe
 from smoe.load.light_experts import open_described, place_of
 from smoe.load.worker_experts import open_experts
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.presets import configure
@@ -42,9 +42,9 @@ def sent(parts: list[Any]) -> frames.Frame:
     return frames.parse([bytes(part) for part in parts])
 
 
-def described_by_main(folder: Path) -> Described:
+def described_by_main(folder: Path) -> LightWorker:
     spec = read_spec(folder, configure())
-    stored: dict[int, LayerExperts] = whole_checkpoint(folder, None).experts(spec)
+    stored: dict[int, StoredLayer] = whole_checkpoint(folder, None).experts(spec)
     served = open_experts(folder, None, configure(threads=1), 1)
     math: Any = served.alone.math
     served.alone.close()
@@ -162,7 +162,7 @@ def test_what_needs_torch_is_refused_before_anybody_is_asked(toy: Callable[..., 
 def test_it_is_found_out_once_and_why_not_is_kept() -> None:
     asked = []
 
-    def refuse() -> Described:
+    def refuse() -> LightWorker:
         asked.append(1)
         raise UnsupportedModelError("no kernels")
 
@@ -171,7 +171,7 @@ def test_it_is_found_out_once_and_why_not_is_kept() -> None:
         describer.begin()
     describer.close()
     assert (describer.found, describer.why, describer.parts, len(asked)) == (None, "no kernels", [], 1)
-    known = Describer(lambda: Described(SOME, "native", 9))
+    known = Describer(lambda: LightWorker(SOME, "native", 9))
     known.begin()
     known.close()
     assert known.found is not None and described.parse_experts(sent(known.parts)).layers == SOME.layers

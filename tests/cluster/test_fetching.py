@@ -17,8 +17,8 @@ import pytest
 from smoe.cluster import fetching, files, frames
 from smoe.cluster.admission import Admission
 from smoe.cluster.fetching import Course, Fetcher
-from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, Place, SentFile
-from smoe.cluster.frames import Kind
+from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, PiecePosition, SentFile
+from smoe.cluster.frames import FrameKind
 from smoe.cluster.identity import KeyPair, Main, Worker, keep_main, read_main
 from smoe.cluster.post import Post
 from smoe.errors import ClusterError, DiskSpaceError
@@ -71,12 +71,12 @@ def send(main: Main, model: dict[str, Path]) -> Iterator[Callable[[], Sending]]:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[Place]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[PiecePosition]:
     """Which pieces main has sent, and how often."""
-    counted: Counter[Place] = Counter()
+    counted: Counter[PiecePosition] = Counter()
     original = files.piece
 
-    def count(place: Place, data: bytes) -> list[Any]:
+    def count(place: PiecePosition, data: bytes) -> list[Any]:
         counted[place] += 1
         return original(place, data)
 
@@ -97,7 +97,7 @@ def assert_same(folder: Path, model: dict[str, Path]) -> None:
 
 
 def test_a_transfer_gives_equal_files(
-    send: Callable[[], Sending], model: dict[str, Path], sent: Counter[Place], tmp_path: Path
+    send: Callable[[], Sending], model: dict[str, Path], sent: Counter[PiecePosition], tmp_path: Path
 ) -> None:
     sending, folder, courses = send(), tmp_path / "deep" / "worker", list[Course]()
     fetcher = fetch(member("shelf"), folder, courses.append)
@@ -124,7 +124,7 @@ def test_main_may_come_later(send: Callable[[], Sending], model: dict[str, Path]
 
 
 def test_an_interrupted_one_goes_on(
-    send: Callable[[], Sending], model: dict[str, Path], sent: Counter[Place], tmp_path: Path
+    send: Callable[[], Sending], model: dict[str, Path], sent: Counter[PiecePosition], tmp_path: Path
 ) -> None:
     folder, first = tmp_path / "worker", send()
     kept: list[int] = []
@@ -149,7 +149,7 @@ def test_an_interrupted_one_goes_on(
 
 
 def test_what_was_damaged_meanwhile_is_fetched_again(
-    send: Callable[[], Sending], model: dict[str, Path], sent: Counter[Place], tmp_path: Path
+    send: Callable[[], Sending], model: dict[str, Path], sent: Counter[PiecePosition], tmp_path: Path
 ) -> None:
     """The second chunk has a byte flipped, the third is cut short."""
     folder = tmp_path / "worker"
@@ -169,10 +169,10 @@ def test_what_was_damaged_meanwhile_is_fetched_again(
 def test_a_flipped_byte_is_not_kept(
     times: int, send: Callable[[], Sending], model: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, flipped = files.piece, list[Place]()
+    original, flipped = files.piece, list[PiecePosition]()
 
-    def flip(place: Place, data: bytes) -> list[Any]:
-        if place == Place(0, PIECES + 3) and len(flipped) < times:
+    def flip(place: PiecePosition, data: bytes) -> list[Any]:
+        if place == PiecePosition(0, PIECES + 3) and len(flipped) < times:
             flipped.append(place)
             data = data[:100] + bytes([data[100] ^ 1]) + data[101:]
         return original(place, data)
@@ -214,7 +214,7 @@ def test_a_disk_that_forgets_is_noticed(
     assert_same(tmp_path / "worker", model)
 
 
-def test_a_stranger_gets_nothing(send: Callable[[], Sending], sent: Counter[Place], tmp_path: Path) -> None:
+def test_a_stranger_gets_nothing(send: Callable[[], Sending], sent: Counter[PiecePosition], tmp_path: Path) -> None:
     """While somebody else is invited, so that it is heard at all."""
     invited = member("shelf")
     stranger = Worker("test", "thief", invited.address, invited.main_key, KeyPair.new(), "a code")
@@ -229,7 +229,7 @@ def test_a_stranger_gets_nothing(send: Callable[[], Sending], sent: Counter[Plac
 
 
 def test_too_little_disk_is_refused_before(
-    send: Callable[[], Sending], sent: Counter[Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    send: Callable[[], Sending], sent: Counter[PiecePosition], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=(1 << 30) + 4 * CHUNK_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
@@ -239,7 +239,9 @@ def test_too_little_disk_is_refused_before(
     assert not sent and not list((tmp_path / "worker").iterdir())
 
 
-def test_a_file_of_the_users_is_not_touched(send: Callable[[], Sending], sent: Counter[Place], tmp_path: Path) -> None:
+def test_a_file_of_the_users_is_not_touched(
+    send: Callable[[], Sending], sent: Counter[PiecePosition], tmp_path: Path
+) -> None:
     folder = tmp_path / "worker"
     folder.mkdir()
     (folder / "config.json").write_bytes(b"x" * 77)
@@ -281,7 +283,7 @@ class Dealer:
 
         return [Part(bytes(part)) for part in self.answers.pop(0)]
 
-    def take(self) -> list[Kind]:
+    def take(self) -> list[FrameKind]:
         kinds = [frame.kind for frame in self.asked]
         self.asked.clear()
         return kinds
@@ -296,21 +298,21 @@ def test_it_greets_a_silent_main_again_and_asks_for_what_has_not_come(me: Worker
     now, dealer, words = [0.0], Dealer(), list[str]()
     fetcher = Fetcher(me, tmp_path / "worker", "auto", on_change=words.append, clock=lambda: now[0])
     fetcher.turn(dealer)  # type: ignore[arg-type]
-    assert dealer.take() == [Kind.FILES]
+    assert dealer.take() == [FrameKind.FILES]
     manifest = Manifest([SentFile("a.gguf", 3 * PIECE_BYTES, "a" * 64, bytes(32))])
     dealer.answers = [files.manifest(manifest)]
     fetcher.turn(dealer)  # type: ignore[arg-type]
     assert [files.parse_place(each, manifest).piece for each in dealer.asked] == [0, 1, 2]
     dealer.take()
     now[0] = 0.5
-    dealer.answers = [files.piece(Place(0, 1), bytes(PIECE_BYTES))]
+    dealer.answers = [files.piece(PiecePosition(0, 1), bytes(PIECE_BYTES))]
     fetcher.turn(dealer)  # type: ignore[arg-type]
     assert dealer.take() == [], "all are under way"
     now[0] = 1.6
     fetcher.turn(dealer)  # type: ignore[arg-type]
     assert frames.said(dealer.asked[0])["known"] == manifest.mark
     dealer.take()
-    dealer.answers = [frames.alone(Kind.SAME)]
+    dealer.answers = [frames.alone(FrameKind.SAME)]
     fetcher.turn(dealer)  # type: ignore[arg-type]
     assert sorted(files.parse_place(each, manifest).piece for each in dealer.asked) == [0, 2]
     now[0] = 10.0
@@ -328,7 +330,7 @@ def test_it_asks_no_faster_than_its_rate(me: Worker, tmp_path: Path) -> None:
     for tenth in range(9):
         now[0] = tenth / 8
         fetcher.turn(dealer)  # type: ignore[arg-type]
-        asked.append(dealer.take().count(Kind.PIECE))
+        asked.append(dealer.take().count(FrameKind.PIECE))
     assert asked == [1, 0, 1, 0, 1, 0, 1, 0, 1]
     fetcher._let_go()
 
@@ -337,8 +339,8 @@ def test_it_asks_no_faster_than_its_rate(me: Worker, tmp_path: Path) -> None:
     "answer",
     [
         [b"garbage"],
-        [*frames.alone(Kind.MANIFEST), b'[["../x.gguf", 5, "' + b"a" * 64 + b'"]]', bytes(32)],
-        [*frames.alone(Kind.MANIFEST), b"[]", b""],
+        [*frames.alone(FrameKind.MANIFEST), b'[["../x.gguf", 5, "' + b"a" * 64 + b'"]]', bytes(32)],
+        [*frames.alone(FrameKind.MANIFEST), b"[]", b""],
     ],
 )
 def test_a_main_that_lies_is_left(answer: list[bytes], me: Worker, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from smoe.cluster import frames, shadow_frames
 from smoe.cluster.following import Following
-from smoe.cluster.frames import FrameError, Kind
-from smoe.cluster.shadow_frames import Said
+from smoe.cluster.frames import FrameError, FrameKind
+from smoe.cluster.shadow_frames import ExpectedExperts
 from smoe.errors import EngineStateError
 from tests.listener import Heard
 
@@ -55,7 +55,7 @@ def sent(following: Following, may_send_keys: bool = True) -> list[Any]:
     found: list[Any] = []
     while (parts := following.next_message(may_send_keys)) is not None:
         frame = frames.parse([bytes(part) for part in parts])
-        if frame.kind is Kind.KEYS:
+        if frame.kind is FrameKind.KEYS:
             found.append(shadow_frames.parse_keys(frame, BYTES, 50)[1:3])
         else:
             step = shadow_frames.parse_follow(frame)
@@ -63,7 +63,7 @@ def sent(following: Following, may_send_keys: bool = True) -> list[Any]:
     return found
 
 
-def says(following: Following, *said: Said, other: int = 0) -> None:
+def says(following: Following, *said: ExpectedExperts, other: int = 0) -> None:
     text = following._text + other
     following.hear(frames.parse([bytes(part) for part in shadow_frames.expected(text, said)]))
 
@@ -133,7 +133,9 @@ def test_what_is_said_reaches_the_listener_and_the_next_token(following: Followi
     cache = cache_of(3)
     following.begin(7, cache)
     heard.said.clear()
-    says(following, Said(3, 7, 0, (2, 1)), Said(3, 7, 1, (0, 3)), Said(4, 9, 0, (1, 2)))
+    says(
+        following, ExpectedExperts(3, 7, 0, (2, 1)), ExpectedExperts(3, 7, 1, (0, 3)), ExpectedExperts(4, 9, 0, (1, 2))
+    )
     assert heard.said == [(3, 0, 2, 1), (3, 1, 0, 3), (4, 0, 1, 2)] and following.layers == 3
     now, after = following.said()
     assert [each.experts for each in now] == [(2, 1), (0, 3)] and [each.experts for each in after] == [(1, 2)]
@@ -148,18 +150,20 @@ def test_what_is_said_reaches_the_listener_and_the_next_token(following: Followi
 def test_what_is_of_no_use_is_not_heard(following: Following, heard: Heard) -> None:
     following.begin(7, cache_of(3))
     heard.said.clear()
-    says(following, Said(3, 8, 0, (2, 1)), Said(2, 7, 0, (2, 1)), Said(5, 7, 0, (2, 1)))
-    says(following, Said(3, 7, 0, (2, 1)), other=-1)
+    says(
+        following, ExpectedExperts(3, 8, 0, (2, 1)), ExpectedExperts(2, 7, 0, (2, 1)), ExpectedExperts(5, 7, 0, (2, 1))
+    )
+    says(following, ExpectedExperts(3, 7, 0, (2, 1)), other=-1)
     following.pause()
-    says(following, Said(3, 7, 0, (2, 1)))
+    says(following, ExpectedExperts(3, 7, 0, (2, 1)))
     assert not heard.said and following.said() == ([], []) and following.layers == 0
     with pytest.raises(FrameError):
-        says(following, Said(3, 7, 2, (2, 1)))
+        says(following, ExpectedExperts(3, 7, 2, (2, 1)))
 
 
 def test_who_has_gone_has_said_nothing(following: Following, heard: Heard) -> None:
     following.begin(7, cache_of(3))
-    says(following, Said(3, 7, 0, (2, 1)))
+    says(following, ExpectedExperts(3, 7, 0, (2, 1)))
     heard.said.clear()
     following.start_anew(False)
     assert heard.said == [(3,)] and following.said() == ([], [])

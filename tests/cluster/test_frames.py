@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.cluster import frames
-from smoe.cluster.frames import FrameError, Kind, Times
-from smoe.compute.unit import Wanted
+from smoe.cluster.frames import FrameError, FrameKind, Times
+from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT
 
 EXPERTS = {0: 8, 1: 8, 3: 16}
@@ -34,7 +34,7 @@ def sent(parts: list[Any]) -> frames.Frame:
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_work_comes_as_it_was_sent(asks: list[tuple[int, int, list[int]]], dtype: torch.dtype) -> None:
-    wanted = [Wanted((layer, expert, EXACT), tokens) for layer, expert, tokens in asks]
+    wanted = [ExpertTask((layer, expert, EXACT), tokens) for layer, expert, tokens in asks]
     hidden = torch.randn(5, HIDDEN).to(dtype)
     frame = sent(frames.work(7, wanted, hidden))
     found = frames.parse_work(frame, EXPERTS, HIDDEN)
@@ -44,7 +44,10 @@ def test_work_comes_as_it_was_sent(asks: list[tuple[int, int, list[int]]], dtype
 
 
 def test_without_torch_the_same_bits_travel() -> None:
-    hidden, wanted = torch.randn(5, HIDDEN).bfloat16(), [Wanted((0, 1, EXACT), [0, 4]), Wanted((0, 2, EXACT), [3])]
+    hidden, wanted = (
+        torch.randn(5, HIDDEN).bfloat16(),
+        [ExpertTask((0, 1, EXACT), [0, 4]), ExpertTask((0, 2, EXACT), [3])],
+    )
     bits = hidden.view(torch.uint16).numpy().astype(np.uint16)
     came = frames.parse_work(sent(frames.work(7, wanted, hidden)), EXPERTS, HIDDEN, as_bits=True)
     assert [(each.key, list(each.tokens)) for each in came.wanted] == [((0, 1, EXACT), [0, 4]), ((0, 2, EXACT), [3])]
@@ -61,10 +64,10 @@ def test_answers_and_words_come_as_they_were_sent() -> None:
     found = frames.parse_done(sent(frames.done(9, Times(0.5, 0.25, 0.75, 2), rows)), 3, HIDDEN, torch.bfloat16)
     assert torch.equal(found.rows, torch.cat(rows))
     assert found.times == Times(0.5, 0.25, 0.75, 2)
-    assert frames.said(sent(frames.talk(Kind.HELLO, {"name": "ä"}))) == {"name": "ä"}
+    assert frames.said(sent(frames.talk(FrameKind.HELLO, {"name": "ä"}))) == {"name": "ä"}
     assert frames.parse_fetch(sent(frames.fetch([(3, 9, EXACT)])), EXPERTS) == [(3, 9, EXACT)]
     assert frames.text_of(sent(frames.failed(3, "bad\x1b[31m"))) == "bad[31m", "nothing that steers a terminal"
-    assert sent(frames.alone(Kind.BEAT)).kind is Kind.BEAT
+    assert sent(frames.alone(FrameKind.BEAT)).kind is FrameKind.BEAT
 
 
 @given(parts=st.lists(st.binary(max_size=64), max_size=5))
@@ -75,7 +78,7 @@ def test_noise_is_refused(parts: list[bytes]) -> None:
 
 @given(data=st.data())
 def test_a_message_with_any_part_changed_is_refused_or_well_formed(data: st.DataObject) -> None:
-    wanted = [Wanted((0, 3, EXACT), [0, 2]), Wanted((3, 15, EXACT), [1])]
+    wanted = [ExpertTask((0, 3, EXACT), [0, 2]), ExpertTask((3, 15, EXACT), [1])]
     parts = [bytes(part) for part in frames.work(1, wanted, torch.zeros(3, HIDDEN))]
     which = data.draw(st.integers(0, len(parts) - 1))
     parts[which] = data.draw(st.binary(max_size=len(parts[which]) + 8))
@@ -99,7 +102,7 @@ def test_a_message_with_any_part_changed_is_refused_or_well_formed(data: st.Data
     ids=["part missing", "part too many", "rows cut short", "other magic", "other version"],
 )
 def test_what_contradicts_itself_is_refused(change: Any) -> None:
-    parts = [bytes(part) for part in frames.work(1, [Wanted((0, 1, EXACT), [0])], torch.zeros(1, HIDDEN))]
+    parts = [bytes(part) for part in frames.work(1, [ExpertTask((0, 1, EXACT), [0])], torch.zeros(1, HIDDEN))]
     with pytest.raises(FrameError):
         frames.parse_work(frames.parse(change(parts)), EXPERTS, HIDDEN)
 
@@ -127,9 +130,9 @@ def test_times_that_cannot_be_are_refused(times: Any) -> None:
 def test_a_part_is_as_long_as_planned_at_most(rows: int, hidden: int, experts: int) -> None:
     """Whatever the experts that the rows are shared out to."""
     experts = min(experts, rows)
-    planned = frames.Rows(hidden, torch.bfloat16, rows)
+    planned = frames.RowFormat(hidden, torch.bfloat16, rows)
     counts = [rows - experts + 1, *[1] * (experts - 1)]
-    wanted = [Wanted((0, n % 8, EXACT), range(count)) for n, count in enumerate(counts)]
+    wanted = [ExpertTask((0, n % 8, EXACT), range(count)) for n, count in enumerate(counts)]
     sent_parts = frames.work(1, wanted, torch.zeros(max(counts), hidden, dtype=torch.bfloat16))
     came_parts = frames.done(1, Times(0.0, 0.0), [torch.zeros(count, hidden, dtype=torch.bfloat16) for count in counts])
     words = frames.failed(1, "x" * 10**6)
@@ -138,6 +141,6 @@ def test_a_part_is_as_long_as_planned_at_most(rows: int, hidden: int, experts: i
 
 
 def test_no_part_is_longer_than_any_may_be() -> None:
-    planned = frames.Rows(16384, torch.float32, 10**6)
+    planned = frames.RowFormat(16384, torch.float32, 10**6)
     assert planned.part_bytes == frames.MOST_BYTES and planned.fitting.part_bytes <= frames.MOST_BYTES
     assert 0 < planned.fitting.most < 10**6

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from smoe.cluster import files, frames
-from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, Place, SentFile
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, PiecePosition, SentFile
+from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 DIGEST = "a" * 64
 
@@ -22,7 +22,7 @@ def sent(parts: list[Any]) -> Frame:
 
 
 def of(listed: Any, sums: bytes = bytes(32)) -> Frame:
-    return sent([*frames.alone(Kind.MANIFEST), json.dumps(listed).encode(), sums])
+    return sent([*frames.alone(FrameKind.MANIFEST), json.dumps(listed).encode(), sums])
 
 
 MANIFEST = Manifest(
@@ -114,20 +114,26 @@ def test_a_manifest_that_contradicts_itself_is_none(listed: Any, sums: bytes) ->
 @pytest.mark.parametrize("body", [[], [b"[]"], [b"[" * 100_000, b""], [b"\xff", b""], [b" " * (1 << 21), b""]])
 def test_what_is_no_manifest_is_refused(body: list[bytes]) -> None:
     with pytest.raises(FrameError):
-        files.parse_manifest(sent([*frames.alone(Kind.MANIFEST), *body]))
+        files.parse_manifest(sent([*frames.alone(FrameKind.MANIFEST), *body]))
 
 
 def test_a_piece_comes_as_it_was_sent() -> None:
-    last = Place(0, MANIFEST.files[0].pieces - 1)
+    last = PiecePosition(0, MANIFEST.files[0].pieces - 1)
     assert files.parse_place(sent(files.ask(last)), MANIFEST) == last
     place, data = files.parse_piece(sent(files.piece(last, b"12345")), MANIFEST)
     assert (place, bytes(data)) == (last, b"12345")
 
 
 @pytest.mark.parametrize(
-    "place, data", [(Place(2, 0), b"x"), (Place(0, 33), b"12345"), (Place(0, 32), b"1234"), (Place(1, 0), bytes(8))]
+    "place, data",
+    [
+        (PiecePosition(2, 0), b"x"),
+        (PiecePosition(0, 33), b"12345"),
+        (PiecePosition(0, 32), b"1234"),
+        (PiecePosition(1, 0), bytes(8)),
+    ],
 )
-def test_a_piece_that_is_none_is_refused(place: Place, data: bytes) -> None:
+def test_a_piece_that_is_none_is_refused(place: PiecePosition, data: bytes) -> None:
     with pytest.raises(FrameError):
         files.parse_piece(sent(files.piece(place, data)), MANIFEST)
     with pytest.raises(FrameError):

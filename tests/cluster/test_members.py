@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.cluster.frames import Times
-from smoe.cluster.members import Member, State, deadline
-from smoe.compute.unit import Wanted
+from smoe.cluster.members import Member, WorkerState, deadline
+from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT, ExpertKey
 
 
@@ -26,10 +26,10 @@ def key(expert: int) -> ExpertKey:
 
 def test_it_takes_as_many_rows_of_an_expert_as_it_computes() -> None:
     found = member()
-    found.state, found.most_rows = State.READY, 8
-    few, many = Wanted(key(0), range(8)), Wanted(key(1), range(9))
+    found.state, found.most_rows = WorkerState.READY, 8
+    few, many = ExpertTask(key(0), range(8)), ExpertTask(key(1), range(9))
     assert found.takes([few, few]) and not found.takes([few, many])
-    found.state = State.OUT
+    found.state = WorkerState.OUT
     assert not found.takes([few])
 
 
@@ -50,7 +50,7 @@ def test_it_holds_what_was_used_last(slots: int, asked: list[list[int]]) -> None
 
 
 def test_a_deadline_is_several_times_what_is_usual() -> None:
-    found, wanted = member(), [Wanted(key(1), [0]), Wanted(key(2), [0])]
+    found, wanted = member(), [ExpertTask(key(1), [0]), ExpertTask(key(2), [0])]
     assert found.expected(wanted, 0) > 1, "nothing is known yet"
     found.note(wanted, 0.50, Times(0.46, 0.06, 0.40, 2))
     assert found.expert == pytest.approx(0.03)
@@ -67,7 +67,7 @@ def test_a_deadline_is_several_times_what_is_usual() -> None:
 
 def test_what_waits_behind_another_request_is_no_distance() -> None:
     """Of a prompt four are under way at once: the first token after it must not wait for seconds for who is frozen."""
-    found, wanted = member(), [Wanted(key(1), [0])]
+    found, wanted = member(), [ExpertTask(key(1), [0])]
     found.note(wanted, 0.012, Times(0.010, 0.010))
     for _ in range(20):
         found.note(wanted, 0.9, Times(0.010, 0.010), queued=True)
@@ -76,16 +76,16 @@ def test_what_waits_behind_another_request_is_no_distance() -> None:
 
 def test_many_rows_teach_the_time_of_a_row_alone() -> None:
     found = member()
-    found.note([Wanted(key(1), [0])], 0.02, Times(0.01, 0.008))
-    found.note([Wanted(key(1), range(100))], 0.5, Times(0.4, 0.3))
+    found.note([ExpertTask(key(1), [0])], 0.02, Times(0.01, 0.008))
+    found.note([ExpertTask(key(1), range(100))], 0.5, Times(0.4, 0.3))
     assert found.expert == pytest.approx(0.008)
     assert found.row < 0.008
-    assert found.expected([Wanted(key(1), range(1000))], 0) > found.expected([Wanted(key(1), [0])], 0)
+    assert found.expected([ExpertTask(key(1), range(1000))], 0) > found.expected([ExpertTask(key(1), [0])], 0)
 
 
 def test_a_load_that_nobody_waited_for_takes_its_time_all_the_same() -> None:
     """Experts of a prompt are read while others are computed; the next token's is not."""
-    found, wanted = member(), [Wanted(key(1), [0])]
+    found, wanted = member(), [ExpertTask(key(1), [0])]
     found.note(wanted, 0.31, Times(0.30, 0.30, loading=0.28, loads=1))
     assert found.load == pytest.approx(0.28)
     assert found.expected(wanted, 1) > 0.58
@@ -127,7 +127,7 @@ def test_what_is_read_ahead_is_in_the_way_once() -> None:
 
 
 def test_proofs_are_no_work() -> None:
-    found, wanted = member(), [Wanted(key(1), [0])]
+    found, wanted = member(), [ExpertTask(key(1), [0])]
     found.will_use([key(1)])
     found.note(wanted, 0.02, Times(0.01, 0.008))
     found.is_proven()

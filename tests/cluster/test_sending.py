@@ -14,9 +14,9 @@ import pytest
 
 from smoe import __version__
 from smoe.cluster import files, frames
-from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, Place
-from smoe.cluster.frames import Frame, FrameError, Kind
-from smoe.cluster.pace import Pace
+from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, PiecePosition
+from smoe.cluster.frames import Frame, FrameError, FrameKind
+from smoe.cluster.pace import SendRate
 from smoe.cluster.sending import CALM_SECONDS, Courier
 
 SAID = {"smoe": __version__, "precision": "auto", "name": "w", "code": None, "known": None}
@@ -47,7 +47,7 @@ class Wire:
         return True
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[FrameKind]:
         return [frame.kind for _, frame in self.sent]
 
 
@@ -70,7 +70,7 @@ def courier(paths: dict[str, Path]) -> Iterator[Callable[..., tuple[Courier, Wir
         made.append(courier)
         courier.begin(wire.rung.release)
         courier.turn(True, wire.send)  # it may read
-        greet_until(courier, wire, Kind.MANIFEST)
+        greet_until(courier, wire, FrameKind.MANIFEST)
         manifest = files.parse_manifest(wire.sent[-1][1])
         wire.sent.clear()
         return courier, wire, clock, manifest
@@ -80,7 +80,7 @@ def courier(paths: dict[str, Path]) -> Iterator[Callable[..., tuple[Courier, Wir
         each.close()
 
 
-def greet_until(courier: Courier, wire: Wire, kind: Kind, **other: Any) -> None:
+def greet_until(courier: Courier, wire: Wire, kind: FrameKind, **other: Any) -> None:
     """Say FILES until it is answered so."""
     end = time.monotonic() + 30
     while not wire.sent or wire.kinds[-1] is not kind:
@@ -89,15 +89,15 @@ def greet_until(courier: Courier, wire: Wire, kind: Kind, **other: Any) -> None:
 
 
 def said(**other: Any) -> Frame:
-    return frames.parse(frames.talk(Kind.FILES, SAID | other))
+    return frames.parse(frames.talk(FrameKind.FILES, SAID | other))
 
 
 def asked(piece: int) -> Frame:
-    return frames.parse(files.ask(Place(0, piece)))
+    return frames.parse(files.ask(PiecePosition(0, piece)))
 
 
 def pieces(wire: Wire) -> list[int]:
-    return [frame.request for _, frame in wire.sent if frame.kind is Kind.PIECE]
+    return [frame.request for _, frame in wire.sent if frame.kind is FrameKind.PIECE]
 
 
 def until(courier: Courier, wire: Wire, count: int) -> None:
@@ -117,21 +117,21 @@ def test_strangers_get_nothing(courier: Any) -> None:
     courier.heard(b"r", "known", asked(1), wire.send)
     until(courier, wire, 2)
     assert pieces(wire) == [1], "of the one who is known"
-    assert {route for route, frame in wire.sent if frame.kind is Kind.PIECE} == {b"r"}
+    assert {route for route, frame in wire.sent if frame.kind is FrameKind.PIECE} == {b"r"}
 
 
 @pytest.mark.parametrize("other", [{"smoe": "0"}, {"precision": "int4"}])
 def test_who_could_not_use_them_is_told(courier: Any, other: dict[str, str]) -> None:
     courier, wire, _, _ = courier()
     courier.heard(b"r", "known", said(**other), wire.send)
-    assert wire.kinds == [Kind.REFUSED]
+    assert wire.kinds == [FrameKind.REFUSED]
     assert f"its {next(iter(other))} is" in frames.said(wire.sent[0][1])["why"]
 
 
 def test_who_has_the_manifest_is_not_sent_it_again(courier: Any) -> None:
     courier, wire, _, manifest = courier()
     courier.heard(b"r", "known", said(known=manifest.mark, missing_bytes=7), wire.send)
-    assert wire.kinds == [Kind.SAME]
+    assert wire.kinds == [FrameKind.SAME]
     assert courier.missing == {"known": 7}
 
 
@@ -140,7 +140,7 @@ def test_what_is_no_piece_is_refused(courier: Any) -> None:
     with pytest.raises(FrameError):
         courier.heard(b"r", "known", asked(2 * CHUNK_BYTES // PIECE_BYTES), wire.send)
     with pytest.raises(FrameError):
-        courier.heard(b"r", "known", frames.parse(files.piece(Place(0, 0), b"x")), wire.send)
+        courier.heard(b"r", "known", frames.parse(files.piece(PiecePosition(0, 0), b"x")), wire.send)
 
 
 def test_workers_take_turns(courier: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_rate_is_kept(courier: Any) -> None:
 
 def test_a_pace_saves_nothing_up() -> None:
     clock = Clock()
-    pace = Pace(100, clock)
+    pace = SendRate(100, clock)
     clock.now = 50
     assert pace.left_seconds() == 0
     pace.book(200)
@@ -213,7 +213,7 @@ def test_a_pace_saves_nothing_up() -> None:
     assert pace.left_seconds() == 0
     pace.book(100)
     assert pace.left_seconds() == 1
-    assert Pace(None, clock).left_seconds() == 0
+    assert SendRate(None, clock).left_seconds() == 0
 
 
 def test_a_file_that_was_written_is_not_sent(courier: Any, paths: dict[str, Path]) -> None:
@@ -224,9 +224,9 @@ def test_a_file_that_was_written_is_not_sent(courier: Any, paths: dict[str, Path
     while courier._known is not None:
         assert time.monotonic() < end
         time.sleep(0.001)
-    greet_until(courier, wire, Kind.MANIFEST, known=manifest.mark)
+    greet_until(courier, wire, FrameKind.MANIFEST, known=manifest.mark)
     assert files.parse_manifest(wire.sent[-1][1]).files[0].nbytes == 7
     assert pieces(wire) == []
     assert any(
-        "written or replaced" in frames.said(frame)["why"] for _, frame in wire.sent if frame.kind is Kind.REFUSED
+        "written or replaced" in frames.said(frame)["why"] for _, frame in wire.sent if frame.kind is FrameKind.REFUSED
     )

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.cluster.identity import keep_main, read_main
-from smoe.cluster.shadow_frames import Said
+from smoe.cluster.shadow_frames import ExpectedExperts
 from smoe.cluster.shadow_process import ShadowProcess
 from smoe.errors import ClusterError, ConfigError
 from smoe.load.shadow_apart import ShadowFiles
@@ -226,7 +226,7 @@ def test_a_shadow_that_has_missed_something_begins_anew(
 class Liar(ShadowProcess):
     """Names other experts than its routers do, or says what cannot be."""
 
-    lie: Callable[[Said], Said]
+    lie: Callable[[ExpectedExperts], ExpectedExperts]
 
     def _hear_shadow(self, step: Any, expected: Any) -> None:
         super()._hear_shadow(step, expected)
@@ -234,7 +234,7 @@ class Liar(ShadowProcess):
             self._unsaid = [type(self).lie(each) for each in self._unsaid]
 
 
-LIES: dict[str, tuple[Callable[[Said], Said], bool]] = {
+LIES: dict[str, tuple[Callable[[ExpectedExperts], ExpectedExperts], bool]] = {
     "other experts": (lambda said: said._replace(experts=tuple((n + 3) % 8 for n in said.experts)), True),
     "another token": (lambda said: said._replace(token=said.token + 1), True),
     "another place": (lambda said: said._replace(position=said.position + 1), True),

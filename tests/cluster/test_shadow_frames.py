@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from smoe.cluster import frames, shadow_frames
 from smoe.cluster.frames import Frame, FrameError
-from smoe.cluster.shadow_frames import MOST_SAID, Follow, Keys, Said
+from smoe.cluster.shadow_frames import MOST_SAID, ExpectedExperts, Follow, Keys
 
 EXPERTS = {0: 8, 1: 8, 3: 16}
 NAMED = {0: 2, 1: 2, 3: 3}
@@ -24,8 +24,8 @@ def sent(parts: list[Any]) -> Frame:
     return frames.parse([bytes(part) for part in parts])
 
 
-def said(layer: int = 3, experts: tuple[int, ...] = (15, 0, 7)) -> Said:
-    return Said(9, 1234, layer, experts)
+def said(layer: int = 3, experts: tuple[int, ...] = (15, 0, 7)) -> ExpectedExperts:
+    return ExpectedExperts(9, 1234, layer, experts)
 
 
 def test_everything_comes_as_it_was_sent() -> None:
@@ -36,7 +36,7 @@ def test_everything_comes_as_it_was_sent() -> None:
     found = shadow_frames.parse_keys(sent(shadow_frames.keys(5, 4, 7, memoryview(rows))), POSITION_BYTES, CAPACITY)
     assert found._replace(rows=bytes(found.rows)) == Keys(5, 4, 7, rows)
     assert sent(shadow_frames.taken(5)).request == 5
-    many = [said(), said(0, (7, 1)), Said(10, 0, 1, (0, 1))]
+    many = [said(), said(0, (7, 1)), ExpectedExperts(10, 0, 1, (0, 1))]
     assert shadow_frames.parse_expected(sent(shadow_frames.expected(5, many)), EXPERTS, NAMED) == many
 
 
@@ -90,7 +90,7 @@ def test_keys_that_have_no_place_are_refused(begin: int, end: int, nbytes: int) 
     [said(layer=2), said(experts=(1, 2)), said(experts=(1, 2, 16)), said(experts=(1, 2, 2)), said(experts=())],
     ids=["layer", "too few", "expert", "twice", "none"],
 )
-def test_experts_that_cannot_be_are_refused(wrong: Said) -> None:
+def test_experts_that_cannot_be_are_refused(wrong: ExpectedExperts) -> None:
     with pytest.raises(FrameError):
         shadow_frames.parse_expected(sent(shadow_frames.expected(5, [said(), wrong])), EXPERTS, NAMED)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from smoe.cluster.members import Member
-from smoe.cluster.requests import Request
+from smoe.cluster.requests import ExpertRequest
 from smoe.cluster.spot_checks import MOST_WAITING, SpotChecks
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
 
@@ -44,9 +44,9 @@ class Bench:
     def ring(self) -> None:
         self.rings += 1
 
-    def answer(self, expert: int, error: float = 0.0) -> Request:
+    def answer(self, expert: int, error: float = 0.0) -> ExpertRequest:
         hidden = torch.randn(3, 4)
-        request = Request([Wanted((0, expert, EXACT), [2, 0])], Fetched(hidden), [Future()], 2)
+        request = ExpertRequest([ExpertTask((0, expert, EXACT), [2, 0])], Fetched(hidden), [Future()], 2)
         self.checks.note(WORKER, request, [2 * hidden[[2, 0]] + error])
         return request
 
@@ -101,7 +101,9 @@ def test_rows_that_may_have_changed_are_not_held_against_anybody() -> None:
     bench = Bench()
     hidden, future = torch.randn(3, 4), Future[torch.Tensor]()
     future.set_result(torch.zeros(1))
-    bench.checks.note(WORKER, Request([Wanted((0, 1, EXACT), [0])], Fetched(hidden), [future], 2), [hidden[:1]])
+    bench.checks.note(
+        WORKER, ExpertRequest([ExpertTask((0, 1, EXACT), [0])], Fetched(hidden), [future], 2), [hidden[:1]]
+    )
     assert not bench.checks._waiting
 
 

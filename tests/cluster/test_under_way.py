@@ -13,10 +13,10 @@ import torch
 
 from smoe.cluster import frames
 from smoe.cluster.frames import Times
-from smoe.cluster.members import Member, State
-from smoe.cluster.requests import Request, resolve
+from smoe.cluster.members import Member, WorkerState
+from smoe.cluster.requests import ExpertRequest, resolve
 from smoe.cluster.under_way import UnderWay
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
 
@@ -29,9 +29,11 @@ class Bench:
     """Workers 2, 3, ... of equal speed: a load takes 10 ms, an expert 1 ms, there and back 2 ms."""
 
     def __init__(self, workers: int, here_load: float = inf) -> None:
-        self.members = {unit: Member(unit, f"w{unit}", "key", b"", 8, State.READY) for unit in range(2, 2 + workers)}
+        self.members = {
+            unit: Member(unit, f"w{unit}", "key", b"", 8, WorkerState.READY) for unit in range(2, 2 + workers)
+        }
         for each in self.members.values():
-            each.note([Wanted(key(99), [0])], 0.013, Times(0.011, 0.001, 0.010, 1))
+            each.note([ExpertTask(key(99), [0])], 0.013, Times(0.011, 0.001, 0.010, 1))
         self.sent: list[tuple[int, int, list[int]]] = []
         """(unit, request, experts)"""
         self.mine: dict[int, Future[torch.Tensor]] = {}
@@ -43,13 +45,13 @@ class Bench:
         self.mine |= {each.key[1]: Future() for each in wanted}
         return [self.mine[each.key[1]] for each in wanted]
 
-    def ask(self, unit: int, experts: list[int]) -> Request:
-        wanted = [Wanted(key(expert), [0]) for expert in experts]
-        request = Request(wanted, Fetched(torch.ones(1, 4)), [Future() for _ in wanted], unit)
+    def ask(self, unit: int, experts: list[int]) -> ExpertRequest:
+        wanted = [ExpertTask(key(expert), [0]) for expert in experts]
+        request = ExpertRequest(wanted, Fetched(torch.ones(1, 4)), [Future() for _ in wanted], unit)
         self.under_way.begin(request)
         return request
 
-    def lose(self, unit: int, state: State = State.SUSPECT) -> None:
+    def lose(self, unit: int, state: WorkerState = WorkerState.SUSPECT) -> None:
         self.members[unit].state = state
         self.under_way.lost(self.members[unit])
 
@@ -66,7 +68,7 @@ class Bench:
         return [expert for whose, _, experts in self.sent if whose == unit for expert in experts]
 
     def _send(self, member: Member, parts: list[Any]) -> None:
-        if member.state is State.OUT:
+        if member.state is WorkerState.OUT:
             self.under_way.lost(member)
             return
         frame = frames.parse([memoryview(bytes(part)) for part in parts])
@@ -112,7 +114,7 @@ def test_nobody_is_asked_twice_and_main_is_the_last() -> None:
     request = bench.ask(2, [0, 1])
     for unit in (2, 3, 4, 3):
         bench.lose(unit)
-        bench.members[unit].state = State.READY  # heard of again, and late again
+        bench.members[unit].state = WorkerState.READY  # heard of again, and late again
     assert bench.asked(2) == [0, 1], "and never again"
     assert all(len(bench.asked(unit)) == len(set(bench.asked(unit))) for unit in (3, 4))
     assert set(bench.mine) == {0, 1}
@@ -123,7 +125,7 @@ def test_nobody_is_asked_twice_and_main_is_the_last() -> None:
 
 def test_who_is_late_is_not_asked_and_who_is_gone_neither() -> None:
     bench = Bench(4)
-    bench.members[2].state, bench.members[3].state = State.SUSPECT, State.OUT
+    bench.members[2].state, bench.members[3].state = WorkerState.SUSPECT, WorkerState.OUT
     bench.ask(2, [0, 1])
     assert not bench.asked(2) and not bench.asked(3)
     assert sorted(bench.asked(4) + bench.asked(5)) == [0, 1]
@@ -188,7 +190,7 @@ def test_a_member_that_cannot_be_reached_is_stood_in_for_at_once() -> None:
 
     def broken(member: Member, parts: list[Any]) -> None:
         if member.unit == 2:
-            member.state = State.OUT
+            member.state = WorkerState.OUT
         send(member, parts)
 
     bench.under_way._send = broken

@@ -17,7 +17,7 @@ from smoe.cluster import frames
 from smoe.cluster.identity import Main
 from smoe.cluster.worker import WorkerProcess
 from smoe.compute.expert_math import ExpertMath
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT, ExpertKey
 from smoe.load.worker_experts import open_experts
 from smoe.memory.streams import Fetched
@@ -41,12 +41,12 @@ def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
 
     monkeypatch.setattr(experts, "_compute", slowly)
     hidden = torch.ones(1, served.alone.hidden, dtype=torch.bfloat16)
-    worker._work(frames.parse(frames.work(7, [Wanted((0, 0, EXACT), [0]), Wanted((0, 1, EXACT), [0])], hidden)))
+    worker._work(frames.parse(frames.work(7, [ExpertTask((0, 0, EXACT), [0]), ExpertTask((0, 1, EXACT), [0])], hidden)))
     assert begun.wait(10)
     threading.Timer(0.05, goes_on.set).start()
     worker._welcomed({"arithmetic": "torch"})
     assert worker._bell.take() == []
-    worker._work(frames.parse(frames.work(8, [Wanted((0, 1, EXACT), [0])], hidden)))
+    worker._work(frames.parse(frames.work(8, [ExpertTask((0, 1, EXACT), [0])], hidden)))
     experts.drain()
     until = time.monotonic() + 10
     while not (sent := worker._bell.take()) and time.monotonic() < until:
@@ -80,7 +80,7 @@ def test_a_worker_reads_an_expert_while_it_computes_another(
     monkeypatch.setattr(experts._filler, "fill", filled)
     monkeypatch.setattr(ExpertMath, "forward", computed)
     hidden = Fetched(torch.ones(1, served.alone.hidden, dtype=torch.bfloat16))
-    asked = [experts.submit([Wanted(key, [0])], hidden) for key in (first, second)]
+    asked = [experts.submit([ExpertTask(key, [0])], hidden) for key in (first, second)]
     assert all(future.result(20).shape == hidden.wait().shape for (future,) in asked)
     assert overlapped == [True, True]
     assert len(list(experts.reads())) == 2
@@ -95,7 +95,7 @@ def test_what_is_here_is_computed_while_the_rest_is_read(
     experts, computed = served.alone.experts, list[ExpertKey]()
     hidden = Fetched(torch.randn(1, served.alone.hidden).bfloat16())
     keys: list[ExpertKey] = [(0, expert, EXACT) for expert in range(4)]
-    alone = [experts.submit([Wanted(key, [0])], hidden)[0].result(10) for key in keys]  # the last two are kept
+    alone = [experts.submit([ExpertTask(key, [0])], hidden)[0].result(10) for key in keys]  # the last two are kept
     computing = experts._compute
 
     def noted(key: ExpertKey, *args: Any) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_what_is_here_is_computed_while_the_rest_is_read(
         return computing(key, *args)
 
     monkeypatch.setattr(experts, "_compute", noted)
-    together = [future.result(10) for future in experts.submit([Wanted(key, [0]) for key in keys], hidden)]
+    together = [future.result(10) for future in experts.submit([ExpertTask(key, [0]) for key in keys], hidden)]
     assert all(map(torch.equal, together, alone))
     assert computed == [*keys[2:], *keys[:2]]
     served.alone.close()
@@ -124,12 +124,12 @@ def test_what_nobody_waits_for_leaves_its_slot(
 
     hidden = Fetched(torch.ones(1, served.alone.hidden, dtype=torch.bfloat16))
     monkeypatch.setattr(ExpertMath, "forward", slowly)
-    dropped = experts.submit([Wanted((0, expert, EXACT), [0]) for expert in range(8)], hidden)
+    dropped = experts.submit([ExpertTask((0, expert, EXACT), [0]) for expert in range(8)], hidden)
     assert begun.wait(10)
     threading.Timer(0.05, goes_on.set).start()
     experts.drain()
     assert sum(future.cancelled() for future in dropped) == 7
-    again = experts.submit([Wanted((1, expert, EXACT), [0]) for expert in range(8)], hidden)
+    again = experts.submit([ExpertTask((1, expert, EXACT), [0]) for expert in range(8)], hidden)
     assert all(future.result(10) is not None for future in again)
     experts.drain()
     assert not served.alone._host._leased

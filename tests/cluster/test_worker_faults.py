@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.cluster import frames
-from smoe.cluster.frames import Frame, Kind, Times
+from smoe.cluster.frames import Frame, FrameKind, Times
 from smoe.cluster.identity import read_main
-from smoe.cluster.members import State
+from smoe.cluster.members import WorkerState
 from smoe.cluster.remote import _PROOF_ROWS
 from smoe.cluster.worker import WorkerProcess
 from smoe.memory.streams import Fetched
@@ -38,7 +38,7 @@ class Unreliable(WorkerProcess):
     served = 0
 
     def _answer(self, dealer: Any, frame: Frame) -> None:
-        if frame.kind is Kind.WORK and self.is_proven:
+        if frame.kind is FrameKind.WORK and self.is_proven:
             self.served += 1
             if self.served % self.every == 0:
                 self.fail(dealer, frame)
@@ -120,7 +120,7 @@ def test_a_worker_that_is_silent_is_asked_no_more(toy: Callable[..., Path], star
     while not frozen.came_meanwhile and time.monotonic() < until:
         oracle.assert_same_steps(oracle.greedy(model, new_tokens=8), alone)
     came = [frame.kind for frame in frozen.came_meanwhile]
-    assert came[-1] is Kind.BEAT, "the last word was no request, though main has gone on"
+    assert came[-1] is FrameKind.BEAT, "the last word was no request, though main has gone on"
     asked = cluster_of(model).members[0].requests
     while cluster_of(model).members[0].requests == asked and time.monotonic() < until:
         oracle.greedy(model, new_tokens=8)
@@ -161,9 +161,9 @@ def test_who_says_nothing_is_late_though_nothing_was_asked(
 
     monkeypatch.setattr(worker, "_turn", drowsy)
     until = time.monotonic() + 10
-    while found.state is State.READY and time.monotonic() < until:
+    while found.state is WorkerState.READY and time.monotonic() < until:
         time.sleep(0.01)
-    assert found.state is State.SUSPECT
+    assert found.state is WorkerState.SUSPECT
     while not any(each.is_here for each in cluster.members) and time.monotonic() < until:
         time.sleep(0.01)
     assert any(each.is_here for each in cluster.members)

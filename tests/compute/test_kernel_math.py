@@ -18,7 +18,7 @@ from torch.nn import functional
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.kernel_math import KernelMath
 from smoe.compute.kernel_rows import kernel_rows
-from smoe.compute.row_groups import Shape
+from smoe.compute.row_groups import MatrixShape
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool
@@ -28,7 +28,7 @@ from tests import promised
 
 HIDDEN, INNER = 1536, 96
 """So many numbers a row that one row is summed in another order than several."""
-SHAPES = [Shape(HIDDEN, 2 * INNER, True), Shape(INNER, HIDDEN, True)]
+SHAPES = [MatrixShape(HIDDEN, 2 * INNER, True), MatrixShape(INNER, HIDDEN, True)]
 
 
 def swiglu(wide: torch.Tensor) -> torch.Tensor:
@@ -109,5 +109,5 @@ def test_other_bits_are_noticed(wrong: int, pool: SpinningPool, monkeypatch: pyt
 
 
 def test_shapes_that_no_kernel_knows(pool: SpinningPool) -> None:
-    assert kernel_rows(pool, [SHAPES[0], Shape(INNER, HIDDEN, False)]) == 0
-    assert kernel_rows(pool, [Shape(HIDDEN, 100, True)]) == 0
+    assert kernel_rows(pool, [SHAPES[0], MatrixShape(INNER, HIDDEN, False)]) == 0
+    assert kernel_rows(pool, [MatrixShape(HIDDEN, 100, True)]) == 0

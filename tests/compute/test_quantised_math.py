@@ -13,7 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from smoe.compute.decode_experts import decode_experts, proven_kernel
-from smoe.compute.quantised_math import QuantisedMath, QuantisedWeights, Tile
+from smoe.compute.quantised_math import QuantisedMath, QuantisedWeights, UnpackedTile
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import widest
@@ -43,7 +43,7 @@ class Layer:
             StoredMatrix("down_proj.0", "down_proj", down, HIDDEN, INNER),
         ]
         parts = (Part("gate_up_proj", (2 * INNER, HIDDEN)), Part("down_proj", (HIDDEN, INNER)))
-        self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, Tile(torch.bfloat16))
+        self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, UnpackedTile(torch.bfloat16))
         nbytes = sum(each.nbytes for each in stored)
         self.arena = Arena([(EXPERTS, -(-nbytes // PAGE) * PAGE)], torch.device("cpu"))
         self.offsets, at = {}, 0
@@ -86,7 +86,7 @@ class BiasedLayer(Layer):
             StoredMatrix("down_proj.0", "down_proj", form, HIDDEN, INNER),
         ]
         parts = [Part(name, weight.shape[1:]) for name, weight in self.module.named_parameters()]
-        self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, Tile(torch.bfloat16))
+        self.math = QuantisedMath(self.module, parts, torch.bfloat16, stored, UnpackedTile(torch.bfloat16))
         self.offsets = {"gate_up_proj.0": 0, "down_proj.0": stored[0].nbytes}
         end = sum(each.nbytes for each in stored)
         self.offsets |= {"gate_up_proj_bias": end, "down_proj_bias": end + 2 * 2 * INNER}

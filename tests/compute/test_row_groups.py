@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from smoe.compute import row_groups
-from smoe.compute.row_groups import Filling, Shape, filled_up, product, proven_filling
+from smoe.compute.row_groups import Filling, MatrixShape, filled_up, product, proven_filling
 
-SHAPES = (Shape(96, 64, True), Shape(32, 96, True))
+SHAPES = (MatrixShape(96, 64, True), MatrixShape(32, 96, True))
 
 
 def test_the_numbers_are_few_and_close():
@@ -71,4 +71,4 @@ def test_another_order_for_another_number_is_seen(monkeypatch):
 
 
 def test_matrices_too_large_to_gain_are_left_alone():
-    assert proven_filling((Shape(14336, 28672, True),), torch.bfloat16) is None
+    assert proven_filling((MatrixShape(14336, 28672, True),), torch.bfloat16) is None

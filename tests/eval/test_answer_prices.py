@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, UnsupportedModelError
-from smoe.eval.answer_prices import AnswerPrices, Trial, measure, passes_of, shape_of
+from smoe.eval.answer_prices import AnswerPrices, RouteTrial, measure, passes_of, shape_of
 from smoe.eval.texts import read_documents
 from smoe.load.priced_answers import prices_of as prices_of_model
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.files import DEMO_FOLDER
-from smoe.policy.prices import Answer, LayerPrices
+from smoe.policy.prices import LayerPrices, Resolution
 from tests import oracle, zoo
 from tests.packs import pack_folder
 
@@ -73,17 +73,17 @@ def test_leaving_out_costs_what_transformers_says(toy: Callable[..., Path], open
         changed = model(ids).logits[0].log_softmax(-1)
         hook.remove()
         nats = float((exact.exp() * (exact - changed)).sum())
-        shown = found.shown[Trial(layer, Answer.SKIP)]
+        shown = found.shown[RouteTrial(layer, Resolution.SKIP)]
         assert shown.nats == pytest.approx([nats], rel=1e-3), layer
         assert shown.units == pytest.approx(units, rel=1e-4) and shown.changes == pytest.approx(changes, rel=1e-3)
-        bits = found.shown[Trial(layer, None)]
+        bits = found.shown[RouteTrial(layer, None)]
         assert abs(bits.nats[0]) < 1e-8 * nats and 0 < bits.changes[0] < 1e-6 * changes[0]
 
 
 def test_a_table_is_made_of_one_factor_for_each_layer(toy: Callable[..., Path], open_model: Open) -> None:
     found = prices_of(open_model(toy("qwen3_moe", dtype=torch.bfloat16), "half", **SMALL), trials=2)
     for layer, prices in found.table.layers.items():
-        skip, other, bits = (found.shown[Trial(layer, a)] for a in (Answer.SKIP, Answer.SUBSTITUTE, None))
+        skip, other, bits = (found.shown[RouteTrial(layer, a)] for a in (Resolution.SKIP, Resolution.SUBSTITUTE, None))
         assert len(skip.nats) == len(other.nats) == len(bits.nats) == 2
         by_rounding = sum(bits.nats) / 2
         assert by_rounding > 1e-5 * sum(skip.nats), "16 bits: it counts"
@@ -114,7 +114,7 @@ def test_a_low_copy_that_is_the_same_costs_nothing(tmp_path: Path, open_model: O
     assert all(1e-3 * prices.skip < prices.low < 0.1 * prices.skip for prices in found.table.layers.values()), found
     without = prices_of(open_model(others, "half", **wide))
     for layer in found.table.layers:
-        left_out = Trial(layer, Answer.SKIP)
+        left_out = RouteTrial(layer, Resolution.SKIP)
         assert found.shown[left_out].nats == pytest.approx(without.shown[left_out].nats, rel=1e-4), (
             "own copies otherwise"
         )
@@ -149,7 +149,7 @@ def test_the_demos_prices_add_up_in_all_layers_together(monkeypatch: pytest.Monk
             hidden, index, weights = args
             price = priced.table.layers[layer].price
             weights = weights.clone()
-            nats[0] += sum(price(Answer.SKIP, weight) for weight in weights[:, 6:].flatten().tolist())
+            nats[0] += sum(price(Resolution.SKIP, weight) for weight in weights[:, 6:].flatten().tolist())
             weights[:, 6:] = 0.0
             return hidden, index, weights
 

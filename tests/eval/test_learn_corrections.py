@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.eval.learn_corrections import Learned, learn
+from smoe.eval.learn_corrections import FittedCorrections, learn
 from smoe.models.read_spec import read_spec
 from smoe.prediction.correction import fitted
 from tests import oracle
@@ -25,7 +25,7 @@ IDS = torch.randint(3, 128, (1200,), generator=torch.Generator().manual_seed(0))
 HELD_OUT = slice(1080, 1200)
 
 
-def learned_from(folder: Path, open_model: Open, ids: list[int]) -> tuple[Learned, int, list[int], list[int]]:
+def learned_from(folder: Path, open_model: Open, ids: list[int]) -> tuple[FittedCorrections, int, list[int], list[int]]:
     model = open_model(folder, "half", prefetch="stacked-gates", prefetch_depth=1)
     read: list[int] = []
     pairs: list[int] = []

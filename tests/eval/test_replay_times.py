@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe.eval import replay_times
-from smoe.eval.replay_times import Watched, as_waited, on_clock, times_of
+from smoe.eval.replay_times import TimedEviction, as_waited, on_clock, times_of
 from smoe.metrics import Counters
 from smoe.policy.registry import make_eviction
 from smoe.routing import Phase, Routing
@@ -64,7 +64,7 @@ def test_a_load_takes_what_makes_the_replay_wait_as_long(engine: Any, real: floa
 
 @pytest.mark.parametrize("name", ["lru", "auto", "learned"])
 def test_a_watched_eviction_chooses_as_ever(name: str) -> None:
-    watched = Watched(make_eviction(name))
+    watched = TimedEviction(make_eviction(name))
     assert replay(TRACE, 9, 2, watched) == replay(TRACE, 9, 2, make_eviction(name))
     assert watched.seconds > 0 and watched.name == name
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.eval.exact_run import SPARES, ExactRun, Listener, record
+from smoe.eval.exact_run import SPARES, ExactRun, RunListener, record
 from smoe.eval.shadow_recall import compare
 from smoe.load.assembly import scoring_rules
 from smoe.models.read_spec import read_spec
@@ -54,7 +54,7 @@ class Inputs(StepObserver):
 def recorded(folder: Path, open_model: Open) -> tuple[PreTrainedModel, ExactRun, Inputs]:
     model, inputs = open_model(folder, "half"), Inputs()
     spec = read_spec(folder, model.offload.config)
-    listener = Listener(model, spec, scoring_rules(model, spec))
+    listener = RunListener(model, spec, scoring_rules(model, spec))
     with model.offload.observed_by(listener), model.offload.observed_by(inputs):
         run = record(Greedy(model), listener, PROMPTS[0], TOKENS, lambda _: None)
     assert run is not None

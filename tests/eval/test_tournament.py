@@ -76,7 +76,7 @@ def test_recall_and_precision_by_hand() -> None:
 def test_listening_is_no_time_of_the_engine() -> None:
     """By a clock that moves on a second with every question to it."""
     seconds = iter(range(100))
-    listener = tournament._Listener({}, lambda: float(next(seconds)))
+    listener = tournament._RoutingCollector({}, lambda: float(next(seconds)))
     for routing in (chosen(0, 1, 2), chosen(1, 3, 4)):
         listener.planned(routing, None)  # type: ignore[arg-type]
         listener.computed(SimpleNamespace(phase=Phase.DECODE, layer=0), None, None)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 
 from smoe.errors import ConfigError
 from smoe.eval import train_eviction as module
-from smoe.eval.train_eviction import Shape, train
+from smoe.eval.train_eviction import LayersShape, train
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.learned import DISCOUNT, Learned
 from smoe.policy.registry import make_eviction
@@ -23,7 +23,7 @@ from smoe.simulator.replay import replay
 
 EXPERTS, TOP_K, SLOTS = 16, 2, 24
 LAYERS = (1, 2, 4)
-SHAPE = Shape(LAYERS, EXPERTS, TOP_K)
+SHAPE = LayersShape(LAYERS, EXPERTS, TOP_K)
 
 
 def topics(seed: int, tokens: int) -> list[Routing]:

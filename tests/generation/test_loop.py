@@ -12,7 +12,7 @@ import torch
 
 from smoe.errors import ContextError, EngineBusyError, EngineStateError, ModelError
 from smoe.generation.loop import DecodeLoop
-from smoe.generation.request import End, Piece, Reason, Request
+from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
 from tests import oracle, zoo
 
@@ -68,7 +68,7 @@ def test_whoever_joins_or_leaves(family: str, toy: Callable[..., Path], open_mod
         loop.step()
     for (request, heard), tokens in zip(requests, lengths, strict=True):
         assert request.new_ids == reference(folder, request.ids, tokens)
-        assert heard[-1][:1] == (Reason.LENGTH,)
+        assert heard[-1][:1] == (EndReason.LENGTH,)
     assert len(given_up.new_ids) < 30
     assert loop._rows is not None and loop._rows.share_passes is (family not in RECURRENT)
     assert not loop.running and not loop.waiting
@@ -86,7 +86,7 @@ def test_a_text_of_which_enough_has_come_ends(toy: Callable[..., Path], open_mod
     loop = DecodeLoop(model, NoText())
     loop.hand_in(request)
     loop.run(until_idle=True)
-    assert len(request.new_ids) == 3 and heard[3:] == [End(Reason.STOP, "")]
+    assert len(request.new_ids) == 3 and heard[3:] == [End(EndReason.STOP, "")]
 
 
 def test_bits_are_those_of_each_alone(toy: Callable[..., Path], open_model: Open) -> None:
@@ -234,7 +234,7 @@ def test_a_fault_fails_the_row_that_it_is_in(
     monkeypatch.undo()
     loop.run(until_idle=True)
     ends = [heard[-1] for _, heard in requests]
-    assert [end.reason for end in ends] == [Reason.LENGTH, Reason.FAILED, Reason.LENGTH]
+    assert [end.reason for end in ends] == [EndReason.LENGTH, EndReason.FAILED, EndReason.LENGTH]
     assert str(ends[1].error) == "the disk has gone"
     for request, _ in (requests[0], requests[2]):
         assert request.new_ids == reference(folder, request.ids, 10)
@@ -268,7 +268,7 @@ def test_a_full_context_ends_a_text(toy: Callable[..., Path], open_model: Open) 
     for request in (short, long):
         loop.hand_in(request)
     loop.run(until_idle=True)
-    assert len(long.ids) + len(long.new_ids) == 48 and heard[-1][0] is Reason.LENGTH
+    assert len(long.ids) + len(long.new_ids) == 48 and heard[-1][0] is EndReason.LENGTH
     assert long.new_ids == reference(folder, long.ids, 8)
     assert short.new_ids == reference(folder, short.ids, 40)
 

@@ -10,7 +10,7 @@ import torch
 from smoe.formats.base import Format
 from smoe.gpu_kernels.activation import Activation
 from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
-from smoe.gpu_kernels.source import Kind, Layout, Tile
+from smoe.gpu_kernels.source import ExpertKind, MatrixLayout, Tile
 from tests.formats.blocks import random_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -20,16 +20,16 @@ WHOLE = Tile(256, 1 << 16)
 """Few programs, each of a whole matrix: the interpreter takes as long for one as for a small one."""
 
 
-def quantised(up: Format, down: Format, hidden: int, inner: int, alignment: int = 1) -> Kind:
+def quantised(up: Format, down: Format, hidden: int, inner: int, alignment: int = 1) -> ExpertKind:
     """Gate and up apart, as files have them."""
-    ups = (Layout(inner, hidden, up, alignment=alignment),) * 2
-    return Kind(hidden, inner, "bfloat16", ups, Layout(hidden, inner, down, alignment=alignment), SILU)
+    ups = (MatrixLayout(inner, hidden, up, alignment=alignment),) * 2
+    return ExpertKind(hidden, inner, "bfloat16", ups, MatrixLayout(hidden, inner, down, alignment=alignment), SILU)
 
 
 class Slots:
     """Some experts of a kind, and the exact numbers of their matrices."""
 
-    def __init__(self, kind: Kind, experts: int, seed: int = 0, order: Sequence[int] | None = None) -> None:
+    def __init__(self, kind: ExpertKind, experts: int, seed: int = 0, order: Sequence[int] | None = None) -> None:
         """`order`: in which the experts lie in memory."""
         self.kind = kind
         self._dtype = getattr(torch, kind.dtype)
@@ -62,7 +62,7 @@ class Slots:
         y = self.kind.activation.of(wide) @ down.T
         return y + self._biases[expert][1].double() if self.kind.has_bias else y
 
-    def _matrix(self, layout: Layout, seed: int) -> torch.Tensor:
+    def _matrix(self, layout: MatrixLayout, seed: int) -> torch.Tensor:
         if layout.form is not None:
             return torch.from_numpy(random_rows(layout.form, layout.outputs, layout.columns, seed))
         generator = torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ class Slots:
     def _row(self, width: int, seed: int) -> torch.Tensor:
         return torch.randn(width, generator=torch.Generator().manual_seed(seed)).to(self._dtype)
 
-    def _exact(self, stored: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _exact(self, stored: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
         if layout.form is not None:
             return torch.from_numpy(layout.form.decode(stored.numpy())).double()
         return (stored.T if layout.is_transposed else stored).double()

@@ -15,7 +15,7 @@ from smoe.gpu_kernels import slot_experts, source
 from smoe.gpu_kernels.activation import Activation
 from smoe.gpu_kernels.decoding import fits
 from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
-from smoe.gpu_kernels.source import COUNTED, COUNTS, Kind, Layout, Tile, tile_for
+from smoe.gpu_kernels.source import COUNTED, COUNTS, ExpertKind, MatrixLayout, Tile, tile_for
 from tests.gpu_kernels.slots_of_bytes import DEVICE, SILU, WHOLE, Slots, choices, quantised, routes_of, rows_by
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -25,11 +25,15 @@ ROUNDING = 2e-6
 LIMITED = Activation("silu", takes_turns=True, alpha=1.702, limit=7.0, shift=1.0)
 
 
-def dense(hidden: int, inner: int, dtype: str = "bfloat16", activation: Activation = SILU, **switches: bool) -> Kind:
+def dense(
+    hidden: int, inner: int, dtype: str = "bfloat16", activation: Activation = SILU, **switches: bool
+) -> ExpertKind:
     has_bias, is_transposed = switches.get("has_bias", False), switches.get("is_transposed", False)
     width = 2 * inner if activation.has_gate else inner
-    up = Layout(width, hidden, None, is_transposed, 16)
-    return Kind(hidden, inner, dtype, (up,), Layout(hidden, inner, None, is_transposed, 16), activation, has_bias)
+    up = MatrixLayout(width, hidden, None, is_transposed, 16)
+    return ExpertKind(
+        hidden, inner, dtype, (up,), MatrixLayout(hidden, inner, None, is_transposed, 16), activation, has_bias
+    )
 
 
 def assert_exact(slots: Slots, x: torch.Tensor, choice: list[list[int]], layer: Layer) -> None:
@@ -41,7 +45,7 @@ def assert_exact(slots: Slots, x: torch.Tensor, choice: list[list[int]], layer: 
     assert torch.allclose(layer.out.double(), total, rtol=2**-7, atol=2**-7 * float(total.abs().max()))
 
 
-def check(kind: Kind, tokens: int, width: int, experts: int, tile: Tile | None = None) -> None:
+def check(kind: ExpertKind, tokens: int, width: int, experts: int, tile: Tile | None = None) -> None:
     slots, choice = Slots(kind, experts), choices(tokens, width, experts)
     x = torch.randn(tokens, kind.hidden).to(getattr(torch, kind.dtype))
     assert_exact(slots, x, choice, rows_by(SlotExperts(kind, tile), slots, x, choice, [list(routes_of(choice))]))
@@ -91,12 +95,12 @@ def test_up_to_eight_tokens_share_what_is_read(tokens: int) -> None:
         dense(72, 40, activation=LIMITED, has_bias=True, is_transposed=True),
         dense(64, 32, activation=LIMITED._replace(takes_turns=False), has_bias=True),
         quantised(FORMATS["MXFP4_PAIRS"], FORMATS["MXFP4_PAIRS"], 96, 32)._replace(
-            ups=(Layout(64, 96, FORMATS["MXFP4_PAIRS"], alignment=1),), activation=LIMITED, has_bias=True
+            ups=(MatrixLayout(64, 96, FORMATS["MXFP4_PAIRS"], alignment=1),), activation=LIMITED, has_bias=True
         ),
     ],
     ids=["ragged", "fp32", "fp16, tanh", "gelu", "no gate", "turns, transposed, bias", "limited", "one matrix"],
 )
-def test_kinds(kind: Kind) -> None:
+def test_kinds(kind: ExpertKind) -> None:
     check(kind, 3, 2, 3, Tile(32, 1 << 11) if kind.hidden == 200 else WHOLE)
 
 

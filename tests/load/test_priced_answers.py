@@ -9,7 +9,7 @@ import pytest
 
 from smoe.load.priced_answers import FILE_NAME, PricedAnswers, as_json, prices_of, remember
 from smoe.models.files import DEMO_FOLDER
-from smoe.policy.prices import Answer, LayerPrices, PriceTable
+from smoe.policy.prices import LayerPrices, PriceTable, Resolution
 
 PRICED = PricedAnswers(
     table=PriceTable({0: LayerPrices(1e-4, 2e-3, 3e-3), 2: LayerPrices(0.0, 0.5, 1.0)}),
@@ -44,7 +44,9 @@ def test_the_demo_brings_its_prices(folder: Path) -> None:
     priced = prices_of(DEMO_FOLDER)
     assert priced is not None and priced.low_precision == "int4" and sorted(priced.table.layers) == list(range(12))
     for layer, prices in priced.table.layers.items():
-        low, substitute, skip = (prices.price(a, 1 / 8, 1.0) for a in (Answer.LOW, Answer.SUBSTITUTE, Answer.SKIP))
+        low, substitute, skip = (
+            prices.price(a, 1 / 8, 1.0) for a in (Resolution.LOW, Resolution.SUBSTITUTE, Resolution.SKIP)
+        )
         assert 0 < low < 0.05 * skip
         assert 0.5 * skip < substitute < 2 * skip
         assert priced.errors.layers[layer].skip < 0.5 * prices.skip

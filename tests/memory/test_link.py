@@ -16,8 +16,8 @@ import torch
 from smoe.expert import EXACT
 from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.link import OUTSTANDING, CudaLink
-from smoe.memory.reading_threads import State, Ticket, Transfers
-from smoe.policy.plan import Load, Reason
+from smoe.memory.reading_threads import Ticket, TicketState, Transfers
+from smoe.policy.plan import Load, LoadReason
 from tests.memory.fake_streams import ArenaMover, FakeStreams
 
 CHUNKS = 4
@@ -66,12 +66,12 @@ def two_readers(mover: ArenaMover, streams: FakeStreams) -> Iterator[Transfers]:
     yield from open_transfers(mover, streams, 2)
 
 
-def load(expert: int, reason: Reason = Reason.DEMAND, slot: int | None = None) -> Load:
+def load(expert: int, reason: LoadReason = LoadReason.DEMAND, slot: int | None = None) -> Load:
     return Load((0, expert, EXACT), expert if slot is None else slot, None, True, reason, 0)
 
 
 def prefetch(expert: int) -> Load:
-    return load(expert, Reason.PREFETCH)
+    return load(expert, LoadReason.PREFETCH)
 
 
 def wait_over(streams: FakeStreams, *tickets: Ticket) -> None:
@@ -89,12 +89,12 @@ def test_a_ticket_is_over_when_its_bytes_are_there(
 ) -> None:
     ticket = transfers.submit(load(0))
     ticket.join()
-    assert ticket.state is State.RUNNING and not ticket.is_over, "enqueued is not copied"
+    assert ticket.state is TicketState.RUNNING and not ticket.is_over, "enqueued is not copied"
     streams.advance(MS_PER_CHUNK * (CHUNKS - 0.5))
     assert not ticket.is_over and not mover.slots[0].any()
     streams.advance(MS_PER_CHUNK)
     wait_over(streams, ticket)
-    assert ticket.state is State.DONE and ticket.ended > 0
+    assert ticket.state is TicketState.DONE and ticket.ended > 0
     assert torch.equal(mover.slots[0], mover.sources[0])
 
 
@@ -115,7 +115,7 @@ def test_a_prefetch_has_few_chunks_in_the_queue(streams: FakeStreams, transfers:
     streams.wait_enqueued(OUTSTANDING)
     for done in range(1, CHUNKS - OUTSTANDING + 1):
         assert streams.outstanding == OUTSTANDING
-        assert guess.state is State.RUNNING and guess.hold is None
+        assert guess.state is TicketState.RUNNING and guess.hold is None
         streams.advance(MS_PER_CHUNK)
         streams.wait_enqueued(OUTSTANDING + done)
     guess.join()
@@ -220,5 +220,5 @@ def test_a_device_that_fails_after_the_order_is_an_error(streams: FakeStreams, t
     streams.failure = RuntimeError("injected: the device is lost")
     streams.advance(MS_PER_CHUNK * CHUNKS)
     wait_over(streams, ticket)
-    assert ticket.state is State.FAILED and "lost" in str(ticket.error)
+    assert ticket.state is TicketState.FAILED and "lost" in str(ticket.error)
     streams.failure = None

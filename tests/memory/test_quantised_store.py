@@ -31,10 +31,10 @@ from smoe.memory.movers import Filler, SlotMover
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import PAGE, LayerExperts, Part
+from smoe.memory.store import PAGE, Part, StoredLayer
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 from smoe.presets import configure
 from tests import gguf_toy, mxfp4_toy, zoo
 from tests.formats.blocks import by_gguf, random_rows
@@ -85,7 +85,7 @@ def slots_filled(store: QuantisedStore, is_direct: bool) -> dict[tuple[int, int]
     reader = DiskReader(is_direct)
     mover = SlotMover(Filler({EXACT: store}, reader), reader, arena)
     for slot, (layer, expert) in enumerate(keys):
-        came = mover.move(Ticket(Load((layer, expert, EXACT), slot, None, True, Reason.DEMAND, 0), None), None)
+        came = mover.move(Ticket(Load((layer, expert, EXACT), slot, None, True, LoadReason.DEMAND, 0), None), None)
         assert came >= store.placement(layer, expert).nbytes
     mover.close()
     return {key: bytes(arena.buffer(slot)) for slot, key in enumerate(keys)}
@@ -181,14 +181,14 @@ def tensor(dtype: str, shape: tuple[int, ...], offset: int, path: str = "toy.ggu
     return StoredTensor(Path(path), offset, nbytes, dtype, shape, key or f"{dtype} at {offset}")
 
 
-def layer_of(*experts: Sequence[StoredTensor], layer: int = 0) -> LayerExperts:
+def layer_of(*experts: Sequence[StoredTensor], layer: int = 0) -> StoredLayer:
     """Experts of gate, up and down in files that are not there: only their places are asked for."""
     sources: list[Mapping[str, tuple[StoredTensor, ...]]] = [
         {"gate_up_proj": (gate, up), "down_proj": (down,)} for gate, up, down in experts
     ]
     gate, up, down = experts[0]
     parts = (Part("gate_up_proj", (gate.shape[0] + up.shape[0], gate.shape[1])), Part("down_proj", down.shape))
-    return LayerExperts(layer, parts, sources)
+    return StoredLayer(layer, parts, sources)
 
 
 def expert(formats: Sequence[str], shift: int = 0, shape: tuple[int, int] = (32, 256)) -> list[StoredTensor]:

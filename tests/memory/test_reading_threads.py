@@ -15,8 +15,8 @@ import pytest
 
 from smoe.errors import TransferError
 from smoe.expert import EXACT
-from smoe.memory.reading_threads import State, Ticket, Transfers
-from smoe.policy.plan import Load, Reason
+from smoe.memory.reading_threads import Ticket, TicketState, Transfers
+from smoe.policy.plan import Load, LoadReason
 
 PATIENCE_SECONDS = 10
 
@@ -65,16 +65,16 @@ def transfers(mover: HeldMover) -> Iterator[Transfers]:
     each.close()
 
 
-def load(expert: int, reason: Reason = Reason.DEMAND) -> Load:
+def load(expert: int, reason: LoadReason = LoadReason.DEMAND) -> Load:
     return Load((0, expert, EXACT), expert, None, True, reason, 0)
 
 
-unasked = pytest.mark.parametrize("reason", [Reason.PREFETCH, Reason.UPGRADE])
+unasked = pytest.mark.parametrize("reason", [LoadReason.PREFETCH, LoadReason.UPGRADE])
 """What is brought in though nobody waits for it."""
 
 
 def prefetch(expert: int) -> Load:
-    return load(expert, Reason.PREFETCH)
+    return load(expert, LoadReason.PREFETCH)
 
 
 def wait_started(mover: HeldMover) -> None:
@@ -92,19 +92,21 @@ def finish(mover: HeldMover, *tickets: Ticket) -> None:
 
 
 @unasked
-def test_demand_goes_first_in_order_of_submission(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
+def test_demand_goes_first_in_order_of_submission(reason: LoadReason, mover: HeldMover, transfers: Transfers) -> None:
     tickets = [transfers.submit(load(0))]
     wait_started(mover)
     tickets += [transfers.submit(each) for each in (load(1, reason), load(2, reason), load(3), load(4))]
     finish(mover, *tickets)
     assert order(mover) == [0, 3, 4, 1, 2]
-    assert all(ticket.state is State.DONE and ticket.is_over for ticket in tickets)
+    assert all(ticket.state is TicketState.DONE and ticket.is_over for ticket in tickets)
     assert transfers.bytes_read == 5 * 100 + 10
     assert transfers.busy_seconds > 0
 
 
 @unasked
-def test_what_nobody_waits_for_lets_demand_loads_pass(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
+def test_what_nobody_waits_for_lets_demand_loads_pass(
+    reason: LoadReason, mover: HeldMover, transfers: Transfers
+) -> None:
     """Between two of its chunks: would catch an upgrade that a layer has to wait for."""
     mover.chunks = 3
     first = transfers.submit(load(1, reason))
@@ -116,7 +118,7 @@ def test_what_nobody_waits_for_lets_demand_loads_pass(reason: Reason, mover: Hel
 
 
 @unasked
-def test_what_is_urged_goes_before_its_like(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
+def test_what_is_urged_goes_before_its_like(reason: LoadReason, mover: HeldMover, transfers: Transfers) -> None:
     tickets = [transfers.submit(load(0))]
     wait_started(mover)
     tickets += [transfers.submit(load(expert, reason)) for expert in (1, 2, 3)]
@@ -136,13 +138,13 @@ def test_urging_a_demand_load_changes_no_order(mover: HeldMover, transfers: Tran
     assert order(mover) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("reason", list(Reason))
-def test_cancelled_loads_never_begin(reason: Reason, mover: HeldMover, transfers: Transfers) -> None:
+@pytest.mark.parametrize("reason", list(LoadReason))
+def test_cancelled_loads_never_begin(reason: LoadReason, mover: HeldMover, transfers: Transfers) -> None:
     running = transfers.submit(load(0))
     wait_started(mover)
     queued, last = transfers.submit(load(1, reason)), transfers.submit(load(2))
     assert transfers.cancel(queued)
-    assert queued.state is State.CANCELLED
+    assert queued.state is TicketState.CANCELLED
     queued.join()
     assert not transfers.cancel(queued), "cancelled twice"
     assert not transfers.cancel(running), "what runs cannot be taken back"
@@ -156,8 +158,8 @@ def test_an_error_is_the_waiting_thread_s(mover: HeldMover, transfers: Transfers
     mover.fail = {1}
     failing, fine = transfers.submit(load(1)), transfers.submit(load(2))
     finish(mover, failing, fine)
-    assert failing.state is State.FAILED and isinstance(failing.error, TransferError)
-    assert fine.state is State.DONE and fine.error is None
+    assert failing.state is TicketState.FAILED and isinstance(failing.error, TransferError)
+    assert fine.state is TicketState.DONE and fine.error is None
     assert transfers.bytes_read == 102
 
 
@@ -169,7 +171,7 @@ def test_a_demand_load_that_fails_inside_a_prefetch_is_not_the_prefetch_s_error(
     wait_started(mover)
     wanted = transfers.submit(load(2))
     finish(mover, guess, wanted)
-    assert (guess.state, wanted.state) == (State.DONE, State.FAILED)
+    assert (guess.state, wanted.state) == (TicketState.DONE, TicketState.FAILED)
 
 
 def test_close_waits_for_what_runs_and_cancels_the_rest(mover: HeldMover) -> None:
@@ -183,7 +185,7 @@ def test_close_waits_for_what_runs_and_cancels_the_rest(mover: HeldMover) -> Non
     mover.held.release(2)
     closing.join(PATIENCE_SECONDS)
     assert not closing.is_alive()
-    assert [ticket.state for ticket in tickets] == [State.DONE] * 2 + [State.CANCELLED] * 3
+    assert [ticket.state for ticket in tickets] == [TicketState.DONE] * 2 + [TicketState.CANCELLED] * 3
     assert not [thread for thread in threading.enumerate() if thread in transfers._threads]
     assert mover.closed == 1
 
@@ -194,10 +196,10 @@ def test_drain_waits_for_what_runs_and_goes_on(mover: HeldMover, transfers: Tran
     wait_started(mover)
     mover.held.release(1)
     transfers.drain()
-    assert (running.state, queued.state) == (State.DONE, State.CANCELLED)
+    assert (running.state, queued.state) == (TicketState.DONE, TicketState.CANCELLED)
     again = transfers.submit(load(2))
     finish(mover, again)
-    assert again.state is State.DONE
+    assert again.state is TicketState.DONE
     assert order(mover) == [0, 2]
 
 
@@ -207,13 +209,13 @@ def test_many_threads_lose_nothing() -> None:
     mover.held.release(10**6)
     mover.chunks = 2
     transfers = Transfers(mover, threads=4)
-    tickets = [transfers.submit(load(n, Reason.PREFETCH if n % 3 else Reason.DEMAND)) for n in range(400)]
+    tickets = [transfers.submit(load(n, LoadReason.PREFETCH if n % 3 else LoadReason.DEMAND)) for n in range(400)]
     for ticket in tickets[::2]:
         transfers.urge(ticket)
     for ticket in tickets:
         ticket.join()
     transfers.close()
-    assert all(ticket.state is State.DONE for ticket in tickets)
+    assert all(ticket.state is TicketState.DONE for ticket in tickets)
     assert sorted(order(mover)) == list(range(400))
     assert transfers.bytes_read == sum(100 + n for n in range(400))
 

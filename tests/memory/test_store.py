@@ -23,8 +23,8 @@ from smoe.memory.disk import DiskReader
 from smoe.memory.movers import Filler, SlotMover, torch_dtype
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.safetensors_index import ITEM_BYTES, read_header
-from smoe.memory.store import MATRIX_ALIGNMENT, PAGE, STAGED_BYTES, ExpertStore, LayerExperts, Part, row_of
-from smoe.policy.plan import Load, Reason
+from smoe.memory.store import MATRIX_ALIGNMENT, PAGE, STAGED_BYTES, ExpertStore, Part, StoredLayer, row_of
+from smoe.policy.plan import Load, LoadReason
 
 INNER, HIDDEN, EXPERTS = 48, 40, 3
 PARTS = (Part("gate_up_proj", (2 * INNER, HIDDEN)), Part("down_proj", (HIDDEN, INNER)))
@@ -41,7 +41,7 @@ def make_tensors(dtype: torch.dtype, seed: int = 0) -> Tensors:
     return tensors
 
 
-def write(folder: Path, tensors: Tensors, layout: str, shift: int) -> LayerExperts:
+def write(folder: Path, tensors: Tensors, layout: str, shift: int) -> StoredLayer:
     """The checkpoint, laid out in one of the ways that occur; `shift` bytes move everything off its alignment."""
     names = {f"{e}.{n}": f"{e}.{m}" for e in range(EXPERTS) for n, m in (("gate", "a"), ("up", "b"), ("down", "c"))}
     if layout == "apart":  # as w1, w2, w3: down lies between gate and up
@@ -56,7 +56,7 @@ def write(folder: Path, tensors: Tensors, layout: str, shift: int) -> LayerExper
             {"gate_up_proj": (row_of(found["up"], e),), "down_proj": (row_of(found["down"], e),)}
             for e in range(EXPERTS)
         ]
-        return LayerExperts(0, PARTS, sources)
+        return StoredLayer(0, PARTS, sources)
     files: dict[str, Tensors] = {"one": dict(padding), "two": {}}
     for number, (key, name) in enumerate(names.items()):
         files["two" if layout == "shards" and number % 2 else "one"][name] = tensors[key]
@@ -70,7 +70,7 @@ def write(folder: Path, tensors: Tensors, layout: str, shift: int) -> LayerExper
         {"gate_up_proj": (stored[f"{e}.gate"], stored[f"{e}.up"]), "down_proj": (stored[f"{e}.down"],)}
         for e in range(EXPERTS)
     ]
-    return LayerExperts(0, PARTS, sources)
+    return StoredLayer(0, PARTS, sources)
 
 
 def expected_parts(tensors: Mapping[str, torch.Tensor], expert: int, dtype: torch.dtype) -> Tensors:
@@ -85,7 +85,7 @@ def assert_slots_hold_the_experts(store: ExpertStore, tensors: Tensors, is_direc
     reader = DiskReader(is_direct)
     mover = SlotMover(Filler({EXACT: store}, reader), reader, arena)
     for slot, expert in enumerate(reversed(range(EXPERTS))):
-        ticket = Ticket(Load((0, expert, EXACT), slot, None, True, Reason.DEMAND, 0), None)
+        ticket = Ticket(Load((0, expert, EXACT), slot, None, True, LoadReason.DEMAND, 0), None)
         came = mover.move(ticket, None)
         placement = store.placement(0, expert)
         assert came >= sum(read.need for read in placement.reads) >= placement.nbytes or store.is_staged
@@ -191,7 +191,7 @@ def test_a_demand_load_inside_a_staged_prefetch_keeps_its_hands_off_the_buffer(
 def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     experts = write(tmp_path, make_tensors(torch.float32), "neighbours", 0)
     with pytest.raises(CheckpointError, match="gate_up_proj"):
-        LayerExperts(0, (Part("gate_up_proj", (2 * INNER, HIDDEN + 1)), PARTS[1]), experts.sources)
+        StoredLayer(0, (Part("gate_up_proj", (2 * INNER, HIDDEN + 1)), PARTS[1]), experts.sources)
 
 
 def test_row_of_a_fused_tensor(tmp_path: Path) -> None:

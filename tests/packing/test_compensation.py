@@ -13,7 +13,7 @@ import torch
 
 from smoe.formats.registry import FORMATS
 from smoe.packing import compensation
-from smoe.packing.compensation import Compensation, Grid, moments
+from smoe.packing.compensation import CodeGrid, Compensation, moments
 from smoe.packing.quantiser import quantised
 
 
@@ -61,7 +61,7 @@ def test_it_is_near_the_best_of_all_codes() -> None:
     inputs = inputs_that_go_together(500, 8)
     moment = inputs.t() @ inputs / 500
     weights = 0.5 * torch.randn(24, 8, generator=torch.Generator().manual_seed(3))
-    grid = Grid(torch.full((24, 8), -2.0), torch.full((24, 8), 4 / 3), 0, 3)
+    grid = CodeGrid(torch.full((24, 8), -2.0), torch.full((24, 8), 4 / 3), 0, 3)
 
     def error(numbers: torch.Tensor) -> torch.Tensor:
         far = numbers - weights.unsqueeze(1)

@@ -13,7 +13,7 @@ from smoe.papers.claims import Reproduction
 from smoe.papers.hobbit import MACHINES, MODELS, RUNS, switches_of
 from smoe.policy.importance import graded
 from smoe.routing import Phase
-from smoe.simulator.synthetic import Shape, synthesise
+from smoe.simulator.synthetic import DrawnShape, synthesise
 from tests.papers.shorter import reproduced
 
 
@@ -30,7 +30,7 @@ def test_every_system_fits_the_machine_and_takes_time(found: Reproduction) -> No
 
 
 def test_thresholds_give_the_papers_shares() -> None:
-    trace = synthesise(Shape(16, 4, 8, 64), with_scores=True)
+    trace = synthesise(DrawnShape(16, 4, 8, 64), with_scores=True)
     switches, counts = switches_of(trace), [0, 0, 0]
     for routing in trace:
         if routing.phase is Phase.DECODE:

@@ -12,7 +12,7 @@ from smoe.papers import od_moe
 from smoe.papers.claims import Reproduction, Setting
 from smoe.papers.geometry import MIXTRAL
 from smoe.papers.od_moe import CASES, SETTINGS, knee
-from smoe.papers.od_moe_recall import EMBEDDED, PRINTED, WITNESS, Recall, as_printed, named_tokens, recall_of
+from smoe.papers.od_moe_recall import EMBEDDED, PRINTED, WITNESS, DraftRecall, as_printed, named_tokens, recall_of
 from smoe.papers.od_moe_testbed import ALL_RESIDENT, memory_bytes, ten_machines
 from smoe.simulator.cluster import DecodedToken
 from tests.papers.shorter import reproduced
@@ -96,18 +96,18 @@ def shares(tokens: list[DecodedToken]) -> tuple[float, float]:
 
 
 def test_experts_are_named_as_often_as_the_recall_says() -> None:
-    assert shares(named_tokens(Recall((0.9,)), 200)) == pytest.approx((0.9, 0.81), abs=0.015)
-    assert shares(named_tokens(Recall((0.9,), 0.85), 200)) == pytest.approx((0.9, 0.85), abs=0.015)
-    with_spares = named_tokens(Recall((0.9,), 0.85, 0.95), 200, spares=1)
+    assert shares(named_tokens(DraftRecall((0.9,)), 200)) == pytest.approx((0.9, 0.81), abs=0.015)
+    assert shares(named_tokens(DraftRecall((0.9,), 0.85), 200)) == pytest.approx((0.9, 0.85), abs=0.015)
+    with_spares = named_tokens(DraftRecall((0.9,), 0.85, 0.95), 200, spares=1)
     assert shares(with_spares)[1] == pytest.approx(0.95, abs=0.01)
     assert all(len({*named}) == 3 for token in with_spares for named in token.named or ())
     assert shares(named_tokens(None, 200, is_random=True))[0] == pytest.approx(0.25, abs=0.015)
-    falling = named_tokens(Recall((1.0, 0.5)), 200)
+    falling = named_tokens(DraftRecall((1.0, 0.5)), 200)
     assert shares(falling[:100])[0] == 1.0 and shares(falling[100:])[0] == pytest.approx(0.5, abs=0.02)
 
 
 def test_a_better_recall_is_right_wherever_a_worse_one_was() -> None:
-    worse, better = (named_tokens(Recall((share,)), 50) for share in (0.8, 0.9))
+    worse, better = (named_tokens(DraftRecall((share,)), 50) for share in (0.8, 0.9))
     for one, other in zip(worse, better, strict=True):
         assert one.chosen == other.chosen
         for chosen, less, more in zip(one.chosen, one.named or (), other.named or (), strict=True):

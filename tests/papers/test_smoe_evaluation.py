@@ -12,7 +12,7 @@ from smoe.papers.claims import Reproduction
 from smoe.papers.smoe import MACHINES, SMOE, STEPS
 from smoe.policy.rows import last_rows
 from smoe.routing import Phase
-from smoe.simulator.synthetic import Shape, synthesise
+from smoe.simulator.synthetic import DrawnShape, synthesise
 from tests.papers.shorter import reproduced
 
 
@@ -25,7 +25,7 @@ def test_sequences_side_by_side_keep_their_rows(monkeypatch: pytest.MonkeyPatch)
     """Every row's scores rank its own choice highest: of all rows in decode, of the last ones of a prompt."""
     monkeypatch.setattr(smoe, "NEW_TOKENS", 3)
     model = MACHINES[0].model
-    alone = synthesise(Shape(model.experts, model.top_k, model.layers, 3, smoe.PROMPT_TOKENS), with_scores=True)
+    alone = synthesise(DrawnShape(model.experts, model.top_k, model.layers, 3, smoe.PROMPT_TOKENS), with_scores=True)
     joined = smoe._trace(model, 3)
     assert len(joined) == len(alone)
     for one, all_three in zip(alone, joined, strict=True):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.ahead import Ahead, Here, Place
+from smoe.policy.ahead import AheadSchedule, Here, TokenLayer
 from smoe.policy.placement import WorkerView
 from smoe.policy.plan import DEVICE
 
@@ -44,7 +44,9 @@ class Machines:
         self.later = 0.0
         here = Here(lambda: LOAD if method == "finish" else inf, lambda: 0.0, self.here.__contains__, room)
         turns = {layer: layer for layer in range(LAYERS)}
-        self.ahead = Ahead(method, turns, spares, here, lambda: self.later, self.told, self.clock, nullcontext())
+        self.ahead = AheadSchedule(
+            method, turns, spares, here, lambda: self.later, self.told, self.clock, nullcontext()
+        )
 
     def told(self, unit: int, keys: list[ExpertKey]) -> None:
         assert len(keys) == len(set(keys)) <= self.slots[unit]
@@ -78,8 +80,8 @@ def keys(layer: int, *experts: int) -> list[ExpertKey]:
     return [(layer, expert, EXACT) for expert in experts]
 
 
-def expected(position: int, chosen: list[list[int]]) -> dict[Place, list[int]]:
-    return {Place(position, layer): experts for layer, experts in enumerate(chosen)}
+def expected(position: int, chosen: list[list[int]]) -> dict[TokenLayer, list[int]]:
+    return {TokenLayer(position, layer): experts for layer, experts in enumerate(chosen)}
 
 
 PACE = [[9]] * LAYERS
@@ -112,14 +114,14 @@ def test_turns_run_on_from_token_to_token() -> None:
     """Four groups and six layers: the next token begins with the third."""
     found = Machines(range(2, 6), 9, "round-robin")
     found.begin(1)
-    found.ahead.expect({Place(1, 0): [1]})
+    found.ahead.expect({TokenLayer(1, 0): [1]})
     assert [unit for _, unit, _ in found.loads] == [4]
 
 
 def test_spares_are_nobody_else_s() -> None:
     found = Machines(range(2, 7), 1, "round-robin", spares=1)
     found.begin(0)
-    found.ahead.expect({Place(0, 0): [1, 2, 3]})
+    found.ahead.expect({TokenLayer(0, 0): [1, 2, 3]})
     assert [(unit, key[1]) for _, unit, key in found.loads] == [(2, 1), (3, 2), (6, 3)]
 
 
@@ -150,9 +152,9 @@ def test_what_is_wanted_last_goes_first() -> None:
     found.holds[2] = set(keys(3, 1) + keys(5, 1))
     found.decode(0, PACE)
     found.begin(1)
-    found.ahead.expect({Place(1, 1): [7], Place(1, 3): [1], Place(1, 5): [1]})
+    found.ahead.expect({TokenLayer(1, 1): [7], TokenLayer(1, 3): [1], TokenLayer(1, 5): [1]})
     assert found.holds[2] == set(keys(1, 7) + keys(3, 1))
-    found.ahead.expect({Place(1, 4): [7]})
+    found.ahead.expect({TokenLayer(1, 4): [7]})
     assert found.holds[2] == set(keys(1, 7) + keys(3, 1)), "nothing goes for what is wanted later than that"
 
 
@@ -162,7 +164,7 @@ def test_main_takes_what_it_would_have_sooner_unless_it_forgets_it_sooner() -> N
         found.decode(0, PACE)
         found.later = later
         found.begin(1)
-        found.ahead.expect({Place(1, 0): [7], Place(2, 0): [8]})
+        found.ahead.expect({TokenLayer(1, 0): [7], TokenLayer(2, 0): [8]})
         assert found.ahead.here(0) == here
         assert found.brought == ([] if here else keys(0, 7))
 
@@ -171,18 +173,18 @@ def test_what_main_has_nobody_else_brings_in() -> None:
     found = Machines((2,), 2)
     found.here.update(keys(0, 7))
     found.begin(0)
-    found.ahead.expect({Place(0, 0): [7, 8]})
+    found.ahead.expect({TokenLayer(0, 0): [7, 8]})
     assert found.brought == keys(0, 8)
 
 
 def test_another_text_is_not_waited_for() -> None:
     found = Machines(range(2, 4), 1, "round-robin")
     found.begin(3)
-    found.ahead.expect({Place(4, 0): [1, 2]})
-    found.ahead.expect({Place(4, 1): [3, 4]})
+    found.ahead.expect({TokenLayer(4, 0): [1, 2]})
+    found.ahead.expect({TokenLayer(4, 1): [3, 4]})
     found.begin(4)
     found.ahead.withdraw(4)
-    found.ahead.expect({Place(4, 1): [5, 6]})
+    found.ahead.expect({TokenLayer(4, 1): [5, 6]})
     assert found.brought == keys(0, 1, 2) + keys(1, 5, 6)
 
 
@@ -190,13 +192,13 @@ def test_a_machine_that_has_gone_is_told_nothing() -> None:
     for method in ("finish", "round-robin"):
         found = Machines(range(2, 4), 2, method)
         found.begin(0)
-        found.ahead.expect({Place(0, 0): [1, 2], Place(0, 1): [3]})
+        found.ahead.expect({TokenLayer(0, 0): [1, 2], TokenLayer(0, 1): [3]})
         del found.holds[3], found.slots[3]
-        found.ahead.expect({Place(0, 2): [5], Place(1, 0): [6]})  # noticed before the pass is over
+        found.ahead.expect({TokenLayer(0, 2): [5], TokenLayer(1, 0): [6]})  # noticed before the pass is over
         found.loads.clear()
         found.clock.now += 100.0
         found.begin(1)
-        found.ahead.expect({Place(1, 0): [8, 9]})
+        found.ahead.expect({TokenLayer(1, 0): [8, 9]})
         assert {unit for _, unit, _ in found.loads} == {2}
 
 

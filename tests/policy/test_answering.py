@@ -12,7 +12,7 @@ from smoe.expert import EXACT, LOW
 from smoe.policy.answering import Answering, Assigned
 from smoe.policy.answers import AnswerCosts
 from smoe.policy.plan import DEVICE, HOST, Serve
-from smoe.policy.prices import Answer, LayerPrices, PriceTable
+from smoe.policy.prices import LayerPrices, PriceTable, Resolution
 from smoe.policy.quality_budget import BURST_TOKENS, QualityBudget, TimeBudget
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
@@ -40,7 +40,7 @@ def answering(prices: LayerPrices, budget: QualityBudget | TimeBudget) -> Answer
 
 
 def test_loads_come_by_importance_and_the_cpu_gets_what_it_was_given() -> None:
-    answers = {6: Answer.HIGH, 4: Answer.HOST, 5: Answer.LOW, 7: Answer.HIGH}
+    answers = {6: Resolution.HIGH, 4: Resolution.HOST, 5: Resolution.LOW, 7: Resolution.HIGH}
     keys = {4: EXACT, 5: LOW, 6: EXACT, 7: EXACT}
     missing = [Serve((0, expert, keys[expert]), (expert - 4,), True) for expert in (4, 5, 6, 7)]
     loaded, by_cpu = Assigned(answers).split(missing, routing())
@@ -52,7 +52,7 @@ def test_loads_come_by_importance_and_the_cpu_gets_what_it_was_given() -> None:
 def test_where_nothing_may_be_spent_all_are_loaded() -> None:
     answered = answering(LayerPrices(1e-3, 1.0, 1.0), QualityBudget(0.0, 1.0)).answer(routing(), table(), COSTS)
     assert answered.routing.top_k_index == [[4, 5, 6, 7]] and not answered.routing.low
-    assert answered.assigned.answers == dict.fromkeys((4, 5, 6, 7), Answer.HIGH)
+    assert answered.assigned.answers == dict.fromkeys((4, 5, 6, 7), Resolution.HIGH)
 
 
 def test_where_all_is_free_a_token_keeps_one_expert() -> None:
@@ -61,7 +61,7 @@ def test_where_all_is_free_a_token_keeps_one_expert() -> None:
     answered = free.answer(routing(), table(), COSTS)
     (row,) = answered.routing.top_k_index
     (stays,) = [expert for expert in row if expert != EXPERTS]
-    assert answered.assigned.answers == {stays: Answer.LOW} and answered.routing.low == {stays}
+    assert answered.assigned.answers == {stays: Resolution.LOW} and answered.routing.low == {stays}
     assert (free.nats, free.waited_seconds) == (0.0, COSTS.low)
     assert sum(replacement.substitute is None for replacement in answered.selection.replacements) == 3
 

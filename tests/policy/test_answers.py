@@ -18,14 +18,20 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from smoe.policy import answers
-from smoe.policy.answers import EXACT_UP_TO, NOTHING, AnswerCosts, Chosen, choose
+from smoe.policy.answers import EXACT_UP_TO, NOTHING, AnswerCosts, ResolvedMisses, choose
 from smoe.policy.balance import Costs, optimal
 from smoe.policy.misses import Missing, Route, missing_experts
-from smoe.policy.prices import EXACT_ANSWERS, Answer, LayerPrices
+from smoe.policy.prices import EXACT_ANSWERS, LayerPrices, Resolution
 from smoe.policy.substitution import Replacement, Selection, applied
 from smoe.routing import Phase, Routing
 
-HIGH, HOST, LOW, SUBSTITUTE, SKIP = Answer.HIGH, Answer.HOST, Answer.LOW, Answer.SUBSTITUTE, Answer.SKIP
+HIGH, HOST, LOW, SUBSTITUTE, SKIP = (
+    Resolution.HIGH,
+    Resolution.HOST,
+    Resolution.LOW,
+    Resolution.SUBSTITUTE,
+    Resolution.SKIP,
+)
 
 seconds = st.floats(0.01, 10.0)
 costs = st.builds(
@@ -54,7 +60,7 @@ def misses(draw: st.DrawFn, most: int = 4, tokens: int = 2, equal: bool = False)
     return found
 
 
-def ways(entry: Missing, given_costs: AnswerCosts) -> Iterator[tuple[Answer, ...]]:
+def ways(entry: Missing, given_costs: AnswerCosts) -> Iterator[tuple[Resolution, ...]]:
     """Everything that may become of an expert: an answer for each of its routes."""
     count = len(entry.routes)
     yield (HIGH,) * count
@@ -66,7 +72,7 @@ def ways(entry: Missing, given_costs: AnswerCosts) -> Iterator[tuple[Answer, ...
 
 
 def judged(
-    plan: Sequence[tuple[Answer, ...]], missing: Sequence[Missing], given_costs: AnswerCosts, price: LayerPrices
+    plan: Sequence[tuple[Resolution, ...]], missing: Sequence[Missing], given_costs: AnswerCosts, price: LayerPrices
 ) -> tuple[float, float]:
     """(seconds, nats): loads one after the other, the CPU beside them, prices route by route."""
     link = host = nats = 0.0
@@ -91,7 +97,7 @@ def bare_tokens(missing: Sequence[Missing], top_k: int) -> set[int]:
     return {token for token, count in counts.items() if count == top_k}
 
 
-def keeps_bare(plan: Sequence[tuple[Answer, ...]], missing: Sequence[Missing], top_k: int) -> bool:
+def keeps_bare(plan: Sequence[tuple[Resolution, ...]], missing: Sequence[Missing], top_k: int) -> bool:
     kept = {
         route.token
         for entry, given_answers in zip(missing, plan, strict=True)
@@ -117,7 +123,7 @@ def best_of_all(
     return best
 
 
-def as_plan(chosen: Chosen, missing: Sequence[Missing]) -> list[tuple[Answer, ...]]:
+def as_plan(chosen: ResolvedMisses, missing: Sequence[Missing]) -> list[tuple[Resolution, ...]]:
     """Every route's answer; fails where a route has none or two."""
     instead = {(r.token, r.choice): r for r in chosen.replacements}
     assert len(instead) == len(chosen.replacements)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.plan import LayerPlan, Load, Reason
+from smoe.policy.plan import LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch, prefetch_slots
 from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
@@ -53,7 +53,7 @@ def prefetched(table: SlotTable, predictions: list[Prediction]) -> list[ExpertKe
 def table_of(*ready: ExpertKey, staging: int = 4) -> SlotTable:
     table = SlotTable(PoolSize(8, staging))
     for slot, key in enumerate(ready):
-        table.begin(Load(key, slot, None, True, Reason.DEMAND, 0))
+        table.begin(Load(key, slot, None, True, LoadReason.DEMAND, 0))
         table.arrive(key)
     return table
 
@@ -75,7 +75,7 @@ def test_a_layer_is_looked_at_where_those_before_it_have_everything() -> None:
 
 def test_what_is_under_way_or_staged_counts_as_there() -> None:
     table = table_of((1, 3, EXACT))
-    table.begin(Load((1, 1, EXACT), 8, None, False, Reason.PREFETCH, 0))
+    table.begin(Load((1, 1, EXACT), 8, None, False, LoadReason.PREFETCH, 0))
     assert prefetched(table, [NEAR, NEXT]) == [(2, 0, EXACT), (2, 5, EXACT)]
     table.arrive((1, 1, EXACT))
     assert prefetched(table, [NEAR, NEXT]) == [(2, 0, EXACT), (2, 5, EXACT)]
@@ -97,7 +97,7 @@ def test_copies_for_later_layers_do_not_take_the_last_staging_slot() -> None:
     for layer, room in ((2, 1), (0, 2)):
         table = table_of(staging=4)
         for slot, expert in ((8, 0), (9, 5)):
-            table.begin(Load((layer, expert, EXACT), slot, None, False, Reason.PREFETCH, 0))
+            table.begin(Load((layer, expert, EXACT), slot, None, False, LoadReason.PREFETCH, 0))
         plan = LayerPlan(0, [], [], [], 0, {})
         assert len(prefetch_slots(table, plan, table.pools[0])) == room
         assert len(plan_prefetch([Prediction(1, range(6))], table, plan)) == room

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import SizePools
-from smoe.policy.plan import LayerPlan, Load, Reason
+from smoe.policy.plan import LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import plan_layer
@@ -125,7 +125,7 @@ def begun(*keys: ExpertKey) -> Progress:
     """Layer 0 of a decode step has run and prefetched these."""
     progress = Progress(SlotTable(PoolSize(4, 6)), LRU(), lambda load: None)
     progress.adopt(LayerPlan(0, [], [], [], 0, {}))
-    progress.prefetch([Load(key, 4 + n, None, False, Reason.PREFETCH, 0) for n, key in enumerate(keys)])
+    progress.prefetch([Load(key, 4 + n, None, False, LoadReason.PREFETCH, 0) for n, key in enumerate(keys)])
     return progress
 
 
@@ -163,7 +163,7 @@ def test_what_a_pass_has_left_is_not_taken_for_the_next_ones() -> None:
 def test_nothing_is_expected_after_an_interrupt() -> None:
     progress = begun(NEXT, LATER)
     progress.recover()
-    progress.prefetch([Load(LAST, progress.table.pools[0].free_staging[0], None, False, Reason.PREFETCH, 0)])
+    progress.prefetch([Load(LAST, progress.table.pools[0].free_staging[0], None, False, LoadReason.PREFETCH, 0)])
     assert progress._expected == {LAST}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Balance, Costs
-from smoe.policy.plan import HOST, LayerPlan, Load, Reason
+from smoe.policy.plan import HOST, LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch, spare_slots
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import PREFILL_KEEP, layer_shares, plan_layer, routes_by_key
@@ -60,7 +60,7 @@ def assert_plan_is_sound(plan: LayerPlan, routing: Routing, executor: Executor) 
     assert early_victims <= before
     if routing.phase is Phase.PREFILL:
         assert not early_victims and all(load.victim is None for load in plan.loads), "before they are served"
-    assert all(load.reason is Reason.DEMAND for load in plan.loads)
+    assert all(load.reason is LoadReason.DEMAND for load in plan.loads)
 
 
 def spare_of(pool: SlotPool, plan: LayerPlan) -> list[tuple[int, int]]:
@@ -70,7 +70,7 @@ def spare_of(pool: SlotPool, plan: LayerPlan) -> list[tuple[int, int]]:
 
 def assert_prefetch_is_modest(prefetch: list[Load], plan: LayerPlan, executor: Executor) -> None:
     table = executor.table
-    assert all(not load.keep and load.victim is None and load.reason is Reason.PREFETCH for load in prefetch)
+    assert all(not load.keep and load.victim is None and load.reason is LoadReason.PREFETCH for load in prefetch)
     for pool in map(table.pool, {load.key[0] for load in prefetch}):
         if pool is table.pool(plan.layer):
             assert {(load.slot, load.after) for load in prefetch} <= set(spare_of(pool, plan))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from smoe.errors import ConfigError
-from smoe.policy.prices import EXACT_ANSWERS, Answer, LayerPrices, PriceTable
+from smoe.policy.prices import EXACT_ANSWERS, LayerPrices, PriceTable, Resolution
 
 TABLE = PriceTable({0: LayerPrices(1e-4, 2e-3, 3e-3), 11: LayerPrices(0.0, 0.5, 1.0)})
 
@@ -22,14 +22,14 @@ def test_it_comes_back_from_json() -> None:
 
 def test_prices_by_hand() -> None:
     prices = LayerPrices(low=1.0, substitute=2.0, skip=4.0)
-    assert {answer: prices.price(answer, 0.25, 0.25) for answer in Answer} == {
-        Answer.HIGH: 0.0,
-        Answer.HOST: 0.0,
-        Answer.LOW: 0.0625,
-        Answer.SUBSTITUTE: 0.1953125,
-        Answer.SKIP: 0.125,
+    assert {answer: prices.price(answer, 0.25, 0.25) for answer in Resolution} == {
+        Resolution.HIGH: 0.0,
+        Resolution.HOST: 0.0,
+        Resolution.LOW: 0.0625,
+        Resolution.SUBSTITUTE: 0.1953125,
+        Resolution.SKIP: 0.125,
     }
-    assert {answer for answer in Answer if prices.price(answer, 1.0, 1.0) == 0.0} == EXACT_ANSWERS
+    assert {answer for answer in Resolution if prices.price(answer, 1.0, 1.0) == 0.0} == EXACT_ANSWERS
 
 
 @pytest.mark.parametrize(

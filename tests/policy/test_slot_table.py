@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.plan import Load, Promotion, Reason
+from smoe.policy.plan import Load, LoadReason, Promotion
 from smoe.policy.residency import PoolSize, SlotTable
 
 COPIES = [(layer, expert, EXACT) for layer in range(3) for expert in range(4)]
@@ -39,7 +39,7 @@ class Model(RuleBasedStateMachine):
         return [key for key in COPIES if key not in self.state]
 
     def begin(self, key: ExpertKey, slot: int, victim: ExpertKey | None, kind: str) -> None:
-        self.table.begin(Load(key, slot, victim, kind == "cache", Reason.DEMAND, 0))
+        self.table.begin(Load(key, slot, victim, kind == "cache", LoadReason.DEMAND, 0))
         if victim is not None:
             assert self.state.pop(victim) == ("ready", "cache", slot)
         self.state[key] = ("inflight", kind, slot)
@@ -142,7 +142,7 @@ TestSlotTable = Model.TestCase
 
 
 def load(key: ExpertKey, slot: int, victim: ExpertKey | None = None, keep: bool = True) -> Load:
-    return Load(key, slot, victim, keep, Reason.DEMAND, 0)
+    return Load(key, slot, victim, keep, LoadReason.DEMAND, 0)
 
 
 def test_misuse_is_an_assertion() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.policy.step import Switches, decide
 from smoe.policy.substitution import applied, substitute
@@ -39,7 +39,7 @@ def table_with(*experts: int) -> tuple[SlotTable, Told]:
     """Four cache slots and two staging slots, with these experts of layer 0 resident."""
     table, eviction = SlotTable(PoolSize(4, 2)), Told([])
     for slot, expert in enumerate(experts):
-        table.begin(Load((0, expert, 0), slot, None, True, Reason.DEMAND, 0))
+        table.begin(Load((0, expert, 0), slot, None, True, LoadReason.DEMAND, 0))
         table.arrive((0, expert, 0))
         eviction.insert((0, expert, 0))
     return table, eviction
@@ -51,7 +51,7 @@ def step(phase: Phase = Phase.DECODE, scores: list[float] | None = SCORES) -> Ro
 
 def test_substitutes_first_then_what_is_stale_then_statistics_then_shares_then_the_plan() -> None:
     table, eviction = table_with(0, 2)
-    table.begin(Load((0, 5, 0), 4, None, False, Reason.PREFETCH, 0))  # guessed, and not wanted
+    table.begin(Load((0, 5, 0), 4, None, False, LoadReason.PREFETCH, 0))  # guessed, and not wanted
     table.arrive((0, 5, 0))
     events = eviction.events
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, PoolSize, SlotTable
 from smoe.policy.substitution import NOTHING, Replacement, Selection, applied, substitute
 from smoe.routing import Phase, Routing
@@ -185,7 +185,7 @@ def test_what_a_batch_waits_for_anyway_costs_no_wait_of_its_own() -> None:
 def test_the_table_says_what_is_under_way() -> None:
     table = SlotTable(PoolSize(2, 2))
     for expert, slot, keep in ((3, 0, True), (5, 2, False)):
-        table.begin(Load((1, expert, EXACT), slot, None, keep, Reason.PREFETCH, 0))
+        table.begin(Load((1, expert, EXACT), slot, None, keep, LoadReason.PREFETCH, 0))
     table.arrive((1, 3, EXACT))
     at_hand, under_way = ExpertsAtHand(1, table), ExpertsUnderWay(1, table)
     assert [expert for expert in range(8) if expert in at_hand] == [3, 5]

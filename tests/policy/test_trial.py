@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from smoe.policy.trial import MARGIN, STAY, TURN, TURNS, Shadow, Trial
+from smoe.policy.trial import MARGIN, STAY, TURN, TURNS, LookAheadTrial, Trial
 
 
 def live(trial: Trial, steps: int, on: float, off: float, noise: float = 0.0) -> float:
@@ -76,7 +76,7 @@ def test_the_first_step_of_a_turn_does_not_count() -> None:
 
 
 def test_a_look_ahead_needs_a_wait_as_long_as_itself() -> None:
-    shadow = Shadow()
+    shadow = LookAheadTrial()
     assert not shadow.fits(0), "nothing is waited for"
     assert shadow.fits(1), "nothing is known: find out"
     shadow.note_cost(0.3)

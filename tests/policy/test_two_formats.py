@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.importance import Thresholds
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch, plan_upgrades
 from smoe.policy.planner import LOW_USE, PREFILL_KEEP, layer_shares
 from smoe.policy.registry import ONLINE_EVICTION, EvictionSettings, make_eviction_for
@@ -136,7 +136,7 @@ def assert_decision_is_sound(decision: Decision, asked: Routing, copies: set[Exp
     missing = {key for key in copies if key not in table.ready and key not in table.inflight}
     assert {load.key for load in plan.loads} == missing and plan.hits == len(copies) - len(missing)
     for load in plan.loads:
-        assert load.reason is Reason.DEMAND
+        assert load.reason is LoadReason.DEMAND
         assert load.victim is None or load.victim[2] == load.key[2]
         assert load.after or load.victim not in copies, "a resident that this layer uses is evicted before it serves"
     assert all(p.victim is None or p.victim[2] == p.key[2] for p in plan.promotions)
@@ -146,7 +146,7 @@ def assert_prefetch_is_modest(prefetch: Sequence[Load], guessed_low: frozenset[i
     here = {*table.ready, *table.inflight}
     for load in prefetch:
         layer, expert, form = load.key
-        assert load.key not in here and load.reason is Reason.PREFETCH and not load.keep
+        assert load.key not in here and load.reason is LoadReason.PREFETCH and not load.keep
         assert form == (LOW if expert in guessed_low else EXACT)
         assert (layer, expert, EXACT) not in here, "a low copy of an expert that is here"
     for pool in table.pools:
@@ -161,7 +161,7 @@ def assert_upgrades_are_modest(upgrades: Sequence[Load], decision: Decision, is_
         layer, expert, form = load.key
         assert form == EXACT and (layer, expert, LOW) in served
         assert load.key not in {*table.ready, *table.inflight}
-        assert load.keep and load.reason is Reason.UPGRADE and load.after == 0
+        assert load.keep and load.reason is LoadReason.UPGRADE and load.after == 0
         assert load.victim not in served
         assert load.victim is None or table.ready[load.victim] == load.slot
         if expert in decision.routing.low:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, Reason, Serve
+from smoe.policy.plan import LayerPlan, Load, LoadReason, Serve
 from smoe.policy.plan_prefetch import plan_upgrades
 from smoe.policy.planner import plan_layer
 from smoe.policy.registry import EvictionSettings, make_eviction_for
@@ -28,7 +28,7 @@ def executor_of(*residents: ExpertKey, cache: int = CACHE, staging: int = 2, evi
     executor = Executor(SlotTable(*sizes), policy)
     for key in residents:
         slot = executor.table.pool_of(key).free_cache[0]
-        executor.begin(Load(key, slot, None, True, Reason.DEMAND, 0))
+        executor.begin(Load(key, slot, None, True, LoadReason.DEMAND, 0))
         executor.arrive(key)
     return executor
 
@@ -62,7 +62,7 @@ def test_the_one_that_is_missed_most_comes_alone() -> None:
     used(executor.eviction, 0, 2, times=3)
     used(executor.eviction, 0, 1)
     (load,) = upgrades(executor, asking_low(1, 2, 3))
-    assert load == Load((0, 2, EXACT), load.slot, None, True, Reason.UPGRADE, 0)
+    assert load == Load((0, 2, EXACT), load.slot, None, True, LoadReason.UPGRADE, 0)
     assert load.slot in executor.table.pool(0).free_cache
 
 

@@ -21,7 +21,7 @@ from smoe.memory.movers import HostMover, SlotMover
 from smoe.models.scoring import in_order
 from smoe.policy.importance import Thresholds
 from smoe.policy.prediction import Prediction, Sight
-from smoe.policy.trial import Shadow
+from smoe.policy.trial import LookAheadTrial
 from smoe.prediction.next_gate import NextGate
 from smoe.routing import Phase
 from tests import oracle, zoo
@@ -165,7 +165,7 @@ def test_predictions_are_in_no_output(
     whole layers are run ahead while the library records them."""
     for mover in (SlotMover, HostMover):
         monkeypatch.setattr(mover, "move", late(mover.move))
-    monkeypatch.setattr(Shadow, "fits", lambda self, loads: loads > 0)
+    monkeypatch.setattr(LookAheadTrial, "fits", lambda self, loads: loads > 0)
     folder = toy(family)
     model, theirs = open_model(folder, "fifth", **switches), oracle.reference(folder)
     oracle.greedy(model, new_tokens=4)  # a look-ahead has its proof
@@ -196,7 +196,7 @@ def test_hooks_fire_as_often_as_without_us(
     """On every module: gates, norms, attention, and what lies in them; also where whole layers are run ahead."""
     for mover in (SlotMover, HostMover):
         monkeypatch.setattr(mover, "move", late(mover.move))  # a look-ahead runs only while something is waited for,
-    monkeypatch.setattr(Shadow, "fits", lambda self, loads: loads > 0)  # and here whatever the clock says
+    monkeypatch.setattr(LookAheadTrial, "fits", lambda self, loads: loads > 0)  # and here whatever the clock says
     folder = toy(family)
     model, theirs = open_model(folder, "fifth", **switches), oracle.reference(folder)
     oracle.greedy(model, new_tokens=4)

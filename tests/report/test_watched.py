@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.expert import EXACT, LOW
-from smoe.policy.plan import DEVICE, Load, Reason
+from smoe.policy.plan import DEVICE, Load, LoadReason
 from smoe.policy.step import Decision
 from smoe.report.watched import CURVE_SECONDS, EVENTS, TIERS, Watched
 from smoe.routing import Phase, Routing
@@ -61,7 +61,7 @@ class Plain(StepObserver):
             self.tokens[routing.phase] += len(routing.top_k_index)
 
     def submitted(self, load: Load) -> None:
-        if load.reason is not Reason.UPGRADE:
+        if load.reason is not LoadReason.UPGRADE:
             self.found["read"][load.key[:2]] += 1
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.kernels.threads import threads
-from smoe.policy.plan import Load, Reason, Serve
+from smoe.policy.plan import Load, LoadReason, Serve
 from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
 from smoe.routing import Phase, Routing
 from smoe.runtime.asking import Asking
@@ -157,7 +157,7 @@ class Course:
             self.events.append(("served", serve.key[0]))
 
         def begun(loads: Sequence[Load]) -> None:
-            assert all(load.reason is Reason.PREFETCH for load in loads)
+            assert all(load.reason is LoadReason.PREFETCH for load in loads)
             self.events.extend([("prefetched", load.key[0]) for load in loads])
             prefetch(loads)
 

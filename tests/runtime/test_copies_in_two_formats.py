@@ -21,7 +21,7 @@ from smoe.expert import LOW
 from smoe.memory.reading_threads import Ticket
 from smoe.models.packed import read_packed
 from smoe.models.reference import reference_parameters
-from smoe.policy.plan import Reason
+from smoe.policy.plan import LoadReason
 from tests import oracle
 from tests.models.test_gguf_quantised import assert_near
 from tests.packs import contents_of, pack_folder
@@ -163,7 +163,9 @@ def test_a_low_copy_that_cannot_be_read_loses_one_request(
     move = mover.move
 
     def failing(ticket: Ticket, between: Any) -> int:
-        is_asked_for = ticket.load.key[2] == LOW and ticket.load.reason is Reason.DEMAND  # a prefetch is tried again
+        is_asked_for = (
+            ticket.load.key[2] == LOW and ticket.load.reason is LoadReason.DEMAND
+        )  # a prefetch is tried again
         if is_asked_for and next(number) == at:
             raise TransferError(5, "injected")
         came: int = move(ticket, between)

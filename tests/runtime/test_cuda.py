@@ -24,12 +24,12 @@ from smoe.load.ledger import demand_of, open_store
 from smoe.memory.link import CudaLink
 from smoe.memory.movers import HostMover
 from smoe.memory.page_lock import CudaRegistry
-from smoe.memory.reading_threads import State, Transfers
+from smoe.memory.reading_threads import TicketState, Transfers
 from smoe.memory.streams import CudaStreams, Waits
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 from smoe.presets import configure
 from smoe.routing import Phase
 from smoe.runtime.execute import LayerExecutor
@@ -368,10 +368,10 @@ def test_a_demand_copy_passes_a_prefetch_on_the_device() -> None:
     mover = ArenaMover(link, [sources[0], demand], [slots[0], slots[1, :small]])
     transfers = Transfers(mover, threads=2)
     try:
-        guess = transfers.submit(Load((0, 0, EXACT), 0, None, False, Reason.PREFETCH, 0))
-        while guess.state is State.QUEUED:
+        guess = transfers.submit(Load((0, 0, EXACT), 0, None, False, LoadReason.PREFETCH, 0))
+        while guess.state is TicketState.QUEUED:
             pass
-        wanted = transfers.submit(Load((0, 1, EXACT), 1, None, True, Reason.DEMAND, 0))
+        wanted = transfers.submit(Load((0, 1, EXACT), 1, None, True, LoadReason.DEMAND, 0))
         wanted.join()
         assert wanted.hold is not None
         wanted.hold()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from smoe import from_pretrained
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 from smoe.runtime.lifetime import collect_dropped
 from tests import oracle, zoo
 from tests.packs import pack_folder
@@ -90,7 +90,7 @@ def test_dropped_while_reads_are_under_way(toy: Toy) -> None:
     model = oracle.open_model(toy("qwen2_moe"), "fifth")
     model(oracle.PROMPT)
     is_held = hold_reads(model.offload._transfers._mover, until)
-    model.offload._transfers.submit(Load((0, 0, 0), 0, None, False, Reason.DEMAND, 0))
+    model.offload._transfers.submit(Load((0, 0, 0), 0, None, False, LoadReason.DEMAND, 0))
     assert is_held.wait(60)  # a read that has not begun is dropped with the model
     memory = weakref.ref(model.offload._arena._map)
     del model

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
 from smoe.errors import TransferError
-from smoe.policy.plan import Reason
+from smoe.policy.plan import LoadReason
 from smoe.routing import Phase
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
@@ -29,12 +29,12 @@ Open = Callable[..., PreTrainedModel]
 Move = Callable[..., int]
 
 
-def make_move_fail(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> list[Reason]:
+def make_move_fail(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> list[LoadReason]:
     """From now on the `at`-th read fails, once; why it was read is then in the list that comes back."""
     mover = engine._transfers._mover
     original: Move = mover.move
     number = itertools.count(1)  # atomic: two threads read
-    failed: list[Reason] = []
+    failed: list[LoadReason] = []
 
     def move(ticket: Any, between: Any) -> int:
         if next(number) == at:
@@ -51,7 +51,7 @@ def assert_healthy(model: PreTrainedModel, folder: Path) -> None:
     executor = model.offload.executor
     executor.table.check()
     assert executor.table.inflight.keys() == executor.arrivals.tickets.keys()
-    assert all(ticket.load.reason is Reason.PREFETCH for ticket in executor.arrivals.tickets.values())
+    assert all(ticket.load.reason is LoadReason.PREFETCH for ticket in executor.arrivals.tickets.values())
     if not executor._predictors.get(Phase.DECODE):
         assert not executor.table.inflight and not executor.table.staged
     assert set(executor.table.cached()) == residents(executor)
@@ -84,7 +84,7 @@ def test_read_error_loses_one_request(
     except TransferError as error:
         assert "injected" in str(error)
     else:
-        assert failed == [Reason.PREFETCH], "a failed demand load went unnoticed"
+        assert failed == [LoadReason.PREFETCH], "a failed demand load went unnoticed"
     assert len(failed) == 1
     assert_healthy(model, folder)
 

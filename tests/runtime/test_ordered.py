@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from smoe.expert import EXACT
 from smoe.load import tiers
 from smoe.memory.link import CudaLink
-from smoe.memory.reading_threads import State, Ticket
+from smoe.memory.reading_threads import Ticket, TicketState
 from smoe.metrics import Counters
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.plan import Load, Reason, Serve
+from smoe.policy.plan import Load, LoadReason, Serve
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.runtime.arrivals import Arrivals
 from tests import oracle
@@ -94,7 +94,7 @@ class StillTransfers:
 
     def submit(self, load: Load) -> Ticket:
         ticket = self.tickets[load.key[1]] = Ticket(load, None)
-        ticket.state = State.RUNNING
+        ticket.state = TicketState.RUNNING
         return ticket
 
     def urge(self, ticket: Ticket) -> None:
@@ -119,7 +119,7 @@ def arrivals() -> Arrivals:
     )
 
 
-def start(arrivals: Arrivals, expert: int, reason: Reason = Reason.DEMAND) -> Ticket:
+def start(arrivals: Arrivals, expert: int, reason: LoadReason = LoadReason.DEMAND) -> Ticket:
     arrivals.prefetch([Load((0, expert, EXACT), expert, None, True, reason, 0)])
     arrivals.counters = Counters()
     return arrivals.transfers.tickets[expert]
@@ -139,17 +139,17 @@ def test_what_the_device_waits_for_is_still_under_way(arrivals: Arrivals) -> Non
     assert arrivals.running == 0.5, "the link is still busy with it"
     arrivals.weights_of(plan_of(1).serves[0])
     assert held == [1], "once"
-    ticket.finish(State.DONE)
+    ticket.finish(TicketState.DONE)
     arrivals.collect()
     assert arrivals.running == 0
 
 
 def test_what_has_landed_holds_nobody(arrivals: Arrivals) -> None:
-    ticket, held = start(arrivals, 1, Reason.PREFETCH), []
+    ticket, held = start(arrivals, 1, LoadReason.PREFETCH), []
     ticket.order(lambda: held.append(1))
     arrivals.collect()
     assert arrivals.tickets, "enqueued is not here"
-    ticket.finish(State.DONE)
+    ticket.finish(TicketState.DONE)
     arrivals.collect()
     arrivals.weights_of(plan_of(1).serves[0])
     assert held == []
@@ -159,7 +159,7 @@ def test_a_copy_that_fails_after_the_device_was_held_is_forgotten(arrivals: Arri
     ticket = start(arrivals, 1)
     ticket.order(lambda: None)
     arrivals.weights_of(plan_of(1).serves[0])
-    ticket.finish(State.FAILED, RuntimeError("injected: the device is lost"))
+    ticket.finish(TicketState.FAILED, RuntimeError("injected: the device is lost"))
     with pytest.raises(RuntimeError, match="lost"):
         arrivals.collect()
     arrivals.recover()

@@ -17,7 +17,7 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from smoe.server.connection import _SLICE_BYTES
-from smoe.server.connections import Connections, Room, room_for
+from smoe.server.connections import ConnectionLimit, Connections, room_for
 from smoe.server.settings import ServerConfig
 from tests.server.conftest import Running, eventually, served
 
@@ -132,14 +132,14 @@ def test_a_client_that_never_reads_is_let_go_in_time(demo: Any, demo_tokenizer: 
 @pytest.mark.parametrize(
     ("wanted", "files", "opened", "room"),
     [
-        (512, None, 50, Room(512, 128)),
-        (512, 1024, 60, Room(512, 120)),
-        (512, 256, 60, Room(147, 24)),
-        (512, 64, 60, Room(8, 8)),
-        (20, 1 << 20, 60, Room(20, 128)),
+        (512, None, 50, ConnectionLimit(512, 128)),
+        (512, 1024, 60, ConnectionLimit(512, 120)),
+        (512, 256, 60, ConnectionLimit(147, 24)),
+        (512, 64, 60, ConnectionLimit(8, 8)),
+        (20, 1 << 20, 60, ConnectionLimit(20, 128)),
     ],
 )
-def test_some_files_are_left_to_the_model(wanted: int, files: int | None, opened: int, room: Room) -> None:
+def test_some_files_are_left_to_the_model(wanted: int, files: int | None, opened: int, room: ConnectionLimit) -> None:
     assert room_for(wanted, files, opened) == room
 
 

@@ -10,19 +10,19 @@ from pydantic import ValidationError
 
 from smoe.errors import ConfigError, ContextError
 from smoe.server.field_errors import refusal_of
-from smoe.server.fields import Asked, ChatAsked, CompletionAsked, ResponseAsked
+from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
 from smoe.server.problem import ApiError, problem_of
 
 SAID = [{"role": "user", "content": "x"}]
 MANY = dict.fromkeys(map(str, range(1025)), 0)
-FIRST: dict[type[Asked], dict[str, Any]] = {
+FIRST: dict[type[RequestFields], dict[str, Any]] = {
     ChatAsked: {"model": "demo", "messages": SAID},
     CompletionAsked: {"model": "demo", "prompt": "x"},
     ResponseAsked: {"model": "demo", "input": "x"},
 }
 
 
-def refused(kind: type[Asked], fields: Any) -> ApiError:
+def refused(kind: type[RequestFields], fields: Any) -> ApiError:
     body = FIRST[kind] | fields if isinstance(fields, dict) else fields
     with pytest.raises(ValidationError) as error:
         kind.model_validate(body)

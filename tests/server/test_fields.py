@@ -11,7 +11,7 @@ from openai.resources.chat.completions import Completions
 from openai.resources.completions import Completions as TextCompletions
 from openai.resources.responses import Responses
 
-from smoe.server.fields import Asked, ChatAsked, CompletionAsked, ResponseAsked
+from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
 from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import ApiError
 
@@ -29,18 +29,18 @@ def fields_of(client: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(("asked", "client"), ASKED)
-def test_every_field_of_the_client_is_known(asked: type[Asked], client: Any) -> None:
+def test_every_field_of_the_client_is_known(asked: type[RequestFields], client: Any) -> None:
     assert fields_of(client) <= set(asked.model_fields)
     assert set(asked.model_fields) - fields_of(client) - set(asked.unsupported) <= OURS | OTHERS
 
 
 @pytest.mark.parametrize("asked", [asked for asked, _ in ASKED])
-def test_what_is_refused_is_a_field(asked: type[Asked]) -> None:
+def test_what_is_refused_is_a_field(asked: type[RequestFields]) -> None:
     assert set(asked.unsupported) <= set(asked.model_fields)
     assert set(asked.names.values()) <= set(asked.model_fields)
 
 
-FIRST: list[tuple[type[Asked], dict[str, Any]]] = [
+FIRST: list[tuple[type[RequestFields], dict[str, Any]]] = [
     (ChatAsked, {"model": "demo", "messages": [{"role": "user", "content": "x"}]}),
     (CompletionAsked, {"model": "demo", "prompt": "x"}),
     (ResponseAsked, {"model": "demo", "input": "x"}),
@@ -55,7 +55,7 @@ SENT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("asked", "first"), FIRST)
-def test_values_that_change_nothing_are_accepted(asked: type[Asked], first: dict[str, Any]) -> None:
+def test_values_that_change_nothing_are_accepted(asked: type[RequestFields], first: dict[str, Any]) -> None:
     asked.model_validate(first | SENT).check_unsupported()
     for name, values in (NEUTRAL | asked.unsupported).items():
         for value in (None, *values):
@@ -66,7 +66,7 @@ def test_values_that_change_nothing_are_accepted(asked: type[Asked], first: dict
 
 
 @pytest.mark.parametrize(("asked", "first"), FIRST)
-def test_other_values_are_refused_by_the_fields_name(asked: type[Asked], first: dict[str, Any]) -> None:
+def test_other_values_are_refused_by_the_fields_name(asked: type[RequestFields], first: dict[str, Any]) -> None:
     for name, values in (NEUTRAL | asked.unsupported).items():
         for value in (2, 0.5, True, False, 0, 1, "x", ["x"], {"x": 1}):
             if not any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in values):

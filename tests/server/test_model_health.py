@@ -14,7 +14,7 @@ import pytest
 
 from smoe import from_pretrained
 from smoe.errors import CheckpointError, TransferError
-from smoe.generation.request import End, Reason
+from smoe.generation.request import End, EndReason
 from smoe.models.files import DEMO_FOLDER
 from smoe.server.model_health import ModelHealth
 from tests.server.conftest import Running, eventually, served
@@ -52,18 +52,18 @@ def test_a_disk_that_fails_again_and_again_is_reported_until_it_recovers() -> No
     found = ModelHealth()
     for number in range(3):
         assert found.failure is None, number
-        found.note(End(Reason.FAILED, "", TransferError("cannot read")))
-        found.note(End(Reason.CANCELLED, ""))
-        found.note(End(Reason.FAILED, "", ValueError("of another kind")))
+        found.note(End(EndReason.FAILED, "", TransferError("cannot read")))
+        found.note(End(EndReason.CANCELLED, ""))
+        found.note(End(EndReason.FAILED, "", ValueError("of another kind")))
     assert isinstance(found.failure, TransferError)
-    found.note(End(Reason.LENGTH, ""))
+    found.note(End(EndReason.LENGTH, ""))
     assert found.failure is None
-    found.note(End(Reason.FAILED, "", CheckpointError("was written")))
-    found.note(End(Reason.LENGTH, ""))
+    found.note(End(EndReason.FAILED, "", CheckpointError("was written")))
+    found.note(End(EndReason.LENGTH, ""))
     assert isinstance(found.failure, CheckpointError), "until it is loaded again"
 
 
 def test_a_failed_state_is_not_ended_without_being_asked(running: Running) -> None:
-    running.serving.health.note(End(Reason.FAILED, "", TransferError("cannot read")))
+    running.serving.health.note(End(EndReason.FAILED, "", TransferError("cannot read")))
     eventually(lambda: running.chat(max_tokens=2).choices is not None)
     assert running.serving.state == "ok"

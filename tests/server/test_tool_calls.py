@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from smoe.generation.request import End, Piece, Reason, Request
+from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
-from smoe.server.choice import Choice
+from smoe.server.choice import ChoiceText
 from smoe.server.tool_calls import PARSERS, form_of
 
 OFFERED = ["warmth", "time"]
@@ -197,13 +197,13 @@ def test_a_call_keeps_the_model_s_own_id_where_its_template_needs_it() -> None:
 
 def test_a_text_ends_with_its_first_call() -> None:
     request = Request([1], Sampling(max_new_tokens=1000), lambda what: None)
-    choice = Choice(request, PARSERS["hermes"](OFFERED, is_single=True))
+    choice = ChoiceText(request, PARSERS["hermes"](OFFERED, is_single=True))
     for character in f"a<tool_call>{CALL}":
         assert not request.has_enough
         choice.take(Piece(1, character, None))
     assert request.has_enough
     assert choice.take(Piece(1, "</tool_call>", None)).is_empty
-    choice.take(End(Reason.LENGTH, ""))
+    choice.take(End(EndReason.LENGTH, ""))
     assert (choice.text, len(choice.calls), choice.finish_reason) == ("a", 1, "tool_calls")
 
 

@@ -10,7 +10,7 @@ import pytest
 from smoe.policy.registry import make_eviction
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
-from smoe.simulator.synthetic import Shape, synthesise
+from smoe.simulator.synthetic import DrawnShape, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, replay_on_clock
 
 LAYER = 1.0
@@ -77,7 +77,7 @@ def test_the_cpu_takes_its_share() -> None:
 @pytest.mark.parametrize("slots", [4, 20, 60])
 def test_what_the_link_moves_is_what_was_loaded(eviction: str, recall: float | None, slots: int) -> None:
     """All loads that were asked for, and a prefetch at most once; never two at the same time."""
-    trace = synthesise(Shape(experts=16, top_k=4, layers=4, steps=60), with_scores=True)
+    trace = synthesise(DrawnShape(experts=16, top_k=4, layers=4, steps=60), with_scores=True)
     times = StepTimes(0.7, lambda rows: 0.1 * rows, lambda tokens: LAYER)
     predictor = None if recall is None else Foresight(trace, recall)
     found: Timed = replay_on_clock(trace, slots, 6, make_eviction(eviction), times, predictor=predictor)

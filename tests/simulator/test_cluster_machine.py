@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.simulator.cluster_machine import Machine, Request
+from smoe.simulator.cluster_machine import SimulatedMachine, SimulatedRequest
 from smoe.simulator.cluster_worker import WorkerTimes
 from smoe.simulator.events import Events
 
@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self, slots: int) -> None:
         self.events = Events()
-        self.machine = Machine(self.events, WorkerTimes(LOAD, EXPERT, slots))
+        self.machine = SimulatedMachine(self.events, WorkerTimes(LOAD, EXPERT, slots))
         self.answers: dict[str, float] = {}
         self.loads: dict[str, int] = {}
 
@@ -32,7 +32,7 @@ class Bench:
     def ask(self, when: float, name: str, *experts: int) -> None:
         self.events.at(when, partial(self.machine.ask, keys(experts), partial(self._answered, name)))
 
-    def _answered(self, name: str, request: Request) -> None:
+    def _answered(self, name: str, request: SimulatedRequest) -> None:
         self.answers[name], self.loads[name] = self.events.now, request.loads
 
 

@@ -13,9 +13,9 @@ import pytest
 from smoe.policy.prediction import Sight
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight, blurred
-from smoe.simulator.synthetic import Shape, synthesise
+from smoe.simulator.synthetic import DrawnShape, synthesise
 
-TRACE = synthesise(Shape(experts=32, top_k=4, layers=6, steps=40, prompt_tokens=8), with_scores=True)
+TRACE = synthesise(DrawnShape(experts=32, top_k=4, layers=6, steps=40, prompt_tokens=8), with_scores=True)
 
 
 def named(recall: float, errs_nearby: bool, alpha: float = 0.0) -> list[tuple[Routing, list[int]]]:

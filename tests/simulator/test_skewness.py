@@ -13,9 +13,9 @@ import pytest
 from smoe.policy.eviction.lru import LRU
 from smoe.simulator.replay import replay
 from smoe.simulator.skewness import skew_of
-from smoe.simulator.synthetic import TYPICAL, Shape, synthesise
+from smoe.simulator.synthetic import TYPICAL, DrawnShape, synthesise
 
-SHAPE = Shape(experts=32, top_k=4, layers=4, steps=60, prompt_tokens=16)
+SHAPE = DrawnShape(experts=32, top_k=4, layers=4, steps=60, prompt_tokens=16)
 found_by = partial(skew_of, shape=SHAPE, habits=TYPICAL, staging_slots=2, eviction=LRU)
 
 

@@ -25,8 +25,8 @@ from smoe.simulator.synthetic import (
     LEAST_REPETITIVE,
     MOST_REPETITIVE,
     TYPICAL,
+    DrawnShape,
     Habits,
-    Shape,
     fit,
     moments,
     synthesise,
@@ -35,7 +35,7 @@ from smoe.trace.file import Trace
 from smoe.trace.recorder import recording
 
 STEPS, PROMPT = 160, 7
-SMALL = Shape(experts=16, top_k=3, layers=4, steps=30, prompt_tokens=5)
+SMALL = DrawnShape(experts=16, top_k=3, layers=4, steps=30, prompt_tokens=5)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_moments_by_hand() -> None:
 
 
 def test_each_number_moves_its_statistic() -> None:
-    shape = Shape(32, 4, 6, 200)
+    shape = DrawnShape(32, 4, 6, 200)
     none = Habits(0.0, 0.0, 0.0, 1.0)
     plain = moments(synthesise(shape, none), 200)
     assert plain.reuse == pytest.approx(4 / 32, abs=0.02) and plain.lift == pytest.approx(1.0, abs=0.15)
@@ -100,7 +100,7 @@ def test_a_fitted_trace_is_missed_as_often_as_the_recorded_one(recorded: Sequenc
     """Within some points of the recorded hit ratio, at four sizes of the cache, and not by chance: the trace without
     habits is further off."""
     habits = fit(recorded, STEPS)
-    shape = Shape(64, 8, 12, STEPS, PROMPT)
+    shape = DrawnShape(64, 8, 12, STEPS, PROMPT)
     drawn, plain = synthesise(shape, habits, seed=1), synthesise(shape, Habits(0.0, 0.0, 0.0, 1.0), seed=1)
     for eviction in ("lru", "lfu"):
         ratios = [
@@ -120,7 +120,7 @@ def test_a_fitted_trace_is_missed_as_often_as_the_recorded_one(recorded: Sequenc
 
 
 def test_the_usual_habits_are_between_the_others() -> None:
-    shape = Shape(64, 8, 6, 150, 32)
+    shape = DrawnShape(64, 8, 6, 150, 32)
     hits = [
         replay(synthesise(shape, habits), 115, 2, make_eviction("lfu")).hit_ratio
         for habits in (Habits(0.0, 0.0, 0.0, 1.0), LEAST_REPETITIVE, TYPICAL, MOST_REPETITIVE)
@@ -130,4 +130,4 @@ def test_the_usual_habits_are_between_the_others() -> None:
 
 def test_too_little_shows_no_habits() -> None:
     with pytest.raises(TraceError, match="shows no habits"):
-        fit(synthesise(Shape(8, 2, 2, 1)))
+        fit(synthesise(DrawnShape(8, 2, 2, 1)))

@@ -23,7 +23,7 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One square of the table."""
 
     prompt_tokens: int
@@ -31,15 +31,15 @@ class Cell:
     batch: int
 
 
-CELLS = [Cell(prompt, new, batch) for batch in (1, 3) for prompt in (16, 128) for new in (64, 256)]
-QUICK_CELLS = [Cell(16, 64, 1), Cell(16, 64, 3)]
+CELLS = [TableCell(prompt, new, batch) for batch in (1, 3) for prompt in (16, 128) for new in (64, 256)]
+QUICK_CELLS = [TableCell(16, 64, 1), TableCell(16, 64, 3)]
 
 
 @dataclass(frozen=True)
 class Measurement:
     """A cell and what came out."""
 
-    cell: Cell
+    cell: TableCell
     report: RunReport
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Measurement:
         return asdict(self.cell) | {name: values[name] for name in names}
 
 
-def fitting(cells: list[Cell], context_tokens: int) -> list[Cell]:
+def fitting(cells: list[TableCell], context_tokens: int) -> list[TableCell]:
     """The cells whose text fits the context."""
     return [cell for cell in cells if cell.prompt_tokens + cell.new_tokens <= context_tokens]
 
@@ -67,14 +67,14 @@ def fitting(cells: list[Cell], context_tokens: int) -> list[Cell]:
 def measure_cells(
     model: PreTrainedModel,
     tokenizer: Any,
-    cells: list[Cell],
+    cells: list[TableCell],
     seed: int,
-    on_start: Callable[[Cell], None],
+    on_start: Callable[[TableCell], None],
     on_end: Callable[[Measurement], None],
 ) -> list[Measurement]:
     """All cells in order, after a few tokens of warming up. An interrupt keeps the cells that are done."""
     measurements: list[Measurement] = []
-    _run(model, tokenizer, Cell(16, WARM_UP_TOKENS, 1), seed)
+    _run(model, tokenizer, TableCell(16, WARM_UP_TOKENS, 1), seed)
     engine: Engine = model.offload  # type: ignore[assignment]
     rates = quick_rates(model.device, engine.slot_memory)
     for cell in cells:
@@ -88,7 +88,7 @@ def measure_cells(
     return measurements
 
 
-def _run(model: PreTrainedModel, tokenizer: Any, cell: Cell, seed: int) -> Any:
+def _run(model: PreTrainedModel, tokenizer: Any, cell: TableCell, seed: int) -> Any:
     rows = [prompt_ids(tokenizer, cell.prompt_tokens, seed + row) for row in range(cell.batch)]
     sampling = Sampling(max_new_tokens=cell.new_tokens, seed=seed, ignores_end=True)
     return generate_batch(model, tokenizer, rows, sampling)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def price_answers(model: str, options: EngineOptions, text: Path | None, tokens: int | None, as_json: bool) -> None:
     """Measure on at most so many tokens, remember and show."""
     from smoe.cli.console import note, print_json
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.cli.session import loaded
     from smoe.eval.answer_prices import measure
     from smoe.eval.texts import read_documents
@@ -26,7 +26,7 @@ def price_answers(model: str, options: EngineOptions, text: Path | None, tokens:
     documents = read_documents(text)
     config = substituting(options)
     tokenizer = load_tokenizer(model, options.revision)
-    keeping = Keeping()
+    keeping = ResultDestination()
     with loaded(model, config, options.revision) as ready:
         ids = tokenizer("\n\n".join(documents))["input_ids"][:tokens]
         found = _measured(ready, ids, measure)

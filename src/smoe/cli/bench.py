@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from smoe.benchmark.ablation import Line
-    from smoe.benchmark.cells import Cell, Measurement
+    from smoe.benchmark.cells import Measurement, TableCell
     from smoe.config import EngineConfig
 
 EPILOG = """Examples:
@@ -94,7 +94,7 @@ def command(
         raise typer.Exit(exit_code())
 
 
-def _no_cell(context_tokens: int, cells: list[Cell]) -> ConfigError:
+def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
     least = min(cell.prompt_tokens + cell.new_tokens for cell in cells)
     message = f"`context_tokens` {context_tokens} is too short for every cell; the shortest needs {least} tokens"
     allowed = f"at least {least}"
@@ -203,7 +203,7 @@ def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: 
     return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
 
 
-def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfig:
+def _config(model: str, engine: EngineOptions, cells: list[TableCell]) -> EngineConfig:
     """A context that just holds the cells, unless one was asked for: what it does not take is left for experts."""
     from dataclasses import replace
 
@@ -218,7 +218,7 @@ def _config(model: str, engine: EngineOptions, cells: list[Cell]) -> EngineConfi
     return replace(config, context_tokens=min(needed, choose_context(model_config, config)))
 
 
-def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[Cell], seed: int) -> list[Measurement]:
+def _measure(ready: PreTrainedModel, tokenizer: Any, cells: list[TableCell], seed: int) -> list[Measurement]:
     from smoe.benchmark.cells import measure_cells
     from smoe.cli.console import progress
 

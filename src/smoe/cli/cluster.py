@@ -14,7 +14,7 @@ from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.cluster_plan import plan
 from smoe.cli.cluster_shadow import Shadow, be_shadow, check_alone
 from smoe.cli.cluster_status import status
-from smoe.cli.cluster_work import DEFAULT_WORKER_MEMORY, Room, Torch, be_worker, check
+from smoe.cli.cluster_work import DEFAULT_WORKER_MEMORY, Torch, WorkerRoom, be_worker, check
 from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers, shadow_of
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
@@ -85,7 +85,7 @@ def up(
     from smoe.models.files import named_elsewhere
 
     check_zmq()
-    room, is_on_ray = Room.of(worker_memory, slots), on_ray.are_given(local)
+    room, is_on_ray = WorkerRoom.of(worker_memory, slots), on_ray.are_given(local)
     for setting, said in {"torch": torch, "shadow": shadow or None}.items():
         if is_on_ray and said is not None:
             raise ConfigError.idle(setting, said, "`local`")
@@ -223,7 +223,7 @@ def join(
     if shadow:
         be_shadow(me, model, threads)
     else:
-        be_worker(me, model, Room.of(worker_memory, slots), threads, precision, torch)
+        be_worker(me, model, WorkerRoom.of(worker_memory, slots), threads, precision, torch)
 
 
 def work(
@@ -242,7 +242,7 @@ def work(
     if shadow:
         be_shadow(read_worker(name), model, threads)
     else:
-        be_worker(read_worker(name), model, Room.of(worker_memory, slots), threads, precision, torch)
+        be_worker(read_worker(name), model, WorkerRoom.of(worker_memory, slots), threads, precision, torch)
 
 
 for _command in (up, invite, join, send, status, plan, forget):

@@ -25,14 +25,14 @@ Torch = Annotated[
 ]
 
 
-class Room(NamedTuple):
+class WorkerRoom(NamedTuple):
     """How much a worker may hold: so many bytes of experts, or so many of them."""
 
     memory_bytes: int | None
     slots: int | None
 
     @classmethod
-    def of(cls, worker_memory: str | None, slots: int | None) -> Room:
+    def of(cls, worker_memory: str | None, slots: int | None) -> WorkerRoom:
         """As options say it; raises `ConfigError` for both."""
         if slots is None:
             return cls(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
@@ -52,7 +52,7 @@ class Room(NamedTuple):
         return ["--worker-memory", str(self.memory_bytes)] if self.slots is None else ["--slots", str(self.slots)]
 
 
-def check(model: str, room: Room, precision: str, torch: bool | None) -> None:
+def check(model: str, room: WorkerRoom, precision: str, torch: bool | None) -> None:
     """What a worker would be refused for, before any is started."""
     from smoe.presets import configure
 
@@ -67,7 +67,9 @@ def check(model: str, room: Room, precision: str, torch: bool | None) -> None:
     open_experts(model, room.memory_bytes, config, room.slots).alone.close()
 
 
-def be_worker(me: Worker, model: str, room: Room, threads: int | None, precision: str, torch: bool | None) -> None:
+def be_worker(
+    me: Worker, model: str, room: WorkerRoom, threads: int | None, precision: str, torch: bool | None
+) -> None:
     """Until Ctrl-C, SIGTERM, or main refuses us."""
     from smoe.cli.console import note, warn
     from smoe.cluster.address import to_connect_to
@@ -96,7 +98,7 @@ def _has_torch(torch: bool | None) -> bool:
     return find_spec("torch") is not None if torch is None else torch
 
 
-def _serve(me: Worker, model: str, room: Room, threads: int | None, precision: str) -> None:
+def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precision: str) -> None:
     """With torch, in this process."""
     from dataclasses import replace
 

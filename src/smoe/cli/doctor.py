@@ -54,7 +54,7 @@ def command(
         raise ConfigError.out_of_bounds("expert_size", expert_size, allowed)
     import smoe.load.pretrained  # noqa: F401 - a process with a model has all of these libraries
     from smoe.cli.console import note, print_json
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.machine.findings import examine, models_folder
     from smoe.machine.measure import save_profile
     from smoe.machine.process_memory import beside_budget
@@ -62,7 +62,7 @@ def command(
 
     where = models_folder(folder)
     beside = beside_budget(0)  # before anything is measured, which takes memory too
-    keeping = Keeping()
+    keeping = ResultDestination()
     profile = _measure(where, read_bytes, threads)
     findings = examine(profile, where)
     path = keeping.keep(lambda: save_profile(profile))

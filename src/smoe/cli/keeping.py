@@ -9,7 +9,7 @@ from smoe.cli.console import warn
 from smoe.user_cache import PLACE, cache_folder, check_writable
 
 
-class Keeping:
+class ResultDestination:
     """Made before a long measurement: says at once where its result will be shown but not remembered."""
 
     def __init__(self) -> None:

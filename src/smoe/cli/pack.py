@@ -43,7 +43,7 @@ _DTYPE_HELP = "auto (the checkpoint's own), bfloat16, float16, float32; not with
 _PRECISION_HELP = "int8, int4, int3 or int2 (lossy), or several separated by commas: one file for each."
 
 
-class _Text(NamedTuple):
+class _CalibrationText(NamedTuple):
     """What to calibrate with."""
 
     path: Path
@@ -86,7 +86,11 @@ def command(
 
     if calibration_text is None and calibration_tokens is not None:
         raise ConfigError.idle("calibration_tokens", calibration_tokens, "`calibration_text`")
-    text = None if calibration_text is None else _Text(calibration_text, calibration_tokens or CALIBRATION_TOKENS)
+    text = (
+        None
+        if calibration_text is None
+        else _CalibrationText(calibration_text, calibration_tokens or CALIBRATION_TOKENS)
+    )
     found = _pack(model, dtype, _precisions(precision), revision, force, text)
     if json:
         print_json(found)
@@ -113,7 +117,12 @@ def _precisions(given: str | None) -> list[str | None]:
 
 
 def _pack(
-    model: str, dtype: str, precisions: list[str | None], revision: str | None, force: bool, text: _Text | None
+    model: str,
+    dtype: str,
+    precisions: list[str | None],
+    revision: str | None,
+    force: bool,
+    text: _CalibrationText | None,
 ) -> dict[str, Any]:
     """Pack what there is no good file of yet, and say what is there then."""
     from dataclasses import replace
@@ -194,7 +203,7 @@ def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[s
     }
 
 
-def _ids(checkpoint: Checkpoint, text: _Text | None) -> list[int]:
+def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
     """The tokens to calibrate with; none where no text is given."""
     from smoe.eval.calibrate import calibration_ids
     from smoe.eval.texts import read_documents

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from smoe.config import EngineConfig
     from smoe.eval.recall import Recall
-    from smoe.eval.shadow_recall import Comparison
+    from smoe.eval.shadow_recall import RecallComparison
     from smoe.models.spec import LibrarySpec
     from smoe.runtime.shadow import Alignment
 
@@ -292,7 +292,7 @@ def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: Li
     }
 
 
-def _print(found: Comparison) -> None:
+def _print(found: RecallComparison) -> None:
     """The shadows, then those who need none."""
     from rich.table import Table
 
@@ -320,7 +320,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}"
 
 
-def _draw(found: Comparison, model: str, alignments: list[Alignment], folder: Path) -> None:
+def _draw(found: RecallComparison, model: str, alignments: list[Alignment], folder: Path) -> None:
     from smoe.cli.console import note
     from smoe.eval.recall_plot import draw_by_periods, draw_by_token
 
@@ -333,5 +333,5 @@ def _draw(found: Comparison, model: str, alignments: list[Alignment], folder: Pa
         note(str(folder / _PICTURES[1]))
 
 
-def _prompts(found: Comparison) -> str:
+def _prompts(found: RecallComparison) -> str:
     return f"{len(found.tokens)} prompt{'s' if len(found.tokens) != 1 else ''}"

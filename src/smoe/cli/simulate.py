@@ -44,7 +44,7 @@ def command(
     that this version of smoe has simulated is not simulated again.
     """
     from smoe.cli.console import note, print_json, progress
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
 
     if paper not in PAPERS:
         raise ConfigError.no_choice("paper", paper, PAPERS)
@@ -56,7 +56,7 @@ def command(
     if known:
         note(f"{known} of {count} settings were simulated before; --fresh simulates them again")
     how = "the same command, without --fresh, continues" if fresh else "the same command continues"
-    words = f"interrupted; {how} from the settings that are done" if Keeping().can_keep else "interrupted"
+    words = f"interrupted; {how} from the settings that are done" if ResultDestination().can_keep else "interrupted"
     try:
         with progress("simulate", "settings") as bars:
             task = bars.add_task(paper, total=count, amount="", skipped=known)

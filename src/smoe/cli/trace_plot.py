@@ -15,7 +15,7 @@ from smoe.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from smoe.policy.eviction.learned import NextUse
     from smoe.trace.file import Trace
-    from smoe.trace.survey import Survey
+    from smoe.trace.survey import TraceSurvey
 
 FORMATS = ("png", "svg", "pdf")
 _WORDS = {
@@ -82,7 +82,7 @@ def command(
         warn(text)
 
 
-def _survey(paths: list[Path], tokens: int | None, expert_size: str | None) -> Survey:
+def _survey(paths: list[Path], tokens: int | None, expert_size: str | None) -> TraceSurvey:
     from smoe.cli.console import progress
     from smoe.trace.file import Trace
     from smoe.trace.survey import survey
@@ -111,7 +111,7 @@ def _next_use(trace: Trace) -> NextUse | None:
         return None
 
 
-def _write(found: Survey, out: Path, form: str) -> dict[str, Path]:
+def _write(found: TraceSurvey, out: Path, form: str) -> dict[str, Path]:
     """Draw all, then write all: each is there whole or not at all."""
     from smoe.trace.pictures import drawn
     from smoe.whole_file import whole_file
@@ -134,7 +134,7 @@ def _write(found: Survey, out: Path, form: str) -> dict[str, Path]:
     return files
 
 
-def _remarks(found: Survey, out: Path, form: str, drawn: set[str]) -> list[str]:
+def _remarks(found: TraceSurvey, out: Path, form: str, drawn: set[str]) -> list[str]:
     """What is not in the pictures, and why."""
     from smoe.trace.pictures import PICTURES
 
@@ -149,7 +149,7 @@ def _remarks(found: Survey, out: Path, form: str, drawn: set[str]) -> list[str]:
     return remarks
 
 
-def _print(found: Survey) -> None:
+def _print(found: TraceSurvey) -> None:
     from rich.table import Table
 
     from smoe.cli.console import output
@@ -162,7 +162,7 @@ def _print(found: Survey) -> None:
     output().print(table)
 
 
-def rows_of(found: Survey) -> list[tuple[str, str]]:
+def rows_of(found: TraceSurvey) -> list[tuple[str, str]]:
     """The findings, a line each."""
     from smoe.trace.curves import in_words
     from smoe.trace.pictures import LEADER
@@ -191,7 +191,7 @@ def rows_of(found: Survey) -> list[tuple[str, str]]:
     return rows
 
 
-def _extremes(found: Survey) -> str:
+def _extremes(found: TraceSurvey) -> str:
     import numpy as np
 
     table, layers = found.times_even, found.header.layers

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from smoe.config import EngineConfig
-    from smoe.eval.tune import Choice, Tuning
+    from smoe.eval.tune import AlphaChoice, Tuning
 
 EPILOG = """Examples:
 
@@ -172,7 +172,7 @@ def _price(
 ) -> None:
     """Price, choose and remember."""
     from smoe.cli.console import note, print_json
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.cli.prices import Material, measured, print_table
     from smoe.eval.price import largest_within
     from smoe.load.priced_alpha import PricedAlpha, remember
@@ -181,7 +181,7 @@ def _price(
     from smoe.units import format_seconds
 
     material = Material(text, tokens, least_tokens=_LEAST_PRICED_TOKENS)
-    keeping = Keeping()
+    keeping = ResultDestination()
     prices, circumstances = measured(engine, model, ALPHAS, material, out)
     chosen = largest_within(prices, allowed)
     priced = PricedAlpha(
@@ -215,7 +215,7 @@ def _tune(
 ) -> None:
     """Measure, remember, show, and choose where there is a budget."""
     from smoe.cli.console import note, warn
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.cli.session import loaded
     from smoe.eval.texts import read_documents
     from smoe.eval.tune import store
@@ -226,7 +226,7 @@ def _tune(
     with loaded(model, config, revision) as ready:
         offload: Any = ready.offload
         ids = [token for document in texts for token in tokenizer(document)["input_ids"]][: offload.context_tokens]
-        keeping = Keeping()
+        keeping = ResultDestination()
         tuning = _measure(ready, model, ids)
         path = keeping.keep(lambda: store(tuning))
         if path is not None:
@@ -257,7 +257,7 @@ def _measure(ready: PreTrainedModel, model: str, ids: list[int]) -> Tuning:
         return measure_times(ready, ALPHAS, ids, circumstances, lambda count: bars.update(task, advance=count))
 
 
-def _choose(ready: PreTrainedModel, tuning: Tuning, budget: float, ids: list[int]) -> Choice:
+def _choose(ready: PreTrainedModel, tuning: Tuning, budget: float, ids: list[int]) -> AlphaChoice:
     from smoe.cli.console import progress
     from smoe.eval.tune import choose, turn_tokens
 
@@ -286,7 +286,7 @@ def _rates(tuning: Tuning, rate: float) -> str:
     )
 
 
-def _unsure(tuning: Tuning, choice: Choice) -> str:
+def _unsure(tuning: Tuning, choice: AlphaChoice) -> str:
     from smoe.units import format_seconds
 
     low, high = f"{choice.lowest_alpha:g}", choice.highest_alpha
@@ -314,7 +314,7 @@ def _print_table(tuning: Tuning) -> None:
     output().print(table)
 
 
-def _print_choice(tuning: Tuning, choice: Choice) -> None:
+def _print_choice(tuning: Tuning, choice: AlphaChoice) -> None:
     from smoe.units import format_bytes_rate, format_seconds
 
     budget = format_seconds(choice.tpot_seconds)
@@ -328,12 +328,12 @@ def _print_choice(tuning: Tuning, choice: Choice) -> None:
     print(f"alpha {choice.alpha:g} {verdict}: predicted {format_seconds(choice.predicted_seconds)}, {measured}")
 
 
-def _print_json(tuning: Tuning, choice: Choice | None) -> None:
+def _print_json(tuning: Tuning, choice: AlphaChoice | None) -> None:
     """The same names with and without a budget."""
     from dataclasses import asdict, fields
 
     from smoe.cli.console import print_json
-    from smoe.eval.tune import Choice
+    from smoe.eval.tune import AlphaChoice
 
-    chosen = asdict(choice) if choice else dict.fromkeys(field.name for field in fields(Choice))
+    chosen = asdict(choice) if choice else dict.fromkeys(field.name for field in fields(AlphaChoice))
     print_json(tuning.as_json() | chosen)

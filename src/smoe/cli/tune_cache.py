@@ -21,12 +21,12 @@ def tune_cache(
     """Fit, remember and show."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.eval import tune_cache as tuning
     from smoe.load.cache_weights import FittedWeights, remember
     from smoe.models.files import fetch
 
-    keeping = Keeping()
+    keeping = ResultDestination()
     with progress("tune", "trials") as bars:
         task = bars.add_task("trying weights", total=None, amount="")
 

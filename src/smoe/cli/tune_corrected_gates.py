@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from smoe.cli.options import EngineOptions
 
 if TYPE_CHECKING:
-    from smoe.eval.learn_corrections import Learned
+    from smoe.eval.learn_corrections import FittedCorrections
 
 TOKENS = 8000
 """Of the text, where the user does not say: twice as many give half a point of recall more."""
@@ -17,11 +17,11 @@ TOKENS = 8000
 def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
     """Learn on a text, remember it for the model, and show what it is worth on the part that was not learned from."""
     from smoe.cli.console import note, print_json
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.load.gate_corrections import LearnedCorrections, remember
     from smoe.models.files import fetch
 
-    keeping = Keeping()
+    keeping = ResultDestination()
     found = _learn(model, engine, text, tokens)
     kept = LearnedCorrections(found.corrections, found.tokens, "the demo's stories" if text is None else text.name)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), kept))
@@ -35,7 +35,7 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
         _print_table(found)
 
 
-def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> Learned:
+def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> FittedCorrections:
     """From a text that the model itself reads: no copies of fewer bits, and nobody replaced."""
     from dataclasses import replace
 
@@ -67,7 +67,7 @@ def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) ->
         )
 
 
-def _print_table(found: Learned) -> None:
+def _print_table(found: FittedCorrections) -> None:
     from rich.table import Table
 
     from smoe.cli.console import output

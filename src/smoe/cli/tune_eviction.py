@@ -13,12 +13,12 @@ def tune_eviction(
     """Train, remember and show."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.eval import tune_eviction as tuning
     from smoe.load.next_use import remember
     from smoe.models.files import fetch
 
-    keeping = Keeping()
+    keeping = ResultDestination()
     with progress("tune", "steps") as bars:
         task = bars.add_task("learning", total=None, amount="")
 

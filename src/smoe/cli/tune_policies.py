@@ -29,7 +29,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     Winners are remembered when all is over: an interrupt leaves those of before.
     """
     from smoe.cli.console import note, print_json, progress
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.eval.tournament import hold, tokens_of
     from smoe.load.device import choose_device
     from smoe.load.winners import CHOICES, remember, where
@@ -46,7 +46,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
         )
     config = replace(engine.config(), prefetch="none", prefetch_asked=None, prefetch_trial=False)
     ids = _ids(model, engine.revision, text, tokens, config.context_tokens)
-    keeping = Keeping()
+    keeping = ResultDestination()
     with _interrupted_in_words(), ExitStack() as stack:
         ready = _opened(stack, model, config, engine.revision, "eviction" in kinds)
         offload: Any = ready.offload

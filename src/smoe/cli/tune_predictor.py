@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, TaskID
 
-    from smoe.eval.tune_predictor import PredictorTuning, Rates
+    from smoe.eval.tune_predictor import PredictionRates, PredictorTuning
 
 _TOKENS = 8000
 """Recorded of a text, where the user does not say."""
@@ -36,7 +36,7 @@ def tune_predictor(
 ) -> None:
     """Fit, remember and show."""
     from smoe.cli.console import note, print_json, progress
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.eval import tune_predictor as tuning
     from smoe.eval.train_expert_mlp import LEAST_EPOCHS, MOST_EPOCHS
     from smoe.load.fitted_predictor import place_of, remember
@@ -51,7 +51,7 @@ def tune_predictor(
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="only without `text`")
     spec = read_spec(model, engine.config(), engine.revision)
     layers = routed_layers(spec)
-    keeping, place = Keeping(), fetch(model, engine.revision)
+    keeping, place = ResultDestination(), fetch(model, engine.revision)
     checkpoint = place_of(place, name).with_suffix(".training") if keeping.can_keep else None
     with _recorded(model, engine, traces, text, tokens) as recorded, progress("tune", "epochs") as bars:
         if name == EXPERT_MLP:
@@ -161,5 +161,5 @@ def _print(found: PredictorTuning) -> None:
     output().print(table)
 
 
-def _shown(rates: Rates) -> str:
+def _shown(rates: PredictionRates) -> str:
     return f"{rates.exact:.1%} / {rates.at_least_one:.1%}"

@@ -20,7 +20,7 @@ def tune_shares(
 ) -> None:
     """Profile a text, or a recorded run, remember it for the model, and say the thresholds of `shares`."""
     from smoe.cli.console import note, print_json
-    from smoe.cli.keeping import Keeping
+    from smoe.cli.keeping import ResultDestination
     from smoe.load.importance_profile import as_json as as_stored
     from smoe.load.importance_profile import remember
     from smoe.models.files import fetch
@@ -30,7 +30,7 @@ def tune_shares(
     if len(traces) + (text is not None) > 1:
         message = "--text and --trace both give the data to profile; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="one, and only without `text`")
-    keeping = Keeping()
+    keeping = ResultDestination()
     found = _recorded(model, engine, traces[0], tokens) if traces else _read(model, engine, text, tokens)
     thresholds = found.thresholds(wanted)
     path = keeping.keep(lambda: remember(fetch(model, engine.revision), found))

@@ -108,7 +108,7 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
         task = bars.add_task("comparing layers", total=len(reference.sites) * PASSES * rounds, amount="")
         vocabulary = int(ready.config.get_text_config().vocab_size)
         ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(seed))
-        lines = _Lines(is_quiet)
+        lines = _PartLines(is_quiet)
 
         def show(comparison: Comparison) -> None:
             lines.add(comparison)
@@ -147,7 +147,7 @@ def _check_pack(model: str, precision: str, revision: str | None, reference: Ref
         )
 
 
-class _Lines:
+class _PartLines:
     """One line for what belongs to a layer in a pass."""
 
     def __init__(self, is_quiet: bool) -> None:

@@ -19,7 +19,7 @@ import zmq
 
 from smoe.cluster import frames
 from smoe.cluster.dial import dial, refusal, watched
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, FrameKind
 from smoe.cluster.identity import Worker
 from smoe.errors import ClusterError
 from smoe.kernels.experts import Bits
@@ -63,7 +63,7 @@ def experts(description: Description) -> list[Any]:
     """As a message."""
     said = description._asdict()
     table: Any = np.ascontiguousarray(said.pop("table"), "<u2")
-    return [*frames.alone(Kind.EXPERTS), json.dumps(said).encode(), memoryview(table).cast("B")]
+    return [*frames.alone(FrameKind.EXPERTS), json.dumps(said).encode(), memoryview(table).cast("B")]
 
 
 def parse_experts(frame: Frame) -> Description:
@@ -113,7 +113,7 @@ def ask(me: Worker, said: dict[str, Any]) -> Description:
                 if time.monotonic() - asked > _ASK_SECONDS:
                     asked = time.monotonic()
                     if dealer.poll(0, zmq.POLLOUT):
-                        dealer.send_multipart(frames.talk(Kind.DESCRIBE, said), zmq.NOBLOCK)
+                        dealer.send_multipart(frames.talk(FrameKind.DESCRIBE, said), zmq.NOBLOCK)
                 if not dealer.poll(int(1000 * _TURN_SECONDS)):
                     check_known()
                     continue
@@ -127,8 +127,8 @@ def ask(me: Worker, said: dict[str, Any]) -> Description:
 def _heard(me: Worker, parts: list[bytes]) -> Description | None:
     try:
         frame = frames.parse(parts)
-        if frame.kind is Kind.REFUSED:
+        if frame.kind is FrameKind.REFUSED:
             raise refusal(me, frame)
-        return parse_experts(frame) if frame.kind is Kind.EXPERTS else None
+        return parse_experts(frame) if frame.kind is FrameKind.EXPERTS else None
     except FrameError as error:
         raise ClusterError(f"the coordinator sent an invalid message: {error}") from error

@@ -15,7 +15,7 @@ from smoe.errors import SmoeError
 _log = logging.getLogger(__name__)
 
 
-class Described(NamedTuple):
+class LightWorker(NamedTuple):
     """What a worker without torch is told, and what it can do."""
 
     description: Description
@@ -28,11 +28,11 @@ class Described(NamedTuple):
 class Describer:
     """Called by the link's thread."""
 
-    def __init__(self, describe: Callable[[], Described]) -> None:
+    def __init__(self, describe: Callable[[], LightWorker]) -> None:
         """`describe` raises `SmoeError` where workers without torch cannot compute these experts as main does."""
         self._describe = describe
         self._thread: threading.Thread | None = None
-        self.found: Described | None = None
+        self.found: LightWorker | None = None
         """None: it is not known yet, or cannot be."""
         self.why = ""
         """Why it cannot be."""

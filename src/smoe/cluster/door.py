@@ -53,7 +53,7 @@ class Doorkeeper(Gate, Protocol):
         """Some time has passed."""
 
 
-class Keys:
+class AdmittedKeys:
     """What ZeroMQ's authenticator asks."""
 
     def __init__(self, doorkeeper: Gate) -> None:
@@ -78,7 +78,7 @@ class Door:
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", Keys(doorkeeper))
+        self._guard.configure_curve_callback("*", AdmittedKeys(doorkeeper))
         self.router = self._context.socket(zmq.ROUTER)
         self.monitor: Any = None
         try:

@@ -21,11 +21,11 @@ import zmq
 from smoe import __version__
 from smoe.cluster import files, frames
 from smoe.cluster.dial import dial, refusal, watched
-from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, Place
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, PiecePosition
+from smoe.cluster.frames import Frame, FrameError, FrameKind
 from smoe.cluster.identity import Worker
 from smoe.cluster.landing import Landing
-from smoe.cluster.pace import Pace
+from smoe.cluster.pace import SendRate
 from smoe.errors import ClusterError
 
 _TURN_SECONDS = 0.1
@@ -78,15 +78,15 @@ class Fetcher:
         """Without its invitation's code, once it has been let in."""
         self._folder, self._precision = folder, precision
         self._on_change, self._on_course = on_change, on_course
-        self._clock, self._pace = clock, Pace(rate, clock)
+        self._clock, self._pace = clock, SendRate(rate, clock)
         self._sent: Manifest | None = None
         self._landing: Landing | None = None
         self._coming: dict[tuple[int, int], Coming] = {}
         self._chunks: deque[tuple[int, int]] = deque()
         """(file, chunk) of which nothing was asked for yet."""
-        self._pieces: deque[Place] = deque()
+        self._pieces: deque[PiecePosition] = deque()
         """To be asked for next."""
-        self._under_way: set[Place] = set()
+        self._under_way: set[PiecePosition] = set()
         self._damaged: dict[tuple[int, int], int] = {}
         self._skipped = 0
         self._heard = self._said = -_SILENCE_SECONDS
@@ -154,27 +154,27 @@ class Fetcher:
             "missing_bytes": None if self._landing is None else self._landing.missing_bytes,
         }
         with suppress(zmq.Again):  # main is not there
-            dealer.send_multipart(frames.talk(Kind.FILES, said), zmq.NOBLOCK)
+            dealer.send_multipart(frames.talk(FrameKind.FILES, said), zmq.NOBLOCK)
 
     def _answer(self, frame: Frame) -> None:
-        if frame.kind is Kind.REFUSED:
+        if frame.kind is FrameKind.REFUSED:
             raise refusal(self.me, frame)
-        if frame.kind not in (Kind.SUMMING, Kind.MANIFEST, Kind.SAME, Kind.PIECE):
+        if frame.kind not in (FrameKind.SUMMING, FrameKind.MANIFEST, FrameKind.SAME, FrameKind.PIECE):
             return  # to a worker; we are none yet
         self._heard = self._clock()
-        if frame.kind is Kind.PIECE:
+        if frame.kind is FrameKind.PIECE:
             if self._sent is not None:
                 self._came(*files.parse_piece(frame, self._sent))
             return
         if not self._is_in:
             self._is_in, self.me = True, replace(self.me, code=None)
             self._on_change("is known to the coordinator")
-        if frame.kind is Kind.SUMMING:
+        if frame.kind is FrameKind.SUMMING:
             said = frames.said(frame)
             done, total = said.get("done_bytes"), said.get("all_bytes")
             if type(done) is int and type(total) is int:
                 self._on_course(Course("the coordinator sums", done, total))
-        elif frame.kind is Kind.MANIFEST:
+        elif frame.kind is FrameKind.MANIFEST:
             self._begin(files.parse_manifest(frame))
         self._ask_anew()
 
@@ -198,7 +198,9 @@ class Fetcher:
     def _ask_anew(self) -> None:
         """Main has forgotten what it was asked for, or is another one."""
         self._under_way.clear()
-        self._pieces = deque(Place(file, piece) for (file, _), each in self._coming.items() for piece in each.missing)
+        self._pieces = deque(
+            PiecePosition(file, piece) for (file, _), each in self._coming.items() for piece in each.missing
+        )
 
     def _ask(self, dealer: zmq.Socket[bytes]) -> None:
         assert self._sent is not None
@@ -219,10 +221,10 @@ class Fetcher:
             file, chunk = self._chunks.popleft()
             coming = Coming(chunk * _PIECES, self._sent.files[file].chunk_bytes(chunk))
             self._coming[file, chunk] = coming
-            self._pieces.extend(Place(file, piece) for piece in sorted(coming.missing))
+            self._pieces.extend(PiecePosition(file, piece) for piece in sorted(coming.missing))
         return bool(self._pieces)
 
-    def _came(self, place: Place, data: memoryview) -> None:
+    def _came(self, place: PiecePosition, data: memoryview) -> None:
         """Put a piece where it belongs, whenever it was asked for; with its last piece a chunk is verified and kept."""
         self._under_way.discard(place)
         file, chunk = place.file, place.piece // _PIECES

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from smoe.cluster import frames
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 CHUNK_BYTES = 1 << 22
 """What is verified together, and fetched again together."""
@@ -86,7 +86,7 @@ class Manifest:
         return hashlib.sha256(b"".join(map(bytes, manifest(self)[1:]))).hexdigest()
 
 
-class Place(NamedTuple):
+class PiecePosition(NamedTuple):
     """Which piece of which file, counted from 0."""
 
     file: int
@@ -112,7 +112,7 @@ def is_file_name(name: object) -> bool:
 def manifest(sent: Manifest) -> list[Any]:
     """What main has."""
     text = json.dumps([[each.name, each.nbytes, each.digest] for each in sent.files]).encode()
-    return [*frames.alone(Kind.MANIFEST), text, b"".join(each.sums for each in sent.files)]
+    return [*frames.alone(FrameKind.MANIFEST), text, b"".join(each.sums for each in sent.files)]
 
 
 def parse_manifest(frame: Frame) -> Manifest:
@@ -153,25 +153,25 @@ def _check_entry(entry: object) -> None:
         raise FrameError("not a checksum")
 
 
-def ask(place: Place) -> list[Any]:
+def ask(place: PiecePosition) -> list[Any]:
     """A worker wants this piece."""
-    return frames.alone(Kind.PIECE, place.number)
+    return frames.alone(FrameKind.PIECE, place.number)
 
 
-def piece(place: Place, data: bytes) -> list[Any]:
+def piece(place: PiecePosition, data: bytes) -> list[Any]:
     """Here it is."""
-    return [*frames.alone(Kind.PIECE, place.number), data]
+    return [*frames.alone(FrameKind.PIECE, place.number), data]
 
 
-def parse_place(frame: Frame, sent: Manifest) -> Place:
+def parse_place(frame: Frame, sent: Manifest) -> PiecePosition:
     """Which piece is meant; raises `FrameError` where there is no such one."""
-    place = Place(frame.request >> _PIECE_BITS, frame.request & (1 << _PIECE_BITS) - 1)
+    place = PiecePosition(frame.request >> _PIECE_BITS, frame.request & (1 << _PIECE_BITS) - 1)
     if place.file >= len(sent.files) or place.piece >= sent.files[place.file].pieces:
         raise FrameError(f"no piece {place.piece} of file {place.file}")
     return place
 
 
-def parse_piece(frame: Frame, sent: Manifest) -> tuple[Place, memoryview]:
+def parse_piece(frame: Frame, sent: Manifest) -> tuple[PiecePosition, memoryview]:
     """A piece that came; raises `FrameError` for one of another size."""
     place = parse_place(frame, sent)
     data = memoryview(frame.body[0] if len(frame.body) == 1 else b"")

@@ -20,7 +20,7 @@ from smoe.cluster.frames import Frame
 from smoe.cluster.shadow_frames import PART_BYTES, Follow
 from smoe.errors import EngineStateError
 from smoe.models.kv_cache import RowCache
-from smoe.policy.hearsay import Expected, Hearsay, Step
+from smoe.policy.hearsay import Expected, Hearsay, TokenStep
 from smoe.policy.prediction import Listener
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Following:
         self._text = secrets.randbits(62)  # what a shadow still says of an earlier main's is none of ours
         self._sent = 0
         """Positions whose keys and values have been sent."""
-        self._told: Step | None = None
+        self._told: TokenStep | None = None
         """What the shadow decodes, as far as it was told."""
         self._is_followed = False
         self.ring: Callable[[], object] = lambda: None
@@ -71,7 +71,7 @@ class Following:
             if cache.length >= self._capacity:
                 self._hearsay.pause()
             else:
-                self._hearsay.ask(Step(token, cache.length, self._text))
+                self._hearsay.ask(TokenStep(token, cache.length, self._text))
         self.ring()
 
     def pause(self, cache: RowCache | None = None) -> None:
@@ -140,7 +140,7 @@ class Following:
             if frame.request != self._text:
                 return
             for each in found:
-                step = Step(each.token, each.position, self._text)
+                step = TokenStep(each.token, each.position, self._text)
                 if not self._hearsay.wants(step):
                     continue
                 if step not in self._hearsay:

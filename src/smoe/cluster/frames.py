@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.safetensors_index import ITEM_BYTES
 from smoe.memory.store import EXPERT_DTYPES
@@ -50,7 +50,7 @@ _BITS = np.dtype("<u2")
 """bf16 numbers as the bits that they are: rows where there is no torch."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     HELLO = 1
@@ -101,7 +101,7 @@ class FrameError(Exception):
     """A message that is none of ours, or contradicts itself."""
 
 
-class Rows(NamedTuple):
+class RowFormat(NamedTuple):
     """What goes to workers, hidden states, and comes back, outputs of experts."""
 
     numbers: int
@@ -118,7 +118,7 @@ class Rows(NamedTuple):
         return min(MOST_BYTES, max(_MOST_TALK, self.most * row_bytes) + _OVERHEAD)
 
     @property
-    def fitting(self) -> Rows:
+    def fitting(self) -> RowFormat:
         """With no more rows than a message may have."""
         row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return self._replace(most=min(self.most, (MOST_BYTES - _OVERHEAD) // row_bytes))
@@ -127,7 +127,7 @@ class Rows(NamedTuple):
 class Frame(NamedTuple):
     """Any message, its parts not looked at."""
 
-    kind: Kind
+    kind: FrameKind
     request: int
     rows: int
     dtype: str
@@ -136,10 +136,10 @@ class Frame(NamedTuple):
     """The parts after the header: `bytes` or memory views."""
 
 
-class Work(NamedTuple):
+class WorkFrame(NamedTuple):
     """Experts and the rows that go through them."""
 
-    wanted: Sequence[Wanted]
+    wanted: Sequence[ExpertTask]
     hidden: torch.Tensor | Bits
     """[rows, H]"""
 
@@ -157,7 +157,7 @@ class Times(NamedTuple):
     """How many these were."""
 
 
-class Done(NamedTuple):
+class DoneFrame(NamedTuple):
     """What a worker has computed."""
 
     times: Times
@@ -172,12 +172,12 @@ def parse(parts: Sequence[Any]) -> Frame:
     magic, version, kind, dtype, request, rows = _HEADER.unpack(bytes(parts[0]))
     if magic != _MAGIC or version != VERSION:
         raise FrameError(f"magic {magic!r}, version {version}")
-    if kind not in set(Kind) or dtype >= len(EXPERT_DTYPES):
+    if kind not in set(FrameKind) or dtype >= len(EXPERT_DTYPES):
         raise FrameError(f"kind {kind}, dtype {dtype}")
-    return Frame(Kind(kind), request, rows, EXPERT_DTYPES[dtype], parts[1:])
+    return Frame(FrameKind(kind), request, rows, EXPERT_DTYPES[dtype], parts[1:])
 
 
-def talk(kind: Kind, said: dict[str, Any], request: int = 0) -> list[Any]:
+def talk(kind: FrameKind, said: dict[str, Any], request: int = 0) -> list[Any]:
     """A message of words."""
     return [_header(kind, request), json.dumps(said).encode()]
 
@@ -195,19 +195,19 @@ def said(frame: Frame) -> dict[str, Any]:
     return found
 
 
-def work(request: int, wanted: Sequence[Wanted], hidden: torch.Tensor) -> list[Any]:
+def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> list[Any]:
     """`hidden` [rows, H] once, whatever the number of experts."""
     asks = np.array([(layer, expert, len(tokens)) for (layer, expert, _), tokens in wanted], _WHOLE)
     tokens = np.concatenate([np.asarray(each.tokens, _WHOLE) for each in wanted])
     return [
-        _header(Kind.WORK, request, hidden.shape[0], _name_of(hidden)),
+        _header(FrameKind.WORK, request, hidden.shape[0], _name_of(hidden)),
         asks.tobytes(),
         tokens.tobytes(),
         _bytes_of(hidden),
     ]
 
 
-def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: bool = False) -> Work:
+def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: bool = False) -> WorkFrame:
     """For a model whose layers have so many `experts`, and rows of so many numbers, which are to come as `Bits` where
     there is no torch; raises `FrameError`."""
     asks_part, tokens_part, rows_part = _parts(frame, 3)
@@ -220,21 +220,21 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: b
     for layer, expert, count in asks.tolist():
         if expert >= experts.get(layer, 0) or not count:
             raise FrameError(f"no expert {expert} of layer {layer}")
-        wanted.append(Wanted((layer, expert, EXACT), tokens[begin : begin + count].tolist()))
+        wanted.append(ExpertTask((layer, expert, EXACT), tokens[begin : begin + count].tolist()))
         begin += count
     if as_bits and frame.dtype != "BF16":
         raise FrameError(f"rows in {frame.dtype}")
-    return Work(wanted, _bits_of(rows_part, hidden) if as_bits else _rows_of(rows_part, frame.dtype, hidden))
+    return WorkFrame(wanted, _bits_of(rows_part, hidden) if as_bits else _rows_of(rows_part, frame.dtype, hidden))
 
 
 def done(request: int, times: Times, rows: Sequence[torch.Tensor] | Sequence[Bits]) -> list[Any]:
     """`rows`: [n, H] of every expert asked for, in order."""
     together = _joined(rows)
-    header = _header(Kind.DONE, request, together.shape[0], _name_of(together))
+    header = _header(FrameKind.DONE, request, together.shape[0], _name_of(together))
     return [header, np.array(times, np.float64).tobytes(), _bytes_of(together)]
 
 
-def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done:
+def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> DoneFrame:
     """The answer to a request for so many rows; raises `FrameError`."""
     times_part, rows_part = _parts(frame, 2)
     if frame.rows != rows or frame.dtype != _name_of_dtype(dtype) or len(memoryview(times_part)) != 32:
@@ -244,12 +244,12 @@ def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done
     whole, computing, loading, loads = np.frombuffer(times_part, np.float64).tolist()
     if not (0 <= computing <= whole < 1e6 and 0 <= loading < 1e6 and 0 <= loads <= rows):  # NaN too
         raise FrameError("impossible times")
-    return Done(Times(whole, computing, loading, int(loads)), _rows_of(rows_part, frame.dtype, hidden))
+    return DoneFrame(Times(whole, computing, loading, int(loads)), _rows_of(rows_part, frame.dtype, hidden))
 
 
 def fetch(keys: Sequence[ExpertKey]) -> list[Any]:
     """Ask for experts to be brought into memory."""
-    return [_header(Kind.FETCH, 0), np.array([key[:2] for key in keys], _WHOLE).tobytes()]
+    return [_header(FrameKind.FETCH, 0), np.array([key[:2] for key in keys], _WHOLE).tobytes()]
 
 
 def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
@@ -261,14 +261,14 @@ def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
     return [(layer, expert, EXACT) for layer, expert in found]
 
 
-def alone(kind: Kind, request: int = 0) -> list[Any]:
+def alone(kind: FrameKind, request: int = 0) -> list[Any]:
     """A message without a body."""
     return [_header(kind, request)]
 
 
 def failed(request: int, why: str) -> list[Any]:
     """A request could not be served."""
-    return [_header(Kind.FAILED, request), why.encode()[:_MOST_TALK]]
+    return [_header(FrameKind.FAILED, request), why.encode()[:_MOST_TALK]]
 
 
 def text_of(frame: Frame) -> str:
@@ -277,7 +277,7 @@ def text_of(frame: Frame) -> str:
     return "".join(c for c in bytes(part)[:2000].decode("utf8", "replace") if c.isprintable())
 
 
-def _header(kind: Kind, request: int, rows: int = 0, dtype: str = EXPERT_DTYPES[0]) -> bytes:
+def _header(kind: FrameKind, request: int, rows: int = 0, dtype: str = EXPERT_DTYPES[0]) -> bytes:
     return _HEADER.pack(_MAGIC, VERSION, kind, EXPERT_DTYPES.index(dtype), request, rows)
 
 

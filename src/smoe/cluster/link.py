@@ -25,14 +25,14 @@ from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
 from smoe.cluster.door import Door, Doorkeeper, user_of
 from smoe.cluster.doorbell import Doorbell
-from smoe.cluster.frames import Frame, FrameError, Kind, Rows
-from smoe.cluster.members import Loss, Member, State
-from smoe.cluster.requests import Proof, Request, Trial, resolve
+from smoe.cluster.frames import Frame, FrameError, FrameKind, RowFormat
+from smoe.cluster.members import Loss, Member, WorkerState
+from smoe.cluster.requests import ExpertRequest, PendingProof, Proof, resolve
 from smoe.cluster.sending import FILE_KINDS, Courier
 from smoe.cluster.shadow_seat import Seat
 from smoe.cluster.spot_checks import SpotChecks
 from smoe.cluster.under_way import UnderWay
-from smoe.compute.unit import ComputeUnit, Wanted
+from smoe.compute.unit import ComputeUnit, ExpertTask
 from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
 
@@ -49,7 +49,7 @@ _CHECKING_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
-class Link:
+class ClusterLink:
     """The thread and its sockets. `close` ends it; requests that are under way then are cancelled."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Link:
         secret: str,
         doorkeeper: Doorkeeper,
         rescue: ComputeUnit,
-        rows: Rows,
+        rows: RowFormat,
         here_load: Callable[[], float],
         verify: float = 0.0,
     ) -> None:
@@ -92,13 +92,13 @@ class Link:
 
     # -- for other threads --------------------------------------------------------------------------------------------
 
-    def submit(self, unit: int, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+    def submit(self, unit: int, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
         """Ask a worker; the results come as from a `ComputeUnit`."""
         futures: list[Future[torch.Tensor]] = [Future() for _ in wanted]
         if self._is_ending:
             self.forget(futures)
             return futures
-        request = Request(wanted, hidden, futures, unit)
+        request = ExpertRequest(wanted, hidden, futures, unit)
         self._bell.put(lambda: self.under_way.begin(request))
         return futures
 
@@ -145,8 +145,8 @@ class Link:
         if self.seat is not None:
             self.seat.put_out("", self._send)
         for member in self.members.values():
-            if member.state is not State.OUT:
-                self._send_to(member, frames.alone(Kind.LEAVE))
+            if member.state is not WorkerState.OUT:
+                self._send_to(member, frames.alone(FrameKind.LEAVE))
         for begin in self._bell.take():
             begin()
         self.under_way.cancel()
@@ -175,13 +175,13 @@ class Link:
             frame = frames.parse([part.buffer for part in parts[1:]])
             if seat is not None and seat.is_of(route, frame.kind):
                 seat.heard(route, key, frame, time.monotonic(), self._send)
-            elif frame.kind is Kind.HELLO:
+            elif frame.kind is FrameKind.HELLO:
                 self._knocked(route, key, frames.said(frame))
-            elif frame.kind is Kind.DESCRIBE and (parts := self._doorkeeper.describe(key, frames.said(frame))):
+            elif frame.kind is FrameKind.DESCRIBE and (parts := self._doorkeeper.describe(key, frames.said(frame))):
                 self._send(route, parts)
             elif self.courier is not None and frame.kind in FILE_KINDS:
                 self.courier.heard(route, key, frame, self._send)
-            elif member is not None and member.key == key and member.state is not State.OUT:
+            elif member is not None and member.key == key and member.state is not WorkerState.OUT:
                 self._answered(member, frame)
         except FrameError as error:
             is_shadow, why = seat is not None and seat.has(route), f"sent an invalid message: {error}"
@@ -189,7 +189,7 @@ class Link:
                 "%s %s", member.name if member else "the draft model" if is_shadow else "an unknown machine", why
             )
             if member is not None or is_shadow:
-                self._send(route, frames.talk(Kind.REFUSED, {"why": why}))
+                self._send(route, frames.talk(FrameKind.REFUSED, {"why": why}))
             if member is not None:
                 self._out(member, why)
             elif seat is not None and is_shadow:
@@ -197,26 +197,26 @@ class Link:
 
     def _knocked(self, route: bytes, key: str, said: dict[str, Any]) -> None:
         known = self._by_route.get(route)
-        if known is not None and known.state is not State.OUT and known.key == key:
+        if known is not None and known.state is not WorkerState.OUT and known.key == key:
             return  # it was not heard yet that it is in
         found = self._doorkeeper.knocked(key, said)
         if not isinstance(found, Member):
             if found is not None:
                 self.refused[str(said.get("name"))[:80]] = found
-                self._send(route, frames.talk(Kind.REFUSED, {"why": found}))
+                self._send(route, frames.talk(FrameKind.REFUSED, {"why": found}))
             return
-        for other in [each for each in self.members.values() if each.key == key and each.state is not State.OUT]:
+        for other in [each for each in self.members.values() if each.key == key and each.state is not WorkerState.OUT]:
             self._out(other, "reconnected")
         self._drop_former(found)
         found.route, found.heard = route, time.monotonic()
         self.members[found.unit] = self._by_route[route] = found
-        self._send(route, frames.talk(Kind.WELCOME, self._doorkeeper.welcome(found)))
+        self._send(route, frames.talk(FrameKind.WELCOME, self._doorkeeper.welcome(found)))
         self._try_next(found, iter(self._doorkeeper.proof(found)))
 
     def _drop_former(self, found: Member) -> None:
         """Of a worker that comes again and again only the last time is kept, and what it has done."""
         for unit, member in list(self.members.items()):
-            if member.name == found.name and member.state is State.OUT and not self.under_way.owes(member):
+            if member.name == found.name and member.state is WorkerState.OUT and not self.under_way.owes(member):
                 found.earlier = found.earlier.beside(member.done)
                 del self.members[unit]
 
@@ -225,23 +225,23 @@ class Link:
         proof = next(proofs, None)
         if proof is None:
             member.is_proven()
-            self._became(member, State.READY)
+            self._became(member, WorkerState.READY)
             return
-        trial = Trial(member, proof.expected, proofs)
-        self.under_way.begin(Request(proof.wanted, Fetched(proof.hidden), [], member.unit, trial))
+        trial = PendingProof(member, proof.expected, proofs)
+        self.under_way.begin(ExpertRequest(proof.wanted, Fetched(proof.hidden), [], member.unit, trial))
 
     def _answered(self, member: Member, frame: Frame) -> None:
         member.heard = time.monotonic()
-        if frame.kind is Kind.LEAVE:
+        if frame.kind is FrameKind.LEAVE:
             self._out(member, "left")
-        elif frame.kind in (Kind.DONE, Kind.FAILED):
+        elif frame.kind in (FrameKind.DONE, FrameKind.FAILED):
             request = self.under_way.find(frame.request, member)
             before, member.answered, member.strikes = member.answered, member.heard, 0
-            if member.state is State.SUSPECT:
-                self._became(member, State.READY)
+            if member.state is WorkerState.SUSPECT:
+                self._became(member, WorkerState.READY)
             if request is None:
                 return
-            if frame.kind is Kind.FAILED:
+            if frame.kind is FrameKind.FAILED:
                 self._failed(request, member, frames.text_of(frame))
             else:
                 done = frames.parse_done(frame, request.rows, *self._rows[:2])
@@ -249,7 +249,7 @@ class Link:
                 self._done(request, member, done)
                 self.under_way.end(frame.request)  # last: where anything fails, others are asked in time
 
-    def _done(self, request: Request, member: Member, done: frames.Done) -> None:
+    def _done(self, request: ExpertRequest, member: Member, done: frames.DoneFrame) -> None:
         if request.trial is not None:
             self._proven(request.trial, done.rows)
             return
@@ -259,7 +259,7 @@ class Link:
             resolve(future, rows)
         self._doorkeeper.answered(member, [each.key for each in request.wanted])
 
-    def _proven(self, trial: Trial, rows: torch.Tensor) -> None:
+    def _proven(self, trial: PendingProof, rows: torch.Tensor) -> None:
         if torch.equal(rows, trial.expected):
             self._try_next(trial.member, trial.others)
             return
@@ -268,7 +268,7 @@ class Link:
             f"its results differ from the coordinator's (by {far:.2g}), so the text would depend on which machine "
             "computes"
         )
-        self._send(trial.member.route, frames.talk(Kind.REFUSED, {"why": why}))
+        self._send(trial.member.route, frames.talk(FrameKind.REFUSED, {"why": why}))
         self._out(trial.member, why)
 
     def _differs(self, member: Member, key: ExpertKey, far: float) -> None:
@@ -276,11 +276,11 @@ class Link:
         why = f"returned a wrong result for expert {key[1]} of layer {key[0]} (off by {far:.2g})"
         self._doorkeeper.doubt(member, why)
         for each in [each for each in self.members.values() if each.key == member.key]:
-            self._send_to(each, frames.talk(Kind.REFUSED, {"why": f"it {why}"}))
+            self._send_to(each, frames.talk(FrameKind.REFUSED, {"why": f"it {why}"}))
             self._out(each, why)
         member.why = why
 
-    def _failed(self, request: Request, member: Member, why: str) -> None:
+    def _failed(self, request: ExpertRequest, member: Member, why: str) -> None:
         _log.warning("worker %s could not serve a request: %s", member.name, why)
         if request.trial is not None:
             self._out(member, why)
@@ -301,9 +301,9 @@ class Link:
         for member in members:
             if member.is_here:
                 member.missed, member.strikes, member.late = member.missed + 1, member.strikes + 1, now
-                self._became(member, State.SUSPECT)
+                self._became(member, WorkerState.SUSPECT)
         for member in members:  # nobody of whom stands in for another
-            if member.state is State.PROVING:
+            if member.state is WorkerState.PROVING:
                 self._out(member, "did not finish the equality check in time")
             elif member.strikes > MOST_STRIKES:
                 self._out(member, f"was late {member.strikes} times in a row")
@@ -316,16 +316,16 @@ class Link:
         self._beaten = now
         self._doorkeeper.tick()
         for member in list(self.members.values()):
-            if member.state is State.OUT:
+            if member.state is WorkerState.OUT:
                 continue
-            if member.state is not State.PROVING and now - member.heard > _SILENCE_SECONDS:
+            if member.state is not WorkerState.PROVING and now - member.heard > _SILENCE_SECONDS:
                 self._out(member, f"sent nothing for {_SILENCE_SECONDS:g} s")
                 continue
-            self._send_to(member, frames.alone(Kind.BEAT))
-            if member.state is State.SUSPECT and member.heard > member.late and not self.under_way.owes(member):
-                self._became(member, State.READY)  # it lives, and what it was late with was lost
+            self._send_to(member, frames.alone(FrameKind.BEAT))
+            if member.state is WorkerState.SUSPECT and member.heard > member.late and not self.under_way.owes(member):
+                self._became(member, WorkerState.READY)  # it lives, and what it was late with was lost
 
-    def _became(self, member: Member, state: State, why: str = "") -> None:
+    def _became(self, member: Member, state: WorkerState, why: str = "") -> None:
         member.state, member.why = state, why
         _log.info("worker %s: %s%s", member.name, state.value, f" ({why})" if why else "")
         self._note_change()
@@ -335,17 +335,17 @@ class Link:
             self.changed.notify_all()
 
     def _out(self, member: Member, why: str) -> None:
-        if member.state is State.OUT:
+        if member.state is WorkerState.OUT:
             return
-        if member.state is not State.PROVING:
+        if member.state is not WorkerState.PROVING:
             self.losses.append(Loss(member.name, why, time.time()))
-        self._send(member.route, frames.alone(Kind.LEAVE))  # so that it may greet us anew
-        self._became(member, State.OUT, why)
+        self._send(member.route, frames.alone(FrameKind.LEAVE))  # so that it may greet us anew
+        self._became(member, WorkerState.OUT, why)
         self._by_route.pop(member.route, None)
         self.under_way.lost(member)
 
     def _send_to(self, member: Member | None, parts: list[Any]) -> bool:
-        if member is None or member.state is State.OUT:
+        if member is None or member.state is WorkerState.OUT:
             return False
         if self._send(member.route, parts):
             return True

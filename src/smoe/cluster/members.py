@@ -19,7 +19,7 @@ from math import inf
 from typing import NamedTuple
 
 from smoe.cluster.frames import Times
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import ExpertTask
 from smoe.expert import ExpertKey
 from smoe.policy.balance import FLAT
 from smoe.policy.placement import WorkerView
@@ -43,7 +43,7 @@ class Loss(NamedTuple):
     """Seconds since 1970."""
 
 
-class Done(NamedTuple):
+class WorkerTotals(NamedTuple):
     """What a worker has done, proofs left out."""
 
     experts: int = 0
@@ -54,15 +54,15 @@ class Done(NamedTuple):
     missed: int = 0
     """Deadlines."""
 
-    def beside(self, other: Done) -> Done:
+    def beside(self, other: WorkerTotals) -> WorkerTotals:
         """Both together."""
-        return Done(*map(sum, zip(self, other, strict=True)))
+        return WorkerTotals(*map(sum, zip(self, other, strict=True)))
 
 
-NOTHING = Done()
+NOTHING = WorkerTotals()
 
 
-class State(Enum):
+class WorkerState(Enum):
     """Where a worker stands."""
 
     PROVING = "is being checked"
@@ -83,7 +83,7 @@ class Member:
     route: bytes
     """Where ZeroMQ finds it."""
     slots: int
-    state: State = State.PROVING
+    state: WorkerState = WorkerState.PROVING
     heard: float = 0.0
     """When it last said something (`time.monotonic`),"""
     answered: float = 0.0
@@ -117,7 +117,7 @@ class Member:
     """Of them, since the last answer."""
     has_answered: bool = False
     has_proven: bool = False
-    earlier: Done = NOTHING
+    earlier: WorkerTotals = NOTHING
     """What it had done when it was here before."""
     most_rows: float = inf
     """Of one expert that it computes: without torch, as many as its kernels have been tried with."""
@@ -130,7 +130,7 @@ class Member:
     @property
     def is_here(self) -> bool:
         """Whether it may be asked: nothing speaks against it."""
-        return self.state is State.READY
+        return self.state is WorkerState.READY
 
     def is_proven(self) -> None:
         """What it computes from now on is asked for by the text."""
@@ -138,12 +138,14 @@ class Member:
         self.experts = self.requests = self.uses = self.brought = 0
 
     @property
-    def done(self) -> Done:
+    def done(self) -> WorkerTotals:
         """Whenever it was here."""
-        now = Done(self.experts, self.checked, self.requests, self.missed) if self.has_proven else Done()
+        now = (
+            WorkerTotals(self.experts, self.checked, self.requests, self.missed) if self.has_proven else WorkerTotals()
+        )
         return self.earlier.beside(now)
 
-    def takes(self, wanted: Iterable[Wanted]) -> bool:
+    def takes(self, wanted: Iterable[ExpertTask]) -> bool:
         """Whether it may be asked for these."""
         return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows
 
@@ -194,14 +196,14 @@ class Member:
         left = len(self._late & self._holds.keys())
         return there - left + min(left, 1)
 
-    def expected(self, wanted: Iterable[Wanted], loads: int) -> float:
+    def expected(self, wanted: Iterable[ExpertTask], loads: int) -> float:
         """Seconds that a request should take, with so many experts to bring in, where nothing is before it."""
         if not self.has_answered:
             return _UNKNOWN_SECONDS
         computing = sum(max(self.expert, len(each.tokens) * self.row) for each in wanted)
         return self.hop + loads * self.load + computing
 
-    def note(self, wanted: Iterable[Wanted], whole: float, times: Times, queued: bool = False) -> None:
+    def note(self, wanted: Iterable[ExpertTask], whole: float, times: Times, queued: bool = False) -> None:
         """A request has been answered `whole` seconds after it was sent, `queued` while another was under way: that
         says nothing of the distance. `times` are the worker's."""
         rows, computing = [len(each.tokens) for each in wanted], times.computing

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-class Pace:
+class SendRate:
     """What goes takes its time, whether or not the wire would; what was not used before is not made up for."""
 
     def __init__(self, bytes_per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -23,20 +23,20 @@ from smoe import __version__
 from smoe.cluster import frames
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
-from smoe.cluster.describing import Described, Describer
-from smoe.cluster.frames import Kind, Rows
+from smoe.cluster.describing import Describer, LightWorker
+from smoe.cluster.frames import FrameKind, RowFormat
 from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
-from smoe.cluster.link import Link
-from smoe.cluster.members import Member, State
+from smoe.cluster.link import ClusterLink
+from smoe.cluster.members import Member, WorkerState
 from smoe.cluster.requests import Proof
 from smoe.cluster.sending import Courier
 from smoe.cluster.shadow_seat import Seat
 from smoe.compute.experts_alone import ExpertsAlone
-from smoe.compute.unit import ComputeUnit, Wanted
+from smoe.compute.unit import ComputeUnit, ExpertTask
 from smoe.errors import ClusterError
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.streams import Fetched
-from smoe.policy.ahead import Ahead, Here, Place
+from smoe.policy.ahead import AheadSchedule, Here, TokenLayer
 from smoe.policy.placement import Placement, WorkerView
 from smoe.policy.plan import FIRST_WORKER
 from smoe.policy.prediction import Prediction
@@ -55,7 +55,7 @@ class Cluster(Admission):
         self,
         main: Main,
         alone: ExpertsAlone,
-        rows: Rows,
+        rows: RowFormat,
         asked: dict[str, Any],
         method: str,
         order: str,
@@ -78,7 +78,7 @@ class Cluster(Admission):
         """As planned with, for the link's thread."""
         turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         own = here._replace(load=self._seconds_here)
-        self._ahead = Ahead(
+        self._ahead = AheadSchedule(
             method, turns, spares, own, self._costs_later, self._tell, time.perf_counter, threading.Lock()
         )
         self._verify = verify
@@ -91,7 +91,7 @@ class Cluster(Admission):
         self._rows = rows._replace(most=most).fitting
         self._unit = FIRST_WORKER
         self._is_closed = False
-        self.link: Link | None = None
+        self.link: ClusterLink | None = None
         self.describer: Describer | None = None
         """Tells workers without torch what experts are; None: there are none for such."""
         self.courier: Courier | None = None
@@ -109,7 +109,7 @@ class Cluster(Admission):
         self._proofs = list(self._make_proofs())
         keys, rescue = self.main.keys, self._alone.experts
         at = to_listen_at(self.main.address, self.main.everywhere)
-        self.link = Link(at, keys.public, keys.secret, self, rescue, self._rows, self._rescue_load, self._verify)
+        self.link = ClusterLink(at, keys.public, keys.secret, self, rescue, self._rows, self._rescue_load, self._verify)
         if self.courier is not None:
             self.courier.begin(self.link.wake)
             self.link.courier = self.courier
@@ -210,7 +210,7 @@ class Cluster(Admission):
 
     def expect(self, position: int, named: Prediction) -> None:
         """As `guess`, at once and from any thread."""
-        self._ahead.expect({Place(position, named.layer): _own(named)})
+        self._ahead.expect({TokenLayer(position, named.layer): _own(named)})
 
     def withdraw(self, position: int) -> None:
         """What was expected of this position and those after it was of another text; from any thread."""
@@ -241,7 +241,7 @@ class Cluster(Admission):
 
     def _is_out(self, unit: int) -> bool:
         member = None if self.link is None else self.link.members.get(unit)
-        return member is None or member.state is State.OUT
+        return member is None or member.state is WorkerState.OUT
 
     def _here_now(self) -> list[Member]:
         return sorted((member for member in self.members if member.is_here), key=lambda member: member.name)
@@ -271,7 +271,7 @@ class Cluster(Admission):
         most_rows = inf
         if said.get("torch") is False:
             found = self._without_torch()
-            if not isinstance(found, Described):
+            if not isinstance(found, LightWorker):
                 return found
             most_rows = found.most_rows
         self.note_role(key, is_shadow=False)
@@ -296,10 +296,10 @@ class Cluster(Admission):
         why = self._unfit(said) or self.admitted(key, said)
         found = why or self._without_torch()
         if isinstance(found, str):
-            return frames.talk(Kind.REFUSED, {"why": found})
+            return frames.talk(FrameKind.REFUSED, {"why": found})
         return [] if found is None or self.describer is None else self.describer.parts
 
-    def _without_torch(self) -> Described | str | None:
+    def _without_torch(self) -> LightWorker | str | None:
         """What such a worker can do, or why nothing; None: that is being found out."""
         if self.describer is None:
             return "it has no torch, which workers of this coordinator need"
@@ -335,7 +335,7 @@ class Cluster(Admission):
             last = self._alone.store.layers[layer].experts - 1
             for rows in _PROOF_ROWS:
                 hidden = torch.randn(rows, self._alone.math[layer].hidden, generator=generator).to(self._rows.dtype)
-                wanted = [Wanted((layer, expert, EXACT), range(rows)) for expert in sorted({0, last})]
+                wanted = [ExpertTask((layer, expert, EXACT), range(rows)) for expert in sorted({0, last})]
                 results = self._alone.experts.submit(wanted, Fetched(hidden))
                 yield Proof(wanted, hidden, torch.cat([result.result() for result in results]))
 
@@ -343,14 +343,14 @@ class Cluster(Admission):
 class RemoteUnit:
     """One worker as a `ComputeUnit`."""
 
-    def __init__(self, unit: int, link: Link) -> None:
+    def __init__(self, unit: int, link: ClusterLink) -> None:
         self.busy_seconds = 0.0
         """Not counted: the time is another machine's."""
         self._unit = unit
         self._link = link
         self._under_way: set[Future[torch.Tensor]] = set()
 
-    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+    def submit(self, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
         """Ask the worker; where it fails others are asked, main itself last."""
         futures = self._link.submit(self._unit, wanted, hidden)
         self._under_way.update(futures)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.cluster.members import Member
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import ExpertTask
 from smoe.memory.streams import Fetched
 
 
@@ -20,13 +20,13 @@ from smoe.memory.streams import Fetched
 class Proof:
     """A request whose answer is known."""
 
-    wanted: Sequence[Wanted]
+    wanted: Sequence[ExpertTask]
     hidden: torch.Tensor
     expected: torch.Tensor
     """[n, H]"""
 
 
-class Trial(NamedTuple):
+class PendingProof(NamedTuple):
     """A proof under way."""
 
     member: Member
@@ -36,16 +36,16 @@ class Trial(NamedTuple):
 
 
 @dataclass
-class Request:
+class ExpertRequest:
     """Experts asked for, of one unit."""
 
-    wanted: Sequence[Wanted]
+    wanted: Sequence[ExpertTask]
     hidden: Fetched
     """[T, H]"""
     futures: list[Future[torch.Tensor]]
     unit: int
     """Who is asked."""
-    trial: Trial | None = None
+    trial: PendingProof | None = None
     """Whose proof it is: nobody else is asked."""
     tried: frozenset[int] = frozenset()
     """Who was asked for these before."""
@@ -67,19 +67,19 @@ class Request:
         """Whether nobody waits for it, or for what is left of it."""
         return bool(self.futures) and all(future.done() for future in self.futures)
 
-    def part(self, unit: int, places: Sequence[int]) -> Request:
+    def part(self, unit: int, places: Sequence[int]) -> ExpertRequest:
         """Some of its experts, of another unit."""
         wanted, futures = [self.wanted[n] for n in places], [self.futures[n] for n in places]
-        return Request(wanted, self.hidden, futures, unit, tried=self.tried | {self.unit})
+        return ExpertRequest(wanted, self.hidden, futures, unit, tried=self.tried | {self.unit})
 
 
-def only_used(hidden: torch.Tensor, wanted: Sequence[Wanted]) -> tuple[torch.Tensor, Sequence[Wanted]]:
+def only_used(hidden: torch.Tensor, wanted: Sequence[ExpertTask]) -> tuple[torch.Tensor, Sequence[ExpertTask]]:
     """The rows that are used, each once, and where they are then."""
     used = sorted({token for each in wanted for token in each.tokens})
     if len(used) == hidden.shape[0]:
         return hidden, wanted
     place = {token: n for n, token in enumerate(used)}
-    return hidden[used], [Wanted(each.key, [place[token] for token in each.tokens]) for each in wanted]
+    return hidden[used], [ExpertTask(each.key, [place[token] for token in each.tokens]) for each in wanted]
 
 
 def take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> None:

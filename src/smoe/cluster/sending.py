@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 from smoe import __version__
 from smoe.cluster import files, frames
-from smoe.cluster.files import Manifest, Place, SentFile
-from smoe.cluster.frames import Frame, FrameError, Kind
-from smoe.cluster.pace import Pace
+from smoe.cluster.files import Manifest, PiecePosition, SentFile
+from smoe.cluster.frames import Frame, FrameError, FrameKind
+from smoe.cluster.pace import SendRate
 from smoe.cluster.sums import forget_sums, identity, sums_of
 from smoe.errors import CheckpointError, SmoeError
 from smoe.memory.safetensors_index import FileIdentity, check_identity
 
-FILE_KINDS = (Kind.FILES, Kind.PIECE)
+FILE_KINDS = (FrameKind.FILES, FrameKind.PIECE)
 """What a worker says to a courier."""
 CALM_SECONDS = 0.2
 """Without a request after which main counts as having nothing else to do."""
@@ -50,10 +50,10 @@ class Asker:
     """A worker that fetches."""
 
     route: bytes
-    wanted: deque[Place] = field(default_factory=deque)
+    wanted: deque[PiecePosition] = field(default_factory=deque)
 
 
-class Known(NamedTuple):
+class SummedFiles(NamedTuple):
     """The files as they were summed."""
 
     manifest: Manifest
@@ -80,14 +80,14 @@ class Courier:
         """Bytes that workers said they lack, by key."""
         self.summed_bytes = 0
         self._paths, self._precision, self._admitted = dict(paths), precision, admitted
-        self._pace, self._clock = Pace(rate, clock), clock
+        self._pace, self._clock = SendRate(rate, clock), clock
         self._is_ending = False
         self._quiet, self._ended = threading.Event(), threading.Event()
         self._sleep = sleep or self._ended.wait
         self._changed = threading.Condition()
         self._askers: OrderedDict[str, Asker] = OrderedDict()
         self._ready: deque[tuple[bytes, list[Any]]] = deque()
-        self._known: Known | None = None
+        self._known: SummedFiles | None = None
         self._failure = ""
         self._busy = -CALM_SECONDS
         """When somebody waited for an expert last."""
@@ -115,7 +115,7 @@ class Courier:
 
     def heard(self, route: bytes, key: str, frame: Frame, send: Send) -> None:
         """A message of one of `FILE_KINDS`. Raises `FrameError`."""
-        if frame.kind is Kind.FILES:
+        if frame.kind is FrameKind.FILES:
             self._greeted(route, key, frames.said(frame), send)
             return
         asker, known = self._askers.get(key), self._known
@@ -132,7 +132,7 @@ class Courier:
     def _greeted(self, route: bytes, key: str, said: dict[str, Any], send: Send) -> None:
         why = self._refusal(key, said)
         if why:
-            send(route, frames.talk(Kind.REFUSED, {"why": why}))
+            send(route, frames.talk(FrameKind.REFUSED, {"why": why}))
             return
         with self._changed:
             self._askers[key] = Asker(route)
@@ -140,15 +140,15 @@ class Courier:
             self._failure = ""  # once more, for whoever asks next
             self._changed.notify_all()
         if failure:
-            send(route, frames.talk(Kind.REFUSED, {"why": failure}))
+            send(route, frames.talk(FrameKind.REFUSED, {"why": failure}))
         elif known is None:
             total = sum(path.stat().st_size for path in self._paths.values() if path.exists())
-            send(route, frames.talk(Kind.SUMMING, {"done_bytes": self.summed_bytes, "all_bytes": total}))
+            send(route, frames.talk(FrameKind.SUMMING, {"done_bytes": self.summed_bytes, "all_bytes": total}))
         elif said.get("known") == known.manifest.mark:
             missing = said.get("missing_bytes")
             if type(missing) is int and 0 <= missing <= known.manifest.nbytes:
                 self.missing[key] = missing
-            send(route, frames.alone(Kind.SAME))
+            send(route, frames.alone(FrameKind.SAME))
         else:
             send(route, files.manifest(known.manifest))
 
@@ -217,7 +217,7 @@ class Courier:
             return True
         return len(self._ready) < _MOST_READY and any(asker.wanted for asker in self._askers.values())
 
-    def _fetch(self, known: Known, route: bytes, place: Place) -> None:
+    def _fetch(self, known: SummedFiles, route: bytes, place: PiecePosition) -> None:
         """Read a piece, when the pace allows it, and have it sent."""
         while (left := self._pace.left_seconds()) > 0 and not self._is_ending:
             self._sleep(left)
@@ -233,7 +233,7 @@ class Courier:
             self._ready.append((route, files.piece(place, data)))
         self._ring()
 
-    def _summed(self) -> Known:
+    def _summed(self) -> SummedFiles:
         """The manifest; a file that changes meanwhile is an error."""
         self.summed_bytes = 0
         made, identities = list[SentFile](), list[FileIdentity]()
@@ -249,7 +249,7 @@ class Courier:
                 forget_sums(path)
                 raise CheckpointError(f"{path} is being written")
             self.summed_bytes = before + made[-1].nbytes
-        return Known(Manifest(made), tuple(self._paths.values()), tuple(identities))
+        return SummedFiles(Manifest(made), tuple(self._paths.values()), tuple(identities))
 
     def _may_read(self, nbytes: int) -> None:
         """Wait until nobody waits for an expert: reading and summing take the disk and a core."""

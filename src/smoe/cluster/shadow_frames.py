@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smoe.cluster import frames
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 PART_BYTES = 1 << 17
 """Of keys and values in one message, unless those of one position are more."""
@@ -45,7 +45,7 @@ class Keys(NamedTuple):
     """Their bytes."""
 
 
-class Said(NamedTuple):
+class ExpectedExperts(NamedTuple):
     """What a shadow has said of one layer."""
 
     position: int
@@ -57,12 +57,12 @@ class Said(NamedTuple):
 
 def follow(step: Follow) -> list[Any]:
     """Main decodes this."""
-    return [*frames.alone(Kind.FOLLOW, step.text), _numbers([step[1:]])]
+    return [*frames.alone(FrameKind.FOLLOW, step.text), _numbers([step[1:]])]
 
 
 def pause(text: int) -> list[Any]:
     """Main does something that no shadow follows."""
-    return frames.alone(Kind.FOLLOW, text)
+    return frames.alone(FrameKind.FOLLOW, text)
 
 
 def parse_follow(frame: Frame) -> Follow | None:
@@ -78,7 +78,7 @@ def parse_follow(frame: Frame) -> Follow | None:
 
 def keys(text: int, begin: int, end: int, rows: memoryview) -> list[Any]:
     """Keys and values of positions `begin` to `end`."""
-    return [*frames.alone(Kind.KEYS, text), _numbers([(begin, end)]), rows]
+    return [*frames.alone(FrameKind.KEYS, text), _numbers([(begin, end)]), rows]
 
 
 def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
@@ -92,16 +92,20 @@ def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
 
 def taken(text: int) -> list[Any]:
     """Keys and values have come."""
-    return frames.alone(Kind.TAKEN, text)
+    return frames.alone(FrameKind.TAKEN, text)
 
 
-def expected(text: int, said: Sequence[Said]) -> list[Any]:
+def expected(text: int, said: Sequence[ExpectedExperts]) -> list[Any]:
     """Of `MOST_SAID` layers at most."""
     heads = [(each.position, each.token, each.layer, len(each.experts)) for each in said]
-    return [*frames.alone(Kind.EXPECTED, text), _numbers(heads), _numbers([[n] for each in said for n in each.experts])]
+    return [
+        *frames.alone(FrameKind.EXPECTED, text),
+        _numbers(heads),
+        _numbers([[n] for each in said for n in each.experts]),
+    ]
 
 
-def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int, int]) -> list[Said]:
+def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int, int]) -> list[ExpectedExperts]:
     """For a model whose layers have so many `experts`, of which so many are `named`. Raises `FrameError`."""
     heads = _table(frame, 1, 4, parts=2)
     every = [n for (n,) in _table(frame, 2, 1, parts=2)]
@@ -112,7 +116,7 @@ def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int,
         of_layer = tuple(every[at : at + count])
         if count != named.get(layer) or len(set(of_layer)) != count or max(of_layer) >= experts[layer]:
             raise FrameError(f"invalid experts {of_layer} of layer {layer}")
-        said.append(Said(position, token, layer, of_layer))
+        said.append(ExpectedExperts(position, token, layer, of_layer))
         at += count
     return said
 

@@ -20,12 +20,12 @@ import zmq
 from smoe import __version__
 from smoe.cluster import frames, shadow_frames
 from smoe.cluster.dial import refusal
-from smoe.cluster.frames import Frame, Kind
+from smoe.cluster.frames import Frame, FrameKind
 from smoe.cluster.identity import Worker
-from smoe.cluster.shadow_frames import Said
+from smoe.cluster.shadow_frames import ExpectedExperts
 from smoe.cluster.talking import Talking
 from smoe.errors import SmoeError
-from smoe.policy.hearsay import Expected, Step
+from smoe.policy.hearsay import Expected, TokenStep
 
 _RETRY_SECONDS = 10.0
 """After which what could not be opened is tried again, as long as main wants it."""
@@ -67,7 +67,7 @@ class Files(Protocol):
     weights: str
     """Their checksum."""
 
-    def open(self, wanted: Mapping[str, Any], on_said: Callable[[Step, Expected], None]) -> Along:
+    def open(self, wanted: Mapping[str, Any], on_said: Callable[[TokenStep, Expected], None]) -> Along:
         """A copy of the model by main's settings. Raises `SmoeError`."""
 
 
@@ -84,7 +84,7 @@ class ShadowProcess(Talking):
         """What could not be opened, why, and when that was."""
         self._text = -1
         """Which is followed."""
-        self._unsaid: list[Said] = []
+        self._unsaid: list[ExpectedExperts] = []
         self._lock = threading.Lock()
         self._waits_for = ""
 
@@ -102,7 +102,7 @@ class ShadowProcess(Talking):
             "memory_bytes": 0 if self._opened is None else self._opened[1].nbytes,
             "cannot": None if self._cannot is None else self._cannot[1],
         }
-        return frames.talk(Kind.SHADOW, said)
+        return frames.talk(FrameKind.SHADOW, said)
 
     def _over(self) -> None:
         opening = self._opening
@@ -116,13 +116,13 @@ class ShadowProcess(Talking):
             self._opened[1].pause()
 
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
-        if frame.kind is Kind.WELCOME:
+        if frame.kind is FrameKind.WELCOME:
             self._welcomed(frames.said(frame))
-        elif frame.kind is Kind.REFUSED:
+        elif frame.kind is FrameKind.REFUSED:
             raise refusal(self._me, frame)
-        elif frame.kind is Kind.LEAVE:
+        elif frame.kind is FrameKind.LEAVE:
             self._heard = 0.0
-        elif self._is_in and self._opened is not None and frame.kind in (Kind.KEYS, Kind.FOLLOW):
+        elif self._is_in and self._opened is not None and frame.kind in (FrameKind.KEYS, FrameKind.FOLLOW):
             try:
                 self._read(dealer, frame, self._opened[1])
             except ValueError as error:  # of a text whose beginning has not come here: main begins anew
@@ -130,7 +130,7 @@ class ShadowProcess(Talking):
                 self._is_in, self._said = False, 0.0
 
     def _read(self, dealer: zmq.Socket[bytes], frame: Frame, along: Along) -> None:
-        if frame.kind is Kind.KEYS:
+        if frame.kind is FrameKind.KEYS:
             keys = shadow_frames.parse_keys(frame, along.position_bytes, along.capacity)
             along.learn(*keys)
             self._send(dealer, shadow_frames.taken(keys.text))
@@ -188,10 +188,10 @@ class ShadowProcess(Talking):
             self._opening = None
             self._bell.put([])
 
-    def _hear_shadow(self, step: Step, expected: Expected) -> None:
+    def _hear_shadow(self, step: TokenStep, expected: Expected) -> None:
         """On the thread that it runs on: layers go together where more than one is known by the time that they go."""
         with self._lock:
-            self._unsaid.append(Said(step.position, step.token, expected.layer, expected.experts))
+            self._unsaid.append(ExpectedExperts(step.position, step.token, expected.layer, expected.experts))
             is_first = len(self._unsaid) == 1
         if is_first:
             self._bell.put([])

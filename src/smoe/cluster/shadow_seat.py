@@ -18,7 +18,7 @@ from smoe import __version__
 from smoe.cluster import frames
 from smoe.cluster.admission import Admission
 from smoe.cluster.following import Following
-from smoe.cluster.frames import Frame, Kind
+from smoe.cluster.frames import Frame, FrameKind
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
@@ -63,9 +63,9 @@ class Seat:
         """Whether one is wanted that is not in, and nothing is known that keeps it out."""
         return self.following is not None and not self.is_in and not self.why
 
-    def is_of(self, route: bytes, kind: Kind) -> bool:
+    def is_of(self, route: bytes, kind: FrameKind) -> bool:
         """Whether a message is for here."""
-        return kind is Kind.SHADOW or self.has(route)
+        return kind is FrameKind.SHADOW or self.has(route)
 
     def has(self, route: bytes) -> bool:
         """Whether who sits there speaks by this route."""
@@ -73,15 +73,15 @@ class Seat:
 
     def heard(self, route: bytes, key: str, frame: Frame, now: float, send: Send) -> None:
         """A message for here. Raises `FrameError`."""
-        if frame.kind is Kind.SHADOW:
+        if frame.kind is FrameKind.SHADOW:
             self._greeted(route, key, frames.said(frame), now, send)
         elif key == self._key:
             self._heard = now
-            if frame.kind is Kind.LEAVE:
+            if frame.kind is FrameKind.LEAVE:
                 self.leave("left")
-            elif frame.kind is Kind.TAKEN:
+            elif frame.kind is FrameKind.TAKEN:
                 self._under_way = max(0, self._under_way - 1)
-            elif frame.kind is Kind.EXPECTED and self.following is not None and self.is_in:
+            elif frame.kind is FrameKind.EXPECTED and self.following is not None and self.is_in:
                 self.following.hear(frame)
 
     def turn(self, now: float, send: Send) -> None:
@@ -94,7 +94,7 @@ class Seat:
             return
         if now - self._beaten > BEAT_SECONDS:
             self._beaten = now
-            if not send(self._route, frames.alone(Kind.BEAT)):
+            if not send(self._route, frames.alone(FrameKind.BEAT)):
                 self.leave("disconnected")
         while self.is_in and self.following is not None:
             parts = self.following.next_message(self._under_way < _WINDOW)
@@ -111,7 +111,7 @@ class Seat:
     def put_out(self, why: str, send: Send) -> None:
         """Go on without it; it is told, so that it may greet us anew."""
         if self.state != "out":
-            send(self._route, frames.alone(Kind.LEAVE))
+            send(self._route, frames.alone(FrameKind.LEAVE))
             self.leave(why)
 
     def leave(self, why: str) -> None:
@@ -137,13 +137,13 @@ class Seat:
     def _greeted(self, route: bytes, key: str, said: dict[str, Any], now: float, send: Send) -> None:
         why = self._refusal(key, said)
         if why:
-            send(route, frames.talk(Kind.REFUSED, {"why": why}))
+            send(route, frames.talk(FrameKind.REFUSED, {"why": why}))
             return
         if self.state != "out" and key != self._key:
             send(
                 route,
                 frames.talk(
-                    Kind.WELCOME, {"wanted": None, "why": f"{self.name} is already the coordinator's draft model"}
+                    FrameKind.WELCOME, {"wanted": None, "why": f"{self.name} is already the coordinator's draft model"}
                 ),
             )
             return
@@ -156,13 +156,15 @@ class Seat:
             self._became("not used")
             send(
                 route,
-                frames.talk(Kind.WELCOME, {"wanted": None, "why": "this coordinator decodes without a draft model"}),
+                frames.talk(
+                    FrameKind.WELCOME, {"wanted": None, "why": "this coordinator decodes without a draft model"}
+                ),
             )
             return
         self._is_open = is_open = said.get("opened") == self.following.wanted
         self._under_way = 0
         self._became("ready" if is_open else "opens its files", "" if is_open else _words(said.get("cannot")))
-        send(route, frames.talk(Kind.WELCOME, {"wanted": self.following.wanted}))
+        send(route, frames.talk(FrameKind.WELCOME, {"wanted": self.following.wanted}))
 
     def _refusal(self, key: str, said: dict[str, Any]) -> str:
         for what, mine in {"smoe": __version__, **self._asked}.items():

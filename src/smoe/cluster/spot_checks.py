@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 
 from smoe.cluster.members import Member
-from smoe.cluster.requests import Request
-from smoe.compute.unit import ComputeUnit, Wanted
+from smoe.cluster.requests import ExpertRequest
+from smoe.compute.unit import ComputeUnit, ExpertTask
 from smoe.expert import ExpertKey
 from smoe.kernels.proof import same_bits
 from smoe.memory.streams import Fetched
@@ -63,7 +63,7 @@ class SpotChecks:
         self._waiting = deque[_Drawn]()
         self._under_way: tuple[_Drawn, Future[torch.Tensor]] | None = None
 
-    def note(self, member: Member, request: Request, came: Sequence[torch.Tensor]) -> None:
+    def note(self, member: Member, request: ExpertRequest, came: Sequence[torch.Tensor]) -> None:
         """A worker has answered, and whoever waits has not been told yet."""
         for each, future, rows in zip(request.wanted, request.futures, came, strict=True):
             if self._lot.random() >= self._share or len(self._waiting) >= MOST_WAITING:
@@ -92,7 +92,7 @@ class SpotChecks:
 
     def _begin(self) -> None:
         drawn = self._waiting.popleft()
-        (future,) = self._rescue.submit([Wanted(drawn.key, range(len(drawn.rows)))], Fetched(drawn.rows))
+        (future,) = self._rescue.submit([ExpertTask(drawn.key, range(len(drawn.rows)))], Fetched(drawn.rows))
         self._under_way = drawn, future
         future.add_done_callback(lambda _: self._ring())
 

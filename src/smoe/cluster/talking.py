@@ -19,7 +19,7 @@ import zmq
 from smoe.cluster import frames
 from smoe.cluster.dial import dial, watched
 from smoe.cluster.doorbell import Doorbell
-from smoe.cluster.frames import Frame, FrameError, Kind
+from smoe.cluster.frames import Frame, FrameError, FrameKind
 from smoe.cluster.identity import Worker
 
 BEAT_SECONDS = 0.1
@@ -62,7 +62,7 @@ class Talking(ABC):
                     self._turn(dealer)
                     if not self._is_in:
                         check_known()
-                self._send(dealer, frames.alone(Kind.LEAVE))
+                self._send(dealer, frames.alone(FrameKind.LEAVE))
                 dealer.close(linger=200)
         finally:
             context.term()
@@ -109,7 +109,7 @@ class Talking(ABC):
             self._send(dealer, self._greeting())
         elif self._is_in and now - self._said > BEAT_SECONDS:
             self._said = now
-            self._send(dealer, frames.alone(Kind.BEAT))
+            self._send(dealer, frames.alone(FrameKind.BEAT))
 
     def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
         with suppress(zmq.Again):  # main is not there; whoever waits asks somebody else

@@ -22,7 +22,7 @@ from typing import Any
 
 from smoe.cluster import frames
 from smoe.cluster.members import Member, deadline
-from smoe.cluster.requests import Request, only_used, take_over
+from smoe.cluster.requests import ExpertRequest, only_used, take_over
 from smoe.compute.unit import ComputeUnit
 from smoe.policy.placement import Placement
 from smoe.policy.plan import DEVICE, Serve
@@ -51,7 +51,7 @@ class UnderWay:
         self._send = send
         self._rescue = rescue
         self._here_load = here_load
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, ExpertRequest] = {}
         self._numbers = itertools.count(secrets.randbits(62))  # what a worker still sends an earlier main is none
 
     @property
@@ -72,7 +72,7 @@ class UnderWay:
         """When somebody is late, unless an answer comes (`time.monotonic`); infinite: never."""
         return min((each.due for each in self._requests.values() if not each.is_lost), default=inf)
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: ExpertRequest) -> None:
         """Ask the unit that the request names, or whoever stands in for it."""
         try:
             self._ask(request)
@@ -81,7 +81,7 @@ class UnderWay:
                 with suppress(InvalidStateError):
                     future.set_exception(error)
 
-    def find(self, number: int, member: Member) -> Request | None:
+    def find(self, number: int, member: Member) -> ExpertRequest | None:
         """What a member answers; None: others were faster."""
         request = self._requests.get(number)
         return None if request is None or request.unit != member.unit else request
@@ -103,7 +103,7 @@ class UnderWay:
             elif request.unit == member.unit:
                 self.stand_in(request)
 
-    def stand_in(self, request: Request) -> None:
+    def stand_in(self, request: ExpertRequest) -> None:
         """Others are asked for what a unit does not do, each for the experts that it is done with first; once."""
         if request.is_lost:
             return
@@ -117,7 +117,7 @@ class UnderWay:
             for future in request.futures:
                 future.cancel()
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: ExpertRequest) -> None:
         if request.is_over:
             return  # forgotten meanwhile
         if request.unit == DEVICE or request.rows > self.most_rows:  # nobody could receive it
@@ -137,7 +137,7 @@ class UnderWay:
         hidden, wanted = only_used(request.hidden.wait(), request.wanted)
         self._send(member, frames.work(number, wanted, hidden))
 
-    def _rescue_it(self, request: Request) -> None:
+    def _rescue_it(self, request: ExpertRequest) -> None:
         """Main computes it, unless somebody who is late answers first."""
         request.unit = DEVICE
         self._requests[next(self._numbers)] = request
@@ -145,7 +145,7 @@ class UnderWay:
         for mine, theirs in zip(self._rescue.submit(request.wanted, request.hidden), request.futures, strict=True):
             mine.add_done_callback(partial(take_over, theirs))
 
-    def _shared_out(self, request: Request) -> dict[int, list[int]]:
+    def _shared_out(self, request: ExpertRequest) -> dict[int, list[int]]:
         """Who stands in for which of a request's experts, by their places in it."""
         here = self._here_load()
         views = [

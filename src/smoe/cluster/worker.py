@@ -24,7 +24,7 @@ import zmq
 from smoe import __version__
 from smoe.cluster import frames
 from smoe.cluster.dial import refusal
-from smoe.cluster.frames import Frame, FrameError, Kind, Rows, Times
+from smoe.cluster.frames import Frame, FrameError, FrameKind, RowFormat, Times
 from smoe.cluster.identity import Worker
 from smoe.cluster.talking import Talking
 from smoe.compute.experts_alone import ExpertsAlone
@@ -79,7 +79,7 @@ class WorkerProcess(Talking):
         super().__init__(me, on_change)
         self._served = served
         self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
-        self._rows = Rows(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
+        self._rows = RowFormat(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
         self._coming = set[Future[None]]()
         """Asked for ahead, and not there yet."""
@@ -97,7 +97,7 @@ class WorkerProcess(Talking):
         self._ahead.shutdown(cancel_futures=True)
 
     def _greeting(self) -> list[Any]:
-        return frames.talk(Kind.HELLO, self._hello())
+        return frames.talk(FrameKind.HELLO, self._hello())
 
     def _hello(self) -> dict[str, Any]:
         served = self._served
@@ -116,7 +116,7 @@ class WorkerProcess(Talking):
         }
 
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
-        if frame.kind is Kind.WELCOME:
+        if frame.kind is FrameKind.WELCOME:
             said = frames.said(frame)
             if self._must_make_room(said):
                 dealer.disconnect(self._address)
@@ -124,16 +124,16 @@ class WorkerProcess(Talking):
                 self._said = 0.0
                 return
             self._welcomed(said)
-        elif frame.kind is Kind.REFUSED:
+        elif frame.kind is FrameKind.REFUSED:
             raise refusal(self._me, frame)
-        elif frame.kind is Kind.LEAVE:
+        elif frame.kind is FrameKind.LEAVE:
             self._heard = 0.0
-        elif frame.kind is Kind.WORK:
+        elif frame.kind is FrameKind.WORK:
             try:
                 self._work(frame)
             except FrameError as error:
                 self._send(dealer, frames.failed(frame.request, f"invalid request: {error}"))
-        elif frame.kind is Kind.FETCH:
+        elif frame.kind is FrameKind.FETCH:
             for key in self._served.alone.expect(frames.parse_fetch(frame, self._experts)):
                 self._fetch(key)
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from smoe.compute.row_groups import Filling, Shape, product
+from smoe.compute.row_groups import Filling, MatrixShape, product
 from smoe.gpu_kernels.activation import activation_of
 from smoe.gpu_kernels.slot_experts import SlotExperts
-from smoe.gpu_kernels.source import TYPES, Kind, Layout
+from smoe.gpu_kernels.source import TYPES, ExpertKind, MatrixLayout
 from smoe.kernels.elementwise import activation_table, is_table_of
 from smoe.kernels.experts import TokenExperts
 from smoe.kernels.matrix import Matrix, in_bf16
@@ -144,10 +144,10 @@ class ExpertMath:
         return None
 
     @property
-    def shapes(self) -> tuple[Shape, Shape]:
+    def shapes(self) -> tuple[MatrixShape, MatrixShape]:
         """Of the two matrices."""
         up, down = not self._up_is_transposed, not self._down_is_transposed  # the family's word is for its own layout
-        return Shape(self.hidden, self.up_width, up), Shape(self.inner, self.hidden, down)
+        return MatrixShape(self.hidden, self.up_width, up), MatrixShape(self.inner, self.hidden, down)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -194,7 +194,7 @@ class ExpertMath:
         table = self.gate_table()
         return None if table is None else TokenExperts(pool, self.hidden, self.inner, table)
 
-    def slot_kind(self, alignment: int) -> Kind | None:
+    def slot_kind(self, alignment: int) -> ExpertKind | None:
         """What kernels for GPUs are made for these experts from; None where they have something that those lack.
 
         `alignment`: a power of two that divides the address of every matrix, in bytes.
@@ -206,14 +206,14 @@ class ExpertMath:
         found, dtype = activation_of(self._module, self._activate, has_gate), str(self._dtype).removeprefix("torch.")
         if found is None or dtype not in TYPES or (found.takes_turns and len(layouts) > 2):
             return None
-        return Kind(self.hidden, self.inner, dtype, layouts[:-1], layouts[-1], found, self._has_bias)
+        return ExpertKind(self.hidden, self.inner, dtype, layouts[:-1], layouts[-1], found, self._has_bias)
 
-    def _layouts(self, alignment: int) -> tuple[Layout, ...] | None:
+    def _layouts(self, alignment: int) -> tuple[MatrixLayout, ...] | None:
         """Of the matrices in a slot, in the order of `Weights.addresses`; None where a kernel could not read them."""
         if alignment % self._dtype.itemsize:
             return None
-        up = Layout(self.up_width, self.hidden, None, self._up_is_transposed, alignment)
-        return up, Layout(self.hidden, self.inner, None, self._down_is_transposed, alignment)
+        up = MatrixLayout(self.up_width, self.hidden, None, self._up_is_transposed, alignment)
+        return up, MatrixLayout(self.hidden, self.inner, None, self._down_is_transposed, alignment)
 
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
         """Some outputs of a matrix of an expert, in the order of `Weights.addresses`, as the exact numbers that they

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from smoe.compute.host_experts import HostExperts
-from smoe.compute.unit import Arithmetic, Hidden, Wanted
+from smoe.compute.unit import Arithmetic, ExpertTask, Hidden
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
@@ -86,7 +86,7 @@ class ExpertsAlone:
         if key in self._expected:
             self.experts.bring(key)
 
-    def submit(self, wanted: Sequence[Wanted], hidden: Hidden) -> list[Future[torch.Tensor]]:
+    def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
         """As a `ComputeUnit`: what is asked for is expected no longer."""
         futures = self.experts.submit(wanted, hidden)
         for each, future in zip(wanted, futures, strict=True):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from smoe.compute.unit import Arithmetic, ComputeUnit, Hidden, Wanted
+from smoe.compute.unit import Arithmetic, ComputeUnit, ExpertTask, Hidden
 from smoe.expert import EXACT, ExpertKey
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.host import HostTier, Lease
@@ -100,7 +100,7 @@ class HostExperts:
             math.compute_by(pool, None)
         return True
 
-    def submit(self, wanted: Sequence[Wanted], hidden: Hidden) -> list[Future[torch.Tensor]]:
+    def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
         """Compute experts for some rows of hidden [T, H]; the result of each [n, H] is on the CPU.
 
         Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading an expert
@@ -151,7 +151,7 @@ class HostExperts:
         if self._pool is not None:
             self._pool.close()
 
-    def _submit(self, wanted: Wanted, coming: Future[_There] | None, hidden: Hidden) -> Future[torch.Tensor]:
+    def _submit(self, wanted: ExpertTask, coming: Future[_There] | None, hidden: Hidden) -> Future[torch.Tensor]:
         future = self._worker.submit(self._compute, wanted.key, coming, hidden, wanted.tokens)
         self._under_way.add(future)
         future.add_done_callback(self._under_way.discard)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from smoe.compute.row_groups import Shape, ends_of_groups, telling
+from smoe.compute.row_groups import MatrixShape, ends_of_groups, telling
 from smoe.kernels.proof import same_bits
 from smoe.kernels.row_product import fits_shape
 from smoe.kernels.spinning_pool import Product, SpinningPool
@@ -24,7 +24,7 @@ _PROOF_OPERATIONS = 60e9
 """Multiplications and additions at most, about a second: of larger experts fewer rows are tried."""
 
 
-def kernel_rows(pool: SpinningPool, shapes: Sequence[Shape]) -> int:
+def kernel_rows(pool: SpinningPool, shapes: Sequence[MatrixShape]) -> int:
     """Up to how many rows times bf16 matrices of these shapes our products are the library's, bit by bit, on as many
     threads as are set now: 0 where a single one is not. `pool` knows several rows, in the library's order."""
     if any(not shape.is_transposed or not fits_shape(shape.columns, shape.outputs) for shape in shapes):

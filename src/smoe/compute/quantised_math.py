@@ -17,9 +17,9 @@ from torch import nn
 
 from smoe.bounds import BF16
 from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
-from smoe.compute.row_groups import Shape, product
+from smoe.compute.row_groups import MatrixShape, product
 from smoe.gpu_kernels.decoding import fits as has_text
-from smoe.gpu_kernels.source import Layout
+from smoe.gpu_kernels.source import MatrixLayout
 from smoe.kernels.experts import Expert, TokenExperts
 from smoe.kernels.matrix import Matrix, products_of
 from smoe.kernels.proof import is_as_near
@@ -33,7 +33,7 @@ from smoe.memory.store import Part
 _PROOF_OUTPUTS = 64
 
 
-class Tile:
+class UnpackedTile:
     """Room for one expert's numbers, shared by all layers; used by one thread at a time."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -55,7 +55,7 @@ class QuantisedWeights:
     def __init__(
         self,
         data: Sequence[tuple[StoredMatrix, torch.Tensor]],
-        tile: Tile,
+        tile: UnpackedTile,
         activations: str,
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
@@ -119,7 +119,7 @@ class QuantisedMath(ExpertMath):
         parts: Sequence[Part],
         dtype: torch.dtype,
         stored: Sequence[StoredMatrix],
-        tile: Tile,
+        tile: UnpackedTile,
         activations: str = BF16,
     ) -> None:
         """`activations`: what few rows are multiplied as by our kernels (`EngineConfig.activations`)."""
@@ -148,9 +148,9 @@ class QuantisedMath(ExpertMath):
         return [each is not None and each.in_bytes is not None for each in products]
 
     @property
-    def shapes(self) -> tuple[Shape, Shape]:
+    def shapes(self) -> tuple[MatrixShape, MatrixShape]:
         """Of the two matrices once they are unpacked, which is row by row as they are stored."""
-        return Shape(self.hidden, self.up_width, True), Shape(self.inner, self.hidden, True)
+        return MatrixShape(self.hidden, self.up_width, True), MatrixShape(self.inner, self.hidden, True)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -167,10 +167,10 @@ class QuantisedMath(ExpertMath):
         biases = (arena.view(slot, offsets[name], self._shapes[name], self._dtype) for name in names)
         return QuantisedWeights(data, self._tile, self._activations, *biases)
 
-    def _layouts(self, alignment: int) -> tuple[Layout, ...] | None:
+    def _layouts(self, alignment: int) -> tuple[MatrixLayout, ...] | None:
         if not all(has_text(each.form) for each in self._stored):
             return None
-        return tuple(Layout(each.outputs, each.columns, each.form, alignment=alignment) for each in self._stored)
+        return tuple(MatrixLayout(each.outputs, each.columns, each.form, alignment=alignment) for each in self._stored)
 
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
         assert isinstance(weights, QuantisedWeights)

@@ -34,7 +34,7 @@ def filled_up(rows: int) -> int:
     return -(-rows // step) * step
 
 
-class Shape(NamedTuple):
+class MatrixShape(NamedTuple):
     """Of a matrix [K, N] that rows are multiplied by."""
 
     columns: int
@@ -60,7 +60,7 @@ def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> t
     return (functional.pad(x, (0, 0, 0, filled_up(rows) - rows)) @ matrix)[:rows]
 
 
-def proven_filling(shapes: Sequence[Shape], dtype: torch.dtype) -> Filling | None:
+def proven_filling(shapes: Sequence[MatrixShape], dtype: torch.dtype) -> Filling | None:
     """Up to how many rows the library's bits of a row do not depend on their number, for matrices of these shapes.
 
     Tries the smallest and the largest number that are filled up to each, on as many threads as are set now. None where
@@ -83,7 +83,7 @@ def ends_of_groups(most: int) -> list[int]:
     return sorted({*ends, *(before + 1 for before in [_EXACT_ROWS, *ends[:-1]])})
 
 
-def telling(shape: Shape, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, K] and a matrix [K, N] whose product shows in what order it was summed."""
     columns, outputs, is_transposed = shape
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ def telling(shape: Shape, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 @functools.cache
-def _is_the_same(shape: Shape, numbers: tuple[int, ...], dtype: torch.dtype, threads: int) -> bool:
+def _is_the_same(shape: MatrixShape, numbers: tuple[int, ...], dtype: torch.dtype, threads: int) -> bool:
     """What the library does on this machine with so many threads, which are set: once for all models."""
     x, matrix = telling(shape, numbers[-1], dtype)
     whole = _multiply(x, matrix)

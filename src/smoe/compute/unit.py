@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from smoe.memory.streams import Fetched
 
 
-class Wanted(NamedTuple):
+class ExpertTask(NamedTuple):
     """An expert, and the rows of hidden that go through it."""
 
     key: ExpertKey
@@ -68,7 +68,7 @@ class ComputeUnit(Protocol):
     busy_seconds: float
     """Time spent computing."""
 
-    def submit(self, wanted: Sequence[Wanted], hidden: Fetched) -> list[Future[torch.Tensor]]:
+    def submit(self, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
         """Compute experts for some rows of hidden [T, H]; the result of each [n, H] is on the CPU.
 
         Never blocks; what fails raises at `Future.result()`.

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError, UnsupportedModelError
-from smoe.policy.prices import Answer, LayerPrices, PriceTable
+from smoe.policy.prices import LayerPrices, PriceTable, Resolution
 from smoe.runtime.engine import Engine
 from smoe.runtime.rerouting import Scored
 from smoe.runtime.stand_in import LayerExperts, answered_by, as_routed
@@ -46,11 +46,11 @@ _TOLERANCE = 0.02
 """Of logits made from the output head's input against the model's own."""
 
 
-class Trial(NamedTuple):
+class RouteTrial(NamedTuple):
     """One row of a pass: in one layer, one route of every token but the first is answered so."""
 
     layer: int
-    answer: Answer | None
+    answer: Resolution | None
     """None: the layer's output changes in its last bits only, for what that alone sets off behind it."""
 
 
@@ -79,7 +79,7 @@ class AnswerPrices:
     """Of text."""
     has_low: bool
     """Whether there were low copies to measure; if not, they are priced like leaving out."""
-    shown: Mapping[Trial, Shown]
+    shown: Mapping[RouteTrial, Shown]
     """What it was made from."""
 
 
@@ -100,7 +100,7 @@ def measure(
             allowed="score, or any with an alpha above 0",
         )
     rows, width = shape_of(engine, ids)
-    plan, shown = _schedule(engine, trials), dict[Trial, Shown]()
+    plan, shown = _schedule(engine, trials), dict[RouteTrial, Shown]()
     generator = torch.Generator().manual_seed(seed)
     passes = range(0, len(plan), rows - 1)
     for number, begin in enumerate(passes):
@@ -131,10 +131,10 @@ def passes_of(engine: Engine, ids: Sequence[int], trials: int = TRIALS) -> int:
     return -(-len(_schedule(engine, trials)) // (shape_of(engine, ids)[0] - 1))
 
 
-def _schedule(engine: Engine, trials: int) -> list[Trial]:
+def _schedule(engine: Engine, trials: int) -> list[RouteTrial]:
     """All trials, round by round."""
-    answers = [Answer.SKIP, Answer.SUBSTITUTE, None, *([Answer.LOW] if engine.config.has_low else [])]
-    return [Trial(layer, answer) for layer in sorted(engine.store.layers) for answer in answers] * trials
+    answers = [Resolution.SKIP, Resolution.SUBSTITUTE, None, *([Resolution.LOW] if engine.config.has_low else [])]
+    return [RouteTrial(layer, answer) for layer in sorted(engine.store.layers) for answer in answers] * trials
 
 
 def _window(ids: Sequence[int], number: int, width: int) -> Sequence[int]:
@@ -146,7 +146,7 @@ def _window(ids: Sequence[int], number: int, width: int) -> Sequence[int]:
 class _Answering:
     """The stand-in of one pass: carries out its trials, and keeps what each changes in its layer."""
 
-    def __init__(self, trials: Sequence[Trial], generator: torch.Generator) -> None:
+    def __init__(self, trials: Sequence[RouteTrial], generator: torch.Generator) -> None:
         self.trials = trials
         self._generator = generator
         self.units = [0.0] * len(trials)
@@ -198,7 +198,7 @@ class _Routes(NamedTuple):
     top_k_weights: torch.Tensor
     is_low: torch.Tensor
 
-    def change(self, answer: Answer, scored: Scored, generator: torch.Generator) -> float:
+    def change(self, answer: Resolution, scored: Scored, generator: torch.Generator) -> float:
         """Answer one route of every token but the first so; returns the price at a coefficient of 1.
 
         The first route, of the highest weight, is left alone unless it is the only one: hardly a plan gives it up, and
@@ -212,9 +212,9 @@ class _Routes(NamedTuple):
         choice = weights.float().argsort(dim=-1, descending=True, stable=True)[token, place]
         share = weights[token, choice].float() / weights[token].float().sum(-1)
         gap = torch.ones_like(share)
-        if answer is Answer.LOW:
+        if answer is Resolution.LOW:
             is_low[token, choice] = True
-        elif answer is Answer.SKIP:
+        elif answer is Resolution.SKIP:
             index[token, choice] = scored.scores.shape[-1]
         else:
             gap = self._substitute(token, choice, scored, generator)
@@ -287,16 +287,16 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
     return scale
 
 
-def _priced(engine: Engine, shown: dict[Trial, Shown], width: int, tokens: int) -> AnswerPrices:
+def _priced(engine: Engine, shown: dict[RouteTrial, Shown], width: int, tokens: int) -> AnswerPrices:
     """Of every layer what a change of its output costs, and by how much each answer changes it."""
     layers, errors, rounding = dict[int, LayerPrices](), dict[int, LayerPrices](), dict[int, float]()
     has_low = engine.config.has_low
     for layer in sorted(engine.store.layers):
-        bits = shown[Trial(layer, None)].nats
+        bits = shown[RouteTrial(layer, None)].nats
         floor = sum(bits) / len(bits)
         rounding[layer] = floor / width
-        skip, substitute = shown[Trial(layer, Answer.SKIP)], shown[Trial(layer, Answer.SUBSTITUTE)]
-        low = shown[Trial(layer, Answer.LOW)] if has_low else skip
+        skip, substitute = shown[RouteTrial(layer, Resolution.SKIP)], shown[RouteTrial(layer, Resolution.SUBSTITUTE)]
+        low = shown[RouteTrial(layer, Resolution.LOW)] if has_low else skip
         factor, error = _factor([skip, substitute], floor)
         by_answer = [_change_per_unit(each) for each in (low, substitute, skip)]
         layers[layer] = LayerPrices(*(factor * change for change in by_answer))

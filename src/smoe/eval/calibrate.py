@@ -35,11 +35,11 @@ def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list
 def listen(model: PreTrainedModel, ids: Sequence[int], calibration: Calibration, tick: Callable[[int], None]) -> None:
     """Let the model read `ids`, and keep what its experts are given; `tick` hears how many were read."""
     engine: Engine = model.offload  # type: ignore[assignment]
-    with engine.observed_by(_Listener(calibration)):
+    with engine.observed_by(_ExpertInputCollector(calibration)):
         read_through(model, ids, tick)
 
 
-class _Listener(StepObserver):
+class _ExpertInputCollector(StepObserver):
     """Keeps what every layer's experts are given."""
 
     def __init__(self, calibration: Calibration) -> None:

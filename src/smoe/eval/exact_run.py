@@ -24,7 +24,7 @@ from smoe.models.spec import LibrarySpec
 from smoe.policy.registry import PREFETCH_WHAT
 from smoe.prediction.activation_path import NOBODY
 from smoe.prediction.corrected_gates import CorrectedGates
-from smoe.prediction.registry import PREDICTORS, Subject, routed_layers
+from smoe.prediction.registry import PREDICTORS, PredictorInputs, routed_layers
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.routing import Routing
 from smoe.runtime.observer import Routed, StepObserver
@@ -59,7 +59,7 @@ class ExactRun:
     """Keys and values of all positions, until the model begins another text."""
 
 
-class Listener(StepObserver):
+class RunListener(StepObserver):
     """Hears one run: keeps the routers' choices and asks the predictors."""
 
     def __init__(self, model: PreTrainedModel, spec: LibrarySpec, rules: dict[int, ScoringRule]) -> None:
@@ -125,7 +125,7 @@ class Listener(StepObserver):
 
     def _asked(self, model: PreTrainedModel, spec: LibrarySpec) -> tuple[StackedGates | None, CorrectedGates | None]:
         """The predictors by routers that this model can have."""
-        subject = Subject(model, spec, self._rules, PREFETCH_WHAT[0], max(AHEAD))
+        subject = PredictorInputs(model, spec, self._rules, PREFETCH_WHAT[0], max(AHEAD))
         self._learned: Container[tuple[int, int]] = ()
         gates = corrected = None
         try:
@@ -157,7 +157,7 @@ class Listener(StepObserver):
         return np.full((len(self.layers), width), NOBODY, dtype=np.int64)
 
 
-def record(text: Greedy, listener: Listener, prompt: Sequence[int], tokens: int, tick: Tick) -> ExactRun | None:
+def record(text: Greedy, listener: RunListener, prompt: Sequence[int], tokens: int, tick: Tick) -> ExactRun | None:
     """Let the model behind `text`, heard by `listener`, go on after a prompt: by at most `tokens`, or to an end token.
 
     `tick` hears of every token. None where the prompt is all there is.

@@ -29,7 +29,7 @@ from smoe.policy.prediction import Sight
 from smoe.policy.trial import WORTH
 from smoe.prediction.correction import Correction, fitted, with_confidence
 from smoe.prediction.ranking import margins
-from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.prediction.registry import PREDICTORS, PredictorInputs
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
@@ -57,7 +57,7 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Learned:
+class FittedCorrections:
     """What a text has taught."""
 
     corrections: Mapping[tuple[int, int], Correction]
@@ -91,7 +91,7 @@ def learn(
     ids: Sequence[int],
     on_read: Callable[[int], None],
     on_fitted: Callable[[int], None],
-) -> Learned:
+) -> FittedCorrections:
     """Read `ids` and learn; `on_read` hears how many tokens were read, `on_fitted` how many pairs of layers are done.
 
     Raises `ConfigError` where the text is too short, and `UnsupportedModelError` where a router is no plain product.
@@ -100,7 +100,7 @@ def learn(
     check_enough(len(ids))
     engine: Engine = model.offload  # type: ignore[assignment]
     matrices = matrices_of(model, spec)
-    listener = _Listener()
+    listener = _RouterInputCollector()
     with engine.observed_by(listener):
         read_through(model, ids, on_read)
     heard = {
@@ -119,8 +119,10 @@ def learn(
             found.setdefault(distance, []).append(pair.judged(correction, distance))
             on_fitted(1)
         last = {layer: Inputs(each.hidden[-1:], each.top_k_index[-1:]) for layer, each in heard.items()}
-        seconds = _seconds_per_layer(Subject(model, spec, engine.rules, "top-score", 1, corrections), last)
-    return Learned(corrections, tuple(_mean(found[distance]) for distance in sorted(found)), len(ids), seconds)
+        seconds = _seconds_per_layer(PredictorInputs(model, spec, engine.rules, "top-score", 1, corrections), last)
+    return FittedCorrections(
+        corrections, tuple(_mean(found[distance]) for distance in sorted(found)), len(ids), seconds
+    )
 
 
 def check_enough(tokens: int) -> None:
@@ -191,7 +193,7 @@ class _Pair:
         return wanted.scatter_(1, self._index[of].long(), True)
 
 
-class _Listener(StepObserver):
+class _RouterInputCollector(StepObserver):
     """Keeps what every layer's router was given and chose."""
 
     def __init__(self) -> None:
@@ -208,7 +210,7 @@ def _mean(of: Sequence[Judged]) -> Judged:
     return Judged(of[0].distance, *(sum(values) / len(of) for values in list(zip(*of, strict=True))[1:]))
 
 
-def _seconds_per_layer(subject: Subject, last: Mapping[int, Inputs]) -> float:
+def _seconds_per_layer(subject: PredictorInputs, last: Mapping[int, Inputs]) -> float:
     """The median time of a prediction one layer ahead, of one row, on one thread as while decoding; what it keeps of
     every token included."""
     predictor = PREDICTORS["corrected-gates"](subject)

@@ -28,7 +28,7 @@ def profile_reading(
     """
     check_enough(len(ids), "text")
     engine: Engine = model.offload  # type: ignore[assignment]
-    listener = _Listener()
+    listener = _ImportanceCollector()
     with engine.observed_by(listener):
         read_through(model, ids, tick)
     return profile_of(listener.values, len(ids), text)
@@ -55,7 +55,7 @@ def check_enough(tokens: int, setting: str) -> None:
         raise ConfigError.too_few_tokens(setting, tokens, LEAST_TOKENS, "to know how important choices are")
 
 
-class _Listener(StepObserver):
+class _ImportanceCollector(StepObserver):
     """Keeps the unimportance of every choice."""
 
     def __init__(self) -> None:

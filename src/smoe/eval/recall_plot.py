@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from smoe.eval.shadow_recall import Comparison, ShadowRecall
+from smoe.eval.shadow_recall import RecallComparison, ShadowRecall
 
 _COLOURS = ("#2f6d8c", "#b3423a", "#d99a3d", "#6a8f4e", "#7d5a94", "#8c9aa5")
 _SMOOTH_TOKENS = 8
@@ -18,7 +18,7 @@ _LEAST_INCHES = 8.0
 """Of a picture's width: titles and legends are no shorter for one panel."""
 
 
-def draw_by_token(found: Comparison, title: str, path: Path) -> None:
+def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
     """Recall against the number of the token, a panel for each precision, with the extremes of both periods."""
     by_precision = _by_precision(found)
     figure = Figure(figsize=(max(_LEAST_INCHES, 0.8 + _PANEL_INCHES * len(by_precision)), 3.8), layout="constrained")
@@ -40,7 +40,7 @@ def draw_by_token(found: Comparison, title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_by_periods(found: Comparison, title: str, path: Path) -> None:
+def draw_by_periods(found: RecallComparison, title: str, path: Path) -> None:
     """Recall by both periods, a panel for each precision; the colours of each have a scale of their own."""
     by_precision = _by_precision(found)
     width = max(_LEAST_INCHES, 0.8 + 0.8 * _PANEL_INCHES * len(by_precision))
@@ -66,7 +66,7 @@ def draw_by_periods(found: Comparison, title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _by_precision(found: Comparison) -> dict[str, list[ShadowRecall]]:
+def _by_precision(found: RecallComparison) -> dict[str, list[ShadowRecall]]:
     groups: dict[str, list[ShadowRecall]] = {}
     for shadow in found.shadows:
         groups.setdefault(shadow.precision, []).append(shadow)

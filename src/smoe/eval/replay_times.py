@@ -76,10 +76,10 @@ def on_clock(
 
 def _replayed(
     engine: Engine, trace: Sequence[Routing], eviction: EvictionSettings, times: StepTimes, by: Predictor | None
-) -> tuple[Timed, Watched]:
+) -> tuple[Timed, TimedEviction]:
     ledger = engine.ledger
     experts = {layer: of.experts for layer, of in engine.store.layers.items()}
-    policy = Watched(make_eviction_for(eviction, ledger.pools, experts))
+    policy = TimedEviction(make_eviction_for(eviction, ledger.pools, experts))
     timed = replay_on_clock(trace, ledger.cache_slots, ledger.pools[0].staging, policy, times, predictor=by)
     return timed, policy
 
@@ -87,7 +87,7 @@ def _replayed(
 HEARD, ASKED = "layer heard", "question"
 
 
-class Watched(Eviction):
+class TimedEviction(Eviction):
     """An eviction policy and the processor time that it has taken."""
 
     def __init__(self, policy: Eviction) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.eval.exact_run import CORRECTED, GATE, SPARES, ExactRun, Listener, Tick, record
+from smoe.eval.exact_run import CORRECTED, GATE, SPARES, ExactRun, RunListener, Tick, record
 from smoe.eval.recall import Recall, Tally
 from smoe.load.assembly import scoring_rules
 from smoe.models.spec import LibrarySpec
@@ -35,7 +35,7 @@ class ShadowRecall:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RecallComparison:
     """All shadows, and the predictors that need none, on the same runs."""
 
     shadows: tuple[ShadowRecall, ...]
@@ -71,7 +71,7 @@ def compare(
     tokens: int,
     alignments: Sequence[Alignment],
     tick: Tick,
-) -> Comparison:
+) -> RecallComparison:
     """Record `model` going on after each of `prompts` by `tokens` at most, and replay `shadows` (by precision) on it.
 
     Keys and values of one prompt are kept at a time. `tick` hears of every token that any of them decodes; of those
@@ -79,7 +79,7 @@ def compare(
     `UnsupportedModelError` for routers whose rule is not known.
     """
     rules = scoring_rules(model, spec)
-    listener, text = Listener(model, spec, rules), Greedy(model)
+    listener, text = RunListener(model, spec, rules), Greedy(model)
     top_k = [layer.top_k for layer in listener.layers]
     tallies = {(name, each): Tally(top_k, tokens, SPARES) for name in shadows for each in alignments}
     agreed = dict.fromkeys(tallies, 0)
@@ -116,7 +116,7 @@ def compare(
     ]
     predictors = {name: tally.finished() for name, tally in of_predictors.items()}
     lengths, counts = zip(*runs, strict=True)
-    return Comparison(tuple(found), predictors, listener.refused, lengths, counts)
+    return RecallComparison(tuple(found), predictors, listener.refused, lengths, counts)
 
 
 def replay(shadow: Shadow, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:

@@ -43,7 +43,7 @@ from smoe.models.spec import LibrarySpec
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, SHADOW, WHOLE_LAYER, EvictionSettings
 from smoe.policy.step import Decision
-from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.prediction.registry import PREDICTORS, PredictorInputs
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import Routed, StepObserver
@@ -136,7 +136,7 @@ class Tournament:
         }
 
 
-class _Listener(StepObserver):
+class _RoutingCollector(StepObserver):
     """Keeps every routing, and what each predictor would have said when its layer's experts were done."""
 
     def __init__(self, predictors: Mapping[str, Predictor], now: Callable[[], float]) -> None:
@@ -201,7 +201,7 @@ def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, 
         try:
             fitted = fitted_of(place, name) if name in FITTED_PREFETCH else None
             corrections = corrections_of(place, spec, depth).corrections if name == CORRECTED_GATES else None
-            subject = Subject(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
+            subject = PredictorInputs(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
             predictor = PREDICTORS[name](subject)
         except (SmoeError, KeyError, OSError) as error:
             refused[name] = refused_by(error)
@@ -234,7 +234,7 @@ def hold(
     _check(engine, len(ids))
     predictors, refused = predictors_of(model, spec) if "prefetch" in kinds else ({}, {})
     evictions, absent = evictions_of(model, spec) if "eviction" in kinds else ({}, {})
-    listener = _Listener(predictors, engine.now)
+    listener = _RoutingCollector(predictors, engine.now)
     engine.executor.guess_by(None)
     engine.executor.start_anew(engine.fresh_eviction())
     before = engine.stats()
@@ -278,11 +278,13 @@ def _check(engine: Engine, tokens: int) -> None:
         raise ConfigError.too_few_tokens("text", tokens, LEAST_TOKENS, "for a tournament")
 
 
-def _evict(engine: Engine, listener: _Listener, settings: EvictionSettings, times: StepTimes) -> Entrant:
+def _evict(engine: Engine, listener: _RoutingCollector, settings: EvictionSettings, times: StepTimes) -> Entrant:
     return Entrant(settings.name, on_clock(engine, listener.trace, settings, times, None))
 
 
-def _guess(engine: Engine, listener: _Listener, name: str, predictor: Predictor | None, times: StepTimes) -> Entrant:
+def _guess(
+    engine: Engine, listener: _RoutingCollector, name: str, predictor: Predictor | None, times: StepTimes
+) -> Entrant:
     if predictor is None:
         return Entrant(name, on_clock(engine, listener.trace, engine.eviction_settings, times, None))
     said, asking = listener.said[name], median(listener.asking[name])

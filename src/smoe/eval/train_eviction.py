@@ -50,7 +50,7 @@ class _History(NamedTuple):
     """[T, L, E] D^n from here on, 0 where an expert is never used again."""
 
 
-class Shape(NamedTuple):
+class LayersShape(NamedTuple):
     """The layers with experts of a model."""
 
     layers: Sequence[int]
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
     """K of the widest."""
 
 
-def train(traces: Traces, shape: Shape, tick: Tick = lambda done, total: None) -> NextUse:
+def train(traces: Traces, shape: LayersShape, tick: Tick = lambda done, total: None) -> NextUse:
     """What `traces` of one model say of its experts' next uses. `tick` hears how many of how many steps are done.
 
     Raises `ConfigError` where they have too few tokens.
@@ -78,13 +78,13 @@ def train(traces: Traces, shape: Shape, tick: Tick = lambda done, total: None) -
     total = 2 * tokens + tokens // 2
     rate = shape.top_k / shape.experts
     stride = max(1, tokens * len(shape.layers) * shape.experts // _ROWS)
-    weights = _first_part(histories, rate, stride, _Progress(tick, 0, total))
-    second = _second_part(histories, rate, weights, _Progress(tick, tokens, total))
+    weights = _first_part(histories, rate, stride, _TokenProgress(tick, 0, total))
+    second = _second_part(histories, rate, weights, _TokenProgress(tick, tokens, total))
     tick(total, total)
     return _by_number(second, shape, rate, weights)
 
 
-class _Progress:
+class _TokenProgress:
     """Counts tokens for a `tick`."""
 
     def __init__(self, tick: Tick, done: int, total: int) -> None:
@@ -95,7 +95,7 @@ class _Progress:
         self._tick(self._done, self._total)
 
 
-def _history(trace: Sequence[Routing], shape: Shape) -> _History:
+def _history(trace: Sequence[Routing], shape: LayersShape) -> _History:
     """Prompts as tokens one after the other, as the policy takes them, a step of a batch as one."""
     row_of = {layer: row for row, layer in enumerate(shape.layers)}
     steps: list[list[list[int]]] = [[] for _ in shape.layers]
@@ -117,7 +117,7 @@ def _history(trace: Sequence[Routing], shape: Shape) -> _History:
     return _History(uses, target)
 
 
-def _features(history: _History, rate: float, progress: _Progress) -> Iterator[np.ndarray]:
+def _features(history: _History, rate: float, progress: _TokenProgress) -> Iterator[np.ndarray]:
     """[L, E, F] after every token."""
     fading = np.zeros((len(FADING), *history.uses.shape[1:]))
     uses = np.zeros(history.uses.shape[1:])
@@ -129,7 +129,7 @@ def _features(history: _History, rate: float, progress: _Progress) -> Iterator[n
         progress()
 
 
-def _first_part(histories: Sequence[_History], rate: float, stride: int, progress: _Progress) -> np.ndarray:
+def _first_part(histories: Sequence[_History], rate: float, stride: int, progress: _TokenProgress) -> np.ndarray:
     """[F] weights, from every `stride`-th token."""
     rows, values = [], []
     for history in histories:
@@ -160,7 +160,7 @@ class _Second(NamedTuple):
     """[L, E]"""
 
 
-def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray, progress: _Progress) -> _Second:
+def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray, progress: _TokenProgress) -> _Second:
     layers, experts = histories[0].uses.shape[1:]
     size = layers * experts
     mean = np.mean(np.concatenate([history.uses for history in histories]), axis=0)
@@ -191,7 +191,7 @@ def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray
 
 
 def _context_and_missing(
-    history: _History, mean: np.ndarray, rate: float, weights: np.ndarray, progress: _Progress
+    history: _History, mean: np.ndarray, rate: float, weights: np.ndarray, progress: _TokenProgress
 ) -> tuple[np.ndarray, np.ndarray]:
     """[T, L, E] each, last tokens left out: fading choices as they differ from the mean, and what the first part is
     off by, in units of its spread."""
@@ -207,7 +207,7 @@ def _context_and_missing(
     return context, missing
 
 
-def _by_number(second: _Second, shape: Shape, rate: float, weights: np.ndarray) -> NextUse:
+def _by_number(second: _Second, shape: LayersShape, rate: float, weights: np.ndarray) -> NextUse:
     """With rows of zeros for layers without experts."""
     spread_out = []
     for part in second:

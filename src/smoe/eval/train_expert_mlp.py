@@ -52,7 +52,7 @@ class Training:
 
 
 @dataclass
-class _Progress:
+class _TrainingState:
     """What an interrupted training goes on from."""
 
     network: dict[str, Any]
@@ -90,7 +90,7 @@ class _Trainer:
         torch.manual_seed(seed)
         self._network = network(state_width(paths.layers), self._widest)
         self._optimizer = torch.optim.Adam(self._network.parameters(), lr=_RATE)
-        self._progress = _Progress(self._network.state_dict(), self._optimizer.state_dict())
+        self._progress = _TrainingState(self._network.state_dict(), self._optimizer.state_dict())
 
     def run(self, checkpoint: Path | None, tick: Callable[[int], None], most_epochs: int) -> Training:
         mark = self._mark()
@@ -175,7 +175,7 @@ class _Trainer:
         except Exception:  # of any kind for a damaged file: then it is begun anew
             return
         if kept.pop("mark", None) == mark:
-            self._progress = _Progress(**kept)
+            self._progress = _TrainingState(**kept)
             self._network.load_state_dict(self._progress.network)
             self._optimizer.load_state_dict(self._progress.optimizer)
 

@@ -156,7 +156,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AlphaChoice:
     """The alpha for a time per token, and what a fresh measurement says about it."""
 
     tpot_seconds: float
@@ -196,12 +196,12 @@ def measure_times(
     return Tuning(circumstances, list(alphas), rounds, rate)
 
 
-def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence[int], tick: Tick) -> Choice:
+def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence[int], tick: Tick) -> AlphaChoice:
     """The smallest alpha that meets the budget, measured once more; raises `ConfigError` where none does."""
     points, noise, alpha = tuning.points, tuning.noise_seconds, tuning.alpha_for(seconds)
     measured = _turn(model, alpha, ids, _ROUNDS, tick)
     rescaled = measured.at_rate(tuning.bytes_per_second)
-    return Choice(
+    return AlphaChoice(
         tpot_seconds=seconds,
         alpha=alpha,
         lowest_alpha=alpha if tuning.is_flat else tuning.alpha_for(seconds + noise),

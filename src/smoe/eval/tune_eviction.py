@@ -10,7 +10,7 @@ from typing import Any
 from smoe.config import EngineConfig
 from smoe.eval.cache_size import ledger_of_cache
 from smoe.eval.model_traces import trace_of
-from smoe.eval.train_eviction import Shape, train
+from smoe.eval.train_eviction import LayersShape, train
 from smoe.load.next_use import TrainedNextUse
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import MIN_STAGING_SLOTS
@@ -97,11 +97,11 @@ def tune_eviction(
     )
 
 
-def shape_of(header: TraceHeader) -> Shape:
+def shape_of(header: TraceHeader) -> LayersShape:
     """The layers with experts of the model that was recorded."""
     layers = header.layers
     widest = max(layer.experts for layer in layers)
-    return Shape([layer.layer for layer in layers], widest, max(layer.top_k for layer in layers))
+    return LayersShape([layer.layer for layer in layers], widest, max(layer.top_k for layer in layers))
 
 
 def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tuple[dict[str, int], int]:

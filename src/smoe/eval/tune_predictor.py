@@ -43,7 +43,7 @@ _TIMED = 200
 
 
 @dataclass(frozen=True)
-class Rates:
+class PredictionRates:
     """How often a predictor was right."""
 
     exact: float
@@ -62,7 +62,7 @@ class PredictorTuning:
     fitted: Fitted
     training: Training | None
     """None for a predictor that is counted."""
-    rates: dict[str, dict[str, Rates]]
+    rates: dict[str, dict[str, PredictionRates]]
     """By trace, then by predictor."""
 
     def as_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def tune_predictor(
     makers: dict[str, Callable[[], FromHistory]] = {"previous-token": lambda: PreviousToken(layers)}
     makers |= {each: counted(each, paths).predictor for each in FITTED_PREFETCH if each not in (name, EXPERT_MLP)}
     makers[name] = fitted.predictor
-    rates: dict[str, dict[str, Rates]] = {trace: {} for trace in judged_on}
+    rates: dict[str, dict[str, PredictionRates]] = {trace: {} for trace in judged_on}
     for done, (each, make) in enumerate(makers.items(), start=1):
         for trace, unseen in judged_on.items():
             rates[trace][each] = judge(make, unseen)
@@ -128,7 +128,7 @@ def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, se
     return paths_in(trace, tokens)
 
 
-def judge(make: Callable[[], FromHistory], paths: Paths) -> Rates:
+def judge(make: Callable[[], FromHistory], paths: Paths) -> PredictionRates:
     """The rates of a predictor that hears sequence after sequence, each from its beginning, and every token alone."""
     exact = some = named_right = wanted_all = count = 0
     times: list[float] = []
@@ -151,4 +151,4 @@ def judge(make: Callable[[], FromHistory], paths: Paths) -> Rates:
                 named_right += right
                 wanted_all += len(wanted)
                 count += 1
-    return Rates(exact / count, some / count, named_right / wanted_all, float(np.median(times)), count)
+    return PredictionRates(exact / count, some / count, named_right / wanted_all, float(np.median(times)), count)

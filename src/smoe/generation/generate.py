@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from smoe.errors import CheckpointError, ConfigError, ContextError
 from smoe.generation.detokenizer import OnText
 from smoe.generation.loop import DecodeLoop
-from smoe.generation.request import End, Piece, Reason, Request
+from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
 from smoe.machine.processor import waited_seconds
 from smoe.metrics import Counters
@@ -150,7 +150,7 @@ def generate_batch(
     _check_tokens(model, tokenizer, prompts)
     notes = _room(engine, prompts, sampling.max_new_tokens)
     loop = loop or DecodeLoop(model, tokenizer, reads_first=True)
-    heard = _Heard(engine, prompts, sampling, on_text)
+    heard = _Collector(engine, prompts, sampling, on_text)
     started, before, waited_before = engine.now(), engine.stats(), waited_seconds()
     was_interrupted = False
     try:
@@ -230,7 +230,7 @@ def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list
     ]
 
 
-class _Heard:
+class _Collector:
     """The answers, as the loop gives them, and the moment of every step."""
 
     def __init__(
@@ -278,9 +278,9 @@ class _Heard:
 
 
 _REASONS = {
-    Reason.LENGTH: "length",
-    Reason.END: "end",
-    Reason.STOP: "stop",
-    Reason.CANCELLED: "interrupted",
-    Reason.FAILED: "failed",
+    EndReason.LENGTH: "length",
+    EndReason.END: "end",
+    EndReason.STOP: "stop",
+    EndReason.CANCELLED: "interrupted",
+    EndReason.FAILED: "failed",
 }

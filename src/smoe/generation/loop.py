@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from smoe.errors import ConfigError, ContextError, EngineBusyError, EngineStateError
 from smoe.generation.choices import end_tokens, generation_config
 from smoe.generation.detokenizer import TextStream
-from smoe.generation.request import End, Piece, Reason, Request
+from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.generation.row_text import common_beginning
 from smoe.generation.rows import Rows
 from smoe.generation.sampler import Sampler
@@ -181,12 +181,12 @@ class DecodeLoop:
             for request in dropped:
                 self._asked.remove(request)
         for request in dropped:
-            self._say(request, End(Reason.CANCELLED, ""))
+            self._say(request, End(EndReason.CANCELLED, ""))
         for text in self._texts():
             if text.request.is_cancelled:
-                self._leave(text, Reason.CANCELLED)
+                self._leave(text, EndReason.CANCELLED)
             elif text.request.has_enough:
-                self._leave(text, Reason.STOP)
+                self._leave(text, EndReason.STOP)
 
     def _admit(self) -> None:
         """The next request that waits gets a row, where one is free; and those behind it that can be read with it."""
@@ -217,7 +217,7 @@ class DecodeLoop:
             stream = TextStream(self._tokenizer, request.ids, request.sampling.stop)
             text = _Text(request, self._sampler(request), stream)
         except Exception as error:
-            self._say(request, End(Reason.FAILED, "", error))
+            self._say(request, End(EndReason.FAILED, "", error))
             return
         text.row, request.reused_tokens = rows.take(request.ids)
         request.begun = self._engine.now()
@@ -246,7 +246,7 @@ class DecodeLoop:
         try:
             logits = rows.read(text.row, ids[begin : text.read])
         except Exception as error:
-            self._leave(text, Reason.FAILED, error)
+            self._leave(text, EndReason.FAILED, error)
             return
         if text.read == len(ids):
             self._reading.clear()
@@ -305,7 +305,7 @@ class DecodeLoop:
     def _take_all(self, texts: Sequence[_Text], found: Sequence[torch.Tensor | Exception]) -> None:
         for text, outcome in zip(texts, found, strict=True):
             if isinstance(outcome, Exception):
-                self._leave(text, Reason.FAILED, outcome)
+                self._leave(text, EndReason.FAILED, outcome)
             else:
                 self._take(text, outcome)
 
@@ -318,22 +318,22 @@ class DecodeLoop:
             is_end = token in self._ends and not request.sampling.ignores_end
             shown = "" if is_end else text.stream.push(token)
         except Exception as error:
-            self._leave(text, Reason.FAILED, error)
+            self._leave(text, EndReason.FAILED, error)
             return
         if len(request.new_ids) == 1:
             request.first = self._engine.now()
         self._say(request, Piece(token, shown, logprob, top))
         if is_end:
-            self._leave(text, Reason.END)
+            self._leave(text, EndReason.END)
         elif text.stream.found_stop:
-            self._leave(text, Reason.STOP)
+            self._leave(text, EndReason.STOP)
         elif len(request.new_ids) >= request.sampling.max_new_tokens or self._is_full(text):
-            self._leave(text, Reason.LENGTH)
+            self._leave(text, EndReason.LENGTH)
 
     def _is_full(self, text: _Text) -> bool:
         return len(text.request.ids) + len(text.request.new_ids) >= self._engine.context_tokens
 
-    def _leave(self, text: _Text, reason: Reason, error: Exception | None = None) -> None:
+    def _leave(self, text: _Text, reason: EndReason, error: Exception | None = None) -> None:
         """Its row is free; what it has written stays there, for whoever goes on with it."""
         rows = self._usable_rows()
         if text in self._reading:
@@ -344,7 +344,7 @@ class DecodeLoop:
                 rows.exchange(text.row, last.row)
                 self._decoding[text.row] = last
                 last.row, text.row = text.row, last.row
-        rows.free(text.row, is_whole=reason is not Reason.FAILED)
+        rows.free(text.row, is_whole=reason is not EndReason.FAILED)
         self._say(text.request, End(reason, text.stream.flush(), error))
 
     def _say(self, request: Request, what: Piece | End) -> None:

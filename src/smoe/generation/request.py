@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     """The likeliest tokens, best first: as many as were asked for."""
 
 
-class Reason(Enum):
+class EndReason(Enum):
     """Why a text has ended."""
 
     LENGTH = "length"
@@ -56,7 +56,7 @@ class Reason(Enum):
 class End(NamedTuple):
     """The last that is said of a request."""
 
-    reason: Reason
+    reason: EndReason
     text: str
     """What was held back until now."""
     error: Exception | None = None

@@ -13,7 +13,7 @@ import linecache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from smoe.gpu_kernels.source import Kind, Tile, source_of
+from smoe.gpu_kernels.source import ExpertKind, Tile, source_of
 
 
 class Kernels(NamedTuple):
@@ -30,7 +30,7 @@ def is_available() -> bool:
     return find_spec("triton") is not None
 
 
-def kernels_of(kind: Kind, tokens: int, tile: Tile | None = None) -> Kernels:
+def kernels_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> Kernels:
     """The kernels of a kind for entries of so many tokens."""
     text = source_of(kind, tokens, tile)
     name = f"<smoe slot experts {hashlib.sha256(text.encode()).hexdigest()[:16]}>"

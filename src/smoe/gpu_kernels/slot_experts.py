@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from smoe.gpu_kernels.compiled import Kernels, kernels_of
-from smoe.gpu_kernels.source import COUNTED, MOST_EXPERTS, MOST_TOKENS, Kind, Tile, sum_tasks, tasks_of, tile_for
+from smoe.gpu_kernels.source import COUNTED, MOST_EXPERTS, MOST_TOKENS, ExpertKind, Tile, sum_tasks, tasks_of, tile_for
 from smoe.memory.streams import on_device
 
 
@@ -17,7 +17,7 @@ class Entry(NamedTuple):
     """One expert of a launch."""
 
     addresses: Sequence[int]
-    """Of its matrices and biases, in the order of `Kind`."""
+    """Of its matrices and biases, in the order of `ExpertKind`."""
     routes: Sequence[int]
     """Its flat positions t * K + k in the choice [T, K]."""
 
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
     """[T, H]: the sum, where a launch has made it."""
 
     @classmethod
-    def of(cls, kind: Kind, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> Layer:
+    def of(cls, kind: ExpertKind, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> Layer:
         """With room for what is written."""
         routes = weights.numel()
         inner = x.new_empty(routes, kind.inner, dtype=torch.float32)
@@ -60,7 +60,7 @@ class Layer(NamedTuple):
 class SlotExperts:
     """The kernels for experts of one kind. Launches follow each other in a stream: they share what counts tasks."""
 
-    def __init__(self, kind: Kind, tile: Tile | None = None) -> None:
+    def __init__(self, kind: ExpertKind, tile: Tile | None = None) -> None:
         """`tile`: what tasks work on at a time, where it is not what we have chosen."""
         self.kind = kind
         self._tile = tile

@@ -54,7 +54,7 @@ _RUNS = 4
 """A block of more runs than these is decoded in a smaller tile: its runs are as many independent loads anyway."""
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """How a matrix of every expert lies."""
 
     outputs: int
@@ -73,16 +73,16 @@ class Layout(NamedTuple):
         return self.form.row_bytes(self.columns)
 
 
-class Kind(NamedTuple):
+class ExpertKind(NamedTuple):
     """Experts that one kernel computes alike."""
 
     hidden: int
     inner: int
     dtype: str
     """One of `TYPES`."""
-    ups: tuple[Layout, ...]
+    ups: tuple[MatrixLayout, ...]
     """Of the first product: one matrix [2I, H] (without a gate [I, H]), or gate and up apart, [I, H] each."""
-    down: Layout
+    down: MatrixLayout
     activation: Activation
     has_bias: bool = False
 
@@ -110,7 +110,7 @@ def tile_for(tokens: int) -> Tile:
     return Tile(16 if tokens <= 4 else 8, {1: 2048, 2: 2048, 4: 1024, 8: 512}[tokens])
 
 
-def source_of(kind: Kind, tokens: int, tile: Tile | None = None) -> str:
+def source_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> str:
     """The module's text; `tokens`: 1, 2, 4 or 8, the most of an entry."""
     tile = tile_for(tokens) if tile is None else tile
     layouts = list(dict.fromkeys((*kind.ups, kind.down)))
@@ -121,12 +121,12 @@ def source_of(kind: Kind, tokens: int, tile: Tile | None = None) -> str:
     return "\n\n".join([head, *products, up, down, _WAITED, _SUM, _tasks(kind, tokens, tile)])
 
 
-def tasks_of(kind: Kind, tile: Tile) -> tuple[int, int]:
+def tasks_of(kind: ExpertKind, tile: Tile) -> tuple[int, int]:
     """Tasks of `up` and of `down` that an expert has."""
     return -(-kind.inner // tile.outputs), -(-kind.hidden // tile.outputs)
 
 
-def sum_tasks(kind: Kind, tokens: int) -> int:
+def sum_tasks(kind: ExpertKind, tokens: int) -> int:
     """Tasks of the sum for so many tokens."""
     return tokens * -(-kind.hidden // SUM_COLUMNS)
 
@@ -165,7 +165,7 @@ def weighted_sum(rows, weights, order, out, WIDTH: tl.constexpr, HIDDEN: tl.cons
 """
 
 
-def _tasks(kind: Kind, tokens: int, tile: Tile) -> str:
+def _tasks(kind: ExpertKind, tokens: int, tile: Tile) -> str:
     """The kernel: which task a program has, and what it waits for."""
     ups, downs = tasks_of(kind, tile)
     parts, numbers = sum_tasks(kind, 1), kind.entry_numbers(tokens)
@@ -200,13 +200,13 @@ def _function(name: str, arguments: str, lines: Sequence[str]) -> str:
     return "\n    ".join([f"@triton.jit\ndef {name}({arguments}):", *lines]) + "\n"
 
 
-def _product(name: str, layout: Layout, tokens: int, tile: Tile, dtype: str) -> str:
+def _product(name: str, layout: MatrixLayout, tokens: int, tile: Tile, dtype: str) -> str:
     """Rows of one matrix times the rows of all tokens: sums [N] of each, float32."""
     lines = _of_numbers(layout, tokens, tile, dtype) if layout.form is None else _of_blocks(layout, tokens, tile)
     return _function(name, f"address, row, inside, {_each('x#, on#', tokens)}", lines)
 
 
-def _of_numbers(layout: Layout, tokens: int, tile: Tile, dtype: str) -> list[str]:
+def _of_numbers(layout: MatrixLayout, tokens: int, tile: Tile, dtype: str) -> list[str]:
     columns, outputs = layout.columns, layout.outputs
     width = _whole(tile.numbers // tile.outputs, columns)
     steps = (1, outputs) if layout.is_transposed else (columns, 1)
@@ -227,7 +227,7 @@ def _of_numbers(layout: Layout, tokens: int, tile: Tile, dtype: str) -> list[str
     return [*lines, f"return {_each('tl.sum(sum#, 1)', tokens)}"]
 
 
-def _of_blocks(layout: Layout, tokens: int, tile: Tile) -> list[str]:
+def _of_blocks(layout: MatrixLayout, tokens: int, tile: Tile) -> list[str]:
     form = layout.form
     assert form is not None
     length, count = run_length(form), layout.columns // form.numbers
@@ -275,7 +275,7 @@ def _mask(outputs: str, columns: str, is_ragged: object) -> str:
     return f", mask={outputs} & {columns}, other=0" if is_ragged else f", mask={outputs}, other=0"
 
 
-def _entry(kind: Kind, tokens: int) -> list[str]:
+def _entry(kind: ExpertKind, tokens: int) -> list[str]:
     """What tasks of both products begin with: the routes of their entry."""
     first, lines = kind.addresses, list[str]()
     for m in range(tokens):
@@ -292,13 +292,13 @@ def _outputs(tile: Tile, count: int) -> list[str]:
     ]
 
 
-def _bias(kind: Kind, number: int, name: str, rows: str) -> list[str]:
+def _bias(kind: ExpertKind, number: int, name: str, rows: str) -> list[str]:
     """Load some rows of a bias into `name`."""
     at = f"tl.load(entry + {number}).to(tl.pointer_type({TYPES[kind.dtype]}))"
     return [f"{name} = tl.load({at} + {rows}, mask=inside, other=0).to(tl.float32)"]
 
 
-def _up(kind: Kind, names: dict[Layout, str], tokens: int, tile: Tile) -> str:
+def _up(kind: ExpertKind, names: dict[MatrixLayout, str], tokens: int, tile: Tile) -> str:
     activation, inner, is_apart = kind.activation, kind.inner, len(kind.ups) > 1
     if activation.takes_turns:
         rows = {"gate": "(2 * output)", "up": "(2 * output + 1)"}
@@ -322,7 +322,7 @@ def _up(kind: Kind, names: dict[Layout, str], tokens: int, tile: Tile) -> str:
     return _function("up", "entry, part, x, inner", lines)
 
 
-def _down(kind: Kind, names: dict[Layout, str], tokens: int, tile: Tile) -> str:
+def _down(kind: ExpertKind, names: dict[MatrixLayout, str], tokens: int, tile: Tile) -> str:
     lines = [*_entry(kind, tokens), *_outputs(tile, kind.hidden)]
     lines += [f"x{m} = inner + route{m} * {kind.inner}" for m in range(tokens)]
     place = len(kind.ups)

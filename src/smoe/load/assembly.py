@@ -20,10 +20,10 @@ from smoe.expert import EXACT, LOW
 from smoe.load.activations import activations_of
 from smoe.load.calibration import calibrate
 from smoe.load.choose_kernel import choose_arithmetic
-from smoe.load.clustered import Asked, cluster_of
+from smoe.load.clustered import ClusterInputs, cluster_of
 from smoe.load.experts_math import experts_math
-from smoe.load.known import Known
-from smoe.load.learned import Learned
+from smoe.load.known import ResolvedSettings
+from smoe.load.learned import LearnedValues
 from smoe.load.predictor_name import predictor_name
 from smoe.load.selftest import check_experts
 from smoe.load.tiers import Tiers, make_tiers
@@ -33,7 +33,7 @@ from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
 from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.outline import ExpertsSite
 from smoe.models.scoring import ScoringRule, check_weighs_outputs, find_rule
 from smoe.models.spec import ModelSpec
@@ -47,7 +47,7 @@ from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
-from smoe.prediction.registry import PREDICTORS, Subject
+from smoe.prediction.registry import PREDICTORS, PredictorInputs
 from smoe.routing import Phase
 from smoe.runtime.answer_costs import FIRST_BYTES_PER_SECOND, Answerer, LoadRate
 from smoe.runtime.arrivals import Arrivals
@@ -69,9 +69,9 @@ class Budget(NamedTuple):
     ledger: Ledger
     reason: str
     """Where the budget's size comes from."""
-    known: Known
+    known: ResolvedSettings
     """What was measured of the model before, and put into settings that nobody gave."""
-    learned: Learned
+    learned: LearnedValues
     weights: str = ""
     """The checkpoint's checksum, where a cluster's workers must have the same."""
     shadow: ShadowRouting | None = None
@@ -87,7 +87,7 @@ def assemble(
     budget: Budget,
     stores: Mapping[int, ExpertStore],
     arena: Arena,
-    checkpoint: Mapping[int, Mapping[int, LayerExperts]],
+    checkpoint: Mapping[int, Mapping[int, StoredLayer]],
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None = None,
 ) -> OffloadedModel:
@@ -199,7 +199,7 @@ def _others(
     config: EngineConfig,
     budget: Budget,
     compute: LayerCompute,
-    checkpoint: Mapping[int, Mapping[int, LayerExperts]],
+    checkpoint: Mapping[int, Mapping[int, StoredLayer]],
     rate: LoadRate,
     made: ExitStack,
 ) -> Cluster | None:
@@ -207,7 +207,7 @@ def _others(
     if config.cluster is None:
         return None
     demand = budget.ledger.demand
-    asked = Asked(budget.weights, rate.seconds_per_byte, demand, budget.files, checkpoint[EXACT], budget.shadow)
+    asked = ClusterInputs(budget.weights, rate.seconds_per_byte, demand, budget.files, checkpoint[EXACT], budget.shadow)
     return cluster_of(model, spec, config, compute.store, compute, asked, made)
 
 
@@ -215,7 +215,7 @@ def _prove(
     model: PreTrainedModel,
     spec: ModelSpec,
     executor: LayerExecutor,
-    checkpoint: Mapping[int, Mapping[int, LayerExperts]],
+    checkpoint: Mapping[int, Mapping[int, StoredLayer]],
 ) -> None:
     """Compare experts of every distinct layout, in every format, as we compute them, with the library's own."""
     modules = dict(model.named_modules())
@@ -352,7 +352,7 @@ def _predictors(
     config, learned = budget.known.config, budget.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     what = config.prefetch_what
-    subject = Subject(model, spec, rules, what, depth, learned.corrections, learned.fitted, budget.shadow)
+    subject = PredictorInputs(model, spec, rules, what, depth, learned.corrections, learned.fitted, budget.shadow)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = PREDICTORS[predictor_name(spec, config, device)](subject)
     if decode is not None and config.prefetch_asked is not None:

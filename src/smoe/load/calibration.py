@@ -7,7 +7,7 @@ import time
 import torch
 from transformers import PreTrainedModel
 
-from smoe.compute.unit import Wanted
+from smoe.compute.unit import ExpertTask
 from smoe.expert import EXACT
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
@@ -49,7 +49,7 @@ def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float
     layer = min(engine.store.layers)
     row = torch.zeros(1, engine.executor.compute.hidden_size(layer), dtype=next(model.parameters()).dtype)
     for expert in range(min(_STEPS, engine.store.layers[layer].experts)):
-        host.submit([Wanted((layer, expert, EXACT), [0])], Fetched(row))[0].result()
+        host.submit([ExpertTask((layer, expert, EXACT), [0])], Fetched(row))[0].result()
     return _BESIDE_OTHERS * max(seconds for seconds, _ in host.measured())
 
 

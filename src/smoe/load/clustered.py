@@ -20,7 +20,7 @@ from smoe.load.check_zmq import check_zmq
 from smoe.load.experts_math import experts_math
 from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.spec import ModelSpec
 from smoe.policy.ahead import Here
 from smoe.policy.budget import Demand, SlotClass
@@ -45,7 +45,7 @@ def experts_alone(
     return ExpertsAlone(store, math, sizes, size_of(classes), is_direct, threads)
 
 
-class Asked(NamedTuple):
+class ClusterInputs(NamedTuple):
     """What a cluster is told of the engine."""
 
     weights: str
@@ -55,7 +55,7 @@ class Asked(NamedTuple):
     demand: Demand
     files: Mapping[str, Path]
     """What workers without the checkpoint are sent, by name."""
-    stored: Mapping[int, LayerExperts]
+    stored: Mapping[int, StoredLayer]
     """The experts as the checkpoint has them."""
     shadow: ShadowRouting | None = None
     """What says what a copy that runs ahead does, here or elsewhere."""
@@ -92,14 +92,14 @@ def cluster_of(
     config: EngineConfig,
     store: ExpertStore,
     compute: LayerCompute,
-    asked: Asked,
+    asked: ClusterInputs,
     made: ExitStack,
 ) -> Cluster:
     """Listening, with whoever came in time; `made` closes it where what follows fails.
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
-    from smoe.cluster.frames import Rows
+    from smoe.cluster.frames import RowFormat
     from smoe.cluster.identity import read_main
     from smoe.cluster.remote import Cluster
 
@@ -115,7 +115,7 @@ def cluster_of(
     cluster = Cluster(
         main,
         alone,
-        Rows(alone.hidden, spec.dtype.torch, _most_rows(spec, config)),
+        RowFormat(alone.hidden, spec.dtype.torch, _most_rows(spec, config)),
         same,
         method,
         config.balance_order,
@@ -153,7 +153,7 @@ def _movable_math(
 
 
 def _furnish(
-    cluster: Cluster, spec: ModelSpec, asked: Asked, math: dict[int, ExpertMath], arithmetic: str, threads: int
+    cluster: Cluster, spec: ModelSpec, asked: ClusterInputs, math: dict[int, ExpertMath], arithmetic: str, threads: int
 ) -> None:
     """What workers are told and sent, and the shadow's seat."""
     from smoe.cluster.describing import Describer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from smoe.cluster.described import NUMBER, Description, LayerKeys
-from smoe.cluster.describing import Described
+from smoe.cluster.describing import LightWorker
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.kernel_math import DOWN, UP
 from smoe.compute.kernel_rows import kernel_rows
@@ -17,14 +17,14 @@ from smoe.compute.quantised_math import QuantisedMath
 from smoe.errors import UnsupportedModelError
 from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 
 _PLAIN = "BF16"
 
 
 def describe(
-    weights: str, stored: Mapping[int, LayerExperts], math: Mapping[int, ExpertMath], arithmetic: str, threads: int
-) -> Described:
+    weights: str, stored: Mapping[int, StoredLayer], math: Mapping[int, ExpertMath], arithmetic: str, threads: int
+) -> LightWorker:
     """Of experts as the checkpoint has them (`stored`), which main computes with by `math`, few rows by `arithmetic`,
     one of `KERNELS`. On a thread of its own, as proving takes up to a second. Raises `UnsupportedModelError`
     where our kernels alone cannot compute them as main does."""
@@ -39,7 +39,7 @@ def describe(
     description = Description(weights, any_math.hidden, any_math.inner, layers, bits)
     if arithmetic == "own-order":
         with SpinningPool(1, in_own_order=True) as pool:
-            return Described(description, arithmetic, pool.most_own_rows)
+            return LightWorker(description, arithmetic, pool.most_own_rows)
     if not is_supported():
         raise _unfit("the coordinator computes with `kernels` torch, and its CPU has no AVX-512 BF16")
     torch.set_num_threads(threads)  # of this thread; as those have that the results are compared with
@@ -47,7 +47,7 @@ def describe(
         rows = kernel_rows(pool, any_math.shapes)
     if not rows:
         raise _unfit("the coordinator's torch and smoe's kernels give different bits")
-    return Described(description, "native", rows)
+    return LightWorker(description, "native", rows)
 
 
 def _unfit(why: str) -> UnsupportedModelError:
@@ -61,19 +61,19 @@ def _is_alike(math: ExpertMath, other: ExpertMath, table: torch.Tensor) -> bool:
     return is_same and math.is_gated_product and math.has_activation(table)
 
 
-def _tensors(stored: Mapping[int, LayerExperts]) -> Iterator[StoredTensor]:
+def _tensors(stored: Mapping[int, StoredLayer]) -> Iterator[StoredTensor]:
     for layer in stored.values():
         for parts in layer.sources:
             for tensors in parts.values():
                 yield from tensors
 
 
-def _keys(experts: LayerExperts) -> LayerKeys:
+def _keys(experts: StoredLayer) -> LayerKeys:
     up, down = (_part(experts, name) for name in (UP, DOWN))
     return LayerKeys(experts.layer, experts.experts, up, down)
 
 
-def _part(experts: LayerExperts, name: str) -> tuple[str, ...]:
+def _part(experts: StoredLayer, name: str) -> tuple[str, ...]:
     """One key for all experts of a layer, with their number left open, of every piece of a part."""
     keys = [[tensor.key for tensor in sources[name]] for sources in experts.sources]
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
-from smoe.compute.quantised_math import QuantisedMath, Tile
+from smoe.compute.quantised_math import QuantisedMath, UnpackedTile
 from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.store import ExpertStore
 from smoe.models.spec import ModelSpec
@@ -19,7 +19,7 @@ def experts_math(
     if not isinstance(store, QuantisedStore):
         parts = {layer: experts.parts for layer, experts in store.layers.items()}
         return {site.layer: ExpertMath(modules[site.name], parts[site.layer], spec.dtype.torch) for site in spec.sites}
-    tile = Tile(spec.dtype.torch)
+    tile = UnpackedTile(spec.dtype.torch)
     return {
         site.layer: QuantisedMath(
             modules[site.name],

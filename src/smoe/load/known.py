@@ -16,7 +16,7 @@ from smoe.policy.prices import PriceTable
 from smoe.policy.registry import MULTIDIMENSIONAL
 
 
-class Known(NamedTuple):
+class ResolvedSettings(NamedTuple):
     """Settings without gaps."""
 
     config: EngineConfig
@@ -26,7 +26,7 @@ class Known(NamedTuple):
     """Of answers to misses, where they are answered within a budget."""
 
 
-def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
+def known_of(config: EngineConfig, place: Path, resident_share: float) -> ResolvedSettings:
     """For the model in `place` with so many of its experts resident.
 
     Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known.
@@ -43,7 +43,7 @@ def known_of(config: EngineConfig, place: Path, resident_share: float) -> Known:
         weights, reasons["cache_weights"] = cache_weights_of(place)
         config = replace(config, cache_weights=weights)
     prices = _prices(config, place) if config.prices_answers else None
-    return Known(config, reasons, prices)
+    return ResolvedSettings(config, reasons, prices)
 
 
 def _prices(config: EngineConfig, place: Path) -> PriceTable:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smoe.prediction.fitted import Fitted
 
 
-class Learned(NamedTuple):
+class LearnedValues(NamedTuple):
     """Each None where nothing asks for it."""
 
     fitted: Fitted | None = None
@@ -43,13 +43,13 @@ def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     return expert_mlp_bytes(spec)
 
 
-def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Learned, dict[str, str]]:
+def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
     """(what the model in `place` needs, where it comes from by setting).
 
     Raises `ConfigError` where something is asked for that has not been learned of these weights.
     """
     if config.prefetch not in (*FITTED_PREFETCH, CORRECTED_GATES) and config.eviction != LEARNED:
-        return Learned(), {}
+        return LearnedValues(), {}
     from smoe.load.learned_tensors import read_learned  # these are torch's
 
     return read_learned(config, place, spec)

@@ -8,7 +8,7 @@ from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.load.fitted_predictor import fitted_of
 from smoe.load.gate_corrections import corrections_of
-from smoe.load.learned import Learned
+from smoe.load.learned import LearnedValues
 from smoe.load.next_use import next_use_of
 from smoe.models.spec import ModelSpec
 from smoe.policy.registry import FITTED_PREFETCH, LEARNED
@@ -16,7 +16,7 @@ from smoe.prediction.expert_mlp import nbytes_of
 from smoe.prediction.registry import routed_layers
 
 
-def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Learned, dict[str, str]]:
+def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
     """As `learned_of`, where something is asked for."""
     reasons: dict[str, str] = {}
     fitted = corrections = next_use = None
@@ -27,7 +27,7 @@ def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Le
         corrections, reasons["prefetch"] = found.corrections, str(found)
     if config.eviction == LEARNED:
         next_use, reasons["eviction"] = next_use_of(place, {site.layer: site.experts for site in spec.sites})
-    return Learned(fitted, corrections, next_use), reasons
+    return LearnedValues(fitted, corrections, next_use), reasons
 
 
 def expert_mlp_bytes(spec: ModelSpec) -> int:

@@ -19,7 +19,7 @@ from smoe.machine.processor import reading_threads
 from smoe.memory.arena import GIVES_BACK
 from smoe.memory.dtypes import BF16
 from smoe.memory.quantised_store import QuantisedStore, is_quantised
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.described import Described
 from smoe.models.packed import contents_as_they_are
 from smoe.models.spec import ModelSpec
@@ -35,7 +35,7 @@ _CUDA_ALIGNMENT = 256
 
 
 def open_store(
-    checkpoint: Described, spec: ModelSpec, experts: Mapping[int, LayerExperts], device: AnyDevice
+    checkpoint: Described, spec: ModelSpec, experts: Mapping[int, StoredLayer], device: AnyDevice
 ) -> ExpertStore:
     """The experts' places on disk: the packed file where there is one that has them as they are, else the checkpoint
     itself."""

@@ -17,7 +17,7 @@ from smoe.load.host_slots import reads_directly, size_of, worker_sizes
 from smoe.machine.available_memory import free_host_bytes
 from smoe.machine.processor import usable_cores
 from smoe.memory.safetensors_index import StoredTensor, index_checkpoint
-from smoe.memory.store import ExpertStore, LayerExperts, Part, row_of
+from smoe.memory.store import ExpertStore, Part, StoredLayer, row_of
 from smoe.models.weight_samples import checksum
 from smoe.policy.budget import SlotClass, slot_classes
 
@@ -85,7 +85,7 @@ def _store(place: Path, description: Description) -> ExpertStore:
         Part(DOWN, (description.hidden, description.inner)),
     )
     layers = {
-        each.layer: LayerExperts(
+        each.layer: StoredLayer(
             each.layer,
             parts,
             [{UP: _pieces(tensors, each.up, n), DOWN: _pieces(tensors, each.down, n)} for n in range(each.experts)],

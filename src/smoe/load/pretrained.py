@@ -35,7 +35,7 @@ from smoe.machine.processor import set_compute_threads
 from smoe.memory.arena import Arena, forget_peak
 from smoe.memory.emulation import DeviceProfile, Emulation, read_emulated
 from smoe.memory.pacing import Pacing
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.checkpoint import Checkpoint, local_checkpoint, whole_checkpoint
 from smoe.models.parameter_count import count_whole
 from smoe.models.read_spec import read_spec, spec_of_whole
@@ -155,7 +155,7 @@ def load(
 
 def _open_checkpoint(
     model: str | Path, config: EngineConfig, revision: str | None
-) -> tuple[Checkpoint, LibrarySpec, Mapping[int, Mapping[int, LayerExperts]]]:
+) -> tuple[Checkpoint, LibrarySpec, Mapping[int, Mapping[int, StoredLayer]]]:
     """The model's files, downloaded where they are not here, what they hold, and the experts of every format.
 
     A budget that cannot be enough is refused before a download."""

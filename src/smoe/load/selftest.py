@@ -16,7 +16,7 @@ from torch import nn
 from smoe.compute.expert_math import ROUNDINGS
 from smoe.errors import UnsupportedModelError
 from smoe.memory.quantised_store import is_quantised
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.outline import ExpertsSite
 from smoe.models.reference import reference_parameters
 from smoe.routing import Phase
@@ -30,7 +30,7 @@ _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 
 
 def check_experts(
-    site: ExpertsSite, module: nn.Module, checkpoint: LayerExperts, executor: LayerExecutor, dtype: torch.dtype
+    site: ExpertsSite, module: nn.Module, checkpoint: StoredLayer, executor: LayerExecutor, dtype: torch.dtype
 ) -> None:
     """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a
     layer; where they are quantised, from the library's on the numbers that the codes stand for."""
@@ -98,7 +98,7 @@ def is_same(ours: torch.Tensor, theirs: torch.Tensor, rounding: float) -> bool:
 
 def library_result(
     module: nn.Module,
-    checkpoint: LayerExperts,
+    checkpoint: StoredLayer,
     chosen: list[int],
     hidden: torch.Tensor,
     index: torch.Tensor,

@@ -18,13 +18,13 @@ from smoe.errors import ConfigError, UnpreparedError, UnsupportedModelError
 from smoe.expert import EXACT
 from smoe.kernels.threads import threads
 from smoe.load.assembly import Budget, assemble, scoring_rules
-from smoe.load.known import Known
-from smoe.load.learned import Learned
+from smoe.load.known import ResolvedSettings
+from smoe.load.learned import LearnedValues
 from smoe.load.ledger import demand_of, open_store
 from smoe.load.shadow_size import shadow_config
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
-from smoe.memory.store import ExpertStore, LayerExperts
+from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import LibrarySpec, ModelSpec
@@ -69,7 +69,7 @@ class PlannedShadow(NamedTuple):
                 share_weights(shadow, model)
             arena = Arena(self.ledger.sizes, self.device, huge_pages=False)
             try:
-                budget = Budget(self.ledger, "of a draft model", Known(self.config, {}), Learned())
+                budget = Budget(self.ledger, "of a draft model", ResolvedSettings(self.config, {}), LearnedValues())
                 stores, experts = {EXACT: self.store}, {EXACT: self.checkpoint.experts(self.spec)}
                 assemble(shadow, self.spec, self.config, budget, stores, arena, experts, Pacing())
             except BaseException:
@@ -123,7 +123,7 @@ def planned_shadow(
     return PlannedShadow(checkpoint, its, own, ledger, store, device, departure, spares)
 
 
-def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec, Mapping[int, LayerExperts]]:
+def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec, Mapping[int, StoredLayer]]:
     try:
         spec = read_spec(checkpoint.place, own)
         return spec, checkpoint.experts(spec)

@@ -21,7 +21,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
-from smoe.policy.hearsay import Expected, Step
+from smoe.policy.hearsay import Expected, TokenStep
 from smoe.policy.registry import SHADOW
 from smoe.presets import configure
 from smoe.runtime.read_along import ReadAlong
@@ -82,7 +82,7 @@ class ShadowFiles:
         self._checkpoint = whole_checkpoint(model, None)
         self.weights = checksum(self._checkpoint.place)
 
-    def open(self, wanted: Mapping[str, Any], on_said: Callable[[Step, Expected], None]) -> ReadAlong:
+    def open(self, wanted: Mapping[str, Any], on_said: Callable[[TokenStep, Expected], None]) -> ReadAlong:
         """A copy of the model by main's settings, all of it in memory. Raises `ClusterError` for settings that main
         cannot mean, `ConfigError` where there is no such pack, `BudgetError` where it does not fit."""
         config = _config_of(wanted)

@@ -18,7 +18,7 @@ from smoe.config import EngineConfig
 from smoe.expert import EXACT, ExpertKey
 from smoe.gpu_kernels import compiled
 from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
-from smoe.gpu_kernels.source import MOST_TOKENS, Kind
+from smoe.gpu_kernels.source import MOST_TOKENS, ExpertKind
 from smoe.kernels.proof import is_no_further
 from smoe.memory.store import ExpertStore
 from smoe.runtime.layer import LayerCompute
@@ -57,7 +57,7 @@ def proven_kernels(compute: LayerCompute, most_tokens: int) -> dict[tuple[int, i
     for key in sorted(compute.arrivals.table.ready):
         samples.setdefault(compute.math_of(key).kind, key)
     alignments = _alignments(compute)
-    made: dict[Kind, SlotExperts | None] = {}
+    made: dict[ExpertKind, SlotExperts | None] = {}
     found: dict[tuple[int, int], SlotExperts] = {}
     for place, math in compute.maths.items():
         kind = math.slot_kind(alignments[math.kind])
@@ -101,14 +101,14 @@ def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: t
     return first.is_near(inner[:, :some], dtype) and second.is_near(rows[:, :_PROOF_OUTPUTS], dtype)
 
 
-def _first_outputs(kind: Kind, some: int) -> list[tuple[int, slice]]:
+def _first_outputs(kind: ExpertKind, some: int) -> list[tuple[int, slice]]:
     """Matrices, and rows of them, whose products the activation makes the first outputs of."""
     if len(kind.ups) > 1:
         return [(0, slice(some)), (1, slice(some))]
     return [(0, rows) for rows in _bias_rows(kind, some)]
 
 
-def _bias_rows(kind: Kind, some: int) -> list[slice]:
+def _bias_rows(kind: ExpertKind, some: int) -> list[slice]:
     """The same, of all outputs of the first product."""
     if not kind.activation.has_gate:
         return [slice(some)]
@@ -168,7 +168,7 @@ def _is_no_slower(compute: LayerCompute, kernels: dict[tuple[int, int], SlotExpe
     return seconds[True] <= seconds[False]
 
 
-def _seconds(compute: LayerCompute, layer: int, kind: Kind) -> float:
+def _seconds(compute: LayerCompute, layer: int, kind: ExpertKind) -> float:
     """Until the device is done: what a token takes where it binds, and where Python does."""
     hidden = torch.zeros(1, kind.hidden, dtype=getattr(torch, kind.dtype), device=compute.device)
     _finish(compute.device)

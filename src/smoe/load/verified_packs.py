@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from smoe.errors import CheckpointError
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.packed import Contents, Packed, contents_as_they_are, contents_in_precision
 from smoe.models.spec import ModelSpec
@@ -25,9 +25,7 @@ OnBytes = Callable[[int, int], None]
 """Hears how many bytes of how many have been read; both are the same at the end."""
 
 
-def verify_pack(
-    checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, LayerExperts], on_bytes: OnBytes
-) -> None:
+def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, StoredLayer], on_bytes: OnBytes) -> None:
     """Read the pack of which a model's experts are served, where there is one, unless this machine has done so before.
 
     Raises `CheckpointError` for a damaged one, naming its layers.
@@ -52,7 +50,7 @@ def verify_pack(
         )
 
 
-def _contents(spec: ModelSpec, experts: Mapping[int, LayerExperts]) -> Contents | None:
+def _contents(spec: ModelSpec, experts: Mapping[int, StoredLayer]) -> Contents | None:
     if spec.precision == "auto":
         return contents_as_they_are(spec, experts)
     return contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError
-from smoe.load.learned import Learned, expected_bytes, learned_of
+from smoe.load.learned import LearnedValues, expected_bytes, learned_of
 from smoe.machine.device import AnyDevice, gpu_name
 from smoe.machine.measure import describe_machine
 from smoe.memory.emulation import read_profile
@@ -133,7 +133,7 @@ class Decided(NamedTuple):
     """A configuration in which tournaments have decided, and what it needs."""
 
     config: EngineConfig
-    learned: Learned
+    learned: LearnedValues
     reasons: dict[str, str]
     """Why, by setting."""
 

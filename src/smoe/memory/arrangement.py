@@ -30,7 +30,7 @@ _AWQ_LOWER, _AWQ_UPPER = (0, 4, 1, 5), (2, 6, 3, 7)
 """The other way round: to which of eight outputs the lower halves of a word's bytes belong, and the upper ones."""
 
 
-class Arrangement(Protocol):
+class SlotArrangement(Protocol):
     """Where the bytes of one stored tensor belong in a slot."""
 
     @property
@@ -60,7 +60,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockGrid:
     """The blocks of a matrix in a slot."""
 
     rows: int
@@ -81,10 +81,10 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Scales:
+class StoredScales:
     """Scales [R, C], each for so many rows and blocks; [C, R] where `is_turned`."""
 
-    grid: Grid
+    grid: BlockGrid
     kind: str
     """Of `SCALE_KINDS`."""
     shape: tuple[int, int]
@@ -130,7 +130,7 @@ class Zeros:
     """Zero points, packed in words of 32 bits as the codes are: [K / G, N / 8] where `is_turned`, else [N / 8, K / G]
     with eight rows in a word."""
 
-    grid: Grid
+    grid: BlockGrid
     bits: int
     width: int
     """Words of a stored row."""
@@ -190,7 +190,7 @@ class PairsApart:
 class TurnedWords:
     """GPTQ's codes [K / 8, N]: words of 32 bits with the codes of one output, as blocks have them."""
 
-    grid: Grid
+    grid: BlockGrid
     words: int
     """Of a block."""
 
@@ -209,7 +209,7 @@ class TurnedWords:
 class TurnedCodes:
     """AWQ's codes of four bits [K, N / 8]: words with the codes of eight outputs."""
 
-    grid: Grid
+    grid: BlockGrid
     numbers: int
     """Of a block."""
 

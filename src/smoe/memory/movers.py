@@ -13,7 +13,7 @@ from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.reading_threads import Ticket
-from smoe.memory.store import ExpertStore, Piece, Placement
+from smoe.memory.store import ExpertStore, SlotLayout, StoredRun
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class Filler:
             self._seen.add(key)
         return came
 
-    def _read(self, placement: Placement, buffer: memoryview, between: Callable[[], None] | None) -> int:
+    def _read(self, placement: SlotLayout, buffer: memoryview, between: Callable[[], None] | None) -> int:
         return sum(
             self._reader.read(read, buffer[read.target : read.target + read.nbytes], between)
             for read in placement.reads
@@ -69,7 +69,7 @@ class Filler:
 
     def _assemble(
         self,
-        placement: Placement,
+        placement: SlotLayout,
         dtype: str,
         staging: Arena,
         buffer: memoryview,
@@ -99,7 +99,7 @@ class Filler:
             return Arena([(1, self._staging_bytes)], huge_pages=True)
 
 
-def _convert(piece: Piece, dtype: str, staging: Arena, slot: memoryview) -> None:
+def _convert(piece: StoredRun, dtype: str, staging: Arena, slot: memoryview) -> None:
     """Copy a piece's elements to where they go, as another type."""
     import torch
 

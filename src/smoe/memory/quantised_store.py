@@ -33,10 +33,10 @@ from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import (
     MATRIX_ALIGNMENT,
     ExpertStore,
-    LayerExperts,
     Part,
-    Piece,
-    Placement,
+    SlotLayout,
+    StoredLayer,
+    StoredRun,
     arranged_pieces,
     locate,
     pieces_of,
@@ -66,7 +66,7 @@ class QuantisedStore(ExpertStore):
     Raises `CheckpointError` where the experts of a layer differ in format, or only some matrices are quantised.
     """
 
-    def __init__(self, layers: Mapping[int, LayerExperts], dtype: str = "BF16") -> None:
+    def __init__(self, layers: Mapping[int, StoredLayer], dtype: str = "BF16") -> None:
         self._matrices = {layer: _matrices_of(experts) for layer, experts in layers.items()}
         super().__init__(layers, dtype, alignment=1)
 
@@ -74,7 +74,7 @@ class QuantisedStore(ExpertStore):
         """What an expert of this layer is made of, in the order of its parts."""
         return self._matrices[layer]
 
-    def check_finite(self, layer: int, expert: int, placement: Placement, buffer: memoryview) -> None:
+    def check_finite(self, layer: int, expert: int, placement: SlotLayout, buffer: memoryview) -> None:
         for matrix in self._matrices[layer]:
             data = np.frombuffer(buffer, np.uint8, matrix.nbytes, placement.parts[matrix.name])
             if not matrix.form.is_finite(data):
@@ -87,7 +87,7 @@ class QuantisedStore(ExpertStore):
                 )
         self._check_parts(layer, expert, filter(_is_bias, self.layers[layer].parts), placement, buffer)
 
-    def _in_place(self, layer: int, expert: int) -> Placement | None:
+    def _in_place(self, layer: int, expert: int) -> SlotLayout | None:
         matrices = self._pieces(layer, expert)
         if any(tensor.made_of for tensor in matrices.values()):
             return None
@@ -104,7 +104,7 @@ class QuantisedStore(ExpertStore):
                 parts[bias.name] = target
                 pieces += self._bias(layer, expert, bias, target)
                 target = _aligned(target + prod(bias.shape) * self.item_bytes)
-        return Placement(reads, parts, tuple(pieces), nbytes, self._layout_of(layer, parts), target)
+        return SlotLayout(reads, parts, tuple(pieces), nbytes, self._layout_of(layer, parts), target)
 
     def _biases_along(self, layer: int, expert: int) -> dict[str, StoredTensor]:
         """The biases that come with the matrices: those of packs, in the type that is computed in."""
@@ -112,9 +112,9 @@ class QuantisedStore(ExpertStore):
         stored = {part.name: sources[part.name][0] for part in filter(_is_bias, self.layers[layer].parts)}
         return {name: each for name, each in stored.items() if each.is_packed and each.dtype == self.dtype}
 
-    def _staged(self, layer: int, expert: int) -> Placement:
+    def _staged(self, layer: int, expert: int) -> SlotLayout:
         parts: dict[str, int] = {}
-        pieces: list[Piece] = []
+        pieces: list[StoredRun] = []
         target, tensors = 0, self._pieces(layer, expert)
         for part in self.layers[layer].parts:
             if _is_bias(part):
@@ -127,11 +127,11 @@ class QuantisedStore(ExpertStore):
                     parts[matrix.name] = target
                     pieces += _ingredients(tensors[matrix.name], target)
                     target = _aligned(target + matrix.nbytes)
-        return Placement((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
+        return SlotLayout((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
 
-    def _bias(self, layer: int, expert: int, part: Part, target: int) -> list[Piece]:
+    def _bias(self, layer: int, expert: int, part: Part, target: int) -> list[StoredRun]:
         """A bias of an expert, its stored tensors one behind the other from `target` on."""
-        pieces: list[Piece] = []
+        pieces: list[StoredRun] = []
         for tensor in self.layers[layer].sources[expert][part.name]:
             pieces += pieces_of(tensor, target, self.item_bytes)
             target += prod(tensor.shape) * self.item_bytes
@@ -148,7 +148,7 @@ class QuantisedStore(ExpertStore):
         return {name: tensor for name, _, tensor in _named(matrices, experts.sources[expert])}
 
 
-def is_quantised(layers: Mapping[int, LayerExperts]) -> bool:
+def is_quantised(layers: Mapping[int, StoredLayer]) -> bool:
     """Whether any expert is stored in a quantised format."""
     return any(
         tensor.dtype in FORMATS
@@ -163,7 +163,7 @@ def is_in_pieces(matrix: StoredTensor) -> bool:
     return bool(matrix.made_of) and all(each.arrangement is not None for each in matrix.made_of)
 
 
-def expert_bytes(experts: LayerExperts, dtype: Dtype) -> int:
+def expert_bytes(experts: StoredLayer, dtype: Dtype) -> int:
     """An expert of a layer in its slot, without alignment: matrices as they are stored, biases in `dtype`."""
     first = experts.sources[0]
     matrices = sum(blocks_bytes(tensor) for part in experts.parts if not _is_bias(part) for tensor in first[part.name])
@@ -195,7 +195,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
-def _ingredients(matrix: StoredTensor, target: int) -> Iterator[Piece]:
+def _ingredients(matrix: StoredTensor, target: int) -> Iterator[StoredRun]:
     """Everything that a matrix is made of, from `target` on."""
     for each in matrix.made_of:
         if each.arrangement is None:
@@ -207,7 +207,7 @@ def _ingredients(matrix: StoredTensor, target: int) -> Iterator[Piece]:
         yield from arranged_pieces(each.tensor, target + each.place, each.arrangement)
 
 
-def _matrices_of(experts: LayerExperts) -> tuple[StoredMatrix, ...]:
+def _matrices_of(experts: StoredLayer) -> tuple[StoredMatrix, ...]:
     biases = {part.name for part in experts.parts if _is_bias(part)}
     first, *others = (list(_named(experts.parts, of)) for of in experts.sources)
     for name, part, tensor in first:

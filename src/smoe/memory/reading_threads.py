@@ -34,10 +34,10 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from smoe.policy.plan import Load, Reason
+from smoe.policy.plan import Load, LoadReason
 
 
-class State(Enum):
+class TicketState(Enum):
     """A ticket's life: queued, then running, then done or failed; or cancelled while queued."""
 
     QUEUED = 0
@@ -54,7 +54,7 @@ class Ticket:
 
     def __init__(self, load: Load, free_event: Any) -> None:
         self.load = load
-        self.state = State.QUEUED
+        self.state = TicketState.QUEUED
         self.error: BaseException | None = None
         self.free_event = free_event
         self.hold: Callable[[], None] | None = None
@@ -69,7 +69,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        return self.state in (State.DONE, State.FAILED, State.CANCELLED)
+        return self.state in (TicketState.DONE, TicketState.FAILED, TicketState.CANCELLED)
 
     def join(self) -> None:
         """Block until the load is over, or nothing is left but for the device to wait: then `hold` is set.
@@ -84,7 +84,7 @@ class Ticket:
         self.hold = hold
         self._open()
 
-    def finish(self, state: State, error: BaseException | None = None) -> None:
+    def finish(self, state: TicketState, error: BaseException | None = None) -> None:
         self.error = error
         self.state = state
         if not self._is_open:
@@ -133,7 +133,7 @@ class Transfers:
     def submit(self, load: Load) -> Ticket:
         """Queue a load; the slot must be free for overwriting on the compute side."""
         ticket = Ticket(load, self._mover.mark_free())
-        (self._demand if load.reason is Reason.DEMAND else self._prefetch).append(ticket)
+        (self._demand if load.reason is LoadReason.DEMAND else self._prefetch).append(ticket)
         self._tokens.put(True)
         return ticket
 
@@ -148,7 +148,7 @@ class Transfers:
         """Take a queued load back; False where it has started."""
         if not (_withdraw(ticket, self._prefetch) or _withdraw(ticket, self._demand)):
             return False
-        ticket.finish(State.CANCELLED)
+        ticket.finish(TicketState.CANCELLED)
         return True
 
     def start_anew(self) -> None:
@@ -178,7 +178,7 @@ class Transfers:
 
     def _stop(self) -> None:
         while (ticket := self._next()) is not None:
-            ticket.finish(State.CANCELLED)
+            ticket.finish(TicketState.CANCELLED)
         for _ in self._threads:
             self._tokens.put(False)
         for thread in self._threads:
@@ -200,8 +200,8 @@ class Transfers:
         return None
 
     def _run(self, ticket: Ticket) -> None:
-        ticket.state = State.RUNNING
-        between = None if ticket.load.reason is Reason.DEMAND else self._serve_demand
+        ticket.state = TicketState.RUNNING
+        between = None if ticket.load.reason is LoadReason.DEMAND else self._serve_demand
         with self._clock:
             if self._running == 0:
                 self._busy_since = self._now()
@@ -217,7 +217,7 @@ class Transfers:
             if self._running == 0:
                 self.busy_seconds += self._now() - self._busy_since
         ticket.ended = self._now()
-        ticket.finish(State.DONE if error is None else State.FAILED, error)
+        ticket.finish(TicketState.DONE if error is None else TicketState.FAILED, error)
 
     def _serve_demand(self) -> None:
         """Between two chunks of other loads: demand loads go first (their tokens are spent later, on nothing)."""

@@ -16,7 +16,7 @@ from smoe.errors import CheckpointError
 from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
 
 if TYPE_CHECKING:
-    from smoe.memory.arrangement import Arrangement
+    from smoe.memory.arrangement import SlotArrangement
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -59,7 +59,7 @@ class Ingredient(NamedTuple):
     tensor: StoredTensor
     place: int
     """Where its first byte belongs, from where the matrix begins."""
-    arrangement: Arrangement | None
+    arrangement: SlotArrangement | None
     """None: it says in which order columns are, which nothing here can follow."""
 
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.arrangement import Arrangement
+from smoe.memory.arrangement import SlotArrangement
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 
 EXPERT_DTYPES = ("BF16", "F16", "F32")
@@ -65,7 +65,7 @@ class Read(NamedTuple):
     need: int
 
 
-class Piece(NamedTuple):
+class StoredRun(NamedTuple):
     """A run of elements of one stored tensor: read into a staging buffer, then copied, and converted, into the slot."""
 
     read: Read
@@ -76,20 +76,20 @@ class Piece(NamedTuple):
     """As stored."""
     target: int
     """Where in the slot they belong; with an arrangement, where the first byte of the tensor does."""
-    arrangement: Arrangement | None = None
+    arrangement: SlotArrangement | None = None
     """None: one behind the other."""
     begin: int = 0
     """With an arrangement: bytes of the tensor before these."""
 
 
-class Placement(NamedTuple):
+class SlotLayout(NamedTuple):
     """How one expert gets into a slot: by reads straight into it, piece by piece through a staging buffer, or both."""
 
     reads: tuple[Read, ...]
     """Straight into the slot."""
     parts: dict[str, int]
     """Slot offset of every part in bytes."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRun, ...]
     """Through a staging buffer, after the reads: these write whole pages."""
     nbytes: int
     """Bytes of weights; of an expert that is read in place, alignment is not counted."""
@@ -123,7 +123,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LayerExperts:
+class StoredLayer:
     """The routed experts of one layer: `sources[expert][part]` are the stored pieces in row order.
 
     Raises `CheckpointError` where they are not of the parts' shapes.
@@ -150,13 +150,13 @@ class ExpertStore:
     the kernels of the device ask of a weight's address (None: what they ask on a CPU).
     """
 
-    def __init__(self, layers: Mapping[int, LayerExperts], dtype: str, alignment: int | None = None) -> None:
+    def __init__(self, layers: Mapping[int, StoredLayer], dtype: str, alignment: int | None = None) -> None:
         self.layers = dict(layers)
         self.dtype = dtype
         self.item_bytes = ITEM_BYTES.get(dtype, 1)
         self._alignment = alignment or (self.item_bytes if dtype == "BF16" else MATRIX_ALIGNMENT)
         self._piece_alignment = max(self._alignment, MATRIX_ALIGNMENT)
-        self._placements: dict[tuple[int, int], Placement] = {}
+        self._placements: dict[tuple[int, int], SlotLayout] = {}
         self._layouts: dict[tuple[object, ...], int] = {}
         in_place = [self._in_place(layer, expert) for layer, expert in self.keys()]
         self.is_staged = any(placement is None for placement in in_place)
@@ -175,7 +175,7 @@ class ExpertStore:
         """(layer, expert) of every routed expert, ascending."""
         return [(n, e) for n in sorted(self.layers) for e in range(self.layers[n].experts)]
 
-    def placement(self, layer: int, expert: int) -> Placement:
+    def placement(self, layer: int, expert: int) -> SlotLayout:
         return self._placements[layer, expert]
 
     def reads(self, layer: int, expert: int) -> list[Read]:
@@ -187,12 +187,12 @@ class ExpertStore:
         """The files that hold experts."""
         return sorted({tensor.path for tensor in self._tensors()})
 
-    def check_finite(self, layer: int, expert: int, placement: Placement, buffer: memoryview) -> None:
+    def check_finite(self, layer: int, expert: int, placement: SlotLayout, buffer: memoryview) -> None:
         """Raise `CheckpointError` where the weights in a filled buffer hold NaN or infinity."""
         self._check_parts(layer, expert, self.layers[layer].parts, placement, buffer)
 
     def _check_parts(
-        self, layer: int, expert: int, parts: Iterable[Part], placement: Placement, buffer: memoryview
+        self, layer: int, expert: int, parts: Iterable[Part], placement: SlotLayout, buffer: memoryview
     ) -> None:
         """`check_finite` of some parts, which are of the slots' dtype."""
         for part in parts:
@@ -224,10 +224,10 @@ class ExpertStore:
                 for tensor in (tensor for tensors in parts.values() for tensor in tensors):
                     yield from (each.tensor for each in tensor.made_of) if tensor.made_of else (tensor,)
 
-    def _layout(self, experts: LayerExperts, parts: Mapping[str, int]) -> int:
+    def _layout(self, experts: StoredLayer, parts: Mapping[str, int]) -> int:
         return self._layouts.setdefault((experts.parts, *parts.items()), len(self._layouts))
 
-    def _in_place(self, layer: int, expert: int) -> Placement | None:
+    def _in_place(self, layer: int, expert: int) -> SlotLayout | None:
         experts = self.layers[layer]
         sources = experts.sources[expert]
         spans: dict[str, tuple[Path, int, int]] = {}
@@ -242,12 +242,12 @@ class ExpertStore:
         if any(offset % self._alignment for offset in parts.values()):
             return None
         nbytes = sum(length for _, _, length in spans.values())
-        return Placement(reads, parts, (), nbytes, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes)
+        return SlotLayout(reads, parts, (), nbytes, self._layout(experts, parts), reads[-1].target + reads[-1].nbytes)
 
-    def _staged(self, layer: int, expert: int) -> Placement:
+    def _staged(self, layer: int, expert: int) -> SlotLayout:
         experts = self.layers[layer]
         parts: dict[str, int] = {}
-        pieces: list[Piece] = []
+        pieces: list[StoredRun] = []
         target = 0
         for part in experts.parts:
             parts[part.name] = target
@@ -255,7 +255,7 @@ class ExpertStore:
                 pieces += pieces_of(tensor, target, self.item_bytes)
                 target += _elements(tensor.shape) * self.item_bytes
             target = -(-target // self._piece_alignment) * self._piece_alignment
-        return Placement((), parts, tuple(pieces), target, self._layout(experts, parts), target)
+        return SlotLayout((), parts, tuple(pieces), target, self._layout(experts, parts), target)
 
 
 def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
@@ -293,24 +293,24 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
         )
 
 
-def pieces_of(tensor: StoredTensor, target: int, item_bytes: int) -> list[Piece]:
+def pieces_of(tensor: StoredTensor, target: int, item_bytes: int) -> list[StoredRun]:
     """A tensor in pieces of at most `STAGED_BYTES`: a reading thread's buffer stays small, whatever the expert.
 
     `item_bytes` are those of an element in the slot.
     """
     stored_item = ITEM_BYTES[tensor.dtype]
     return [
-        Piece(*_piece(tensor, begin, STAGED_BYTES), tensor.dtype, target + begin // stored_item * item_bytes)
+        StoredRun(*_piece(tensor, begin, STAGED_BYTES), tensor.dtype, target + begin // stored_item * item_bytes)
         for begin in range(0, tensor.nbytes, STAGED_BYTES)
     ]
 
 
-def arranged_pieces(tensor: StoredTensor, target: int, arrangement: Arrangement) -> list[Piece]:
+def arranged_pieces(tensor: StoredTensor, target: int, arrangement: SlotArrangement) -> list[StoredRun]:
     """The same of a tensor whose bytes an arrangement brings to their places, from `target` on; larger pieces where it
     wants more at once."""
     most = max(1, STAGED_BYTES // arrangement.unit) * arrangement.unit
     return [
-        Piece(*_piece(tensor, begin, most), tensor.dtype, target, arrangement, begin)
+        StoredRun(*_piece(tensor, begin, most), tensor.dtype, target, arrangement, begin)
         for begin in range(0, tensor.nbytes, most)
     ]
 

@@ -47,7 +47,7 @@ class StackedExperts(library.DbrxExperts):
             del self.mlp.w1, self.mlp.v1, self.mlp.w2
 
 
-class ChoosingRouter(library.DbrxRouter):
+class DbrxChoosingRouter(library.DbrxRouter):
     """The library's router, which says whom it chose."""
 
     def __init__(self, config: Any) -> None:
@@ -66,7 +66,7 @@ class ChoosingFFN(library.DbrxFFN):
 
     def __init__(self, config: DbrxConfig) -> None:
         super().__init__(config)
-        self.router = ChoosingRouter(config.ffn_config)
+        self.router = DbrxChoosingRouter(config.ffn_config)
         self.experts = StackedExperts(config.ffn_config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

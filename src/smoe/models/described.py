@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.file_bytes import FileBytes
 from smoe.models.packed import Contents, Packed
 from smoe.models.spec import ModelSpec
@@ -38,7 +38,7 @@ class Described(Protocol):
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor by its key in the file, from the headers alone."""
 
-    def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+    def experts(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         """Where the routed experts of every layer lie, in the precision of `spec`. All other weights are compared with
         `spec`, too: which there are, and of what shape and type."""
 

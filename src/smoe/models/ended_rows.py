@@ -51,12 +51,12 @@ class EndedRows:
             found = stopping_criteria(*args, **kwargs)
             if self._cache is None or not any(hasattr(each, "eos_token_id") for each in found):
                 return found
-            return _Heard(found, self._cache)
+            return _ObservedCriteria(found, self._cache)
 
         return criteria
 
 
-class _Heard(StoppingCriteriaList):  # type: ignore[misc]
+class _ObservedCriteria(StoppingCriteriaList):  # type: ignore[misc]
     """The library's list of criteria; the cache is told what they say."""
 
     def __init__(self, criteria: StoppingCriteriaList, cache: RowCache) -> None:

@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts, row_of
+from smoe.memory.store import StoredLayer, row_of
 from smoe.models.outline import ExpertsSite
 from smoe.models.released_schemes import METHODS
 
@@ -32,7 +32,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 
 def index_experts(
     folder: Path, model: PreTrainedModel, sites: Sequence[ExpertsSite], tensors: Mapping[str, StoredTensor]
-) -> dict[int, LayerExperts]:
+) -> dict[int, StoredLayer]:
     """The stored pieces of every expert by layer. `model` may be on the meta device; it must still have its experts.
 
     Raises `CheckpointError` where the checkpoint and the model disagree, about experts or other weights, in what there
@@ -205,7 +205,7 @@ def _layer(
     site: ExpertsSite,
     found: Mapping[tuple[int, str], Mapping[int, list[tuple[int, StoredTensor]]]],
     turned: Set[tuple[int, str]],
-) -> LayerExperts:
+) -> StoredLayer:
     sources: list[dict[str, tuple[StoredTensor, ...]]] = []
     for expert in range(site.experts):
         pieces: dict[str, tuple[StoredTensor, ...]] = {}
@@ -226,4 +226,4 @@ def _layer(
         else replace(part, is_turned=(site.layer, part.name) in turned)
         for part in site.parts
     )
-    return LayerExperts(site.layer, parts, sources)
+    return StoredLayer(site.layer, parts, sources)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts, row_of
+from smoe.memory.store import StoredLayer, row_of
 from smoe.models.families import FAMILIES
 from smoe.models.outline import ExpertsSite
 from smoe.models.plain_config import UndescribedError
@@ -44,7 +44,7 @@ class Sorted(NamedTuple):
     """By the library's names."""
 
 
-def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[int, LayerExperts]:
+def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[int, StoredLayer]:
     """The stored pieces of every expert by layer. Raises `UndescribedError` where files and outline differ in anything,
     and `CheckpointError` for experts of other shapes."""
     found = sorted_by_keys(spec, tensors)
@@ -98,7 +98,7 @@ def _fits(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
     return tensor.shape == shape and (tensor.dtype in _FLOATS or bool(tensor.made_of))
 
 
-def _layer(site: ExpertsSite, experts: Mapping[tuple[str, int], Pieces]) -> LayerExperts:
+def _layer(site: ExpertsSite, experts: Mapping[tuple[str, int], Pieces]) -> StoredLayer:
     sources: list[dict[str, tuple[StoredTensor, ...]]] = []
     for expert in range(site.experts):
         of = experts.get((site.name, expert), {})
@@ -113,4 +113,4 @@ def _layer(site: ExpertsSite, experts: Mapping[tuple[str, int], Pieces]) -> Laye
         replace(part, is_turned=part.name in site.transposed and sources[0][part.name][0].dtype in FORMATS)
         for part in site.parts
     )
-    return LayerExperts(site.layer, parts, sources)
+    return StoredLayer(site.layer, parts, sources)

@@ -18,14 +18,14 @@ from pathlib import Path
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts, Part, row_of
+from smoe.memory.store import Part, StoredLayer, row_of
 from smoe.models.outline import ExpertsSite
 
 _KINDS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _BIAS = "_bias"
 
 
-def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, StoredTensor]) -> LayerExperts:
+def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, StoredTensor]) -> StoredLayer:
     """The stored pieces of every expert of a layer.
 
     Raises `CheckpointError` where a tensor is missing or of another shape, `UnsupportedModelError` for experts whose
@@ -44,13 +44,13 @@ def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, Sto
         {name: tuple(piece[expert] for piece in pieces) for name, pieces in found.items()}
         for expert in range(site.experts)
     ]
-    layer = LayerExperts(site.layer, parts, sources)
+    layer = StoredLayer(site.layer, parts, sources)
     if any(part.takes_turns for part in parts):
         _check_quantised(layer)
     return layer
 
 
-def tensors_of(experts: LayerExperts) -> Iterator[StoredTensor]:
+def tensors_of(experts: StoredLayer) -> Iterator[StoredTensor]:
     """Everything that the experts of a layer are made of."""
     for sources in experts.sources:
         for pieces in sources.values():
@@ -106,7 +106,7 @@ def check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
         )
 
 
-def _check_quantised(layer: LayerExperts) -> None:
+def _check_quantised(layer: StoredLayer) -> None:
     """Raise `UnsupportedModelError` for plain numbers that would have to be put in turns on their way to a slot."""
     for part in layer.parts:
         for tensor in layer.sources[0][part.name] if len(part.shape) == 2 else ():

@@ -16,7 +16,7 @@ from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, is_readable, read_headers
 from smoe.memory.quantised_store import expert_bytes, is_quantised
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.file_bytes import FileBytes, bytes_of_files
 from smoe.models.gguf_config import entries_of, gguf_fields, next_token_layers
 from smoe.models.gguf_experts import index_gguf_experts, tensors_of
@@ -45,7 +45,7 @@ class GgufSizes:
     def tensors(self) -> dict[str, StoredTensor]:
         return dict(self._tensors)
 
-    def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+    def experts(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         tensors = self._tensors
         layers = self._layers(spec)
         sources = self._sources(spec)
@@ -144,5 +144,5 @@ class GgufSizes:
                 "file is incomplete"
             )
 
-    def _layers(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+    def _layers(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         return {site.layer: index_gguf_experts(self.place, site, self._tensors) for site in spec.sites}

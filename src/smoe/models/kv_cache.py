@@ -31,7 +31,7 @@ BLOCK_TOKENS = 128
 """Positions that are counted as one; with 16 numbers of a head and more they are whole pages."""
 
 
-class Room(Protocol):
+class CacheMemory(Protocol):
     """The memory that several caches share."""
 
     def note_growth(self) -> None:
@@ -44,7 +44,7 @@ class RowCache(DynamicCache):
     layers: list[Any]
 
     def __init__(
-        self, config: PretrainedConfig, rows: int, capacity_tokens: int, room: weakref.ref[Room] | None = None
+        self, config: PretrainedConfig, rows: int, capacity_tokens: int, room: weakref.ref[CacheMemory] | None = None
     ) -> None:
         """`room` is called before more positions are backed with memory."""
         super().__init__(config=config)

@@ -39,7 +39,7 @@ class ChosenExperts(library.Llama4TextExperts):
         return total
 
 
-class ChoosingRouter(library.Llama4Router):
+class Llama4ChoosingRouter(library.Llama4Router):
     """The library's router, which says whom it chose."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ class ChoosingMoe(library.Llama4TextMoe):
     def __init__(self, config: Llama4TextConfig) -> None:
         super().__init__(config)
         self.experts = ChosenExperts(config)
-        self.router = ChoosingRouter(config)
+        self.router = Llama4ChoosingRouter(config)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, S, H] -> [T, H] and the router's logits [T, E]."""

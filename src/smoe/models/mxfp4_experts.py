@@ -17,7 +17,7 @@ from smoe.formats.base import Format
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.memory.arrangement import Spread
 from smoe.memory.safetensors_index import Ingredient, StoredTensor
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 
 FAMILIES = ("gpt_oss",)
 _CODES, _SCALES = "_blocks", "_scales"
@@ -54,7 +54,7 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return found
 
 
-def check_mxfp4(layers: Mapping[int, LayerExperts]) -> None:
+def check_mxfp4(layers: Mapping[int, StoredLayer]) -> None:
     """Raise `CheckpointError` where experts are not stored as the configuration says."""
     for experts in layers.values():
         for part in experts.parts:

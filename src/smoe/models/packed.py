@@ -37,7 +37,7 @@ from smoe.memory.dtypes import Dtype
 from smoe.memory.gguf_header import part_stem
 from smoe.memory.quantised_store import is_in_pieces, is_quantised
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor, identity_of
-from smoe.memory.store import LayerExperts, Part, page_ceil
+from smoe.memory.store import Part, StoredLayer, page_ceil
 from smoe.models.files import DEMO_FOLDER
 from smoe.models.outline import ExpertsSite
 from smoe.models.spec import ModelSpec
@@ -146,7 +146,7 @@ class Contents:
         }
 
 
-def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, LayerExperts]) -> Contents | None:
+def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) -> Contents | None:
     """What a packed file has that is found by itself: the `experts` of a checkpoint as slots have them, in the dtype of
     `spec` or, where they are quantised, in the formats that they have. None of those that lie in one piece already, and
     of those that cannot."""
@@ -160,7 +160,7 @@ def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, LayerExperts]) -
     return Contents(AS_STORED, plain, spec.sites, found)
 
 
-def _as_stored(part: Part, experts: LayerExperts, plain: str) -> PackedPart | None:
+def _as_stored(part: Part, experts: StoredLayer, plain: str) -> PackedPart | None:
     """A matrix whose codes and scales lie apart, all of it in one format; a bias in the plain dtype."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
@@ -231,7 +231,7 @@ class Packed(NamedTuple):
     """A packed file that fits its checkpoint."""
 
     path: Path
-    layers: dict[int, LayerExperts]
+    layers: dict[int, StoredLayer]
     records: list[dict[str, Any]]
     """Of every layer: `sha256` of its experts, and of a precision the `relative_error` of its weights."""
     start: int
@@ -246,7 +246,7 @@ def bytes_in_precision(spec: ModelSpec) -> dict[int, int]:
     return {layer: contents.expert_bytes(layer) for layer in contents.parts}
 
 
-def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, LayerExperts]:
+def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, StoredLayer]:
     """Where the experts of a checkpoint lie in the precision of `spec`. Raises `ConfigError` where it has not been
     packed so, and `CheckpointError` as `read_packed` does."""
     contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
@@ -278,7 +278,7 @@ def read_packed(place: Path, contents: Contents) -> Packed | None:
     records, begin = _read_records(path, identity.nbytes)
     if begin != start + contents.experts * contents.stride or len(records) != len(contents.sites):
         raise CheckpointError(f"{path} is truncated; delete it, or run smoe pack again")
-    layers: dict[int, LayerExperts] = {}
+    layers: dict[int, StoredLayer] = {}
     offset = start
     for site in contents.sites:
         layers[site.layer] = _packed_layer(path, identity, site, contents, offset)
@@ -307,7 +307,7 @@ def _asked(contents: str) -> str:
 
 def _packed_layer(
     path: Path, identity: FileIdentity, site: ExpertsSite, contents: Contents, offset: int
-) -> LayerExperts:
+) -> StoredLayer:
     sources = []
     for expert in range(site.experts):
         begin = offset + expert * contents.stride
@@ -316,7 +316,7 @@ def _packed_layer(
             key, shape = f"{site.name}.{each.part.name}[{expert}]", each.part.stored_shape
             pieces[each.part.name] = (StoredTensor(path, begin + at, each.nbytes, each.kind, shape, key, identity),)
         sources.append(pieces)
-    return LayerExperts(site.layer, tuple(each.part for each in contents.parts[site.layer]), sources)
+    return StoredLayer(site.layer, tuple(each.part for each in contents.parts[site.layer]), sources)
 
 
 def may_be_packed(path: Path) -> bool:

@@ -15,13 +15,13 @@ from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import is_gguf
 from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
-from smoe.memory.store import LayerExperts, Part
+from smoe.memory.store import Part, StoredLayer
 from smoe.memory.torch_dtypes import TORCH
 from smoe.models.released_numbers import released_numbers
 from smoe.models.released_schemes import METHODS
 
 
-def reference_parameters(experts: LayerExperts, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def reference_parameters(experts: StoredLayer, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Fused parameters [len(chosen), ...] of one layer, by part name."""
     parameters: dict[str, torch.Tensor] = {}
     for part in experts.parts:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from smoe.formats.mxfp4 import E2M1, MXFP4_PAIRS
-from smoe.memory.arrangement import Scales, Zeros, every_code
+from smoe.memory.arrangement import StoredScales, Zeros, every_code
 from smoe.memory.safetensors_index import StoredTensor
 
 _AWQ_PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -21,7 +21,7 @@ def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.
         return _float4(*(read(each.tensor) for each in matrix.made_of), is_divided=matrix.scheme != "modelopt")
     codes, place = read(matrix.made_of[0].tensor), matrix.made_of[1]
     scales = place.arrangement
-    assert isinstance(scales, Scales)
+    assert isinstance(scales, StoredScales)
     gains = read(place.tensor).float().reshape(scales.shape)
     if codes.dtype is torch.float8_e4m3fn:
         return codes.float() * _everywhere(gains, matrix.shape, scales)
@@ -84,7 +84,7 @@ def _groups(matrix: StoredTensor, count: int, read: Callable[[StoredTensor], tor
     return torch.arange(matrix.shape[1]) // (matrix.shape[1] // count)
 
 
-def _everywhere(gains: torch.Tensor, shape: Sequence[int], scales: Scales) -> torch.Tensor:
+def _everywhere(gains: torch.Tensor, shape: Sequence[int], scales: StoredScales) -> torch.Tensor:
     tall = gains.repeat_interleave(scales.rows_each, 0)[: shape[0]]
     return tall.repeat_interleave(shape[1] // gains.shape[1], 1)
 

@@ -24,7 +24,16 @@ from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.base import Format
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.formats.released import NVFP4_GROUP, SCALE_BYTES
-from smoe.memory.arrangement import SCALE_KINDS, Grid, PairsApart, Scales, Spread, TurnedCodes, TurnedWords, Zeros
+from smoe.memory.arrangement import (
+    SCALE_KINDS,
+    BlockGrid,
+    PairsApart,
+    Spread,
+    StoredScales,
+    TurnedCodes,
+    TurnedWords,
+    Zeros,
+)
 from smoe.memory.safetensors_index import Ingredient, StoredTensor
 from smoe.memory.store import row_of
 from smoe.models.released_schemes import Scheme
@@ -169,7 +178,7 @@ class _Matrix:
                 f"{self._scheme.columns_each or 'all'} with one scale, which make no whole blocks of 32, 64 or 128; "
                 "take another release of the model"
             )
-        made_of = self._made_of(Grid(rows, columns // form.numbers, form.nbytes), form, columns)
+        made_of = self._made_of(BlockGrid(rows, columns // form.numbers, form.nbytes), form, columns)
         if self._order is not None:
             made_of += (Ingredient(self._order, 0, None),)
         scheme = self._scheme.method
@@ -198,7 +207,7 @@ class _Matrix:
             return second * self._each, first
         return (second, first * self._each) if self._is_turned else (first, second * self._each)
 
-    def _made_of(self, grid: Grid, form: Format, columns: int) -> tuple[Ingredient, ...]:
+    def _made_of(self, grid: BlockGrid, form: Format, columns: int) -> tuple[Ingredient, ...]:
         scheme = self._scheme
         groups = columns // (scheme.columns_each or columns)
         blocks_each, tall = grid.blocks // groups, scheme.rows_each or grid.rows
@@ -208,7 +217,7 @@ class _Matrix:
         made_of = [
             Ingredient(self._codes, SCALE_BYTES + (not scheme.is_float), self._arranged(grid, form)),
             Ingredient(
-                self._scales, 0, Scales(grid, self._scales.dtype, shape, tall, blocks_each, self._is_turned, zero)
+                self._scales, 0, StoredScales(grid, self._scales.dtype, shape, tall, blocks_each, self._is_turned, zero)
             ),
         ]
         if self._zeros is not None:
@@ -219,7 +228,7 @@ class _Matrix:
             made_of.append(Ingredient(self._zeros, SCALE_BYTES, zeros))
         return tuple(made_of)
 
-    def _arranged(self, grid: Grid, form: Format) -> Spread | TurnedWords | TurnedCodes:
+    def _arranged(self, grid: BlockGrid, form: Format) -> Spread | TurnedWords | TurnedCodes:
         if self._scheme.method == "awq":
             return TurnedCodes(grid, form.numbers)
         if self._is_turned:
@@ -263,7 +272,7 @@ class _Float4(_Matrix):
             )
         return codes.shape[0], 2 * codes.shape[1]
 
-    def _made_of(self, grid: Grid, form: Format, columns: int) -> tuple[Ingredient, ...]:
+    def _made_of(self, grid: BlockGrid, form: Format, columns: int) -> tuple[Ingredient, ...]:
         shape = (grid.rows, columns // (self._scheme.columns_each or columns))
         if self._factor is None:
             self._check(self._scales, shape, ("U8", "F8_E8M0"))
@@ -272,7 +281,7 @@ class _Float4(_Matrix):
         self._check(self._scales, shape, ("F8_E4M3",))
         self._check(self._factor, (1, 1), ("F32",))
         each = form.numbers // NVFP4_GROUP
-        factor = Scales(grid, "F32", (1, 1), grid.rows, grid.blocks, is_divisor=self._divides)
+        factor = StoredScales(grid, "F32", (1, 1), grid.rows, grid.blocks, is_divisor=self._divides)
         return (
             Ingredient(self._codes, SCALE_BYTES + each, PairsApart(form.numbers, form.nbytes)),
             Ingredient(self._scales, SCALE_BYTES, Spread(each, form.nbytes)),

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from smoe.errors import ModelError
 from smoe.memory.checkpoint_json import read_object
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.config_file import check_config
 from smoe.models.dense import check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import index_experts, stored_as
@@ -81,7 +81,7 @@ class SafetensorsFolder(SafetensorsSizes):
             tokenizer("a")["input_ids"]
             return tokenizer
 
-    def _index(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+    def _index(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         assert isinstance(spec, LibrarySpec), "what is loaded goes by the library's rules"
         return index_experts(self.place, spec.shell, spec.sites, self._matrices)
 

@@ -11,7 +11,7 @@ from smoe.errors import UnsupportedModelError
 from smoe.formats.mxfp4 import MXFP4_PAIRS
 from smoe.memory.checkpoint_json import read_object
 from smoe.memory.safetensors_index import StoredTensor, has_shards, index_checkpoint, shard_paths
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.config_doubts import doubts_of, read_as
 from smoe.models.config_file import check_config
 from smoe.models.expert_keys import index_by_keys, layers_by_keys
@@ -50,7 +50,7 @@ class SafetensorsSizes:
     def tensors(self) -> dict[str, StoredTensor]:
         return index_checkpoint(self.place)
 
-    def experts(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+    def experts(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         stored = self._index(spec)
         if self._has_mxfp4:
             check_mxfp4(stored)
@@ -133,7 +133,7 @@ class SafetensorsSizes:
     def _scheme(self) -> Scheme | None:
         return read_scheme(self._stated)
 
-    def _index(self, spec: ModelSpec) -> dict[int, LayerExperts]:
+    def _index(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         """The stored pieces of every expert; all other weights are compared with `spec`, too."""
         return index_by_keys(spec, self._matrices)
 

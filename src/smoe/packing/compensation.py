@@ -27,7 +27,7 @@ _PRIOR_TOKENS = 64
 """How many tokens of an expert's own what is known beforehand counts for."""
 
 
-class Grid(NamedTuple):
+class CodeGrid(NamedTuple):
     """What the codes of every number stand for: lowest + step * code, all [N, K]."""
 
     lowest: torch.Tensor
@@ -36,7 +36,7 @@ class Grid(NamedTuple):
     most: int
 
 
-class _Section(NamedTuple):
+class _ColumnSection(NamedTuple):
     begin: int
     upper: torch.Tensor
     """[width, width]"""
@@ -62,9 +62,9 @@ class Compensation:
             size = float(moment.diagonal().mean()) or 1.0
             moment.diagonal().add_(_DAMPING * size)
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(moment))
-            self._sections.append(_Section(n * SECTION, torch.linalg.cholesky(inverse, upper=True).float()))
+            self._sections.append(_ColumnSection(n * SECTION, torch.linalg.cholesky(inverse, upper=True).float()))
 
-    def codes(self, numbers: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def codes(self, numbers: torch.Tensor, grid: CodeGrid) -> torch.Tensor:
         """Codes [N, K] of numbers [N, K]."""
         found = []
         for begin, upper in self._sections:
@@ -81,7 +81,7 @@ def _turned(numbers: torch.Tensor, columns: slice) -> torch.Tensor:
 
 
 def _codes_of(
-    rest: torch.Tensor, lowest: torch.Tensor, step: torch.Tensor, grid: Grid, upper: torch.Tensor
+    rest: torch.Tensor, lowest: torch.Tensor, step: torch.Tensor, grid: CodeGrid, upper: torch.Tensor
 ) -> torch.Tensor:
     """One section, column by column: all are [width, N]; `rest` changes."""
     codes, safe = torch.empty_like(rest), torch.where(step.abs() > 1e-30, step, 1e-30)  # a step may go down

@@ -21,7 +21,7 @@ import torch
 from smoe.formats.base import Format
 from smoe.formats.encode import Blocks, encode
 from smoe.kernels.unpacked import unpacked
-from smoe.packing.compensation import Compensation, Grid
+from smoe.packing.compensation import CodeGrid, Compensation
 
 _PIECE_NUMBERS = 2**18
 """Numbers at a time: what is made of them stays in the processor's cache."""
@@ -64,14 +64,14 @@ def quantised(
     return torch.cat(pieces), error
 
 
-def _grid(blocks: Blocks, form: Format, shape: torch.Size) -> Grid:
+def _grid(blocks: Blocks, form: Format, shape: torch.Size) -> CodeGrid:
     """What codes stand for: seen by those of zeros and of ones."""
     zeros = np.zeros_like(blocks.codes)
     lowest, next_ = (
         unpacked(form, torch.from_numpy(encode(form, blocks._replace(codes=codes))), torch.float32).view(shape)
         for codes in (zeros, zeros + 1)
     )
-    return Grid(lowest, next_ - lowest, *((-127, 127) if form.is_signed else (0, form.most)))
+    return CodeGrid(lowest, next_ - lowest, *((-127, 127) if form.is_signed else (0, form.most)))
 
 
 def _blocks(weights: torch.Tensor, form: Format) -> Blocks:

@@ -23,7 +23,7 @@ from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.file_lock import FileLock
 from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_tensors import assembled
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.memory.torch_dtypes import TORCH
 from smoe.models.files import check_disk
 from smoe.models.outline import ExpertsSite
@@ -41,7 +41,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def pack(
     place: Path,
     contents: Contents,
-    experts: Mapping[int, LayerExperts],
+    experts: Mapping[int, StoredLayer],
     progress: Callable[[int, int], None],
     calibration: Calibration | None = None,
 ) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ class _Experts(NamedTuple):
     """Where experts come from, and what is made of them."""
 
     contents: Contents
-    sources: Mapping[int, LayerExperts]
+    sources: Mapping[int, StoredLayer]
     calibration: Calibration | None
 
 

@@ -23,7 +23,7 @@ from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import make_eviction
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.sweep import sweep
-from smoe.simulator.synthetic import SAYS, Shape, synthesise
+from smoe.simulator.synthetic import SAYS, DrawnShape, synthesise
 from smoe.simulator.virtual_clock import VirtualClock
 
 PROMPT_TOKENS, NEW_TOKENS = 180, 64
@@ -98,7 +98,7 @@ def implied_layer_seconds(model: Geometry, profile: DeviceProfile) -> float:
 
 
 def _systems(model: Geometry, profile: DeviceProfile, name: str, recall: float) -> list[Setting]:
-    trace = synthesise(Shape(EXPERTS, TOP_K, model.layers, NEW_TOKENS, PROMPT_TOKENS))
+    trace = synthesise(DrawnShape(EXPERTS, TOP_K, model.layers, NEW_TOKENS, PROMPT_TOKENS))
     nbytes, times = model.expert_bytes(_AWQ_BITS), step_times(model, profile, _AWQ_BITS, DENSE_BYTES[model])
     made: dict[str, tuple[int, Predictor | None]] = {
         "accelerate": (1, None),

@@ -24,7 +24,7 @@ from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.mixed_cache import MixedCache, miss_penalty, multidimensional, named
 from smoe.simulator.sweep import sweep
-from smoe.simulator.synthetic import SAYS, Shape, synthesise
+from smoe.simulator.synthetic import SAYS, DrawnShape, synthesise
 from smoe.simulator.virtual_clock import replay_on_clock
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 128
@@ -110,7 +110,9 @@ def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reprod
 def _systems(setting: tuple[Geometry, Machine]) -> Cell:
     """All systems in one setting, and what the evictions' misses cost there."""
     model, machine = setting
-    trace = synthesise(Shape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS), with_scores=True)
+    trace = synthesise(
+        DrawnShape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS), with_scores=True
+    )
     switches = switches_of(trace)
     runs = {name: run for name, run in RUNS.items() if not (run.by_cpu and machine.name == "jetson-agx-orin")}
     systems = [_simulated(model, machine, name, run, trace, switches) for name, run in runs.items()]

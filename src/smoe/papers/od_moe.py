@@ -26,7 +26,7 @@ from smoe.papers.od_moe_recall import (
     WITNESS,
     WITNESS_AHEAD,
     WITNESS_TOLD,
-    Recall,
+    DraftRecall,
     as_printed,
     named_tokens,
     recall_of,
@@ -64,12 +64,12 @@ RUN_ON, TWO_SLOTS = "+ turns that run on", "+ two slots for prompts"
 """Five groups do not divide 32 layers: where each token begins with the first group, it has had two turns to load."""
 
 
-class _Case(NamedTuple):
+class _ClusterCase(NamedTuple):
     """One cluster, one way to work on it."""
 
     name: str
     system: str
-    recall: Recall | str = _NOTHING
+    recall: DraftRecall | str = _NOTHING
     new_tokens: int = 256
     prompt: int = 16
     groups: int = GROUPS
@@ -88,49 +88,54 @@ class _Case(NamedTuple):
     """Times of the testbed that are others here."""
 
 
-def _settings() -> list[_Case]:
+def _settings() -> list[_ClusterCase]:
     return [*_table_2(), *_other_recalls(), *_figure_8(), *_figure_9(), *_figure_10(), *_constants(), *_beyond()]
 
 
-def _table_2() -> list[_Case]:
+def _table_2() -> list[_ClusterCase]:
     told = recall_of(PRINTED, 1, 1)
     lengths = [(old, new) for old in TTFT_MS for new in (64, NEW_TOKENS)]
-    found = [_Case("table 2", f"od-moe ({old}, {new})", told, new, old) for old, new in lengths]
-    return [*found, _Case("table 2", "the cluster, no loads", new_tokens=NEW_TOKENS, changed=(("load", 0.0),))]
+    found = [_ClusterCase("table 2", f"od-moe ({old}, {new})", told, new, old) for old, new in lengths]
+    return [*found, _ClusterCase("table 2", "the cluster, no loads", new_tokens=NEW_TOKENS, changed=(("load", 0.0),))]
 
 
-def _other_recalls() -> list[_Case]:
+def _other_recalls() -> list[_ClusterCase]:
     """What the paper's speed would take."""
     others = {
-        "as FP16's, 99.94 %": Recall((0.9994,)),
-        "as NF4's, 95.67 %": Recall((0.9567,)),
-        "misses of a layer together": Recall((RECALL[1, 1],), RECALL[1, 1]),
+        "as FP16's, 99.94 %": DraftRecall((0.9994,)),
+        "as NF4's, 95.67 %": DraftRecall((0.9567,)),
+        "misses of a layer together": DraftRecall((RECALL[1, 1],), RECALL[1, 1]),
     }
-    return [_Case("table 2, other recalls", system, recall, NEW_TOKENS) for system, recall in others.items()]
+    return [_ClusterCase("table 2, other recalls", system, recall, NEW_TOKENS) for system, recall in others.items()]
 
 
-def _figure_8() -> list[_Case]:
+def _figure_8() -> list[_ClusterCase]:
     found = [
-        _Case(f"figure 8, {TEXTS[source]}", case, recall_of(source, *periods), NEW_TOKENS, periods=periods)
+        _ClusterCase(f"figure 8, {TEXTS[source]}", case, recall_of(source, *periods), NEW_TOKENS, periods=periods)
         for source in TEXTS
         for case, periods in CASES.items()
     ]
-    alone = [_Case("figure 8", "case 5", _RANDOM, NEW_TOKENS), _Case("figure 8", "case 6", _NOTHING, NEW_TOKENS)]
+    alone = [
+        _ClusterCase("figure 8", "case 5", _RANDOM, NEW_TOKENS),
+        _ClusterCase("figure 8", "case 6", _NOTHING, NEW_TOKENS),
+    ]
     return [*found, *alone]
 
 
-def _figure_9() -> list[_Case]:
+def _figure_9() -> list[_ClusterCase]:
     return [
-        _Case(f"figure 9, {TEXTS[source]}", f"T{t} KV{kv}", recall_of(source, t, kv), NEW_TOKENS, periods=(t, kv))
+        _ClusterCase(
+            f"figure 9, {TEXTS[source]}", f"T{t} KV{kv}", recall_of(source, t, kv), NEW_TOKENS, periods=(t, kv)
+        )
         for source, known in PERIODS.items()
         for t, kv in product(known, known)
     ]
 
 
-def _figure_10() -> list[_Case]:
+def _figure_10() -> list[_ClusterCase]:
     """With the workers' GPUs as they were, too."""
     return [
-        _Case(_figure_10_name(gpu, rows, source), f"T1 KV{kv}", recall_of(source, 1, kv), NEW_TOKENS,
+        _ClusterCase(_figure_10_name(gpu, rows, source), f"T1 KV{kv}", recall_of(source, 1, kv), NEW_TOKENS,
               periods=(1, kv), since=rows == _ALL_ROWS, changed=_GPUS[gpu])
         for source in (PRINTED, EMBEDDED)
         for rows in _ROWS
@@ -149,7 +154,7 @@ def _figure_10_name(gpu: str, rows: str, source: str) -> str:
     return f"figure 10, {gpu}, {rows}, {TEXTS[source]}"
 
 
-def _constants() -> list[_Case]:
+def _constants() -> list[_ClusterCase]:
     """Table 2 with one time changed."""
     base, told = ten_machines(), recall_of(PRINTED, 1, 1)
     others: dict[str, tuple[str, float]] = {
@@ -163,7 +168,7 @@ def _constants() -> list[_Case]:
         "shadow of 4 ms": ("shadow_layer", 4e-3),
     }
     return [
-        _Case(_constants_name(length), system, told, NEW_TOKENS, length, changed=(change,))
+        _ClusterCase(_constants_name(length), system, told, NEW_TOKENS, length, changed=(change,))
         for length in TTFT_MS
         for system, change in others.items()
     ]
@@ -173,7 +178,7 @@ def _constants_name(length: int) -> str:
     return f"other constants, prompt of {length}"
 
 
-def _beyond() -> list[_Case]:
+def _beyond() -> list[_ClusterCase]:
     """Each step on top of the one before, where it says `+`."""
     spare: dict[str, Any] = {"spares": 1, "precision": "int4"}
     early: dict[str, Any] = {"is_early": True}
@@ -190,7 +195,7 @@ def _beyond() -> list[_Case]:
         ("int8, early, no spares, run on", early | five),
     ]
     return [
-        _Case(_beyond_name(source), system, _recall_beyond(source, more), NEW_TOKENS, 128, is_ours=True, **more)
+        _ClusterCase(_beyond_name(source), system, _recall_beyond(source, more), NEW_TOKENS, 128, is_ours=True, **more)
         for source in (WITNESS, PRINTED)
         for system, more in steps
     ]
@@ -200,14 +205,14 @@ def _beyond_name(source: str) -> str:
     return f"beyond the paper, {TEXTS[source]}"
 
 
-def _recall_beyond(source: str, more: Mapping[str, Any]) -> Recall:
+def _recall_beyond(source: str, more: Mapping[str, Any]) -> DraftRecall:
     """The witness's; its misses as the paper's model would have them, where that is asked for."""
     found = (WITNESS_AHEAD if more.get("is_early") else WITNESS_TOLD)[more.get("precision", "int8")]
     if source == WITNESS:
         return found
     assert found.with_spare is not None
     spare = 1 - as_printed(max(1 - found.with_spare, 1e-9), WITNESS)
-    return Recall((1 - as_printed(1 - found.experts[0], WITNESS),), None, spare, found.own_token)
+    return DraftRecall((1 - as_printed(1 - found.experts[0], WITNESS),), None, spare, found.own_token)
 
 
 SETTINGS = _settings()
@@ -220,9 +225,9 @@ def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reprod
     return Reproduction("od-moe", tuple(settings), tuple(_claims(settings)), _remarks())
 
 
-def _in_case(case: _Case) -> Cell:
+def _in_case(case: _ClusterCase) -> Cell:
     base = replace(ten_machines(), **dict(case.changed))
-    recall = case.recall if isinstance(case.recall, Recall) else None
+    recall = case.recall if isinstance(case.recall, DraftRecall) else None
     count = min(case.new_tokens, NEW_TOKENS)
     tokens = named_tokens(recall, count, case.spares, is_random=case.recall == _RANDOM)
     group_size = MIXTRAL.top_k + case.spares

@@ -39,7 +39,7 @@ _WITNESS_INT8 = {
 """`recall-witness.json`: Mixtral's shape; with the share of the layers that were whole."""
 
 
-class Recall(NamedTuple):
+class DraftRecall(NamedTuple):
     """Of one shadow. Shares of one."""
 
     experts: tuple[float, ...]
@@ -53,29 +53,29 @@ class Recall(NamedTuple):
 
 
 WITNESS_AHEAD = {
-    "int8": Recall((0.996193,), 0.992387, 1.0, 0.991063),
-    "int4": Recall((0.980387,), 0.960775, 0.998014, 0.963257),
-    "int3": Recall((0.956637,), 0.913357, 0.990152, 0.923535),
+    "int8": DraftRecall((0.996193,), 0.992387, 1.0, 0.991063),
+    "int4": DraftRecall((0.980387,), 0.960775, 0.998014, 0.963257),
+    "int3": DraftRecall((0.956637,), 0.913357, 0.990152, 0.923535),
 }
 """Of shadows that are told tokens alone (T1 KV0): no better are those whose keys and values come a token late."""
 WITNESS_TOLD = {
-    "int8": Recall((0.996938,), 0.993876, 0.999834, 0.994042),
-    "int4": Recall((0.982704,), 0.965409, 0.998924, 0.96425),
+    "int8": DraftRecall((0.996938,), 0.993876, 0.999834, 0.994042),
+    "int4": DraftRecall((0.982704,), 0.965409, 0.998924, 0.96425),
 }
 """T1 KV1."""
 
 
-def recall_of(source: str, token_period: int, kv_period: int) -> Recall:
+def recall_of(source: str, token_period: int, kv_period: int) -> DraftRecall:
     """Of the int8 shadow at these periods. Raises KeyError where nothing was recorded."""
     periods = token_period, kv_period
     if source == PRINTED and periods == (0, 0):
-        return Recall(_UNALIGNED)
+        return DraftRecall(_UNALIGNED)
     if source == PRINTED:
-        return Recall((1 - as_printed(1 - _EMBEDDED_INT8[periods], EMBEDDED),))
+        return DraftRecall((1 - as_printed(1 - _EMBEDDED_INT8[periods], EMBEDDED),))
     if source == EMBEDDED:
-        return Recall((_EMBEDDED_INT8[periods],))
+        return DraftRecall((_EMBEDDED_INT8[periods],))
     experts, whole = _WITNESS_INT8[periods]
-    return Recall((experts,), whole)
+    return DraftRecall((experts,), whole)
 
 
 def as_printed(miss: float, source: str) -> float:
@@ -86,7 +86,9 @@ def as_printed(miss: float, source: str) -> float:
     return paper_told * exp(slope * log(miss / told))
 
 
-def named_tokens(recall: Recall | None, count: int, spares: int = 0, is_random: bool = False) -> list[DecodedToken]:
+def named_tokens(
+    recall: DraftRecall | None, count: int, spares: int = 0, is_random: bool = False
+) -> list[DecodedToken]:
     """So many tokens of Mixtral's shape, each expert as likely as any other, and what is named of them.
 
     `recall` None: nothing. `is_random`: any experts whatever. The same draws in every call: what is right at some
@@ -97,7 +99,7 @@ def named_tokens(recall: Recall | None, count: int, spares: int = 0, is_random: 
     ]
 
 
-def _token(chance: random.Random, at: float, recall: Recall | None, spares: int, is_random: bool) -> DecodedToken:
+def _token(chance: random.Random, at: float, recall: DraftRecall | None, spares: int, is_random: bool) -> DecodedToken:
     everybody, top_k = range(MIXTRAL.experts), MIXTRAL.top_k
     chosen = [tuple(sorted(chance.sample(everybody, top_k))) for _ in range(MIXTRAL.layers)]
     any_of = [tuple(chance.sample(everybody, top_k + spares)) for _ in range(MIXTRAL.layers)]
@@ -118,7 +120,7 @@ def _token(chance: random.Random, at: float, recall: Recall | None, spares: int,
     return DecodedToken(chosen, named, is_own, any_of)
 
 
-def _chances(recall: Recall, at: float, spares: int) -> tuple[float, float]:
+def _chances(recall: DraftRecall, at: float, spares: int) -> tuple[float, float]:
     """(both experts of a layer are named, one of them is) for a token at this part of the text."""
     experts = recall.experts[min(len(recall.experts) - 1, int(at * len(recall.experts)))]
     if spares:

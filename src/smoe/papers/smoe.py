@@ -22,7 +22,7 @@ from smoe.policy.step import EXACT_SWITCHES
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.sweep import sweep
-from smoe.simulator.synthetic import SAYS, Shape, synthesise
+from smoe.simulator.synthetic import SAYS, DrawnShape, synthesise
 from smoe.simulator.virtual_clock import replay_on_clock
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
@@ -35,7 +35,7 @@ _RESERVED_BYTES = 2e9
 """Of a GPU's memory, for the KV cache, activations and the driver."""
 
 
-class Machine(NamedTuple):
+class TestbedMachine(NamedTuple):
     """A row of table III."""
 
     model: Geometry
@@ -54,13 +54,13 @@ class Machine(NamedTuple):
 
 
 MACHINES = (
-    Machine(DEEPSEEK_16B, "rtx-3080-ti", 12e9),
-    Machine(XVERSE, "rtx-4060-ti", 24e9),
-    Machine(QWEN2_57B, "rtx-a6000", 48e9),
+    TestbedMachine(DEEPSEEK_16B, "rtx-3080-ti", 12e9),
+    TestbedMachine(XVERSE, "rtx-4060-ti", 24e9),
+    TestbedMachine(QWEN2_57B, "rtx-a6000", 48e9),
 )
 
 
-class _Run(NamedTuple):
+class _SystemRun(NamedTuple):
     """One system's switches."""
 
     eviction: str
@@ -70,15 +70,15 @@ class _Run(NamedTuple):
 
 
 BASELINES = {
-    "static (llama.cpp)": _Run("lru", balance="host"),
-    "LRU and next gate": _Run("lru", True),
-    "HybriMoE": _Run("score", True, "optimal"),
+    "static (llama.cpp)": _SystemRun("lru", balance="host"),
+    "LRU and next gate": _SystemRun("lru", True),
+    "HybriMoE": _SystemRun("score", True, "optimal"),
 }
 STEPS = {
-    "+ CE": _Run("score"),
-    "+ CR": _Run("score", alpha=ALPHA),
-    "+ Pre": _Run("score", True, alpha=ALPHA),
-    "+ BA (smoe)": _Run("score", True, "optimal", ALPHA),
+    "+ CE": _SystemRun("score"),
+    "+ CR": _SystemRun("score", alpha=ALPHA),
+    "+ Pre": _SystemRun("score", True, alpha=ALPHA),
+    "+ BA (smoe)": _SystemRun("score", True, "optimal", ALPHA),
 }
 SMOE = "+ BA (smoe)"
 BATCHES = (1, 3)
@@ -106,7 +106,7 @@ def reproduce(tick: Callable[[int], None], cells: Cells | None = None) -> Reprod
     return Reproduction("smoe", tuple(settings), tuple(_claims(done)), _REMARKS)
 
 
-def _systems(setting: tuple[Machine, int]) -> Cell:
+def _systems(setting: tuple[TestbedMachine, int]) -> Cell:
     """All of them in one setting, and their cache ratios."""
     machine, batch = setting
     trace = _trace(machine.model, batch)
@@ -117,7 +117,7 @@ def _systems(setting: tuple[Machine, int]) -> Cell:
 
 def _trace(model: Geometry, batch: int) -> list[Routing]:
     """Sequences of their own, side by side."""
-    shape = Shape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS)
+    shape = DrawnShape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS)
     traces = [synthesise(shape, seed=seed, with_scores=True) for seed in range(batch)]
     return [_beside(routings) for routings in zip(*traces, strict=True)]
 
@@ -140,7 +140,7 @@ def _scored(routing: Routing) -> Sequence[int]:
     return last_rows(routing) if routing.phase is Phase.PREFILL else range(len(routing.top_k_index))
 
 
-def _simulated(machine: Machine, where: str, name: str, run: _Run, trace: Sequence[Routing]) -> _Done:
+def _simulated(machine: TestbedMachine, where: str, name: str, run: _SystemRun, trace: Sequence[Routing]) -> _Done:
     model, profile = machine.model, read_profile(machine.profile)
     asked = Moment.RESIDENTS_DONE if run.alpha else Moment.ROUTED
     predictor = Foresight(trace, RECALL, asked) if run.prefetches else None

@@ -27,7 +27,7 @@ _WEIGHT = 0.02
 """Of a layer that took longer than usual in what is usual."""
 
 
-class Place(NamedTuple):
+class TokenLayer(NamedTuple):
     """A layer of a token."""
 
     position: int
@@ -48,7 +48,7 @@ class Here(NamedTuple):
     """Experts that it can bring in ahead."""
 
 
-class Ahead:
+class AheadSchedule:
     """Of the token under way and the next one. Any thread may call, as far as `lock` is one."""
 
     def __init__(
@@ -73,13 +73,13 @@ class Ahead:
         self._costs_later = costs_later
         self._tell = tell
         self._clock, self._lock = clock, lock
-        self._now = Place(-1, -1)
+        self._now = TokenLayer(-1, -1)
         """Where the token under way is."""
         self._views: Callable[[], Sequence[WorkerView]] = tuple
         self._slots: Mapping[int, int] = {}
-        self._expected: dict[Place, tuple[int, ...]] = {}
+        self._expected: dict[TokenLayer, tuple[int, ...]] = {}
         """Experts, best first, of layers whose routers have not spoken."""
-        self._groups: dict[Place, dict[ExpertKey, int]] = {}
+        self._groups: dict[TokenLayer, dict[ExpertKey, int]] = {}
         """Who is to have what, by turns."""
         self._asked: dict[ExpertKey, int] = {}
         """What the last layer's router has chosen, and who had it; until it has been computed."""
@@ -98,7 +98,7 @@ class Ahead:
         """A forward pass begins at this position, with these workers. What was said of positions before it, or far
         from it, is forgotten."""
         with self._lock:
-            self._now, self._views = Place(position, -1), views
+            self._now, self._views = TokenLayer(position, -1), views
             self._asked_at = 0.0
             self._asked.clear()
             if slots != self._slots:
@@ -108,16 +108,16 @@ class Ahead:
             self._forget([place for place in self._expected if not 0 <= place.position - position <= 1])
             self._go_on()
 
-    def place(self, layer: int, is_next: bool) -> Place:
+    def place(self, layer: int, is_next: bool) -> TokenLayer:
         """Of the token under way, or of the one after it."""
-        return Place(self._now.position + is_next, layer)
+        return TokenLayer(self._now.position + is_next, layer)
 
-    def turn(self, place: Place) -> int:
+    def turn(self, place: TokenLayer) -> int:
         """Which layer this is, counted over those with experts and on from token to token: groups of workers take turns
         in the same order wherever a token begins."""
         return place.position * len(self._turns) + self._turns.get(place.layer, -1)
 
-    def expect(self, places: Mapping[Place, Sequence[int]]) -> None:
+    def expect(self, places: Mapping[TokenLayer, Sequence[int]]) -> None:
         """Of these layers these experts, best first, in the place of what was expected before."""
         with self._lock:
             is_new = False
@@ -161,7 +161,7 @@ class Ahead:
 
     # -- with the lock ------------------------------------------------------------------------------------------------
 
-    def _forget(self, places: Iterable[Place]) -> None:
+    def _forget(self, places: Iterable[TokenLayer]) -> None:
         for place in places:
             self._expected.pop(place, None)
             self._groups.pop(place, None)
@@ -175,7 +175,7 @@ class Ahead:
             self._layer_seconds += (1.0 if is_first else _WEIGHT) * (took - self._layer_seconds)
         self._asked_at = now
 
-    def _is_near(self, place: Place) -> bool:
+    def _is_near(self, place: TokenLayer) -> bool:
         """Whether it may be time to bring its experts in: the next layer's always, as nothing is asked before it."""
         steps = self.turn(place) - self.turn(self._now) - 1
         return self._method == "round-robin" or self._layer_seconds * steps <= self._horizon
@@ -211,8 +211,8 @@ class Ahead:
                 self._tell(told, shelves[told].keys)
 
     def _reserve(
-        self, place: Place, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]
-    ) -> Iterator[tuple[Place, ExpertKey, int | None]]:
+        self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]
+    ) -> Iterator[tuple[TokenLayer, ExpertKey, int | None]]:
         """Slots for what of a layer is there already; yields what is not, and who is to have it, by turns."""
         keys = [(place.layer, expert, EXACT) for expert in self._expected[place]]
         groups: Mapping[ExpertKey, int] = {}
@@ -239,7 +239,7 @@ class Ahead:
     def _has(self, unit: int, key: ExpertKey, views: Mapping[int, WorkerView]) -> bool:
         return unit in views and (self._told.get(key) == unit or key in views[unit].holds)
 
-    def _first(self, place: Place, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
+    def _first(self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
         """Who is to bring in an expert of this layer now, if it is time: of those who have it in time who gives up what
         is wanted last, else who has it first. Who reads something else already may wait, unless the next layer wants
         it: of what is nearer then nobody knows yet."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from smoe.policy.answers import AnswerCosts, choose
 from smoe.policy.misses import missing_experts
 from smoe.policy.plan import HOST, Serve
-from smoe.policy.prices import Answer, PriceTable
+from smoe.policy.prices import PriceTable, Resolution
 from smoe.policy.quality_budget import QualityBudget, TimeBudget
 from smoe.policy.residency import ExpertsAtHand, LowCopiesHere, SlotTable
 from smoe.policy.rows import real_rows
@@ -36,7 +36,7 @@ class Answered(NamedTuple):
 class Assigned(NamedTuple):
     """Missing experts whose answer is known, where `Balance` would split them."""
 
-    answers: dict[int, Answer]
+    answers: dict[int, Resolution]
     """By expert, the most important first."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
@@ -44,7 +44,7 @@ class Assigned(NamedTuple):
         del routing
         rank = {expert: n for n, expert in enumerate(self.answers)}
         ranked = sorted(missing, key=lambda serve: rank.get(serve.key[1], len(rank)))
-        host = {expert for expert, answer in self.answers.items() if answer is Answer.HOST}
+        host = {expert for expert, answer in self.answers.items() if answer is Resolution.HOST}
         on_host = [serve._replace(unit=HOST) for serve in ranked if serve.key[1] in host]
         return [serve for serve in ranked if serve.key[1] not in host], on_host
 
@@ -75,7 +75,7 @@ class Answering:
             budget.spend(chosen.nats, chosen.wanted_nats)
         self.nats += chosen.nats
         self.waited_seconds += chosen.seconds
-        low = frozenset(expert for expert, answer in chosen.served.items() if answer is Answer.LOW)
+        low = frozenset(expert for expert, answer in chosen.served.items() if answer is Resolution.LOW)
         selection = Selection(chosen.replacements, 0, 0, 0)
         return Answered(applied(selection, routing)._replace(low=low), selection, Assigned(chosen.served))
 

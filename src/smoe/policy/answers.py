@@ -33,7 +33,7 @@ from math import inf
 from typing import NamedTuple, TypeAlias
 
 from smoe.policy.misses import Missing, Route
-from smoe.policy.prices import Answer, LayerPrices
+from smoe.policy.prices import LayerPrices, Resolution
 from smoe.policy.substitution import Replacement
 
 EXACT_UP_TO = 8
@@ -44,7 +44,13 @@ taken alone."""
 SHARES_TRIED = 3
 """Of a low load's seconds, that the layer may be taken to wait for: none, a third, two, all."""
 
-HIGH, HOST, LOW, SUBSTITUTE, SKIP = Answer.HIGH, Answer.HOST, Answer.LOW, Answer.SUBSTITUTE, Answer.SKIP
+HIGH, HOST, LOW, SUBSTITUTE, SKIP = (
+    Resolution.HIGH,
+    Resolution.HOST,
+    Resolution.LOW,
+    Resolution.SUBSTITUTE,
+    Resolution.SKIP,
+)
 
 
 class AnswerCosts(NamedTuple):
@@ -77,10 +83,10 @@ class AnswerCosts(NamedTuple):
         return best, on_host
 
 
-class Chosen(NamedTuple):
+class ResolvedMisses(NamedTuple):
     """What becomes of a layer's missing experts."""
 
-    served: dict[int, Answer]
+    served: dict[int, Resolution]
     """HIGH, HOST or LOW by expert, the most important first; the others' routes are all in `replacements`."""
     replacements: list[Replacement]
     """Routes that a substitute takes, or nobody."""
@@ -92,7 +98,7 @@ class Chosen(NamedTuple):
     """The sum of the prices that there would be without a limit."""
 
 
-NOTHING = Chosen({}, [], 0.0, 0.0, 0.0)
+NOTHING = ResolvedMisses({}, [], 0.0, 0.0, 0.0)
 
 
 def choose(
@@ -102,7 +108,7 @@ def choose(
     rate: float,
     top_k: int,
     limit: float = inf,
-) -> Chosen:
+) -> ResolvedMisses:
     """The answers that cost least; `rate` in seconds per nat, infinite: exact answers only.
 
     At most `limit` nats are spent. `top_k`: K, by which bare tokens are known. Of plans that cost the same it is always
@@ -139,7 +145,7 @@ class _Option(NamedTuple):
     price: float
     keeps: int = 0
     """The bits of the bare tokens that keep the expert, or a substitute of it."""
-    answer: Answer | None = None
+    answer: Resolution | None = None
     """HIGH stands for HIGH and HOST; None where each route has an answer of its own."""
     taken: Sequence[bool] = ()
     """Of each route whether its substitute takes it, else nobody."""
@@ -264,7 +270,7 @@ def _together(
     rate: float,
     limit: float,
     bare: int,
-) -> Chosen:
+) -> ResolvedMisses:
     """All combinations, by dynamic programming over states (`ZERO_PRICED`)."""
     states: dict[int, _Way] = {0: (0.0, None, _EXACT)}
     for ways in options:
@@ -346,9 +352,9 @@ def _prices_of_a_low_load(costs: AnswerCosts) -> Iterator[float]:
 
 def _answered(
     missing: Sequence[Missing], picked: Sequence[_Option], costs: AnswerCosts, wanted_nats: float | None = None
-) -> Chosen:
+) -> ResolvedMisses:
     """What was picked for each, in words."""
-    served: dict[int, Answer] = {}
+    served: dict[int, Resolution] = {}
     replacements: list[Replacement] = []
     nats = 0.0
     steps = [option.step for option in picked]
@@ -367,4 +373,4 @@ def _answered(
                 Replacement(route.token, route.choice, entry.expert, route.substitute if is_taken else None)
                 for route, is_taken in zip(entry.routes, option.taken, strict=True)
             ]
-    return Chosen(served, replacements, nats, seconds, nats if wanted_nats is None else wanted_nats)
+    return ResolvedMisses(served, replacements, nats, seconds, nats if wanted_nats is None else wanted_nats)

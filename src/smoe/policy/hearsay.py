@@ -25,7 +25,7 @@ class Expected(NamedTuple):
     """Of each, what the router ranks by; empty where it was said on another machine."""
 
 
-class Step(NamedTuple):
+class TokenStep(NamedTuple):
     """A token at its place in a text."""
 
     token: int
@@ -38,18 +38,18 @@ class Hearsay:
     """Kept by whoever calls under a lock of its own."""
 
     def __init__(self) -> None:
-        self.asked: Step | None = None
+        self.asked: TokenStep | None = None
         """What the model decodes; None while nobody wants to know."""
         self.listener: Listener | None = None
         """Hears everything at once."""
-        self._said: dict[Step, dict[int, Expected]] = {}
+        self._said: dict[TokenStep, dict[int, Expected]] = {}
         """By layer."""
 
-    def __contains__(self, step: Step) -> bool:
+    def __contains__(self, step: TokenStep) -> bool:
         """Whether the shadow has begun with it."""
         return step in self._said
 
-    def ask(self, step: Step) -> None:
+    def ask(self, step: TokenStep) -> None:
         """The model decodes this."""
         self.asked = step
         if step not in self._said and self.listener is not None:
@@ -60,15 +60,15 @@ class Hearsay:
         self.asked = None
         self._said.clear()
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: TokenStep) -> None:
         """The shadow decodes this; what it said of others than the model's token is of no use any more."""
         self._said = {each: said for each, said in self._said.items() if each == self.asked} | {step: {}}
 
-    def drop(self, step: Step) -> None:
+    def drop(self, step: TokenStep) -> None:
         """The shadow has given this up."""
         self._said.pop(step, None)
 
-    def add(self, step: Step, expected: Expected) -> bool:
+    def add(self, step: TokenStep, expected: Expected) -> bool:
         """It says something of a step that it has begun; returns whether that is wanted."""
         said, is_wanted = self._said.get(step), self.wants(step)
         if said is None:
@@ -78,7 +78,7 @@ class Hearsay:
             self.listener.expect(step.position, Prediction(expected.layer, expected.experts))
         return is_wanted
 
-    def wants(self, step: Step) -> bool:
+    def wants(self, step: TokenStep) -> bool:
         """Whether the model decodes it, or may come to it next."""
         asked = self.asked
         return asked is not None and (step == asked or self._is_after(step, asked))
@@ -97,5 +97,5 @@ class Hearsay:
         if self.asked is not None and self.listener is not None:
             self.listener.withdraw(self.asked.position)
 
-    def _is_after(self, step: Step, asked: Step) -> bool:
+    def _is_after(self, step: TokenStep, asked: TokenStep) -> bool:
         return step.position == asked.position + 1 and step.text == asked.text

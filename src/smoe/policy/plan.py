@@ -21,7 +21,7 @@ FIRST_WORKER = 2
 """The units from here on are other machines (`smoe.cluster`)."""
 
 
-class Reason(Enum):
+class LoadReason(Enum):
     """Why an expert is brought in."""
 
     DEMAND = "demand"
@@ -38,7 +38,7 @@ class Load(NamedTuple):
     """The copy that is forgotten when the load starts; None where the slot was free or was given up before."""
     keep: bool
     """Whether it stays resident after its layer (a cache slot) or leaves at once (a staging slot)."""
-    reason: Reason
+    reason: LoadReason
     after: int
     """Serves of the same plan that must have been computed before the slot may be overwritten."""
 

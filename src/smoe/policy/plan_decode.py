@@ -10,7 +10,7 @@ from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.answering import Assigned
 from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, Promotion, Reason, Serve
+from smoe.policy.plan import LayerPlan, Load, LoadReason, Promotion, Serve
 from smoe.policy.residency import SlotTable
 from smoe.routing import Routing
 
@@ -102,7 +102,7 @@ def _loads(
             slot = slot_of[victim] if victim in slot_of else _slot(victim, residency)
             after = position + 1
         slot_of[serve.key] = slot
-        loads.append(Load(serve.key, slot, victim, True, Reason.DEMAND, after))
+        loads.append(Load(serve.key, slot, victim, True, LoadReason.DEMAND, after))
     return loads
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, Reason
+from smoe.policy.plan import LayerPlan, Load, LoadReason
 from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotPool, SlotTable
 from smoe.routing import Routing
@@ -32,7 +32,7 @@ def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, curre
                 for form in {key[2] for key in missing}
             }
             placed = ((key, next(slots[key[2]], None)) for key in missing)
-            return [Load(key, at[0], None, False, Reason.PREFETCH, at[1]) for key, at in placed if at is not None]
+            return [Load(key, at[0], None, False, LoadReason.PREFETCH, at[1]) for key, at in placed if at is not None]
     return []
 
 
@@ -71,7 +71,7 @@ def plan_upgrades(
         if victim is not None and key[1] in routing.low and own.worth(victim) >= own.worth(key):
             break
         slot = free.popleft() if victim is None else residency.ready[victim]
-        loads.append(Load(key, slot, victim, True, Reason.UPGRADE, 0))
+        loads.append(Load(key, slot, victim, True, LoadReason.UPGRADE, 0))
     return loads
 
 

@@ -14,7 +14,7 @@ from smoe.errors import BudgetError
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import DEVICE, LayerPlan, Load, Promotion, Reason, Serve
+from smoe.policy.plan import DEVICE, LayerPlan, Load, LoadReason, Promotion, Serve
 from smoe.policy.residency import SlotTable
 from smoe.policy.rows import last_rows
 from smoe.routing import Routing
@@ -57,12 +57,12 @@ def plan_prefill(
         )
         for key in (key for key in loaded if key[2] == form):
             if key in staying.free:
-                loads[key] = Load(key, free.popleft(), None, True, Reason.DEMAND, 0)
+                loads[key] = Load(key, free.popleft(), None, True, LoadReason.DEMAND, 0)
                 continue
             place = next(slots, None)
             if place is None:
                 raise BudgetError(f"layer {layer} of a prefill needs a staging slot; there are {pool.staging_slots}")
-            loads[key] = Load(key, place[0], None, False, Reason.DEMAND, place[1])
+            loads[key] = Load(key, place[0], None, False, LoadReason.DEMAND, place[1])
         spare[pool.first] = list(slots)
     hits = len(serves) - len(missing)
     return LayerPlan(layer, serves, [loads[key] for key in loaded], promotions, hits, spare)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from smoe.errors import ConfigError
 
 
-class Answer(Enum):
+class Resolution(Enum):
     """What becomes of the routes of a missing expert."""
 
     HIGH = "high"
@@ -30,7 +30,7 @@ class Answer(Enum):
     """The route is left out (lossy)."""
 
 
-EXACT_ANSWERS = frozenset({Answer.HIGH, Answer.HOST})
+EXACT_ANSWERS = frozenset({Resolution.HIGH, Resolution.HOST})
 """Those that have no price."""
 
 
@@ -43,7 +43,7 @@ class LayerPrices(NamedTuple):
     skip: float
     """Of a route that is left out, the weights of the others as they were."""
 
-    def price(self, answer: Answer, weight: float, gap: float = 0.0) -> float:
+    def price(self, answer: Resolution, weight: float, gap: float = 0.0) -> float:
         """Nats, of one route with so much of its token's routing weight (0 to 1).
 
         What rounding an expert changes in the layer's output is proportional to its weight, and the divergence of the
@@ -61,7 +61,7 @@ class LayerPrices(NamedTuple):
         return self.low * squared if answer is _LOW else 0.0
 
 
-_LOW, _SUBSTITUTE, _SKIP = Answer.LOW, Answer.SUBSTITUTE, Answer.SKIP
+_LOW, _SUBSTITUTE, _SKIP = Resolution.LOW, Resolution.SUBSTITUTE, Resolution.SKIP
 
 
 class PriceTable(NamedTuple):
@@ -72,7 +72,7 @@ class PriceTable(NamedTuple):
     @property
     def typical(self) -> float:
         """Nats of one of eight equal routes that is left out, in the layer in the middle."""
-        prices = sorted(layer.price(Answer.SKIP, 1 / 8) for layer in self.layers.values())
+        prices = sorted(layer.price(Resolution.SKIP, 1 / 8) for layer in self.layers.values())
         return prices[len(prices) // 2]
 
     def as_json(self) -> dict[str, Any]:

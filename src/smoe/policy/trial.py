@@ -84,7 +84,7 @@ class Trial:
         self.switches_off += not is_on
 
 
-class Shadow:
+class LookAheadTrial:
     """Whether looking ahead fits into the time that a layer waits for its loads anyway; both as last measured.
 
     Outside that shadow it would delay what it is meant to speed up: on a fine-grained model a layer's attention,

@@ -33,7 +33,7 @@ def routed_layers(spec: ModelSpec) -> tuple[RoutedLayer, ...]:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PredictorInputs:
     """What predictors are made from: the model whose experts they guess."""
 
     model: PreTrainedModel
@@ -67,17 +67,17 @@ class Subject:
         return Ranking(self.rules, self.spec.anatomy.top_k, self.next_gate)
 
 
-def _look_ahead(subject: Subject) -> Predictor:
+def _look_ahead(subject: PredictorInputs) -> Predictor:
     return LookAhead(subject.model, subject.spec.sites, subject.spec.anatomy.routers, subject.next_gate)
 
 
-def _stacked_gates(subject: Subject) -> Predictor:
+def _stacked_gates(subject: PredictorInputs) -> Predictor:
     """Raises `UnsupportedModelError` where a router cannot be stacked; it has a rule, or loading would have ended."""
     matrices = matrices_of(subject.model, subject.spec)
     return StackedGates(subject.spec.sites, matrices, subject.ranking, subject.depth, subject.spec.dtype.torch)
 
 
-def _corrected_gates(subject: Subject) -> Predictor:
+def _corrected_gates(subject: PredictorInputs) -> Predictor:
     """Raises `ConfigError` where nothing was learned, which a loaded model has been asked before."""
     if subject.corrections is None:
         raise ConfigError(
@@ -94,17 +94,17 @@ def _corrected_gates(subject: Subject) -> Predictor:
     return CorrectedGates(subject.spec.sites, corrections, subject.ranking, subject.depth)
 
 
-def _fitted(subject: Subject) -> Predictor:
+def _fitted(subject: PredictorInputs) -> Predictor:
     assert subject.fitted is not None, "read before the budget is divided"
     return subject.fitted.predictor()
 
 
-def _shadow(subject: Subject) -> Predictor:
+def _shadow(subject: PredictorInputs) -> Predictor:
     assert subject.shadow is not None, "opened before the engine"
     return subject.shadow
 
 
-PREDICTORS: dict[str, Callable[[Subject], Predictor | None]] = {
+PREDICTORS: dict[str, Callable[[PredictorInputs], Predictor | None]] = {
     "none": lambda subject: None,
     "next-gate": lambda subject: subject.next_gate,
     "look-ahead": _look_ahead,

@@ -35,9 +35,9 @@ from smoe.simulator.cluster_forecast import (
     foretell,
     named_at,
 )
-from smoe.simulator.cluster_ours import OurRun, Waits
+from smoe.simulator.cluster_ours import OurRun, TokenWaits
 from smoe.simulator.cluster_shadow import ShadowTimes
-from smoe.simulator.synthetic import SAYS, TYPICAL, Shape, synthesise
+from smoe.simulator.synthetic import SAYS, TYPICAL, DrawnShape, synthesise
 from smoe.units import format_seconds
 
 WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
@@ -78,7 +78,7 @@ class ClusterCase:
     schedule: str
     """One of `SCHEDULES`."""
     seconds_per_token: float
-    waits: Waits
+    waits: TokenWaits
     """Seconds of a token."""
     loads_at_workers: float
     """A token."""
@@ -95,7 +95,7 @@ class ClusterCase:
     @property
     def waits_for(self) -> str:
         """What takes most of a token."""
-        return WORDS[max(Waits._fields, key=self.waits._asdict().__getitem__)]
+        return WORDS[max(TokenWaits._fields, key=self.waits._asdict().__getitem__)]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -118,7 +118,7 @@ WORDS = {
     "loads": "loads at workers",
     "own_loads": "coordinator's loads",
 }
-"""`Waits` for people."""
+"""`TokenWaits` for people."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
 def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[DecodedToken], list[ExpertKey]]:
     """(the last tokens, all that was used before them)."""
     if trace is None:
-        trace = synthesise(Shape(work.experts, work.top_k, work.layers, _BEFORE + _WARM_UP + _STEPS), TYPICAL)
+        trace = synthesise(DrawnShape(work.experts, work.top_k, work.layers, _BEFORE + _WARM_UP + _STEPS), TYPICAL)
     tokens = decoded_tokens(trace)
     shape = (len(tokens[0].chosen), trace[-1].experts) if tokens else (0, 0)
     if shape != (work.layers, work.experts) or len(tokens) <= _WARM_UP:
@@ -332,6 +332,6 @@ def _seconds(run: OurRun) -> float:
 
 def _case(workers: int, schedule: str, run: OurRun) -> ClusterCase:
     counted = len(run.token_seconds) - _WARM_UP
-    waits = Waits(*(sum(of) / counted for of in zip(*run.waits[_WARM_UP:], strict=True)))
+    waits = TokenWaits(*(sum(of) / counted for of in zip(*run.waits[_WARM_UP:], strict=True)))
     there, here = run.loads_since(_WARM_UP)
     return ClusterCase(workers, schedule, _seconds(run), waits, there / counted, here / counted)

@@ -28,7 +28,7 @@ from smoe.report.pace import LEAST_STEPS, UNKNOWN, LastRun, Pace, measured_pace,
 from smoe.report.prompt_layers import PromptLayers
 from smoe.runtime.engine import Engine
 from smoe.simulator.skewness import skew_of
-from smoe.simulator.synthetic import TYPICAL, Shape
+from smoe.simulator.synthetic import TYPICAL, DrawnShape
 
 _LONGEST_PROMPT = 512
 """That is simulated; beyond it a prompt's time grows with its length."""
@@ -103,7 +103,7 @@ def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float |
     layers = min(len(of_layers), MOST_LAYERS)
     experts = max(layer.experts for layer in of_layers.values())
     steps, tokens = min(decode.forward_passes, _LONGEST_LOOK), min(prompt_tokens, _LONGEST_PROMPT)
-    shape = Shape(experts, ledger.demand.top_k, layers, steps, tokens)
+    shape = DrawnShape(experts, ledger.demand.top_k, layers, steps, tokens)
     slots = max(shape.top_k, round(ledger.cache_slots * layers / len(of_layers)))
     wanted = dict.fromkeys(range(layers), experts)
     eviction = partial(make_eviction_for, engine.eviction_settings, [PoolSize(slots, 0)], wanted)

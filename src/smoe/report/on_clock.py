@@ -31,7 +31,7 @@ from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded
 from smoe.routing import Phase, Routing
 from smoe.runtime.substitution import substitution_of
 from smoe.simulator.foresight import Foresight, Recorded, blurred
-from smoe.simulator.synthetic import TYPICAL, Habits, Shape, synthesise
+from smoe.simulator.synthetic import TYPICAL, DrawnShape, Habits, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
 PROMPT_TOKENS = 128
@@ -254,7 +254,7 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     layers = min(work.layers, MOST_LAYERS)
     if scene.pace.skew is not None:
         habits = replace(habits, skew=scene.pace.skew * habits.skew)
-    drawn = Drawn(Shape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
+    drawn = Drawn(DrawnShape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
     timed, before = _served(scene, times, layers, drawn)
     reading = (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
     if not scene.machine.has_link and reading > _LEAST_READING:
@@ -309,7 +309,7 @@ def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
 class Drawn(NamedTuple):
     """A run that nobody made: the same for every budget."""
 
-    shape: Shape
+    shape: DrawnShape
     habits: Habits
 
     @property
@@ -322,12 +322,12 @@ class Drawn(NamedTuple):
 
 
 @cache
-def _synthesised(shape: Shape, habits: Habits) -> list[Routing]:
+def _synthesised(shape: DrawnShape, habits: Habits) -> list[Routing]:
     return synthesise(shape, habits, with_scores=True)
 
 
 @cache
-def _guessed(shape: Shape, habits: Habits, recall: float) -> dict[int, list[int]]:
+def _guessed(shape: DrawnShape, habits: Habits, recall: float) -> dict[int, list[int]]:
     return blurred(_synthesised(shape, habits), recall)
 
 

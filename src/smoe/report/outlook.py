@@ -13,7 +13,7 @@ from typing import Any
 
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
-from smoe.load.known import Known, known_of
+from smoe.load.known import ResolvedSettings, known_of
 from smoe.memory.emulation import DeviceProfile
 from smoe.models.described import Described
 from smoe.models.finish_spec import with_experts_of
@@ -166,7 +166,7 @@ class Subject:
         )
         return case, scene
 
-    def _known(self, ledger: Ledger) -> tuple[Known, list[str]]:
+    def _known(self, ledger: Ledger) -> tuple[ResolvedSettings, list[str]]:
         """Settings without gaps; without its prices a model answers misses exactly."""
         place, config = self.checkpoint.place, self.config
         if config.eviction == LEARNED:  # what is learned is about all layers, and some are simulated

@@ -36,7 +36,7 @@ from smoe.load.selftest import is_same, library_result, quantised_rounding
 from smoe.machine.available_memory import free_device_bytes
 from smoe.memory.quantised_store import is_quantised
 from smoe.memory.safetensors_index import StoredTensor
-from smoe.memory.store import LayerExperts
+from smoe.memory.store import StoredLayer
 from smoe.models.checkpoint import whole_checkpoint
 from smoe.models.finish_spec import choose_context
 from smoe.models.kv_cache import RowCache
@@ -111,11 +111,11 @@ class Reference:
     modules, which have no weights yet."""
 
     sites: dict[int, ExpertsSite]
-    experts: dict[int, LayerExperts]
+    experts: dict[int, StoredLayer]
     shell: PreTrainedModel
     dense: Mapping[str, StoredTensor]
     """Other weights that stay quantised."""
-    low: dict[int, LayerExperts]
+    low: dict[int, StoredLayer]
     """The experts' low copies; empty where there are none."""
     part: str = EXPERTS
     """What `experts` are called in comparisons."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from smoe.compute.expert_math import ExpertMath, Weights
 from smoe.expert import EXACT, ExpertKey
 from smoe.memory.arena import Arena
-from smoe.memory.reading_threads import State, Ticket, Transfers
+from smoe.memory.reading_threads import Ticket, TicketState, Transfers
 from smoe.memory.store import ExpertStore
 from smoe.metrics import Counters
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import LayerPlan, Load, Reason, Serve
+from smoe.policy.plan import LayerPlan, Load, LoadReason, Serve
 from smoe.policy.plan_progress import Progress
 from smoe.policy.residency import SlotPool, SlotTable
 from smoe.routing import Phase, Routing
@@ -63,7 +63,7 @@ class Arrivals:
     @property
     def running(self) -> float:
         """Loads that the link still has to do for what runs now: half of each is taken to be done."""
-        return sum(0.5 for ticket in (*self.tickets.values(), *self._flowing) if ticket.state is State.RUNNING)
+        return sum(0.5 for ticket in (*self.tickets.values(), *self._flowing) if ticket.state is TicketState.RUNNING)
 
     def awaited(self, plan: LayerPlan) -> list[Ticket]:
         """The loads that the plan's serves are still waiting for."""
@@ -102,7 +102,7 @@ class Arrivals:
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
         slots = ((key, next(free[self.table.pool_of(key)], None)) for key in missing)
         self._progress.prefetch(
-            [Load(key, slot, None, True, Reason.PREFETCH, 0) for key, slot in slots if slot is not None]
+            [Load(key, slot, None, True, LoadReason.PREFETCH, 0) for key, slot in slots if slot is not None]
         )
 
     def resize(self, pool: SlotPool, cache_slots: int) -> list[int]:
@@ -160,7 +160,7 @@ class Arrivals:
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
         """Book the end of a load, or that the device alone waits for it."""
         del self.tickets[key]
-        if ticket.state in (State.FAILED, State.CANCELLED):
+        if ticket.state in (TicketState.FAILED, TicketState.CANCELLED):
             self._progress.fail(key)
             return
         self._progress.arrive(key)

@@ -39,7 +39,7 @@ from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, S
 from smoe.policy.residency import SlotTable
 from smoe.policy.rows import last_rows, real_rows
 from smoe.policy.step import Decision, decide
-from smoe.policy.trial import Shadow, Trial
+from smoe.policy.trial import LookAheadTrial, Trial
 from smoe.routing import Phase, Routing
 from smoe.runtime.answer_costs import Answerer
 from smoe.runtime.asking import Asking
@@ -86,7 +86,7 @@ class LayerExecutor:
         """For the device, since the engine was made; look-aheads (`Counters.look_aheads`) wait beside them."""
         self.observers: list[StepObserver] = []
         """Hear every step: `smoe.trace`, measurements."""
-        self.shadow = Shadow()
+        self.shadow = LookAheadTrial()
         """Whether there is time to look ahead."""
         self.now = compute.pacing.now
         self._balancer = balancer
@@ -118,7 +118,7 @@ class LayerExecutor:
     def start_anew(self, eviction: Eviction) -> None:
         """Reset slots, statistics and counters, so that measurements made at load do not count."""
         self.compute.start_anew()
-        self.shadow = Shadow()
+        self.shadow = LookAheadTrial()
         self._awaited.clear()
         self.arrivals.start_anew(eviction)
         self.trial = Trial() if self.trial is not None else None

@@ -17,9 +17,9 @@ import torch
 from smoe.bounds import BF16, INT8
 from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_kernel, routes_on_device
 from smoe.compute.expert_math import ExpertMath, empty_sum
-from smoe.compute.row_groups import Filling, Shape, proven_filling
+from smoe.compute.row_groups import Filling, MatrixShape, proven_filling
 from smoe.compute.thread_pool import ThreadPool
-from smoe.compute.unit import ComputeUnit, Others, Wanted
+from smoe.compute.unit import ComputeUnit, ExpertTask, Others
 from smoe.expert import EXACT, ExpertKey
 from smoe.gpu_kernels.slot_experts import SlotExperts
 from smoe.kernels.experts import MOST_EXPERTS, TokenExperts
@@ -177,7 +177,7 @@ class LayerCompute:
 
     def fill_up_rows(self, dtype: torch.dtype) -> None:
         """Pad groups of rows to a few fixed sizes from now on, where that changes no bit."""
-        found: dict[tuple[Shape, Shape], Filling | None] = {}
+        found: dict[tuple[MatrixShape, MatrixShape], Filling | None] = {}
         for math in self._experts.values():
             if math.shapes not in found:
                 found[math.shapes] = proven_filling(math.shapes, dtype)
@@ -215,7 +215,7 @@ class LayerCompute:
 
     def _start_beside(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[ExpertKey, Future[torch.Tensor]]:
         """What is computed beside the device begins now."""
-        given: dict[int, list[Wanted]] = {}
+        given: dict[int, list[ExpertTask]] = {}
         for serve in plan.serves if self.units else ():
             if serve.unit != DEVICE:
                 given.setdefault(serve.unit, []).append(_wanted(serve, width))
@@ -413,5 +413,5 @@ def _key_of(serve: Serve) -> ExpertKey:
     return serve.key
 
 
-def _wanted(serve: Serve, width: int) -> Wanted:
-    return Wanted(serve.key, [route // width for route in serve.routes])
+def _wanted(serve: Serve, width: int) -> ExpertTask:
+    return ExpertTask(serve.key, [route // width for route in serve.routes])

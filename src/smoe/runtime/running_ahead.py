@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from smoe.bounds import DEPARTURE
 from smoe.errors import EngineStateError, GenerationCancelledError
 from smoe.models.kv_cache import RowCache
-from smoe.policy.hearsay import Expected, Hearsay, Step
+from smoe.policy.hearsay import Expected, Hearsay, TokenStep
 from smoe.policy.prediction import Listener, Prediction, Predictor, Sight
 from smoe.runtime.shadow import Shadow
 
@@ -38,7 +38,7 @@ class RunningAhead:
         self,
         shadow: Shadow,
         departure: str = DEPARTURE[0],
-        on_said: Callable[[Step, Expected], None] = lambda *_: None,
+        on_said: Callable[[TokenStep, Expected], None] = lambda *_: None,
     ) -> None:
         """`departure`: one of `DEPARTURE`; `on_said` hears, on the thread, what may be of use."""
         self._shadow = shadow
@@ -46,7 +46,7 @@ class RunningAhead:
         self._on_said = on_said
         self._changed = threading.Condition()
         self._hearsay = Hearsay()
-        self._decoding: Step | None = None
+        self._decoding: TokenStep | None = None
         """What the shadow decodes, or has decoded last."""
         self._is_done = True
         """Whether it has."""
@@ -61,7 +61,7 @@ class RunningAhead:
 
     def begin(self, token: int, cache: RowCache) -> None:
         """The model decodes this token behind what is in its cache."""
-        asked = Step(token, cache.length, cache)
+        asked = TokenStep(token, cache.length, cache)
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="smoe-shadow", daemon=True)
@@ -105,7 +105,7 @@ class RunningAhead:
     def _is_idle(self) -> bool:
         return self._is_ending or (self._is_done and self._next() is None)
 
-    def _next(self) -> Step | None:
+    def _next(self) -> TokenStep | None:
         """What is to be decoded now; None: nothing."""
         asked, last = self._hearsay.asked, self._decoding
         if asked is None:
@@ -114,10 +114,10 @@ class RunningAhead:
             return asked
         own = self._shadow.text.next_token
         if self._at_once and last == asked and self._is_done and asked.position + 1 < asked.text.capacity_tokens:
-            return Step(own, asked.position + 1, asked.text)
+            return TokenStep(own, asked.position + 1, asked.text)
         return None
 
-    def _cancel_unless(self, wanted: Step | None) -> None:
+    def _cancel_unless(self, wanted: TokenStep | None) -> None:
         """End the step under way where it is of no use any more."""
         if not self._is_done and self._decoding != wanted:
             self._shadow.text.engine.cancel()
@@ -148,7 +148,7 @@ class RunningAhead:
                 with self._changed:
                     self._is_done = True
 
-    def _say(self, step: Step, expected: Expected) -> None:
+    def _say(self, step: TokenStep, expected: Expected) -> None:
         with self._changed:
             is_wanted = self._hearsay.add(step, expected)
         if is_wanted:

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smoe.server.choice import Choice, Delta
+from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import DONE, PATIENCE_SECONDS, STILL_HERE, EventStream, Json, event, unless_gone
 from smoe.server.problem import ApiError, problem_of
 from smoe.server.serving import Serving
@@ -31,13 +31,13 @@ class Form:
     has_logprobs: bool
 
 
-class Answer(ABC):
+class EndpointAnswer(ABC):
     """What the API's paths have in common."""
 
     done = DONE
     """What says that there are no more events."""
 
-    def __init__(self, texts: Texts, choices: Sequence[Choice], fields: Mapping[str, str]) -> None:
+    def __init__(self, texts: Texts, choices: Sequence[ChoiceText], fields: Mapping[str, str]) -> None:
         """`fields`: what settings are called in the request."""
         self._texts, self._choices, self._fields = texts, list(choices), fields
 

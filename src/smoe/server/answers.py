@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """Anything that is answered."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
@@ -20,7 +20,7 @@ class Answer(BaseModel):
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-class Problem(Answer):
+class Problem(ResponseModel):
     """What has gone wrong."""
 
     message: str
@@ -32,7 +32,7 @@ class Problem(Answer):
     """For programs."""
 
 
-class Refusal(Answer):
+class Refusal(ResponseModel):
     """Every error, in OpenAI's shape."""
 
     error: Problem
@@ -41,7 +41,7 @@ class Refusal(Answer):
 # -- models, health ---------------------------------------------------------------------------------------------------
 
 
-class Model(Answer):
+class Model(ResponseModel):
     """The model that is served."""
 
     id: str
@@ -54,12 +54,12 @@ class Model(Answer):
     """Tokens of a prompt and its answer together."""
 
 
-class Models(Answer):
+class Models(ResponseModel):
     object: Literal["list"]
     data: list[Model]
 
 
-class Health(Answer):
+class Health(ResponseModel):
     status: Literal["ok", "ending", "failed"]
     chat_template: Literal["failed"] | None = None
     """Where the chat template has exceeded its bounds on the last conversation."""
@@ -68,17 +68,17 @@ class Health(Answer):
 # -- what completions have in common ----------------------------------------------------------------------------------
 
 
-class CachedTokens(Answer):
+class CachedTokens(ResponseModel):
     cached_tokens: int
     """Of the prompt, tokens that had been read before."""
 
 
-class ReasoningTokens(Answer):
+class ReasoningTokens(ResponseModel):
     reasoning_tokens: int
     """Of what was written, tokens of thoughts."""
 
 
-class Usage(Answer):
+class Usage(ResponseModel):
     """Numbers of tokens; a prompt counts once, however many texts are made of it."""
 
     prompt_tokens: int
@@ -89,7 +89,7 @@ class Usage(Answer):
     """Where the model may think before it answers."""
 
 
-class Completed(Answer):
+class Completed(ResponseModel):
     """The head of every completion."""
 
     id: str
@@ -105,7 +105,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 
-class LikelyToken(Answer):
+class LikelyToken(ResponseModel):
     token: str
     logprob: float
     bytes: list[int]
@@ -115,18 +115,18 @@ class SaidToken(LikelyToken):
     top_logprobs: list[LikelyToken]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseModel):
     content: list[SaidToken]
     refusal: None
 
 
-class CalledFunction(Answer):
+class CalledFunction(ResponseModel):
     name: str
     arguments: str
     """JSON."""
 
 
-class Call(Answer):
+class Call(ResponseModel):
     """A tool that the model wants to be called."""
 
     id: str
@@ -134,7 +134,7 @@ class Call(Answer):
     function: CalledFunction
 
 
-class ChatMessage(Answer):
+class ChatMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -143,7 +143,7 @@ class ChatMessage(Answer):
     tool_calls: list[Call] = Field(default=[], min_length=1)
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
@@ -160,7 +160,7 @@ class CallDelta(Call):
     index: int
 
 
-class ChatDelta(Answer):
+class ChatDelta(ResponseModel):
     """What is added."""
 
     role: Literal["assistant"] = "assistant"
@@ -170,7 +170,7 @@ class ChatDelta(Answer):
     tool_calls: list[CallDelta] = Field(default=[], min_length=1)
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(ResponseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -189,14 +189,14 @@ class ChatChunk(Completed):
 # -- plain completions ------------------------------------------------------------------------------------------------
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(ResponseModel):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class TextChoice(Answer):
+class TextChoice(ResponseModel):
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -224,14 +224,14 @@ class TextChunk(Completed):
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
-class OutputText(Answer):
+class OutputText(ResponseModel):
     type: Literal["output_text"]
     text: str
     annotations: list[Any] = Field(max_length=0)
     logprobs: list[Any] = Field(max_length=0)
 
 
-class OutputMessage(Answer):
+class OutputMessage(ResponseModel):
     id: str
     type: Literal["message"]
     status: Literal["in_progress", "completed", "incomplete"]
@@ -239,12 +239,12 @@ class OutputMessage(Answer):
     content: list[OutputText]
 
 
-class ReasoningText(Answer):
+class ReasoningText(ResponseModel):
     type: Literal["reasoning_text"]
     text: str
 
 
-class OutputReasoning(Answer):
+class OutputReasoning(ResponseModel):
     """What the model has thought."""
 
     id: str
@@ -254,7 +254,7 @@ class OutputReasoning(Answer):
     content: list[ReasoningText]
 
 
-class OutputCall(Answer):
+class OutputCall(ResponseModel):
     id: str
     type: Literal["function_call"]
     call_id: str
@@ -268,7 +268,7 @@ class ResponseCached(CachedTokens):
     cache_write_tokens: int
 
 
-class ResponseUsage(Answer):
+class ResponseUsage(ResponseModel):
     input_tokens: int
     input_tokens_details: ResponseCached
     output_tokens: int
@@ -276,20 +276,20 @@ class ResponseUsage(Answer):
     total_tokens: int
 
 
-class ResponseError(Answer):
+class ResponseError(ResponseModel):
     code: str | None
     message: str
 
 
-class Incomplete(Answer):
+class Incomplete(ResponseModel):
     reason: Literal["max_output_tokens"]
 
 
-class TextForm(Answer):
+class TextForm(ResponseModel):
     format: dict[str, Any]
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(ResponseModel):
     """A response; beside what is written, what was asked."""
 
     id: str
@@ -318,7 +318,7 @@ class ResponseAnswer(Answer):
     user: str | None
 
 
-class ResponseEvent(Answer):
+class ResponseEvent(ResponseModel):
     """The data of an event of a stream; which other fields there are hangs on the type."""
 
     type: Literal[
@@ -352,7 +352,7 @@ class ResponseEvent(Answer):
     logprobs: list[Any] | None = Field(default=None, max_length=0)
 
 
-class Deleted(Answer):
+class Deleted(ResponseModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]

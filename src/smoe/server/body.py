@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from smoe.server.body_size import MOST_FIELDS, check_size, too_many_fields
 from smoe.server.events import ClientGoneError
 from smoe.server.field_errors import refusal_of, shortened
-from smoe.server.fields import Asked
+from smoe.server.fields import RequestFields
 from smoe.server.problem import ApiError, refused
 
 _DEEPEST = 100
@@ -28,7 +28,7 @@ _MOST_DIGITS = 100
 _EXACT = 2.0**53
 """Below it, whole numbers are themselves as floats."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_T = TypeVar("_T", bound=Asked)
+_T = TypeVar("_T", bound=RequestFields)
 
 
 async def body_of(request: Request) -> bytes:

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from smoe.conversation.conversation import Ending
-from smoe.server.answer import Answer, Form, head_of
-from smoe.server.choice import Choice, Delta, usage_of
+from smoe.server.answer import EndpointAnswer, Form, head_of
+from smoe.server.choice import ChoiceText, Delta, usage_of
 from smoe.server.events import event
 from smoe.server.fields import ChatAsked, ResponseFormat
 from smoe.server.problem import refused
@@ -28,7 +28,7 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
 
     prepared, form = await serving.read(ChatAsked, request, work)
     texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
-    return await _Answer(serving, form, prepared, texts).to(request, form.is_streamed)
+    return await _ChatAnswer(serving, form, prepared, texts).to(request, form.is_streamed)
 
 
 def _talk(asked: ChatAsked) -> Talk:
@@ -85,7 +85,7 @@ def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
     return form.json_schema.schema_
 
 
-class _Answer(Answer):
+class _ChatAnswer(EndpointAnswer):
     def __init__(self, serving: Serving, form: Form, prepared: Prepared, texts: Texts) -> None:
         super().__init__(texts, prepared.choices(texts.requests), form.settings)
         self._form, self._tokens = form, serving.tokens
@@ -127,7 +127,7 @@ class _Answer(Answer):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return event({**self._chunk_head(), "choices": [choice]})
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: ChoiceText) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.thought:
             message["reasoning_content"] = choice.thought

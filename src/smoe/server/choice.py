@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from smoe.generation.request import End, Piece, Reason, Request
+from smoe.generation.request import End, EndReason, Piece, Request
 from smoe.server.problem import over
 from smoe.server.thinking import Thinking
 from smoe.server.token_text import TokenTexts
 from smoe.server.tool_calls import Parser, PlainText, ToolCall
 
 
-class Said(NamedTuple):
+class TokenChances(NamedTuple):
     """A token, and how probable it and the likeliest ones were."""
 
     token: int
@@ -30,7 +30,7 @@ class Delta(NamedTuple):
 
     text: str
     calls: list[ToolCall]
-    said: list[Said]
+    said: list[TokenChances]
     thought: str = ""
 
     @property
@@ -39,7 +39,7 @@ class Delta(NamedTuple):
 
 
 @dataclass
-class Choice:
+class ChoiceText:
     """Takes pieces; gives what each adds, and holds all of it."""
 
     request: Request
@@ -54,8 +54,8 @@ class Choice:
     thought: str = ""
     thought_tokens: int = 0
     calls: list[ToolCall] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
-    reason: Reason | None = None
+    said: list[TokenChances] = field(default_factory=list)
+    reason: EndReason | None = None
     """Once it has ended."""
 
     def take(self, what: Piece | End) -> Delta:
@@ -63,7 +63,7 @@ class Choice:
         if isinstance(what, End):
             if what.error is not None:
                 raise what.error
-            if what.reason is Reason.CANCELLED:
+            if what.reason is EndReason.CANCELLED:
                 raise over()
             self.reason = what.reason
             return self._keep(self._read(what.text, [], is_last=True))
@@ -71,12 +71,12 @@ class Choice:
             return Delta("", [], [])
         said = []
         if what.logprob is not None and what.token not in self.ends:
-            said.append(Said(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top)))
+            said.append(TokenChances(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top)))
         added = self._keep(self._read(self.markers.get(what.token, "") + what.text, said))
         self.request.has_enough = self.parser.is_full
         return added
 
-    def _read(self, text: str, said: list[Said], is_last: bool = False) -> Delta:
+    def _read(self, text: str, said: list[TokenChances], is_last: bool = False) -> Delta:
         thought = ""
         if self.thinking is not None:
             self.thought_tokens += self.thinking.is_thinking and not is_last
@@ -101,12 +101,12 @@ class Choice:
         """In OpenAI's words; None while it goes on."""
         if self.reason is None:
             return None
-        if self.reason is Reason.LENGTH and not self.parser.is_full:
+        if self.reason is EndReason.LENGTH and not self.parser.is_full:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
 
-def usage_of(choices: list[Choice]) -> dict[str, Any]:
+def usage_of(choices: list[ChoiceText]) -> dict[str, Any]:
     """The numbers of tokens: of the prompts, each once, and of all texts."""
     prompts = {id(choice.request.ids): choice.request for choice in reversed(choices)}
     prompt, cached = (

@@ -7,14 +7,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smoe.server.answer import Answer, Form, head_of
-from smoe.server.choice import Choice, Delta, Said, usage_of
+from smoe.server.answer import EndpointAnswer, Form, head_of
+from smoe.server.choice import ChoiceText, Delta, TokenChances, usage_of
 from smoe.server.events import event
 from smoe.server.fields import MOST_TEXTS, CompletionAsked
 from smoe.server.problem import refused
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
-from smoe.server.texts import Texts, Wanted
+from smoe.server.texts import TextRequest, Texts
 from smoe.server.token_text import TokenTexts
 
 _USUAL_TOKENS = 16
@@ -24,25 +24,25 @@ _USUAL_TOKENS = 16
 async def completions(serving: Serving, request: Request) -> Response:
     """Every prompt is gone on with, `n` times; whole or as it comes."""
 
-    def work(asked: CompletionAsked) -> tuple[list[Wanted], Form]:
+    def work(asked: CompletionAsked) -> tuple[list[TextRequest], Form]:
         form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
         return _wanted(serving, asked), form
 
     wanted, form = await serving.read(CompletionAsked, request, work)
     texts = serving.ask(wanted, form.settings, form.is_streamed)
-    return await _Answer(serving, form, texts).to(request, form.is_streamed)
+    return await _CompletionAnswer(serving, form, texts).to(request, form.is_streamed)
 
 
-def _wanted(serving: Serving, asked: CompletionAsked) -> list[Wanted]:
+def _wanted(serving: Serving, asked: CompletionAsked) -> list[TextRequest]:
     prompts = _prompts(serving, asked.prompt)
     if len(prompts) * (asked.n or 1) > MOST_TEXTS:
         raise refused(f"a request may have at most {MOST_TEXTS} texts (prompts times 'n')", "n")
     tokens = _USUAL_TOKENS if asked.max_tokens is None else asked.max_tokens
     sampling = sampling_of(asked, serving.model, tokens)
-    wanted: list[Wanted] = []
+    wanted: list[TextRequest] = []
     for ids in prompts:
         for _ in range(asked.n or 1):
-            wanted.append(Wanted(ids, another(sampling, len(wanted)), asked.likeliest))
+            wanted.append(TextRequest(ids, another(sampling, len(wanted)), asked.likeliest))
         serving.check(wanted[-1], asked.settings)
     return wanted
 
@@ -56,9 +56,9 @@ def _prompts(serving: Serving, given: str | list[str] | list[int] | list[list[in
     return [texts.of_text(each) if isinstance(each, str) else texts.of_tokens(each) for each in given]  # type: ignore[arg-type]
 
 
-class _Answer(Answer):
+class _CompletionAnswer(EndpointAnswer):
     def __init__(self, serving: Serving, form: Form, texts: Texts) -> None:
-        super().__init__(texts, [Choice(request, ends=serving.ends) for request in texts.requests], form.settings)
+        super().__init__(texts, [ChoiceText(request, ends=serving.ends) for request in texts.requests], form.settings)
         self._tokens, self._form = serving.tokens, form
         self._said = [0] * len(self._choices)
         """Characters of each text that its tokens have had so far."""
@@ -78,7 +78,7 @@ class _Answer(Answer):
     def _last(self) -> bytes:
         return event({**self._head, "choices": [], "usage": usage_of(self._choices)}) if self._form.wants_usage else b""
 
-    def _choice(self, index: int, text: str, said: list[Said], choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, said: list[TokenChances], choice: ChoiceText) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
@@ -86,7 +86,7 @@ class _Answer(Answer):
             "finish_reason": choice.finish_reason,
         }
 
-    def _logprobs(self, index: int, said: list[Said]) -> dict[str, Any]:
+    def _logprobs(self, index: int, said: list[TokenChances]) -> dict[str, Any]:
         texts = [self._tokens.of(each.token)[0] for each in said]
         offsets = []
         for text in texts:
@@ -100,7 +100,7 @@ class _Answer(Answer):
         }
 
 
-def _top(tokens: TokenTexts, said: Said) -> dict[str, float]:
+def _top(tokens: TokenTexts, said: TokenChances) -> dict[str, float]:
     """The likeliest by their texts; of several with one text the likeliest."""
     found: dict[str, float] = {}
     for token, logprob in said.top:

@@ -28,7 +28,7 @@ _QUIET_SECONDS = 60.0
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Room(NamedTuple):
+class ConnectionLimit(NamedTuple):
     """What the system's limit on open files leaves to connections."""
 
     connections: int
@@ -36,14 +36,14 @@ class Room(NamedTuple):
     """Connections that may be accepted in one turn of the event loop."""
 
 
-def room_for(wanted: int, files: int | None, opened: int) -> Room:
+def room_for(wanted: int, files: int | None, opened: int) -> ConnectionLimit:
     """`files`: what the process may open (None: any number), `opened`: what it has opened. A quarter of the rest is
     left to files of the model; half of that quarter to connections that have been accepted and not been looked at."""
     if files is None:
-        return Room(wanted, _MOST_ACCEPTED)
+        return ConnectionLimit(wanted, _MOST_ACCEPTED)
     left = files - opened
     spare = max(_FEWEST_SPARE_FILES, left // 4)
-    return Room(max(FEWEST_CONNECTIONS, min(wanted, left - spare)), min(_MOST_ACCEPTED, spare // 2))
+    return ConnectionLimit(max(FEWEST_CONNECTIONS, min(wanted, left - spare)), min(_MOST_ACCEPTED, spare // 2))
 
 
 def files_allowed() -> int | None:

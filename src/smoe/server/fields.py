@@ -47,7 +47,7 @@ def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
         }
 
 
-class Asked(NeutralFields):
+class RequestFields(NeutralFields):
     """What every kind of request has."""
 
     model_config = ConfigDict(
@@ -104,7 +104,7 @@ class StreamOptions(BaseModel):
     """Whether a stream ends with the numbers of tokens."""
 
 
-class Completing(Asked):
+class Completing(RequestFields):
     """What chat and plain completions have in common."""
 
     n: int | None = Field(default=None, ge=1, le=MOST_TEXTS)
@@ -278,7 +278,7 @@ class ResponseText(BaseModel):
     """`{"type": "text"}`, `json_object`, or `json_schema` with a `schema`."""
 
 
-class ResponseAsked(Asked):
+class ResponseAsked(RequestFields):
     """`POST /v1/responses`."""
 
     unsupported = {

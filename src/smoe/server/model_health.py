@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 
 from smoe.errors import CheckpointError, TransferError
-from smoe.generation.request import End, Reason
+from smoe.generation.request import End, EndReason
 
 _log = logging.getLogger(__name__)
 _MOST_UNREAD = 3
 """Texts in succession that a disk has failed; fewer may be a passing fault."""
-_ENDED_WELL = (Reason.END, Reason.STOP, Reason.LENGTH)
+_ENDED_WELL = (EndReason.END, EndReason.STOP, EndReason.LENGTH)
 
 
 class ModelHealth:

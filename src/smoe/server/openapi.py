@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from smoe import __version__
 from smoe.server import answers
-from smoe.server.fields import Asked, ChatAsked, CompletionAsked, ResponseAsked
+from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
 
 METRICS_TYPE = "text/plain; version=0.0.4"
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -49,7 +49,7 @@ class Operation:
     summary: str
     content: dict[str, Any]
     """Of the answer of status 200, by media type: a model, or what is said of it."""
-    asked: type[Asked] | None = None
+    asked: type[RequestFields] | None = None
     refusals: tuple[int, ...] = ()
     """Statuses beside those that every path can answer."""
     others: dict[int, type[BaseModel]] = field(default_factory=dict)

@@ -16,18 +16,18 @@ from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from smoe.generation.request import Reason
+from smoe.generation.request import EndReason
 from smoe.server.texts import Texts
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
 _LONGEST_PATH = 200
 _ENDED = {
-    Reason.LENGTH: "length",
-    Reason.END: "stop",
-    Reason.STOP: "stop",
-    Reason.FAILED: "failed",
-    Reason.CANCELLED: "cut_off",
+    EndReason.LENGTH: "length",
+    EndReason.END: "stop",
+    EndReason.STOP: "stop",
+    EndReason.FAILED: "failed",
+    EndReason.CANCELLED: "cut_off",
 }
 _asked: ContextVar[list[Texts] | None] = ContextVar("asked", default=None)
 """By the request at hand, where its line is wanted."""

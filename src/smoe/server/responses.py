@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smoe.generation.request import Reason
-from smoe.server.answer import Answer
-from smoe.server.choice import Choice, Delta
+from smoe.generation.request import EndReason
+from smoe.server.answer import EndpointAnswer
+from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import event, to_json
 from smoe.server.fields import ResponseAsked
 from smoe.server.kept import Kept
@@ -61,7 +61,7 @@ class Responses:
 
         prepared, form = await serving.read(ResponseAsked, request, work)
         texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
-        answer = _Answer(self._kept, form, prepared.choices(texts.requests)[0], texts)
+        answer = _ResponsesAnswer(self._kept, form, prepared.choices(texts.requests)[0], texts)
         return await answer.to(request, form.is_streamed)
 
 
@@ -83,10 +83,10 @@ def _form_of(asked: ResponseAsked, model: str, messages: list[dict[str, Any]]) -
     return _Form(asked.settings, bool(asked.stream), is_stored, empty, kept)
 
 
-class _Answer(Answer):
+class _ResponsesAnswer(EndpointAnswer):
     done = b""
 
-    def __init__(self, kept: Kept, form: _Form, choice: Choice, texts: Texts) -> None:
+    def __init__(self, kept: Kept, form: _Form, choice: ChoiceText, texts: Texts) -> None:
         super().__init__(texts, [choice], form.settings)
         self._kept, self._form, self._choice = kept, form, choice
         self._output: list[dict[str, Any]] = []
@@ -165,7 +165,7 @@ class _Answer(Answer):
             return
         item = self._output[-1]
         part, (name, more) = item["content"][0], _PARTS[item["type"]]
-        item["status"] = "incomplete" if self._choice.reason is Reason.LENGTH else "completed"
+        item["status"] = "incomplete" if self._choice.reason is EndReason.LENGTH else "completed"
         yield self._event(f"response.{name}.done", **self._place, text=part["text"], **more)
         yield self._event("response.content_part.done", **self._place, part=part)
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
@@ -188,7 +188,7 @@ class _Answer(Answer):
 
     def _finished(self) -> dict[str, Any]:
         """The finished response; kept, unless it was not to be."""
-        request, is_cut = self._choice.request, self._choice.reason is Reason.LENGTH
+        request, is_cut = self._choice.request, self._choice.reason is EndReason.LENGTH
         prompt, new = len(request.ids), len(request.new_ids)
         response = self._response() | {
             "status": "incomplete" if is_cut else "completed",

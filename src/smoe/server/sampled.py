@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 
 from smoe.generation.choices import COLDEST
 from smoe.generation.sampling import Sampling
-from smoe.server.fields import Asked, Completing
+from smoe.server.fields import Completing, RequestFields
 from smoe.server.problem import refused
 
 _ANY_SEED = -1
 """As vLLM and llama.cpp have it: the same as no seed."""
 
 
-def sampling_of(asked: Asked, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
+def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
     """Raises `ConfigError` for values out of bounds, an `ApiError` for tokens that there are not."""
     own = model.generation_config
     temperature, top_k = asked.temperature, None if asked.top_k is None else max(0, asked.top_k)

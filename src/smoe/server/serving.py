@@ -25,7 +25,7 @@ from smoe.models.position_limit import position_limit
 from smoe.runtime.engine import Engine
 from smoe.server.body import asked_of, body_of
 from smoe.server.body_budget import release_body
-from smoe.server.fields import Asked
+from smoe.server.fields import RequestFields
 from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
 from smoe.server.model_health import ModelHealth
@@ -33,12 +33,12 @@ from smoe.server.problem import ApiError, busy, failed, over, problem_of, refuse
 from smoe.server.prompts import Prompts
 from smoe.server.request_lines import note_asked
 from smoe.server.settings import ServerConfig
-from smoe.server.texts import Bell, Texts, Wanted
+from smoe.server.texts import Bell, TextRequest, Texts
 from smoe.server.token_text import TokenTexts
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_A = TypeVar("_A", bound=Asked)
+_A = TypeVar("_A", bound=RequestFields)
 
 
 class Serving:
@@ -153,7 +153,7 @@ class Serving:
             problem = problem_of(error, asked.settings, self._is_whole_context)
         raise problem  # outside of the `except`: the error would keep what was parsed in memory
 
-    def ask(self, wanted: Sequence[Wanted], fields: Mapping[str, str], is_streamed: bool) -> Texts:
+    def ask(self, wanted: Sequence[TextRequest], fields: Mapping[str, str], is_streamed: bool) -> Texts:
         """Have texts made; what is not streamed, and does not end early, is looked at when it ends. Raises an
         `ApiError`, in the request's words, where they will not be."""
         self.refuse_if_ending()
@@ -180,7 +180,7 @@ class Serving:
             wanted = "the queue is full" if texts == 1 else f"{texts} texts requested, room for {max(0, room)}"
             raise busy(f"{wanted}; try again later")
 
-    def check(self, wanted: Wanted, fields: Mapping[str, str]) -> None:
+    def check(self, wanted: TextRequest, fields: Mapping[str, str]) -> None:
         """Raise the `ApiError` that `ask` would for a prompt of no tokens, or of too many."""
         try:
             self._loop.check(Request(wanted.ids, wanted.sampling, lambda what: None))

@@ -9,14 +9,14 @@ from typing import Any
 
 from smoe.conversation.conversation import NEW_ANSWER, Ending
 from smoe.generation.request import Request
-from smoe.server.choice import Choice
-from smoe.server.fields import Asked
+from smoe.server.choice import ChoiceText
+from smoe.server.fields import RequestFields
 from smoe.server.grammar import Grammar
 from smoe.server.problem import refused
 from smoe.server.prompts import text_of
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
-from smoe.server.texts import Wanted
+from smoe.server.texts import TextRequest
 from smoe.server.thinking import TOKENS, Thinking, is_open
 from smoe.server.tool_calls import PARSERS, Parser, PlainText
 from smoe.server.tool_rules import must_call
@@ -48,7 +48,7 @@ class Talk:
 class Prepared:
     """What is handed in, and how what comes is read."""
 
-    wanted: list[Wanted]
+    wanted: list[TextRequest]
     parser: Callable[[], Parser]
     ends_early: bool
     """Whether what comes may end a text, so that it is looked at as it comes."""
@@ -57,22 +57,22 @@ class Prepared:
     has_begun_to_think: bool | None
     """Within the prompt; None: this model, or this answer, has no thoughts."""
 
-    def choices(self, requests: Sequence[Request]) -> list[Choice]:
+    def choices(self, requests: Sequence[Request]) -> list[ChoiceText]:
         """For the requests that were made of `wanted`."""
         begun = self.has_begun_to_think
         return [
-            Choice(request, self.parser(), self.markers, self.ends, None if begun is None else Thinking(begun))
+            ChoiceText(request, self.parser(), self.markers, self.ends, None if begun is None else Thinking(begun))
             for request in requests
         ]
 
 
-def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) -> Prepared:
+def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str, str]) -> Prepared:
     """Tokens, sampling, grammar. Takes a while: not for the server's own thread."""
     offered, must = _offered(talk)
     ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"], talk.ending)
     room = serving.room_for(ids)
     sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
-    serving.check(Wanted(ids, sampling), fields)
+    serving.check(TextRequest(ids, sampling), fields)
     form = serving.prompts.tool_form if offered else None
     own = _added(serving.tokenizer, PARSERS[form].tokens) if form is not None else {}
     markers = _left_out(serving.tokenizer, own)
@@ -82,7 +82,7 @@ def prepare(serving: Serving, asked: Asked, talk: Talk, fields: dict[str, str]) 
     elif talk.schema is not None:
         grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
     grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
-    wanted = [Wanted(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
+    wanted = [TextRequest(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
     begun = _has_begun_to_think(serving, talk, ids) if grammar is None else None  # what keeps to a form is the answer
     if begun is not None:
         markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))

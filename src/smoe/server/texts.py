@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from smoe.generation.loop import DecodeLoop
-from smoe.generation.request import Constraint, End, Piece, Reason, Request
+from smoe.generation.request import Constraint, End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
 
 Metered = Callable[[Request, Piece | End], None]
@@ -56,7 +56,7 @@ class Bell:
             texts.wake()
 
 
-class Wanted(NamedTuple):
+class TextRequest(NamedTuple):
     """One text to be made."""
 
     ids: Sequence[int]
@@ -76,7 +76,7 @@ class Texts:
     """The texts of one HTTP request. Whoever leaves its `with` cancels those that have not ended."""
 
     def __init__(
-        self, loop: DecodeLoop, bell: Bell, wanted: Sequence[Wanted], metered: Metered, is_in_a_hurry: bool
+        self, loop: DecodeLoop, bell: Bell, wanted: Sequence[TextRequest], metered: Metered, is_in_a_hurry: bool
     ) -> None:
         """Hands all of them in, or none: raises what `DecodeLoop.hand_in` does. Who is in no hurry is woken by ends
         alone."""
@@ -88,7 +88,7 @@ class Texts:
         self.is_noted = False
         """The bell's."""
         self.requests: list[Request] = []
-        self.reasons: list[Reason] = []
+        self.reasons: list[EndReason] = []
         """Why texts have ended, in the order of their ends."""
         bell.hang()
         try:
@@ -99,7 +99,7 @@ class Texts:
             self.cancel()
             raise
 
-    def _request(self, number: int, wanted: Wanted) -> Request:
+    def _request(self, number: int, wanted: TextRequest) -> Request:
         def hear(what: Piece | End) -> None:
             self._metered(request, what)
             self._hear(Heard(number, what))
@@ -154,7 +154,7 @@ class Texts:
     def give_up(self, error: Exception) -> None:
         """The loop has failed: nobody will say more."""
         for number in range(len(self.requests)):
-            self._hear(Heard(number, End(Reason.FAILED, "", error)))
+            self._hear(Heard(number, End(EndReason.FAILED, "", error)))
 
     def __enter__(self) -> Texts:
         return self

@@ -27,7 +27,7 @@ from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
 from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
-from smoe.simulator.events import Events, Line
+from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
 """Of a message that names experts, or a token."""
@@ -108,17 +108,17 @@ class ClusterRun:
 
 def decode(setting: ClusterSetting, tokens: Sequence[DecodedToken]) -> ClusterRun:
     """Decode these tokens; all have the same number of layers."""
-    run = _Decoding(setting, tokens)
+    run = _PaperDecoding(setting, tokens)
     run.begin()
     return run.finished()
 
 
-class _Decoding:
+class _PaperDecoding:
     def __init__(self, setting: ClusterSetting, tokens: Sequence[DecodedToken]) -> None:
         self._setting, self._tokens = setting, tokens
         self._layers = len(tokens[0].chosen)
         self._events = Events()
-        self._up, self._down, self._shadow_up = (Line(self._events) for _ in range(3))
+        self._up, self._down, self._shadow_up = (Resource(self._events) for _ in range(3))
         self._units = range(FIRST_WORKER, FIRST_WORKER + len(setting.workers))
         self._workers = {
             unit: SimulatedWorker(self._events, times) for unit, times in zip(self._units, setting.workers, strict=True)

@@ -17,13 +17,13 @@ from math import inf
 
 from smoe.expert import ExpertKey
 from smoe.simulator.cluster_worker import WorkerTimes
-from smoe.simulator.events import Events, Line
+from smoe.simulator.events import Events, Resource
 
 
-class Request:
+class SimulatedRequest:
     """Experts that are asked for together."""
 
-    def __init__(self, keys: Sequence[ExpertKey], answer: Callable[[Request], None], arrived: float) -> None:
+    def __init__(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None], arrived: float) -> None:
         self.left = len(keys)
         self.experts = len(keys)
         self.arrived = arrived
@@ -32,12 +32,12 @@ class Request:
         self.answer = answer
 
 
-class Machine:
+class SimulatedMachine:
     """What computes experts: a worker, or main."""
 
     def __init__(self, events: Events, times: WorkerTimes) -> None:
         self.times = times
-        self.disk = Line(events)
+        self.disk = Resource(events)
         self.loads: list[float] = []
         """When each began."""
         self._events = events
@@ -46,11 +46,11 @@ class Machine:
         self._kept: Counter[ExpertKey] = Counter()
         """Waiting to be computed, or on their way."""
         self._expected: set[ExpertKey] = set()
-        self._told: deque[tuple[ExpertKey, Request | None]] = deque()
-        self._asked: deque[tuple[ExpertKey, Request | None]] = deque()
+        self._told: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
+        self._asked: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._is_reading = {True: False, False: False}
         """For main, and ahead: each reads one at a time."""
-        self._to_compute: deque[tuple[ExpertKey, Request]] = deque()
+        self._to_compute: deque[tuple[ExpertKey, SimulatedRequest]] = deque()
         self._ready: set[tuple[ExpertKey, int]] = set()
         """Of these those that have their slots kept; by the request's identity."""
         self._is_computing = False
@@ -80,9 +80,9 @@ class Machine:
         self._told.extend((key, None) for key in keys if key not in self._slots)
         self._go_on()
 
-    def ask(self, keys: Sequence[ExpertKey], answer: Callable[[Request], None]) -> None:
+    def ask(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None]) -> None:
         """Main wants these computed; `answer` when all are."""
-        request = Request(keys, answer, self._events.now)
+        request = SimulatedRequest(keys, answer, self._events.now)
         order = sorted(keys, key=lambda key: key not in self._slots)
         self._asked.extend((key, request) for key in order)
         self._to_compute.extend((key, request) for key in order)
@@ -120,7 +120,7 @@ class Machine:
         self._events.at(self.disk.use(self.times.load), partial(self._has_read, key, request))
         return True
 
-    def _keep(self, key: ExpertKey, request: Request) -> None:
+    def _keep(self, key: ExpertKey, request: SimulatedRequest) -> None:
         self._kept[key] += 1
         self._ready.add((key, id(request)))
 
@@ -138,7 +138,7 @@ class Machine:
             del self._slots[victim]
         return victim is not None
 
-    def _has_read(self, key: ExpertKey, request: Request | None) -> None:
+    def _has_read(self, key: ExpertKey, request: SimulatedRequest | None) -> None:
         self._slots[key] = True
         self._is_reading[request is not None] = False
         if request is not None:
@@ -155,7 +155,7 @@ class Machine:
             self._is_computing = True
             self._events.at(self._events.now + self.times.expert, partial(self._computed, key, request))
 
-    def _computed(self, key: ExpertKey, request: Request) -> None:
+    def _computed(self, key: ExpertKey, request: SimulatedRequest) -> None:
         self._is_computing = False
         self._ready.discard((key, id(request)))
         self._let_go(key)

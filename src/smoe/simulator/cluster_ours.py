@@ -5,9 +5,9 @@
     workers     what main tells them is read ahead; what rows come for is read, computed, sent (`cluster_machine.py`)
     shadow      | layer | layer | ...  on main: whatever it says is told at once
 
-Who computes what is decided by `Placement`, who is told ahead by `Ahead`, as `cluster/remote.py` asks them. What main
-knows of its workers it has measured, so times waver a little, and equal workers are not equal to it (`spread`). One
-sequence, decode steps; nobody fails.
+Who computes what is decided by `Placement`, who is told ahead by `AheadSchedule`, as `cluster/remote.py` asks them.
+What main knows of its workers it has measured, so times waver a little, and equal workers are not equal to it
+(`spread`). One sequence, decode steps; nobody fails.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from math import inf
 from typing import NamedTuple
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.ahead import Ahead, Here, Place
+from smoe.policy.ahead import AheadSchedule, Here, TokenLayer
 from smoe.policy.placement import Placement, WorkerView
 from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster import DecodedToken, Wire
-from smoe.simulator.cluster_machine import Machine, Request
+from smoe.simulator.cluster_machine import SimulatedMachine, SimulatedRequest
 from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
 from smoe.simulator.cluster_worker import WorkerTimes
-from smoe.simulator.events import Events, Line
+from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
 """Of a message that names experts."""
@@ -64,7 +64,7 @@ class OurCluster:
     """By how much a measured load differs from the next, as a share."""
 
 
-class Waits(NamedTuple):
+class TokenWaits(NamedTuple):
     """What a token's seconds went to, by the last answer of each layer."""
 
     main: float = 0.0
@@ -84,7 +84,7 @@ class OurRun:
     """What became of the tokens."""
 
     token_seconds: list[float] = field(default_factory=list)
-    waits: list[Waits] = field(default_factory=list)
+    waits: list[TokenWaits] = field(default_factory=list)
     """Of every token."""
     loads: dict[int, list[float]] = field(default_factory=dict)
     """When each load began, by unit."""
@@ -99,7 +99,7 @@ class OurRun:
 
 def decode(cluster: OurCluster, tokens: Sequence[DecodedToken]) -> OurRun:
     """Decode these tokens; all have the same number of layers."""
-    return _Decoding(cluster, tokens).run()
+    return _OurDecoding(cluster, tokens).run()
 
 
 class _Known:
@@ -122,27 +122,31 @@ class _Known:
         return self._load * max(0.0, 1 + self._spread * self._chance.gauss(0.0, 1.0))
 
 
-class _Decoding:
+class _OurDecoding:
     def __init__(self, cluster: OurCluster, tokens: Sequence[DecodedToken]) -> None:
         self._cluster, self._tokens = cluster, tokens
         self._layers = len(tokens[0].chosen)
         self._events = Events()
-        self._up, self._down = Line(self._events), Line(self._events)
+        self._up, self._down = Resource(self._events), Resource(self._events)
         chance = random.Random(0)
-        self._workers = {FIRST_WORKER + n: Machine(self._events, times) for n, times in enumerate(cluster.workers)}
+        self._workers = {
+            FIRST_WORKER + n: SimulatedMachine(self._events, times) for n, times in enumerate(cluster.workers)
+        }
         self._known = {unit: _Known(each.times.load, cluster.spread, chance) for unit, each in self._workers.items()}
-        self._here = None if cluster.here is None else Machine(self._events, cluster.here)
+        self._here = None if cluster.here is None else SimulatedMachine(self._events, cluster.here)
         self._here_uses = 0
         for unit, machine in self._machines.items():
             machine.begin_with(cluster.held.get(unit, ()))
         self._rule = Placement(cluster.placement, "score", (), inf, 0.0, 0)
         here = Here(self._here_load, self._here_kept, self._is_at_hand, cluster.here_ahead)
         turns, clock = {layer: layer for layer in range(self._layers)}, partial(getattr, self._events, "now")
-        self._ahead = Ahead(cluster.placement, turns, 0, here, self._costs_later, self._tell, clock, nullcontext())
+        self._ahead = AheadSchedule(
+            cluster.placement, turns, 0, here, self._costs_later, self._tell, clock, nullcontext()
+        )
         self._run = OurRun()
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
-        self._waits = Waits()
+        self._waits = TokenWaits()
         self._shadow: SimulatedShadow | None = None
         if cluster.shadow is not None:
             right = [token.own_is_right for token in tokens]
@@ -151,7 +155,7 @@ class _Decoding:
             )
 
     @property
-    def _machines(self) -> dict[int, Machine]:
+    def _machines(self) -> dict[int, SimulatedMachine]:
         return self._workers | ({} if self._here is None else {DEVICE: self._here})
 
     def run(self) -> OurRun:
@@ -165,7 +169,7 @@ class _Decoding:
     def _views(self) -> list[WorkerView]:
         return [self._view(unit, worker) for unit, worker in self._workers.items()]
 
-    def _view(self, unit: int, worker: Machine) -> WorkerView:
+    def _view(self, unit: int, worker: SimulatedMachine) -> WorkerView:
         times, wire = worker.times, self._cluster.wire
         hop = 2 * (wire.seconds(self._cluster.row_bytes) + wire.delay + times.away)
         return WorkerView(unit, worker, self._known[unit].load, times.expert, times.expert, hop, 0.0, worker.brought_at)
@@ -195,7 +199,7 @@ class _Decoding:
         token = self._tokens[number]
         named = token.named if is_right else token.astray
         if named is not None:
-            self._ahead.expect({Place(number, layer): named[layer]})
+            self._ahead.expect({TokenLayer(number, layer): named[layer]})
 
     def _tell(self, unit: int, keys: list[ExpertKey]) -> None:
         worker = self._workers[unit]
@@ -212,7 +216,7 @@ class _Decoding:
     # -- main ---------------------------------------------------------------------------------------------------------
 
     def _begin_token(self, number: int) -> None:
-        self._token_began, self._waits = self._events.now, Waits()
+        self._token_began, self._waits = self._events.now, TokenWaits()
         self._ahead.begin(number, self._views, {unit: worker.times.slots for unit, worker in self._workers.items()})
         if self._shadow is not None:
             self._shadow.tell(number)
@@ -267,7 +271,7 @@ class _Decoding:
         """What main itself names of the next layer; and what it is to bring in of those to come, the nearest first."""
         named = self._tokens[number].named
         if self._shadow is None and named is not None and layer + 1 < self._layers:
-            self._ahead.expect({Place(number, layer + 1): named[layer + 1]})
+            self._ahead.expect({TokenLayer(number, layer + 1): named[layer + 1]})
         if self._here is None:
             return
         for later in range(layer + 1, self._layers):
@@ -277,27 +281,29 @@ class _Decoding:
                 self._here.tell(missing[: self._cluster.here_ahead])
                 return
 
-    def _answered(self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], request: Request) -> None:
+    def _answered(
+        self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], request: SimulatedRequest
+    ) -> None:
         """A worker has computed its share; the rows are on their way."""
         there = self._events.now - request.arrived
         arrives = partial(self._arrives, number, layer, unit, share, there, request)
         self._events.at(self._events.now + self._delay(unit), arrives)
 
     def _arrives(
-        self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], there: float, request: Request
+        self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], there: float, request: SimulatedRequest
     ) -> None:
         end = self._down.use(self._cluster.wire.seconds(len(share) * self._cluster.row_bytes))
         self._events.at(end, partial(self._has_come, number, layer, unit, share, there, request))
 
     def _has_come(
-        self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], there: float, request: Request
+        self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], there: float, request: SimulatedRequest
     ) -> None:
         if request.loads:
             self._known[unit].note_load()
         self._ahead.answered(unit, share)
         self._arrived(number, layer, unit, there, request)
 
-    def _arrived(self, number: int, layer: int, unit: int, there: float, request: Request) -> None:
+    def _arrived(self, number: int, layer: int, unit: int, there: float, request: SimulatedRequest) -> None:
         self._awaited -= 1
         if self._awaited:
             return
@@ -310,7 +316,7 @@ class _Decoding:
         if number + 1 < len(self._tokens):
             self._begin_token(number + 1)
 
-    def _note_waits(self, unit: int, there: float, last: Request) -> None:
+    def _note_waits(self, unit: int, there: float, last: SimulatedRequest) -> None:
         """Add this layer's."""
         waits, whole = self._waits, self._events.now - self._layer_began - self._cluster.layer
         computing = last.experts * self._machines[unit].times.expert

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from smoe.simulator.cluster import Wire
-from smoe.simulator.events import Events, Line
+from smoe.simulator.events import Events, Resource
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class _Piped:
         assert times.slots in (1, 2), times.slots
         self._times = times
         self._events = Events()
-        self._up, self._down = Line(self._events), Line(self._events)
-        self._arithmetic = [Line(self._events) for _ in range(times.workers)]
+        self._up, self._down = Resource(self._events), Resource(self._events)
+        self._arithmetic = [Resource(self._events) for _ in range(times.workers)]
         batch = times.batch_rows or times.rows
         self._batches = [min(batch, times.rows - begin) for begin in range(0, times.rows, batch)]
         self._loaded = [0] * times.workers

@@ -30,7 +30,7 @@ class Events:
             happen()
 
 
-class Line:
+class Resource:
     """A port, a link, a processor: one piece of work after the other, in the order of asking."""
 
     def __init__(self, events: Events) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from smoe.policy.eviction.base import Eviction
 from smoe.simulator.replay import replay
-from smoe.simulator.synthetic import Habits, Shape, synthesise
+from smoe.simulator.synthetic import DrawnShape, Habits, synthesise
 
 LEAST, MOST = 0.25, 4.0
 """Times the usual skew, between which it is looked for."""
@@ -24,7 +24,12 @@ _TELLING = 0.1
 
 
 def skew_of(
-    hit_ratio: float, shape: Shape, habits: Habits, slots: int, staging_slots: int, eviction: Callable[[], Eviction]
+    hit_ratio: float,
+    shape: DrawnShape,
+    habits: Habits,
+    slots: int,
+    staging_slots: int,
+    eviction: Callable[[], Eviction],
 ) -> float | None:
     """How many times the skew of `habits` a trace of `shape` has in whose decode steps a cache of `slots` hits so
     often; None where hits tell nothing: the cache holds everything, or so little that all skews hit alike, or no skew

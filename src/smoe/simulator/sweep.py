@@ -22,7 +22,7 @@ _MOST_PROCESSES = 61 if sys.platform == "win32" else 10_000
 """That one process can wait for there."""
 
 
-class Keeping(Protocol[Kept]):
+class ResultStore(Protocol[Kept]):
     """Where results outlive an interrupt."""
 
     def find(self, setting: object) -> Kept | None:
@@ -37,7 +37,7 @@ def sweep(
     settings: Sequence[Setting],
     tick: Callable[[int], None],
     processes: int | None = None,
-    keeping: Keeping[Result] | None = None,
+    keeping: ResultStore[Result] | None = None,
 ) -> list[Result]:
     """What `simulate`, a function of a module, makes of every setting; `tick` hears of each that is done.
 
@@ -74,7 +74,7 @@ def sweep(
     return [found[number] for number in range(len(settings))]
 
 
-def _kept(keeping: Keeping[Result], settings: Sequence[Setting], tick: Callable[[int], None]) -> dict[int, Result]:
+def _kept(keeping: ResultStore[Result], settings: Sequence[Setting], tick: Callable[[int], None]) -> dict[int, Result]:
     """By the numbers of their settings."""
     found = {}
     for number, setting in enumerate(settings):
@@ -85,7 +85,7 @@ def _kept(keeping: Keeping[Result], settings: Sequence[Setting], tick: Callable[
     return found
 
 
-def _keep(keeping: Keeping[Result], setting: Setting, done: Future[Result]) -> None:
+def _keep(keeping: ResultStore[Result], setting: Setting, done: Future[Result]) -> None:
     if not done.cancelled() and done.exception() is None:
         keeping.keep(setting, done.result())
 

@@ -42,7 +42,7 @@ class Habits:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DrawnShape:
     """What is drawn. Every layer has as many experts."""
 
     experts: int
@@ -79,7 +79,9 @@ MOST_REPETITIVE = Habits(skew=1.43, reuse=0.25, affinity=3.7, sharpness=0.44)
 """Of code, which is strange to it."""
 
 
-def synthesise(shape: Shape, habits: Habits = TYPICAL, seed: int = 0, *, with_scores: bool = False) -> list[Routing]:
+def synthesise(
+    shape: DrawnShape, habits: Habits = TYPICAL, seed: int = 0, *, with_scores: bool = False
+) -> list[Routing]:
     """A trace of `shape`: the same for the same arguments. O(tokens x layers x experts)."""
     chance = np.random.default_rng(seed)
     layers, experts = shape.layers, shape.experts
@@ -191,7 +193,7 @@ def fit(trace: Sequence[Routing], steps: int = 400, seed: int = 0) -> Habits:
     wanted = moments(trace, steps)
     first = next(routing for routing in trace if routing.phase is Phase.DECODE)
     count = min(steps, sum(r.phase is Phase.DECODE and r.layer == layers[0] for r in trace))
-    shape = Shape(first.experts, len(first.top_k_index[0]), len(layers), count)
+    shape = DrawnShape(first.experts, len(first.top_k_index[0]), len(layers), count)
     found = Habits(1.0, 0.5, 0.5, 1.0)
 
     def halve_in(name: str, most: float, statistic: str) -> None:

@@ -24,7 +24,7 @@ from smoe.policy.answering import Answered, Answering
 from smoe.policy.answers import AnswerCosts
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.plan import DEVICE, LayerPlan, Load, Reason
+from smoe.policy.plan import DEVICE, LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
 from smoe.policy.plan_progress import Progress
 from smoe.policy.planner import layer_share
@@ -247,7 +247,7 @@ class VirtualClock:
     # -- as `runtime/arrivals.py` does on hardware ---------------------------------------------------------------------
 
     def _begin(self, load: Load) -> None:
-        self._link.submit(load.key, self._now, load.reason is Reason.DEMAND)
+        self._link.submit(load.key, self._now, load.reason is LoadReason.DEMAND)
 
     def _drop_stale(self, routing: Routing) -> None:
         wanted, stale = self._progress.look_through(routing)

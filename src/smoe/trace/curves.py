@@ -178,7 +178,7 @@ def _counts(point: _Point) -> ReplayCounts:
     return replay(routings, point.slots, MIN_STAGING_SLOTS, EVICTION[point.policy](*knows))
 
 
-class Turns(NamedTuple):
+class CurveBends(NamedTuple):
     """Where a curve bends, as places among its sizes: steep up to the knee, then slow, flat from the plateau on."""
 
     knee: int | None
@@ -187,16 +187,16 @@ class Turns(NamedTuple):
     """The first size from which on more memory saves at most `LITTLE` of the uses."""
 
 
-def turns(found: Curves, policy: str) -> Turns:
+def turns(found: Curves, policy: str) -> CurveBends:
     """The plateau of a policy's curve, and the point before it that hangs lowest below the line to there."""
     shares, misses = found.shares, found.misses[policy]
     plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= LITTLE * found.uses)
     width, height = shares[plateau] - shares[0], misses[0] - misses[plateau]
     if plateau < 2 or height <= 0:
-        return Turns(None, plateau)
+        return CurveBends(None, plateau)
     bends = [1 - (shares[n] - shares[0]) / width - (misses[n] - misses[plateau]) / height for n in range(1, plateau)]
     deepest = max(range(len(bends)), key=bends.__getitem__)
-    return Turns(deepest + 1 if bends[deepest] >= _BEND else None, plateau)
+    return CurveBends(deepest + 1 if bends[deepest] >= _BEND else None, plateau)
 
 
 def in_words(found: Curves, policy: str, experts_bytes: int | None = None) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from smoe.trace.curves import BOUND, Curves, turns
-from smoe.trace.survey import Survey
+from smoe.trace.survey import TraceSurvey
 from smoe.trace.usage import BySequence
 from smoe.units import format_bytes
 
@@ -35,7 +35,7 @@ _MOST_SEQUENCES = 24
 """Rows of a picture."""
 
 
-def reuse_by_rank(survey: Survey) -> Figure | None:
+def reuse_by_rank(survey: TraceSurvey) -> Figure | None:
     """How soon an expert is chosen again, by its rank (SMoE, figure 6)."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
@@ -53,7 +53,7 @@ def reuse_by_rank(survey: Survey) -> Figure | None:
     return _finished(figure, title, survey)
 
 
-def score_concentration(survey: Survey) -> Figure | None:
+def score_concentration(survey: TraceSurvey) -> Figure | None:
     """How the scores of a token spread over the ranks (SMoE, figure 4)."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
@@ -71,7 +71,7 @@ def score_concentration(survey: Survey) -> Figure | None:
     return _finished(figure, f"The first expert has {first:.0f} % of a token's score{of}", survey)
 
 
-def activation_by_sequence(survey: Survey) -> Figure | None:
+def activation_by_sequence(survey: TraceSurvey) -> Figure | None:
     """What one token shares with the next, and what sequences prefer (HOBBIT, figure 10)."""
     reuse, sequences = survey.next_token, survey.by_sequence
     if reuse is None:
@@ -111,7 +111,7 @@ def _draw_sequences(figure: Any, found: BySequence, layers: Sequence[int]) -> No
     bar.set_label("uses, in multiples of an even share")
 
 
-def affinity(survey: Survey) -> Figure | None:
+def affinity(survey: TraceSurvey) -> Figure | None:
     """Which experts are popular, and which follow which (DuoServe, figure 2)."""
     found, layers = survey.affinity, _layers(survey)
     figure: Any = Figure(figsize=(10, 4.6), layout="constrained")
@@ -135,7 +135,7 @@ def affinity(survey: Survey) -> Figure | None:
     return _finished(figure, title, survey)
 
 
-def entropy(survey: Survey) -> Figure | None:
+def entropy(survey: TraceSurvey) -> Figure | None:
     """How evenly experts are used, layer by layer."""
     found, layers = survey.entropy, _layers(survey)
     figure, axes = _figure()
@@ -153,7 +153,7 @@ def entropy(survey: Survey) -> Figure | None:
     return _finished(figure, title, survey)
 
 
-def miss_ratio(survey: Survey) -> Figure | None:
+def miss_ratio(survey: TraceSurvey) -> Figure | None:
     """What every policy misses at every size of the cache."""
     found = survey.curves
     if found is None:
@@ -229,7 +229,7 @@ def _mark_turns(axes: Any, found: Curves) -> str:
     )
 
 
-PICTURES: dict[str, Callable[[Survey], Figure | None]] = {
+PICTURES: dict[str, Callable[[TraceSurvey], Figure | None]] = {
     "miss-ratio": miss_ratio,
     "reuse-by-rank": reuse_by_rank,
     "score-concentration": score_concentration,
@@ -240,7 +240,7 @@ PICTURES: dict[str, Callable[[Survey], Figure | None]] = {
 """By file name, without its ending."""
 
 
-def drawn(survey: Survey, form: str) -> dict[str, bytes]:
+def drawn(survey: TraceSurvey, form: str) -> dict[str, bytes]:
     """Every picture that can be drawn, as the file's content; `form` is png, svg or pdf."""
     found = {}
     for name, draw in PICTURES.items():
@@ -257,7 +257,7 @@ def _figure() -> tuple[Figure, Any]:
     return figure, figure.subplots()
 
 
-def _finished(figure: Figure, title: str, survey: Survey, columns: int = 4) -> Figure:
+def _finished(figure: Figure, title: str, survey: TraceSurvey, columns: int = 4) -> Figure:
     """Legend and caption below, the finding above."""
     for axes in figure.axes:
         _plain_frame(axes)
@@ -309,7 +309,7 @@ def _heat(figure: Figure, axes: Any, values: np.ndarray, label: str) -> None:
     figure.colorbar(image, ax=axes, extend="max").set_label(label)
 
 
-def _layers(survey: Survey) -> list[int]:
+def _layers(survey: TraceSurvey) -> list[int]:
     return [layer.layer for layer in survey.header.layers]
 
 

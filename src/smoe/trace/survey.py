@@ -55,7 +55,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Survey:
+class TraceSurvey:
     """None where something cannot be said; `left_out` then has the reason, by the field's name."""
 
     header: TraceHeader
@@ -137,7 +137,7 @@ def survey(
     next_use: NextUse | None = None,
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
-) -> Survey:
+) -> TraceSurvey:
     """Of the first `tokens` of every trace, and of so many steps where misses are counted; None: 1000, or fewer where
     there are many layers.
 
@@ -165,7 +165,7 @@ def survey(
     stretched: list[Stretch] | None = tried(
         "ranks", lambda: [part for trace in traces for part in stretches(trace, tokens)]
     )
-    return Survey(
+    return TraceSurvey(
         header,
         tuple(str(trace.path) for trace in traces),
         tuple(dict.fromkeys(trace.header.model for trace in traces)),
