@@ -61,6 +61,7 @@ GROUPS = (
         CI,
     ),
     Group("curl", "needs curl", CI),
+    Group("git, and the repository's history", "needs the repository's history", CI),
     Group("the development requirements, Python 3.11", "could not import|(needs )?Python 3.11", CI),
     Group(
         "the embedded model, and every package", "its weights are not in|the embedded model is not|no command line", CI
