@@ -1,4 +1,5 @@
-"""The wheel that users install: `make wheel` looks into it, `make wheel-test` installs it where there is nothing else.
+"""The wheel that users install, and the source distribution: `make wheel` compares both with the repository,
+`make wheel-test` installs the wheel into an empty environment and runs it.
 
 Standard library only. Run as `python .ci/wheel.py [--install] [--torch REQUIREMENT]`.
 """
@@ -33,16 +34,40 @@ def main() -> None:
         if wrong:
             sys.exit("\n".join(wrong))
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, every file of the package and no other")
+        source = source_distribution(Path(folder))
+        again = built(Path(folder) / "from-source", source)
+        if contents(again) != contents(wheel):
+            sys.exit(f"the wheel that {source.name} makes is not the wheel that the repository makes")
+        print(f"{source.name}: {source.stat().st_size / 2**20:.1f} MiB, makes the same wheel")
         if given.install:
             try_out(Path(folder) / "bare", wheel, given.torch)
 
 
-def built(folder: Path) -> Path:
+def built(folder: Path, source: Path = ROOT) -> Path:
     """The wheel, made as `pip install .` makes it."""
-    say = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(say, check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(command, check=True)
     (wheel,) = folder.glob("smoe-*.whl")
     return wheel
+
+
+def source_distribution(folder: Path) -> Path:
+    """The source distribution, made by the build backend that pyproject.toml names."""
+    (backend,) = re.findall(r'^requires = \["(hatchling[^"]*)"\]', (ROOT / "pyproject.toml").read_text("utf8"), re.M)
+    tools = folder / "tools"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tools), backend]
+    subprocess.run(install, check=True)
+    make = f"from hatchling.build import build_sdist; build_sdist({str(folder)!r})"
+    environment = {**os.environ, "PYTHONPATH": str(tools)}
+    subprocess.run([sys.executable, "-c", make], cwd=ROOT, env=environment, check=True)
+    (made,) = folder.glob("smoe-*.tar.gz")
+    return made
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Checksums of a wheel's files, by name, its own list of them left out."""
+    with zipfile.ZipFile(wheel) as inside:
+        return {each.filename: each.CRC for each in inside.infolist() if not each.filename.endswith("/RECORD")}
 
 
 def differences(wheel: Path) -> list[str]:
