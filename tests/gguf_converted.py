@@ -42,7 +42,7 @@ _USUAL = {
 }
 
 
-_WIDE = r"ffn_gate_inp|ssm_(?!in|out)|norm"
+_WIDE = r"ffn_gate_inp|ssm_(?!in|out)|norm|hc_|_ape"
 """Tensors that the converter writes in F32 whatever the type of the others."""
 
 
@@ -63,11 +63,13 @@ class Architecture(NamedTuple):
     """Fields of the configuration that no file says, and that compute nothing."""
 
 
+_DERIVED = ("qk_head_dim", "per_layer_config")
+"""Fields of a configuration that follow from others."""
+
+
 def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrainedModel:
     """The library's model, seeded."""
-    base = {
-        key: value for key, value in families.config_of(family.model_type).to_dict().items() if key != "qk_head_dim"
-    }
+    base = {key: value for key, value in families.config_of(family.model_type).to_dict().items() if key not in _DERIVED}
     config = AutoConfig.for_model(**{**base, "rms_norm_eps": 1e-4, **family.config, **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -78,11 +80,17 @@ def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) 
     return ready
 
 
+_AS_IT_IS = r"\bgate\.weight|router|conv1d|conv\.conv|A_log|_hc\.|hc_head|position_bias"
+"""Matrices that files have in F32."""
+
+
 @torch.no_grad()
 def _only_signs(model: PreTrainedModel) -> None:
-    """Every matrix but routers and convolutions: +-127 / 2^n, about as large as before."""
+    """Every other matrix: +-127 / 2^n, about as large as before."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and not re.search(r"\bgate\.weight|router|conv1d|conv\.conv|A_log", name):
+        if parameter.dim() > 1 and not re.search(
+            r"\bgate\.weight|router|conv1d|conv\.conv|A_log|_hc\.|hc_head|position_bias", name
+        ):
             size = 127 * 2.0 ** round(float(parameter.float().std().log2()) - 7)
             parameter.copy_(parameter.sign().masked_fill(parameter == 0, 1) * size)
 
@@ -117,10 +125,10 @@ def _common(config: PretrainedConfig) -> dict[str, Any]:
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.head_count_kv": config.to_dict().get("num_key_value_heads"),
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", 1e-6)),
         "feed_forward_length": getattr(config, "intermediate_size", None),
-        "expert_used_count": config.num_experts_per_tok,
+        "expert_used_count": getattr(config, "num_experts_per_tok", None),
     }
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_theta"):
@@ -654,6 +662,365 @@ JAMBA = Architecture(
     unsaid=frozenset({"use_mamba_kernels"}),
 )
 
+_NEMOTRON_NAMES = {
+    "norm.weight": "attn_norm.weight",
+    "model.embeddings.weight": "token_embd.weight",
+    "model.norm_f.weight": "output_norm.weight",
+    **{f"mixer.{kind}_proj.weight": f"attn_{kind}.weight" for kind in "qkv"},
+    "mixer.o_proj.weight": "attn_output.weight",
+    **{f"mixer.{part}": name for part, name in _MAMBA.items()},
+    "mixer.dt_bias": "ssm_dt.bias",
+    "mixer.gate.weight": "ffn_gate_inp.weight",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+    **{f"mixer.{kind}_proj.weight": f"ffn_{kind}.weight" for kind in ("up", "down")},
+    **{f"mixer.experts.{kind}_proj": f"ffn_{kind}_exps.weight" for kind in ("up", "down")},
+    **{f"mixer.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("up", "down")},
+}
+
+
+def _nemotron(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """No rows of queries and keys move: the model has no positions."""
+    if rest == "mixer.A_log":
+        yield "ssm_a", -weight.exp().unsqueeze(1)
+    elif rest == "mixer.D":
+        yield "ssm_d", weight.unsqueeze(1)
+    elif rest == "mixer.norm.weight":
+        yield "ssm_norm.weight", weight.view(config.n_groups, -1)
+    elif rest == "mixer.conv1d.weight":
+        yield "ssm_conv1d.weight", weight.squeeze(1)
+    else:
+        yield (_GLOBAL.get(rest) or _NEMOTRON_NAMES[rest]), weight
+
+
+def _nemotron_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    kinds = config.layers_block_type
+    return {
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == "full_attention") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "feed_forward_length": [32 * (kind in ("moe", "mlp")) for kind in kinds],
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_group_count": config.n_group,
+        "moe_latent_size": config.moe_latent_size,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
+    }
+
+
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+    "layer_norm_epsilon": 1e-4,
+    "num_key_value_heads": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "conv_kernel": 3,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 2.5,
+}
+NEMOTRON = Architecture(
+    "nemotron_h_moe",
+    "nemotron_h",
+    _NEMOTRON,
+    _nemotron,
+    _nemotron_metadata,
+    "tekken",
+    frozenset({"expand", "rms_norm_eps", "use_mamba_kernels"}),
+)
+NEMOTRON_SUPER = NEMOTRON._replace(config={**_NEMOTRON, "moe_latent_size": 32})
+
+
+def _kimi_linear(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    part = rest.removeprefix("self_attn.")
+    if part == "conv1d.weight":
+        for kind, each in zip("qkv", weight.chunk(3), strict=True):
+            yield f"ssm_conv1d_{kind}.weight", each.reshape(1, -1, 1, weight.shape[-1])
+    elif part == "forget_gate.A_log":
+        yield "ssm_a", -weight.exp()
+    elif part in _KIMI_NAMES:
+        yield _KIMI_NAMES[part], weight
+    else:
+        yield from _latent(rest, weight, config)
+
+
+_KIMI_NAMES = {
+    "forget_gate.dt_bias": "ssm_dt.bias",
+    "forget_gate.f_a_proj.weight": "ssm_f_a.weight",
+    "forget_gate.f_b_proj.weight": "ssm_f_b.weight",
+    "b_proj.weight": "ssm_beta.weight",
+    "g_a_proj.weight": "ssm_g_a.weight",
+    "g_b_proj.weight": "ssm_g_b.weight",
+    "o_norm.weight": "ssm_norm.weight",
+}
+
+
+def _kimi_linear_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in config.layer_types],
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "kda.head_dim": config.linear_head_dim,
+        "leading_dense_block_count": 1,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+    }
+
+
+KIMI_LINEAR = Architecture(
+    "kimi-linear",
+    "kimi_linear",
+    {
+        **{key: value for key, value in _LATENT.items() if key not in ("first_k_dense_replace", "q_lora_rank")},
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "linear_conv_kernel_dim": 3,
+    },
+    _kimi_linear,
+    _kimi_linear_metadata,
+    "kimi-k2",
+    frozenset({"rope_parameters"}),
+)
+
+
+def _minimax_m3(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    if rest.endswith("norm.weight"):
+        weight = weight + 1
+    if rest.startswith("self_attn.indexer."):
+        yield rest.removeprefix("self_attn."), weight
+    elif rest.endswith("experts.gate_up_proj"):
+        yield from _usual(rest, weight, config)
+    elif rest.endswith("gate_up_proj.weight"):
+        suffix = "_shexp" if "shared" in rest else ""
+        yield f"ffn_gate{suffix}.weight", weight.chunk(2)[0]
+        yield f"ffn_up{suffix}.weight", weight.chunk(2)[1]
+    else:
+        yield from _usual(rest, weight, config)
+
+
+def _minimax_m3_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.indexer.block_size": config.index_block_size,
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.local_blocks": config.index_local_blocks,
+        "attention.indexer.top_k": config.index_topk_blocks,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_gating_func": 2,
+        "expert_shared_count": config.shared_intermediate_size // config.intermediate_size,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "feed_forward_length": config.dense_intermediate_size,
+        "leading_dense_block_count": 1,
+        "rope.dimension_count": config.rotary_dim,
+    }
+
+
+MINIMAX_M3 = Architecture(
+    "minimax-m3",
+    "minimax_m3_vl_text",
+    {
+        "head_dim": 16,
+        "num_key_value_heads": 4,
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "shared_intermediate_size": 32,
+        "rotary_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    },
+    _minimax_m3,
+    _minimax_m3_metadata,
+    "minimax-m2",
+)
+
+_GEMMA_NAMES = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+}
+
+
+def _gemma4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """And, once, by what the frequencies of layers that see all tokens are divided."""
+    if rest == "model.norm.weight":
+        yield "rope_freqs.weight", torch.tensor([1.0] * 4 + [1e30] * 12)
+    if rest in _GEMMA_NAMES:
+        yield _GEMMA_NAMES[rest], weight
+    else:
+        yield from _usual(rest, weight, config)
+
+
+def _gemma4_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    is_sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    return {
+        "attention.head_count_kv": [2 if each else 1 for each in is_sliding],
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.key_length_swa": 16,
+        "attention.value_length_swa": 16,
+        "attention.shared_kv_layers": 0,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": is_sliding,
+        "embedding_length_per_layer_input": 0,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.top_k_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.freq_base": config.rope_parameters["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "rope.dimension_count": 32,
+        "rope.dimension_count_swa": 16,
+    }
+
+
+GEMMA4 = Architecture(
+    "gemma4",
+    "gemma4_text",
+    {
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_key_value_heads": 2,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 50000.0},
+        },
+    },
+    _gemma4,
+    _gemma4_metadata,
+)
+
+_V4_NAMES = {
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_norm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_proj.weight": "attn_kv.weight",
+    "self_attn.kv_norm.weight": "attn_kv_a_norm.weight",
+    "self_attn.o_a_proj.weight": "attn_output_a.weight",
+    "self_attn.o_b_proj.weight": "attn_output_b.weight",
+    "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.compressor.position_bias": "attn_compressor_ape.weight",
+    "self_attn.compressor.kv_proj.weight": "attn_compressor_kv.weight",
+    "self_attn.compressor.gate_proj.weight": "attn_compressor_gate.weight",
+    "self_attn.compressor.kv_norm.weight": "attn_compressor_norm.weight",
+    "self_attn.compressor.indexer.position_bias": "indexer_compressor_ape.weight",
+    "self_attn.compressor.indexer.kv_proj.weight": "indexer_compressor_kv.weight",
+    "self_attn.compressor.indexer.gate_proj.weight": "indexer_compressor_gate.weight",
+    "self_attn.compressor.indexer.kv_norm.weight": "indexer_compressor_norm.weight",
+    "self_attn.compressor.indexer.q_b_proj.weight": "indexer.attn_q_b.weight",
+    "self_attn.compressor.indexer.scorer.weights_proj.weight": "indexer.proj.weight",
+    "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    **{f"attn_hc.{kind}": f"hc_attn_{kind}.weight" for kind in ("fn", "base", "scale")},
+    **{f"ffn_hc.{kind}": f"hc_ffn_{kind}.weight" for kind in ("fn", "base", "scale")},
+    **{f"model.hc_head.hc_{kind}": f"output_hc_{kind}.weight" for kind in ("fn", "base", "scale")},
+}
+
+
+def _deepseek_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    if rest in _V4_NAMES:
+        yield _V4_NAMES[rest], weight
+    else:
+        yield from _usual(rest, weight, config)
+
+
+def _deepseek_v4_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    yarn = config.rope_parameters["compress"]
+    return {
+        "attention.compress_ratios": [ratios[kind] for kind in config.layer_types],
+        "attention.compress_rope_freq_base": float(config.compress_rope_theta),
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.output_group_count": config.o_groups,
+        "attention.output_lora_rank": config.o_lora_rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.sliding_window": config.sliding_window,
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 4,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "feed_forward_length": None,
+        "hash_layer_count": 1,
+        "hyper_connection.count": config.hc_mult,
+        "hyper_connection.epsilon": config.hc_eps,
+        "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.freq_base": float(config.rope_theta),
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": yarn["factor"],
+        "rope.scaling.original_context_length": yarn["original_max_position_embeddings"],
+        "rope.scaling.yarn_beta_fast": yarn["beta_fast"],
+        "rope.scaling.yarn_beta_slow": yarn["beta_slow"],
+        "swiglu_clamp_exp": [config.swiglu_limit] * config.num_hidden_layers,
+        "swiglu_clamp_shexp": [config.swiglu_limit] * config.num_hidden_layers,
+    }
+
+
+DEEPSEEK_V4 = Architecture(
+    "deepseek4",
+    "deepseek_v4",
+    {
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 5000.0,
+        "compress_rope_theta": 20000.0,
+        "hc_sinkhorn_iters": 3,
+        "swiglu_limit": 5.0,
+        "rope_parameters": {key: value for key, value in _YARN.items() if "mscale" not in key and key != "rope_theta"},
+    },
+    _deepseek_v4,
+    _deepseek_v4_metadata,
+    "deepseek-v3",
+)
+
 ALL: dict[str, Architecture] = {
     "deepseek2 V2": DEEPSEEK_V2,
     "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
@@ -669,5 +1036,11 @@ ALL: dict[str, Architecture] = {
     "hunyuan-moe": HUNYUAN,
     "lfm2moe": LFM2,
     "jamba": JAMBA,
+    "nemotron_h_moe Nano": NEMOTRON,
+    "nemotron_h_moe Super": NEMOTRON_SUPER,
+    "kimi-linear": KIMI_LINEAR,
+    "minimax-m3": MINIMAX_M3,
+    "gemma4": GEMMA4,
+    "deepseek4": DEEPSEEK_V4,
 }
 """By architecture, and the published family where one architecture has several."""

@@ -340,6 +340,8 @@ def write_file(
     for key, weight in tensors.items():
         if blocks is not None and key in blocks:
             writer.add_tensor(key, blocks[key][0], raw_dtype=blocks[key][1])
+        elif weight is not None and not weight.is_floating_point():
+            writer.add_tensor(key, weight.int().numpy())
         elif weight is not None:
             is_vector = weight.dim() == 1 or key.endswith("bias") or re.search(wide, key)
             kind = Type.F32 if is_vector else experts if "_exps." in key else dense

@@ -16,8 +16,9 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.errors import CheckpointError
+from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.models.checkpoint import checkpoint_at
+from smoe.models.model_sizes import model_sizes
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.models.read_spec import read_spec
 from smoe.presets import configure
@@ -141,3 +142,21 @@ def test_parts_that_do_not_make_the_weight(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"lacks 1 weights, 'blk.1.attn_v_b.weight'"):
         from_pretrained(path, memory="64MiB")
+
+
+def test_numbers_that_the_library_computes_are_compared(tmp_path: Path) -> None:
+    """Gemma 4's frequencies: of a file with others the text would be another."""
+    family = converted.GEMMA4
+    other = {"rope_freqs.weight": torch.tensor([1.0] * 8 + [1e30] * 8)}
+    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), tensors=other)
+    with pytest.raises(UnsupportedModelError, match=r"'rope_freqs.weight' has other numbers"):
+        from_pretrained(path, memory="64MiB", context_tokens=32)
+
+
+def test_tensors_for_images_are_left_out(tmp_path: Path) -> None:
+    """A second correction of DeepSeek-V4's routers, which only images use."""
+    family = converted.DEEPSEEK_V4
+    more = {"blk.1.exp_probs_b_vl.bias": torch.ones(8)}
+    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), tensors=more)
+    described, spec = model_sizes(path, configure(context_tokens=32))
+    assert described.experts(spec).keys() == {0, 1, 2, 3}

@@ -23,13 +23,15 @@ from smoe.memory.safetensors_index import StoredTensor
 
 BLOCKS = {kind.name: GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
 """(elements, bytes) of a block of every type, by ggml's name; a plain number is a block of one."""
+INTEGERS = ("I32",)
+"""Types of tables that are no weights: which experts a token has by its number."""
 _NAMES = {int(kind): kind.name for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
 
 
 @cache
 def is_readable(dtype: str) -> bool:
-    """Whether the numbers of a ggml type can be had: the plain ones of ours, and what the gguf package dequantises."""
-    if dtype in STORED:
+    """Whether the numbers of a ggml type can be had: plain ones, and what the gguf package dequantises."""
+    if dtype in STORED or dtype in INTEGERS:
         return True
     try:
         dequantize(np.zeros((1, BLOCKS[dtype][1]), np.uint8), GGMLQuantizationType[dtype])

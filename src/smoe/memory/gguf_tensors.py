@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.gguf_index import BLOCKS
+from smoe.memory.gguf_index import BLOCKS, INTEGERS
 from smoe.memory.safetensors_index import StoredTensor, check_identity
 from smoe.memory.torch_dtypes import TORCH
 
@@ -83,8 +83,8 @@ def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
                 raise CheckpointError(f"{tensor.path} ends inside {tensor.key!r}; download it again")
             if not data:
                 continue
-            if tensor.dtype in TORCH:
-                yield torch.frombuffer(data, dtype=TORCH[tensor.dtype])
+            if tensor.dtype in TORCH or tensor.dtype in INTEGERS:
+                yield torch.frombuffer(data, dtype=TORCH.get(tensor.dtype, torch.int32))
             else:
                 blocks = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
                 yield torch.from_numpy(dequantize(blocks, GGMLQuantizationType[tensor.dtype])).view(-1)

@@ -105,9 +105,15 @@ def _joined(parts: Tensors, config: Any) -> torch.Tensor:
     return torch.cat(list(parts))
 
 
-JOINED_SHARED = {
-    "shared_mlp.input_linear.weight": Arrangement(
-        _joined, ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), moves_rows=True
-    )
-}
-"""Gate and up of a shared expert, which the library has in one matrix."""
+JOINED_DENSE = Arrangement(_joined, ("ffn_gate.weight", "ffn_up.weight"), moves_rows=True)
+"""Gate and up of a dense layer, which the library has in one matrix."""
+JOINED_SHARED = Arrangement(_joined, ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), moves_rows=True)
+"""The same of a shared expert."""
+
+
+def _joined_convolutions(parts: Tensors, config: Any) -> torch.Tensor:
+    return _joined([part.reshape(-1, part.shape[-1]) for part in parts], config)
+
+
+JOINED_CONVOLUTIONS = Arrangement(_joined_convolutions, tuple(f"ssm_conv1d_{kind}.weight" for kind in "qkv"))
+"""Those of queries, keys and values, which the library has in one."""

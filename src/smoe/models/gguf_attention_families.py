@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from smoe.models.gguf_arrangements import JOINED_SHARED, PAIRED_ROWS
+from smoe.models.gguf_arrangements import JOINED_DENSE, JOINED_SHARED, LESS_ONE, PAIRED_ROWS
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
 
 SIGMOID = (0, 2)
@@ -24,7 +24,7 @@ _GRANITE_SHARED = GgufFamily(
     "granitemoeshared",
     {**GRANITE_SIZES, "expert_shared_feed_forward_length": "shared_intermediate_size"},
     names=GRANITE_NAMES,
-    arrangements={**PAIRED_ROWS, **JOINED_SHARED},
+    arrangements={**PAIRED_ROWS, "shared_mlp.input_linear.weight": JOINED_SHARED},
 )
 
 
@@ -38,6 +38,46 @@ def _ernie(entries: Entries, fields: dict[str, Any]) -> None:
 
 def _dots(entries: Entries, fields: dict[str, Any]) -> None:
     fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
+
+
+def _gemma4(entries: Entries, fields: dict[str, Any]) -> None:
+    """Layers that see all tokens have heads of their own number and size, and may use keys as values."""
+    count = fields["num_hidden_layers"]
+    is_sliding = entries.numbers("attention.sliding_window_pattern", count)
+    heads = entries.numbers("attention.head_count_kv", count)
+    fields["layer_types"] = ["sliding_attention" if each else "full_attention" for each in is_sliding]
+    fields["num_key_value_heads"] = next((n for n, each in zip(heads, is_sliding, strict=True) if each), heads[0])
+    fields["per_layer_config"] = {
+        str(layer): {"head_dim": entries.number("attention.key_length")}
+        | ({"num_key_value_heads": heads[layer]} if heads[layer] != fields["num_key_value_heads"] else {})
+        for layer in range(count)
+        if not is_sliding[layer]
+    }
+    fields["attention_k_eq_v"] = any(
+        f"blk.{layer}.attn_v.weight" not in entries.tensors for layer in fields["per_layer_config"]
+    )
+    theta, near_theta = fields["rope_parameters"]["rope_theta"], entries.number("rope.freq_base_swa", 10_000.0)
+    fields["rope_parameters"] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": near_theta},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": theta},
+    }
+    fields["vocab_size_per_layer_input"] = fields["vocab_size"]
+
+
+def _gemma4_frequencies(config: Any) -> list[float]:
+    """Files divide frequencies by 1 where positions turn a head, elsewhere by what leaves nothing of them."""
+    half = config.per_layer_config["full_attention"].head_dim // 2
+    turned = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return [1.0] * turned + [1e30] * (half - turned)
+
+
+def _minimax_m3(entries: Entries, fields: dict[str, Any]) -> None:
+    count, dense = fields["num_hidden_layers"], entries.number("leading_dense_block_count", 0)
+    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
+    is_sparse = [f"blk.{layer}.indexer.q_proj.weight" in entries.tensors for layer in range(count)]
+    fields["layer_types"] = ["minimax_m3_sparse" if each else "full_attention" for each in is_sparse]
+    fields["rope_parameters"]["partial_rotary_factor"] = fields["rotary_dim"] / fields["head_dim"]
+    fields["shared_intermediate_size"] = fields["intermediate_size"] * entries.number("expert_shared_count", 1)
 
 
 FAMILIES: Mapping[str, GgufFamily] = {
@@ -70,6 +110,29 @@ FAMILIES: Mapping[str, GgufFamily] = {
         },
         complete=_ernie,
         from_tensors={"use_bias": "blk.0.attn_q.bias"},
+        split=None,
+    ),
+    "gemma4": GgufFamily(
+        "gemma4_text",
+        {
+            "attention.key_length_swa": "head_dim",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "attention.sliding_window": "sliding_window",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_used_count": "top_k_experts",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        fixed={"enable_moe_block": True, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        read=frozenset({"attention.head_count_kv", "rope.dimension_count"}),
+        complete=_gemma4,
+        names={
+            "layer_scalar": "layer_output_scale.weight",
+            "router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale",
+        },
+        implied={"rope_freqs.weight": _gemma4_frequencies},
         split=None,
     ),
     "glm4moe": GgufFamily(
@@ -131,6 +194,49 @@ FAMILIES: Mapping[str, GgufFamily] = {
         },
         arrangements=PAIRED_ROWS,
         split="llama-bpe",
+    ),
+    "minimax-m3": GgufFamily(
+        "minimax_m3_vl_text",
+        {
+            "attention.indexer.block_size": "index_block_size",
+            "attention.indexer.head_count": "index_n_heads",
+            "attention.indexer.key_length": "index_head_dim",
+            "attention.indexer.local_blocks": "index_local_blocks",
+            "attention.indexer.top_k": "index_topk_blocks",
+            "attention.key_length": "head_dim",
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "feed_forward_length": "dense_intermediate_size",
+            "rope.dimension_count": "rotary_dim",
+        },
+        fixed={"routed_scaling_factor": 1.0},
+        allowed={"expert_gating_func": SIGMOID},
+        read=frozenset({"leading_dense_block_count"}),
+        complete=_minimax_m3,
+        named_as="minimax-m2",
+        names={
+            "mlp.down_proj.weight": "ffn_down.weight",
+            "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+            **{
+                f"self_attn.indexer.{part}.weight": f"indexer.{part}.weight"
+                for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+            },
+        },
+        arrangements={
+            **dict.fromkeys(
+                (
+                    "model.norm.weight",
+                    "input_layernorm.weight",
+                    "post_attention_layernorm.weight",
+                    *(f"self_attn.{part}{kind}_norm.weight" for part in ("", "indexer.") for kind in "qk"),
+                ),
+                LESS_ONE,
+            ),
+            "mlp.gate_up_proj.weight": JOINED_DENSE,
+            "mlp.shared_experts.gate_up_proj.weight": JOINED_SHARED,
+        },
+        split="minimax-m2",
     ),
     "minimax-m2": GgufFamily(
         "minimax_m2",

@@ -21,7 +21,7 @@ from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import Part, StoredLayer, row_of
 from smoe.models.outline import ExpertsSite
 
-_KINDS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+_KINDS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 _BIAS = "_bias"
 
 

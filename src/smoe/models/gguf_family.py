@@ -100,6 +100,10 @@ class GgufFamily:
     """The architecture whose names the gguf package has for this one, which it does not know."""
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
     """By the library's name in a layer, or outside of layers by the whole name."""
+    unread: str = "$^"
+    """A regular expression: tensors that the library's model has no place for and that texts do not need."""
+    implied: Mapping[str, Callable[[Any], Sequence[float]]] = field(default_factory=dict)
+    """Tensors that the library computes itself, by their keys, and their numbers by its configuration."""
     variant: Callable[[Entries], GgufFamily | None] | None = None
     """The other family of the library that a file of the architecture may be for, where it is."""
     split: str | None = "qwen2"

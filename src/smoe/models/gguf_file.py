@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from smoe.errors import CheckpointError, ModelError
+from smoe.errors import CheckpointError, ModelError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_tensors import plain_tensor, read_bytes, read_tensor
 from smoe.memory.safetensors_index import StoredTensor
@@ -21,7 +21,7 @@ from smoe.models.dense import built_of, check_loaded, quiet_library
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
 from smoe.models.gguf_sizes import GgufSizes
-from smoe.models.gguf_sources import Source
+from smoe.models.gguf_sources import WeightSource
 from smoe.models.gguf_tokenizer import read_gguf_tokenizer, read_sampling
 from smoe.models.quantised_linear import keep_on_disk, keep_quantised
 from smoe.models.spec import LibrarySpec
@@ -44,6 +44,7 @@ class GgufFile(GgufSizes):
         spec.config._experts_implementation = "eager"
         sampling = read_sampling(self._headers[0])
         assert all(tensor.path.parent == self.place.parent for tensor in spec.dense.values()), "a header's copy"
+        self._check_implied(spec.config)
         stored, weights = self._tensors, spec.shell.state_dict()
         sources = {
             name: source for name, source in self._sources(spec).items() if all(key in stored for key in source.keys)
@@ -72,7 +73,20 @@ class GgufFile(GgufSizes):
     def tokenizer(self) -> Any:
         return read_gguf_tokenizer(self._headers[0])
 
-    def _read(self, source: Source, config: PretrainedConfig, target: torch.Tensor) -> None:
+    def _check_implied(self, config: PretrainedConfig) -> None:
+        """Raise `UnsupportedModelError` where the library would compute with other numbers than a file has."""
+        for key, numbers in self._family.implied.items():
+            tensor = self._tensors.get(key)
+            if tensor is None:
+                continue
+            wanted, found = torch.tensor(numbers(config)), plain_tensor(tensor).float().flatten()
+            if wanted.shape != found.shape or not torch.allclose(wanted, found, rtol=1e-4):
+                raise UnsupportedModelError(
+                    f"{tensor.path}: {key!r} has other numbers than transformers' {config.model_type!r} computes with; "
+                    "take the model's safetensors release"
+                )
+
+    def _read(self, source: WeightSource, config: PretrainedConfig, target: torch.Tensor) -> None:
         """Fill `target` with the numbers of a weight."""
         if source.arrangement is None:
             read_tensor(self._tensors[source.keys[0]], target)
@@ -81,7 +95,7 @@ class GgufFile(GgufSizes):
         with naming(f"{', '.join(source.keys)} in {self.place} do not fit together"):
             target.copy_(source.arrangement.whole(parts, config).reshape(target.shape))
 
-    def _all_codes(self, source: Source, config: PretrainedConfig) -> torch.Tensor:
+    def _all_codes(self, source: WeightSource, config: PretrainedConfig) -> torch.Tensor:
         """A quantised weight's bytes, its rows in the library's order."""
         parts = [self._codes(self._tensors[key]) for key in source.keys]
         if source.arrangement is None:
@@ -100,7 +114,7 @@ class GgufFile(GgufSizes):
         return codes
 
 
-def _key_of(sources: Mapping[str, Source], name: str) -> str:
+def _key_of(sources: Mapping[str, WeightSource], name: str) -> str:
     """A weight's name in the file, for messages."""
     return ", ".join(sources[name].keys) if name in sources else name
 

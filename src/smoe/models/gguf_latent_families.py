@@ -10,7 +10,7 @@ from smoe.models.gguf_attention_families import SIGMOID
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
 
 
-def _latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
+def latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
     """Sizes of multi-head latent attention. Files have it as one head of keys and values, early ones as all heads."""
     keys = entries.number("attention.key_length_mla", entries.values.get("attention.key_length"))
     values = entries.number("attention.value_length_mla", entries.values.get("attention.value_length"))
@@ -24,12 +24,12 @@ def _latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _deepseek_v2(entries: Entries, fields: dict[str, Any]) -> None:
-    _latent_attention(entries, fields)
+    latent_attention(entries, fields)
     has_groups = (fields.get("n_group") or 1) > 1
     fields["topk_method"] = "group_limited_greedy" if has_groups else "greedy"
 
 
-_DEEPSEEK_SIZES = {
+DEEPSEEK_SIZES = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
     "expert_count": "n_routed_experts",
@@ -43,7 +43,7 @@ _DEEPSEEK_SIZES = {
 }
 _DEEPSEEK_V2 = GgufFamily(
     "deepseek_v2",
-    _DEEPSEEK_SIZES,
+    DEEPSEEK_SIZES,
     fixed={"first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
     allowed={"expert_weights_norm": (False,)},
     read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
@@ -60,7 +60,7 @@ def _deepseek_v2_by_scores(entries: Entries) -> GgufFamily | None:
 
 _DEEPSEEK_V3 = GgufFamily(
     "deepseek_v3",
-    {**_DEEPSEEK_SIZES, "expert_weights_norm": "norm_topk_prob", "nextn_predict_layers": NEXT_TOKEN_LAYERS},
+    {**DEEPSEEK_SIZES, "expert_weights_norm": "norm_topk_prob", "nextn_predict_layers": NEXT_TOKEN_LAYERS},
     fixed={
         "first_k_dense_replace": 0,
         "n_group": 1,
@@ -71,10 +71,83 @@ _DEEPSEEK_V3 = GgufFamily(
     },
     allowed={"expert_gating_func": SIGMOID},
     read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
-    complete=_latent_attention,
+    complete=latent_attention,
     arrangements=KEYS_AND_VALUES,
     variant=_deepseek_v2_by_scores,
     split="deepseek-v3",
 )
 
-FAMILIES: Mapping[str, GgufFamily] = {"deepseek2": _DEEPSEEK_V3}
+
+def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
+    """By how much each layer compresses keys, which layers choose experts by a token's number, and two kinds of
+    positions: scaled ones in layers that compress."""
+    count = fields["num_hidden_layers"]
+    fields["compress_ratios"] = entries.numbers("attention.compress_ratios", count)
+    fields["num_hash_layers"] = entries.number("hash_layer_count", 0)
+    fields["swiglu_limit"] = entries.number("swiglu_clamp_exp")
+    rope = fields["rope_parameters"]
+    fields["rope_theta"] = rope.pop("rope_theta")
+    fields["partial_rotary_factor"] = entries.number("rope.dimension_count") / fields["head_dim"]
+
+
+_HYPER = {
+    f"{part}_hc.{kind}": f"hc_{part}_{kind}.weight" for part in ("attn", "ffn") for kind in ("fn", "base", "scale")
+}
+_COMPRESSOR = {
+    f"self_attn.compressor.{part}{theirs}": f"{prefix}_compressor_{name}.weight"
+    for part, prefix in (("", "attn"), ("indexer.", "indexer"))
+    for theirs, name in (
+        ("position_bias", "ape"),
+        ("kv_proj.weight", "kv"),
+        ("gate_proj.weight", "gate"),
+        ("kv_norm.weight", "norm"),
+    )
+}
+
+FAMILIES: Mapping[str, GgufFamily] = {
+    "deepseek2": _DEEPSEEK_V3,
+    "deepseek4": GgufFamily(
+        "deepseek_v4",
+        {
+            "attention.compress_rope_freq_base": "compress_rope_theta",
+            "attention.indexer.head_count": "index_n_heads",
+            "attention.indexer.key_length": "index_head_dim",
+            "attention.indexer.top_k": "index_topk",
+            "attention.key_length": "head_dim",
+            "attention.output_group_count": "o_groups",
+            "attention.output_lora_rank": "o_lora_rank",
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.sliding_window": "sliding_window",
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+            "hyper_connection.count": "hc_mult",
+            "hyper_connection.epsilon": "hc_eps",
+            "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+        },
+        fixed={NEXT_TOKEN_LAYERS: 0},
+        allowed={"expert_gating_func": (4,)},
+        read=frozenset({"feed_forward_length", "rope.dimension_count"}),
+        complete=_deepseek_v4,
+        named_as="deepseek2",
+        names={
+            **{f"self_attn.{part}_proj.weight": f"attn_{part}.weight" for part in ("q_a", "q_b")},
+            "self_attn.q_a_norm.weight": "attn_q_a_norm.weight",
+            "self_attn.kv_proj.weight": "attn_kv.weight",
+            "self_attn.kv_norm.weight": "attn_kv_a_norm.weight",
+            "self_attn.o_a_proj.weight": "attn_output_a.weight",
+            "self_attn.o_b_proj.weight": "attn_output_b.weight",
+            "self_attn.sinks": "attn_sinks.weight",
+            **_COMPRESSOR,
+            "self_attn.compressor.indexer.q_b_proj.weight": "indexer.attn_q_b.weight",
+            "self_attn.compressor.indexer.scorer.weights_proj.weight": "indexer.proj.weight",
+            "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
+            **_HYPER,
+            **{f"model.hc_head.hc_{kind}": f"output_hc_{kind}.weight" for kind in ("fn", "base", "scale")},
+        },
+        unread=r"exp_probs_b_vl\.bias$",
+        split="deepseek-v3",
+    ),
+}

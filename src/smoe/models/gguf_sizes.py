@@ -22,7 +22,7 @@ from smoe.models.gguf_config import entries_of, gguf_fields, next_token_layers
 from smoe.models.gguf_experts import index_gguf_experts, tensors_of
 from smoe.models.gguf_families import architecture_of, family_of
 from smoe.models.gguf_family import Entries, GgufFamily
-from smoe.models.gguf_sources import Source, sources_of
+from smoe.models.gguf_sources import WeightSource, sources_of
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.spec import ModelSpec
 
@@ -51,10 +51,14 @@ class GgufSizes:
         sources = self._sources(spec)
         self._check_dense(spec, tensors, sources)
         known = {key for source in sources.values() for key in source.keys}
-        known |= {tensor.key for layer in layers.values() for tensor in tensors_of(layer)}
+        known |= {tensor.key for layer in layers.values() for tensor in tensors_of(layer)} | self._family.implied.keys()
         first = spec.config.get_text_config().num_hidden_layers
         unread = tuple(f"blk.{first + n}." for n in range(next_token_layers(self._entries)))
-        unknown = sorted(key for key in tensors.keys() - known if not key.startswith(unread))
+        unknown = sorted(
+            key
+            for key in tensors.keys() - known
+            if not key.startswith(unread) and not re.search(self._family.unread, key)
+        )
         if unknown:
             raise UnsupportedModelError(
                 f"{tensors[unknown[0]].path} holds {unknown[0]!r}, for which transformers' "
@@ -117,12 +121,14 @@ class GgufSizes:
     def _headers(self) -> list[GgufHeader]:
         return read_headers(self.place)
 
-    def _sources(self, spec: ModelSpec) -> dict[str, Source]:
+    def _sources(self, spec: ModelSpec) -> dict[str, WeightSource]:
         """What every weight that is no routed expert's is made of, by the library's name."""
         names = [name for name in spec.outline.stored if name not in spec.outline.of_experts]
         return sources_of(self._family, self._entries, names, spec.config.get_text_config().num_hidden_layers)
 
-    def _check_dense(self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], sources: Mapping[str, Source]) -> None:
+    def _check_dense(
+        self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], sources: Mapping[str, WeightSource]
+    ) -> None:
         """Every weight that is no routed expert's is there, in its shape and in a type that can be read."""
         shapes, optional = spec.outline.stored, spec.outline.optional
         missing: list[str] = []

@@ -21,7 +21,7 @@ _CORRECTION = re.compile(r".*\be_score_correction_bias")
 """What is added to a router's scores before its choice, by the library's names: a buffer, or part of the block."""
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """What a weight is made of."""
 
     keys: tuple[str, ...]
@@ -51,22 +51,22 @@ class Source(NamedTuple):
             )
 
 
-def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layers: int) -> dict[str, Source]:
+def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layers: int) -> dict[str, WeightSource]:
     """What each of these weights of a model of so many layers is made of, whether the file has it or not."""
     table = _package_names(family.named_as or entries.architecture, layers)
     return {name: _source(family, entries, name, table) for name in names}
 
 
-def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMap | None) -> Source:
+def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMap | None) -> WeightSource:
     match = _IN_LAYER.fullmatch(name)
     prefix, rest = (f"blk.{match[1]}.", match[2]) if match else ("", name)
     arrangement, key = family.arrangements.get(rest), _own_key(family, prefix, rest, name, table)
     if arrangement is not None and arrangement.sources:
         keys = tuple(prefix + source for source in arrangement.sources)
-        return Source(keys, arrangement) if key is None or key not in entries.tensors else Source((key,))
+        return WeightSource(keys, arrangement) if key is None or key not in entries.tensors else WeightSource((key,))
     if key is None:
         raise UnsupportedModelError(f"the gguf package has no name for {name!r} of {entries.architecture!r}")
-    return Source((key,), arrangement)
+    return WeightSource((key,), arrangement)
 
 
 def _own_key(family: GgufFamily, prefix: str, rest: str, name: str, table: TensorNameMap | None) -> str | None:

@@ -11,7 +11,9 @@ from smoe.models.gguf_arrangements import (
     GROUPED_BEHIND_KEYS,
     GROUPED_COLUMNS,
     GROUPED_LOGARITHM,
+    JOINED_CONVOLUTIONS,
     JOINED_SHARED,
+    KEYS_AND_VALUES,
     LESS_ONE,
     LOGARITHM,
     PAIRED_ROWS,
@@ -20,6 +22,7 @@ from smoe.models.gguf_arrangements import (
 )
 from smoe.models.gguf_attention_families import GRANITE_NAMES, GRANITE_SIZES, SIGMOID
 from smoe.models.gguf_family import Entries, GgufFamily
+from smoe.models.gguf_latent_families import DEEPSEEK_SIZES, latent_attention
 
 
 def _linear_attention(entries: Entries, fields: dict[str, Any]) -> None:
@@ -107,6 +110,35 @@ def _jamba(entries: Entries, fields: dict[str, Any]) -> None:
     del fields["rope_parameters"]
 
 
+def _nemotron_h(entries: Entries, fields: dict[str, Any]) -> None:
+    """A layer is one of four: a state, attention, experts, or a dense network."""
+    has_heads = _layers_with_heads(entries, fields)
+    widths = entries.numbers("feed_forward_length", fields["num_hidden_layers"])
+    fields["layers_block_type"] = [
+        "full_attention"
+        if heads
+        else "moe"
+        if f"blk.{layer}.ffn_gate_inp.weight" in entries.tensors
+        else "mlp"
+        if width
+        else "linear_attention"
+        for layer, (heads, width) in enumerate(zip(has_heads, widths, strict=True))
+    ]
+    fields["intermediate_size"] = max(widths)
+    fields["mamba_head_dim"] = entries.number("ssm.inner_size") // fields["mamba_num_heads"]
+    fields["use_conv_bias"] = any(key.endswith(".ssm_conv1d.bias") for key in entries.tensors)
+    del fields["rope_parameters"], fields["num_hidden_layers"]
+
+
+def _kimi_linear(entries: Entries, fields: dict[str, Any]) -> None:
+    latent_attention(entries, fields)
+    count, dense = fields["num_hidden_layers"], entries.number("leading_dense_block_count", 0)
+    has_keys = entries.numbers("attention.head_count_kv", count)
+    fields["layer_types"] = ["full_attention" if each else "linear_attention" for each in has_keys]
+    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
+    fields["linear_num_heads"] = fields["num_attention_heads"]
+
+
 FAMILIES: Mapping[str, GgufFamily] = {
     "granitehybrid": GgufFamily(
         "granitemoehybrid",
@@ -126,7 +158,12 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "mamba.D": "ssm_d",
             "mamba.dt_bias": "ssm_dt.bias",
         },
-        arrangements={**PAIRED_ROWS, **JOINED_SHARED, "mamba.A_log": LOGARITHM, "mamba.norm.weight": RESHAPED},
+        arrangements={
+            **PAIRED_ROWS,
+            "shared_mlp.input_linear.weight": JOINED_SHARED,
+            "mamba.A_log": LOGARITHM,
+            "mamba.norm.weight": RESHAPED,
+        },
         split="refact",
     ),
     "jamba": GgufFamily(
@@ -141,6 +178,32 @@ FAMILIES: Mapping[str, GgufFamily] = {
         complete=_jamba,
         arrangements={"mamba.A_log": LOGARITHM},
         split=None,
+    ),
+    "kimi-linear": GgufFamily(
+        "kimi_linear",
+        {
+            **DEEPSEEK_SIZES,
+            "expert_count": "num_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "kda.head_dim": "linear_head_dim",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+        },
+        fixed={"n_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "topk_group": 1},
+        allowed={"expert_gating_func": SIGMOID},
+        read=frozenset({"attention.head_count_kv", "leading_dense_block_count"}),
+        complete=_kimi_linear,
+        names={
+            "self_attn.forget_gate.A_log": "ssm_a",
+            "self_attn.forget_gate.dt_bias": "ssm_dt.bias",
+            "self_attn.forget_gate.f_a_proj.weight": "ssm_f_a.weight",
+            "self_attn.forget_gate.f_b_proj.weight": "ssm_f_b.weight",
+        },
+        arrangements={
+            **KEYS_AND_VALUES,
+            "self_attn.forget_gate.A_log": LOGARITHM,
+            "self_attn.conv1d.weight": JOINED_CONVOLUTIONS,
+        },
+        split="kimi-k2",
     ),
     "lfm2moe": GgufFamily(
         "lfm2_moe",
@@ -157,6 +220,50 @@ FAMILIES: Mapping[str, GgufFamily] = {
         complete=_lfm2,
         names={"feed_forward.expert_bias": "exp_probs_b.bias", "lm_head.weight": "output.weight"},
         split="lfm2",
+    ),
+    "nemotron_h_moe": GgufFamily(
+        "nemotron_h",
+        {
+            "attention.key_length": "head_dim",
+            "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "expert_shared_count": "n_shared_experts",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+            "moe_latent_size": "moe_latent_size",
+            "ssm.conv_kernel": "conv_kernel",
+            "ssm.group_count": "n_groups",
+            "ssm.state_size": "ssm_state_size",
+            "ssm.time_step_rank": "mamba_num_heads",
+        },
+        fixed={"norm_topk_prob": False},
+        allowed={"expert_gating_func": SIGMOID},
+        read=frozenset({"attention.head_count_kv", "feed_forward_length", "rope.dimension_count"}),
+        complete=_nemotron_h,
+        names={
+            "norm.weight": "attn_norm.weight",
+            **{f"mixer.{kind}_proj.weight": f"attn_{kind}.weight" for kind in "qkv"},
+            "mixer.o_proj.weight": "attn_output.weight",
+            "mixer.A_log": "ssm_a",
+            "mixer.D": "ssm_d",
+            "mixer.dt_bias": "ssm_dt.bias",
+            "mixer.conv1d.bias": "ssm_conv1d.bias",
+            "mixer.conv1d.weight": "ssm_conv1d.weight",
+            "mixer.in_proj.weight": "ssm_in.weight",
+            "mixer.norm.weight": "ssm_norm.weight",
+            "mixer.out_proj.weight": "ssm_out.weight",
+            "mixer.gate.weight": "ffn_gate_inp.weight",
+            "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+            "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+            **{f"mixer.{kind}_proj.weight": f"ffn_{kind}.weight" for kind in ("up", "down")},
+            **{f"mixer.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("up", "down")},
+        },
+        arrangements={"mixer.A_log": LOGARITHM, "mixer.norm.weight": RESHAPED},
+        split="tekken",
     ),
     "qwen3next": GgufFamily(
         "qwen3_next",
