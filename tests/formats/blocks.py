@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.base import Format, Scalar
@@ -18,6 +18,9 @@ from smoe.formats.registry import OPENAI, RELEASED
 def random_rows(form: Format, rows: int, columns: int, seed: int, spread: float = 0.01) -> npt.NDArray[np.uint8]:
     """Any codes at all, with scales of a model's size: uint8 [rows, bytes]."""
     chance = np.random.default_rng(seed)
+    if form.reals:
+        numbers = chance.normal(0, spread, (rows, columns)).astype(np.float32)
+        return quantize(numbers, GGMLQuantizationType[form.name]).view(np.uint8)
     data = chance.integers(0, 256, (rows, form.row_bytes(columns)), dtype=np.uint8)
     blocks = data.reshape(-1, form.nbytes)
     for scalar in form.scalars:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from smoe.formats.base import Format
+from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS
 from smoe.kernels.isa import ISAS, Isa
 from tests import promised
@@ -25,7 +26,7 @@ LIKE_OTHERS = ("W4_64", "W8_32", "W8_64")
 
 @pytest.fixture(
     scope="session",
-    params=[form for form in FORMATS.values() if form.name not in LIKE_OTHERS],
+    params=[form for form in (FORMATS | PLAIN).values() if form.name not in LIKE_OTHERS],
     ids=lambda form: form.name,
 )
 def form(request: pytest.FixtureRequest) -> Format:

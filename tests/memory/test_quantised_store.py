@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT
+from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS, GGML
 from smoe.memory.arena import Arena
 from smoe.memory.disk import DiskReader
@@ -176,7 +177,7 @@ def test_a_layout_is_shared_where_views_can_be(mixture: str, tmp_path: Path) -> 
 
 
 def tensor(dtype: str, shape: tuple[int, ...], offset: int, path: str = "toy.gguf", key: str = "") -> StoredTensor:
-    form = FORMATS.get(dtype)
+    form = (FORMATS | PLAIN).get(dtype)
     nbytes = 2 * prod(shape) if form is None else prod(shape[:-1]) * form.row_bytes(shape[-1])
     return StoredTensor(Path(path), offset, nbytes, dtype, shape, key or f"{dtype} at {offset}")
 
@@ -231,21 +232,23 @@ def test_experts_of_a_layer_in_different_formats_are_refused(matrix: int) -> Non
 
 @pytest.mark.parametrize("plain", ["BF16", "F16", "F32"])
 @pytest.mark.parametrize("matrix", range(3))
-def test_experts_that_are_quantised_in_part_are_refused(matrix: int, plain: str) -> None:
-    """The one that is not is named; so is a layer of which nothing is quantised beside one that is."""
+def test_experts_may_be_quantised_in_part(matrix: int, plain: str) -> None:
+    """Others keep their own type, in an expert and in a layer of which nothing is quantised beside one that is."""
     formats = ["Q4_0"] * 3
     formats[matrix] = plain
-    others = [plain] * 3
-    others[matrix] = "Q4_0"
-    partly, barely, whole = expert(formats), expert(others), expert(["Q4_0"] * 3)
-    said = rf"'{plain} at {matrix * 2**20}' is {plain}\[.*other matrices of the experts are quantised"
-    assert is_quantised({0: layer_of(partly)}) and is_quantised({0: layer_of(barely)})
-    with pytest.raises(CheckpointError, match=said):
-        QuantisedStore({0: layer_of(whole), 1: layer_of(partly, layer=1)})
-    for few in (barely, expert([plain] * 3)):
-        with pytest.raises(CheckpointError, match=rf"is {plain}\[.*other matrices of the experts are quantised"):
-            QuantisedStore({0: layer_of(whole), 1: layer_of(few, layer=1)})
-    assert not is_quantised({0: layer_of(expert([plain] * 3))})
+    partly, whole, none = expert(formats), expert(["Q4_0"] * 3), expert([plain] * 3)
+    assert is_quantised({0: layer_of(partly)}) and not is_quantised({0: layer_of(none)})
+    store = QuantisedStore({0: layer_of(whole), 1: layer_of(partly, layer=1), 2: layer_of(none, layer=2)})
+    assert [each.form.name for each in store.matrices(1)] == formats
+    for layer, tensors in ((1, partly), (2, none)):
+        assert [each.nbytes for each in store.matrices(layer)] == [tensor.nbytes for tensor in tensors]
+        assert store.placement(layer, 0).nbytes == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("plain", ["F64", "I8"])
+def test_what_is_no_format_is_named(plain: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"{plain} at \d+' .*{plain}"):
+        QuantisedStore({0: layer_of(expert(["Q4_0", plain, "Q4_0"]))})
 
 
 HALVES = {
@@ -256,12 +259,13 @@ HALVES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
+    "TQ2_0": (64,),
 }
 """Bytes of a block at which its fp16 numbers begin, by ggml's own structures; where nothing is said, at the first."""
 
 
 @pytest.mark.parametrize("kind", MATRICES.values())
-@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("name", [name for name in GGML if name != "IQ1_M"])  # its scale is in pieces
 def test_a_scale_that_is_no_number_is_named(name: str, kind: str) -> None:
     """NaN and both infinities, in the scale and the minimum of the last block; the largest number is neither."""
     form, number = FORMATS[name], list(MATRICES.values()).index(kind)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.errors import CheckpointError
+from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS
 from smoe.models.quantised_linear import PIECE_ELEMENTS, QuantisedWeight, StoredEmbedding
 from smoe.models.read_spec import read_spec
@@ -211,9 +212,40 @@ def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
     ours.offload.close()
 
 
-def test_experts_that_are_quantised_in_part_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_experts_may_be_quantised_in_part(kernels: str, tmp_path: Path, open_model: Open) -> None:
+    """Within an expert, and between layers; the others keep their own types."""
+    path, theirs = in_part(tmp_path)
+    wanted = steps(theirs, oracle.PROMPT)
+    for activations in ("auto", "bf16"):
+        full, minimum = (
+            steps(open_model(path, budget, kernels=kernels, activations=activations), oracle.PROMPT)
+            for budget in ("full", "minimum")
+        )
+        assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
+        assert_near(full, wanted, 0.04, others=2)
+    spec = read_spec(path, configure(context_tokens=32))
+    assert spec.expert_bytes == 256 * 256 * (1 + 2 / 32 + 2 + 4), "Q8_0, BF16, F32"
+
+
+def in_part(folder: Path) -> tuple[Path, PreTrainedModel]:
+    """A file with one matrix of layer 0 in Q8_0, others in BF16, F32 and F16, and the library's model."""
     model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **gguf_toy.SIZES)
-    data = random_rows(FORMATS["Q8_0"], model.config.num_experts * 256, 256, 0).reshape(-1, 256, 272)
+    shape = (model.config.num_experts, 256, 256)
+    kinds = {"blk.0.ffn_up_exps": "Q8_0", "blk.0.ffn_down_exps": "F32", "blk.1.ffn_gate_exps": "F16"}
+    blocks = {}
+    for n, (key, name) in enumerate(kinds.items()):
+        data = random_rows((FORMATS | PLAIN)[name], shape[0] * 256, 256, n, spread=0.004 if name == "Q8_0" else 0.03)
+        data = data.view({"F32": np.float32, "F16": np.float16}.get(name, np.uint8))
+        blocks[f"{key}.weight"] = data.reshape(shape[0], 256, -1), Type[name]
+    path = gguf_toy.write(folder / "toy.gguf", model, blocks=blocks)
+    gguf_toy.take_weights(model, path)
+    return path, model
+
+
+def test_rows_beside_quantised_ones_are_whole_units(tmp_path: Path) -> None:
+    model = zoo.make("qwen3_moe", dtype=torch.bfloat16, **{**gguf_toy.SIZES, "moe_intermediate_size": 40})
+    data = random_rows(FORMATS["Q8_0"], model.config.num_experts * 40, 256, 0).reshape(-1, 40, 272)
     path = gguf_toy.write(tmp_path / "toy.gguf", model, blocks={"blk.0.ffn_up_exps.weight": (data, Type.Q8_0)})
-    with pytest.raises(CheckpointError, match=r"BF16.*other matrices of the experts are quantised"):
+    with pytest.raises(CheckpointError, match=r"BF16\[256, 40\].*other matrices of the experts are quantised.*of 16"):
         from_pretrained(path, memory="64MiB", context_tokens=32)

@@ -24,7 +24,7 @@ MOST_CODE = 127
 
 def fits(form: Format) -> bool:
     """Whether the codes of a format are whole numbers that bytes of x can be multiplied with."""
-    return form.is_signed or (not form.is_float8 and form.most <= MOST_CODE)
+    return form.is_signed or (not (form.is_float8 or form.reals) and form.most <= MOST_CODE)
 
 
 def in_8_bits(form: Format, x: Floats) -> npt.NDArray[np.float64]:

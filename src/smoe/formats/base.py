@@ -92,14 +92,14 @@ class Scalar(NamedTuple):
 
     byte: int
     kind: str = "F16"
-    """F16, F32, or E8M0: one byte e for 2 ** (e - 127)."""
+    """F16, F32, or E8M0: one byte e for 2 ** (e - 127); ONE: no byte, 1."""
     factor: float = 1
     fields: tuple[Field, ...] = ()
     """Of F16: where its bits lie, if not next to each other."""
 
     @property
     def nbytes(self) -> int:
-        return {"F16": 2, "F32": 4, "E8M0": 1}[self.kind]
+        return {"F16": 2, "F32": 4, "E8M0": 1, "ONE": 0}[self.kind]
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ class Format:
     """Codes are signed bytes."""
     is_float8: bool = False
     """Codes are numbers of 8 bits, E4M3 without infinities: sign, four bits of exponent, three of mantissa."""
+    reals: str = ""
+    """Codes are numbers of this type, F32, F16 or BF16, one behind the other: not quantised (`plain.py`)."""
     table: tuple[float, ...] | None = None
     """What the codes stand for, where it is not themselves."""
     scale_zero: int = 0
@@ -160,6 +162,8 @@ class Format:
 
     def decode(self, data: Bytes) -> Floats:
         """Reference decoder: bytes [..., n * nbytes] -> numbers [..., n * numbers]."""
+        if self.reals:
+            return _reals(data, self.reals)
         blocks = data.reshape(-1, self.nbytes)
         out = np.empty((len(blocks), self.numbers), np.float32)
         scale = _scalar(blocks, self.scale)
@@ -174,6 +178,8 @@ class Format:
 
     def is_finite(self, data: Bytes) -> bool:
         """Whether no scale of these blocks is NaN or infinite, nor a code that is a number itself."""
+        if self.reals:
+            return bool(np.isfinite(_reals(data, self.reals)).all())
         blocks = data.reshape(-1, self.nbytes)
         return all(_is_finite(blocks, scalar) for scalar in self.scalars) and not self._has_nan_codes(blocks)
 
@@ -209,6 +215,14 @@ class Format:
         if self.is_signed:
             return code.astype(np.uint8).view(np.int8).astype(np.float32)
         return (code - np.int32(self.zero)).astype(np.float32)
+
+
+def _reals(data: Bytes, kind: str) -> Floats:
+    data = np.ascontiguousarray(data)
+    if kind == "BF16":
+        widened: Floats = (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        return widened
+    return data.view("<f4" if kind == "F32" else "<f2").astype(np.float32)
 
 
 def _code(blocks: Bytes, fields: Sequence[Field | Bits | Points], i: int) -> npt.NDArray[np.int32]:
@@ -252,6 +266,8 @@ def _scalar(blocks: Bytes, scalar: Scalar) -> Floats:
     if scalar.kind == "E8M0":
         power: Floats = np.ldexp(np.float32(1), blocks[:, scalar.byte].astype(np.int32) - 127).astype(np.float32)
         return power
+    if scalar.kind == "ONE":
+        return np.ones(len(blocks), np.float32)
     kind = np.float16 if scalar.kind == "F16" else np.float32
     if scalar.fields:
         gathered = _code(blocks, scalar.fields, 0).astype(np.uint16).view(np.float16)

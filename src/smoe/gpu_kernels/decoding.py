@@ -19,8 +19,9 @@ _HALF_BIAS = 256.0
 
 
 def fits(form: Format) -> bool:
-    """Whether a format's numbers can be had from its bytes alone: points of a grid lie in a table of their own."""
-    return form.grid is None
+    """Whether there is text for a format: points of a grid lie in a table of their own; plain numbers need a unit of
+    their size."""
+    return form.grid is None and not form.reals
 
 
 def run_length(form: Format) -> int:

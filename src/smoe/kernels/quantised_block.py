@@ -66,6 +66,8 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits | Points], 
         (field,) = fields
         assert isinstance(field, Field)
         return float8(code, code.load(code.registers(BYTE), code.at(place, field.byte + i)))
+    if form.reals:
+        return _reals(code, form.reals, place, i)
     if form.grid is not None:
         (points,) = fields
         assert isinstance(points, Points)
@@ -105,6 +107,15 @@ def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
     lanes = code.isa.lanes
     word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
     return code.where_set(word, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
+
+
+def _reals(code: Code, kind: str, place: Value, i: int) -> Value:
+    """Numbers i, i + 1, ... of those from `place` on."""
+    if kind == "F32":
+        return code.load(code.registers(FLOAT), code.at(place, 4 * i))
+    if kind == "BF16":
+        return code.widened(code.load(code.registers(HALF_WORD), code.at(place, 2 * i)))
+    return code.build.fpext(code.load(code.registers(HALF), code.at(place, 2 * i)), code.registers(FLOAT))
 
 
 def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
@@ -174,6 +185,8 @@ def _scale_codes(code: Code, form: Format, place: Value) -> Value:
 def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
     build = code.build
     at = code.at(place, scalar.byte)
+    if scalar.kind == "ONE":
+        return ir.Constant(FLOAT, scalar.factor)
     if scalar.kind == "E8M0":
         bits = build.shl(build.zext(code.load(BYTE, at), WORD), ir.Constant(WORD, 23))
         # 2 ** -127 has no bits of its own in that place

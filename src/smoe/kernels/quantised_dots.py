@@ -37,7 +37,7 @@ class _Piece(NamedTuple):
 
 def fits(isa: Isa, form: Format) -> bool:
     """Whether codes of this format become bf16 numbers exactly, and the CPU multiplies them."""
-    is_other = form.is_signed or form.is_float8 or form.grid is not None
+    is_other = form.is_signed or form.is_float8 or form.reals or form.grid is not None
     return isa.has_bf16_dots and not is_other and form.most < SHIFT
 
 

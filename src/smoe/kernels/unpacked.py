@@ -8,9 +8,13 @@ import torch
 
 from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar, with_eighth_sign
 
+_REALS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """uint8 [rows, bytes] -> `dtype` [rows, numbers]; computed in float32 and rounded once."""
+    if form.reals:
+        return data.clone(memory_format=torch.contiguous_format).view(_REALS[form.reals]).to(dtype)
     blocks = data.reshape(-1, form.nbytes)
     out = torch.empty(blocks.shape[0], form.numbers, dtype=dtype, device=data.device)
     scale = _scalar(blocks, form.scale)

@@ -4,6 +4,7 @@
     slot   | gate | up | down |                                               three ranges of bytes, nothing converted
 
 Formats may differ from layer to layer and between the matrices of an expert; within a layer all experts have the same.
+Where some matrices are quantised and others are not, these stay in their own type, too (`formats/plain.py`).
 
 Biases come to lie behind the matrices, in the type that the model computes in, those of gate and up together; where the
 file has them there and in that type they come with the matrices, else through a staging buffer.
@@ -27,6 +28,7 @@ import numpy as np
 
 from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.base import Format
+from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS
 from smoe.memory.dtypes import STORED, Dtype
 from smoe.memory.safetensors_index import StoredTensor
@@ -43,6 +45,8 @@ from smoe.memory.store import (
     reads_of,
     runs_of,
 )
+
+_FORMS: Mapping[str, Format] = FORMATS | PLAIN
 
 
 class StoredMatrix(NamedTuple):
@@ -63,7 +67,7 @@ class StoredMatrix(NamedTuple):
 class QuantisedStore(ExpertStore):
     """Placements of experts in quantised formats; `dtype` is that of their biases in the slot, by its safetensors name.
 
-    Raises `CheckpointError` where the experts of a layer differ in format, or only some matrices are quantised.
+    Raises `CheckpointError` where the experts of a layer differ in format, or a matrix has none that is known.
     """
 
     def __init__(self, layers: Mapping[int, StoredLayer], dtype: str = "BF16") -> None:
@@ -210,13 +214,17 @@ def _ingredients(matrix: StoredTensor, target: int) -> Iterator[StoredRun]:
 def _matrices_of(experts: StoredLayer) -> tuple[StoredMatrix, ...]:
     biases = {part.name for part in experts.parts if _is_bias(part)}
     first, *others = (list(_named(experts.parts, of)) for of in experts.sources)
+    is_in_place = not any(tensor.made_of for _, _, tensor in first)
+    known = _FORMS if is_in_place else FORMATS  # plain numbers are not among what is brought together
     for name, part, tensor in first:
         if part in biases and tensor.dtype in STORED:
             continue
-        if tensor.dtype not in FORMATS or len(tensor.shape) != 2:
+        form = known.get(tensor.dtype)
+        if form is None or len(tensor.shape) != 2 or not form.fits(tensor.shape[1]):
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}, but other matrices of the "
-                f"experts are quantised; smoe reads experts that are quantised whole, in {', '.join(FORMATS)}"
+                f"experts are quantised; beside these smoe reads {', '.join(known)}, in rows of whole blocks, of 16 "
+                "numbers where a type has none"
             )
         del name, part
     wanted = [(name, tensor.dtype, tensor.shape) for name, _, tensor in first]
@@ -226,7 +234,7 @@ def _matrices_of(experts: StoredLayer) -> tuple[StoredMatrix, ...]:
                 f"{of[0][2].path}: experts 0 and {expert} of layer {experts.layer} are stored in different formats"
             )
     return tuple(
-        StoredMatrix(name, part, FORMATS[tensor.dtype], *tensor.shape)
+        StoredMatrix(name, part, _FORMS[tensor.dtype], *tensor.shape)
         for name, part, tensor in first
         if part not in biases
     )

@@ -1,0 +1,16 @@
+"""Numbers that are not quantised, as a format: for experts of which only some matrices are quantised."""
+
+from __future__ import annotations
+
+from smoe.formats.base import Field, Format, Group, Run, Scalar
+
+_NUMBERS = 16
+"""Of what stands for a block: as many as kernels read of a row at a time."""
+
+
+def _plain(name: str, size: int) -> Format:
+    groups = (Group((Run(0, _NUMBERS, (Field(0),)),)),)
+    return Format(name, _NUMBERS, size * _NUMBERS, Scalar(0, "ONE"), groups, reals=name)
+
+
+PLAIN = {name: _plain(name, size) for name, size in (("F32", 4), ("F16", 2), ("BF16", 2))}
