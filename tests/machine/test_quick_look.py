@@ -74,3 +74,33 @@ def test_another_process_answers(tmp_path: Path, object_code: Path, monkeypatch:
 
 LOOKED_APART = module._looked_apart
 """The real one: imported before any fixture has replaced it."""
+MEMORY_RATE = module.memory_rate
+"""Likewise."""
+
+
+@pytest.fixture
+def rates(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What another process was asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(module, "_answered", lambda word: (asked.append(word), b"7e9\n")[1])
+    MEMORY_RATE.cache_clear()  # type: ignore[attr-defined]
+    yield asked
+    MEMORY_RATE.cache_clear()  # type: ignore[attr-defined]
+
+
+def test_the_memory_alone_is_measured_by_another_process_once(rates: list[str], tmp_path: Path) -> None:
+    assert MEMORY_RATE() == MEMORY_RATE() == 7e9 and rates == ["memory"]
+    assert not (tmp_path / "smoe" / "quick-look.json").exists(), "a rate alone is no look"
+
+
+def test_a_stored_look_has_the_rate_of_the_memory(rates: list[str]) -> None:
+    again(4096)
+    assert MEMORY_RATE() == LOOK.memory and rates == []
+
+
+def test_another_process_measures_the_memory() -> None:
+    """Would catch an answer that cannot be read, and 256 MiB that the process of a model holds outside its budget."""
+    assert 1e8 < float(ANSWERED("memory")) < 1e13
+
+
+ANSWERED = module._answered

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from smoe import from_pretrained
 from smoe.errors import CheckpointError, SmoeError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
-from smoe.memory.gguf_tensors import assembled
 from smoe.memory.safetensors_index import index_checkpoint
+from smoe.memory.tensor_bytes import assembled
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.models.read_spec import read_spec
 from smoe.models.reference import stored_numbers

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from smoe.formats.registry import FORMATS
-from smoe.memory.gguf_tensors import assembled
+from smoe.memory.tensor_bytes import assembled
 from smoe.models.reference import stored_numbers
 from tests import released_toy
 from tests.models.test_released import matrices_of

@@ -3,7 +3,7 @@
 A prompt gives every expert another number of tokens, so most products would first make a kernel (0.2 to 0.5 ms, while
 the product of a small expert takes 0.03) and throw another one away. Filled up with zeros to the next of few numbers,
 they find theirs. Where the library sums a row in another order with other numbers of rows, as it does on some CPUs,
-that would change bits: so it is tried out when a model is loaded, on data that show it.
+that would change bits: so it is tried out before the first such group, on data that show it.
 """
 
 from __future__ import annotations
@@ -45,36 +45,48 @@ class MatrixShape(NamedTuple):
     """Stored as [N, K]."""
 
 
-class Filling(NamedTuple):
-    """For which products it has been proven."""
+class Filling:
+    """For which products it is allowed: those of matrices of these shapes, on as many threads as are set now.
 
-    most_rows: int
-    threads: int
+    It is proven octave by octave, when a number of rows first needs it: every proof leaves the library some kernels,
+    25 MiB for all octaves, of which short prompts need few.
+    """
+
+    def __init__(self, shapes: Sequence[MatrixShape], dtype: torch.dtype) -> None:
+        self.threads = torch.get_num_threads()
+        self._shapes = shapes
+        self._dtype = dtype
+        self._most_rows = _most_rows(shapes)
+        self._proven: dict[int, bool] = {}
+        """By the octave's exponent."""
+
+    def allows(self, rows: int) -> bool:
+        """Whether the library's bits of a row are the same with so many rows and with `filled_up(rows)`; False for few
+        rows, for matrices that are too large to gain, and on another number of threads."""
+        if not _EXACT_ROWS < rows <= self._most_rows or torch.get_num_threads() != self.threads:
+            return False
+        octave = (rows - 1).bit_length()
+        if octave not in self._proven:
+            ends = tuple(end for end in ends_of_groups(1 << octave) if end > 1 << (octave - 1))
+            self._proven[octave] = all(_is_the_same(shape, ends, self._dtype, self.threads) for shape in self._shapes)
+        return self._proven[octave]
 
 
 def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> torch.Tensor:
-    """[n, K] @ [K, N] -> [n, N], with zeros below x where that is proven."""
+    """[n, K] @ [K, N] -> [n, N], with zeros below x where that changes no bit."""
     rows = x.shape[0]
-    if filling is None or not _EXACT_ROWS < rows <= filling.most_rows or torch.get_num_threads() != filling.threads:
+    if filling is None or not filling.allows(rows):
         return x @ matrix
     return (functional.pad(x, (0, 0, 0, filled_up(rows) - rows)) @ matrix)[:rows]
 
 
-def proven_filling(shapes: Sequence[MatrixShape], dtype: torch.dtype) -> Filling | None:
-    """Up to how many rows the library's bits of a row do not depend on their number, for matrices of these shapes.
-
-    Tries the smallest and the largest number that are filled up to each, on as many threads as are set now. None where
-    another order shows, and for matrices that are too large to gain.
-    """
+def _most_rows(shapes: Sequence[MatrixShape]) -> int:
+    """Up to how many rows a proof for these matrices takes no longer than it may."""
     elements = sum(shape.columns * shape.outputs for shape in shapes)
     most = _MOST_ROWS
     while most > _EXACT_ROWS and 2 * elements * sum(ends_of_groups(most)) > _PROOF_OPERATIONS:
         most //= 2
-    if most == _EXACT_ROWS:
-        return None
-    ends, threads = tuple(ends_of_groups(most)), torch.get_num_threads()
-    is_proven = all(_is_the_same(shape, ends, dtype, threads) for shape in shapes)
-    return Filling(most, threads) if is_proven else None
+    return most
 
 
 def ends_of_groups(most: int) -> list[int]:
@@ -98,7 +110,8 @@ def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Te
 
 @functools.cache
 def _is_the_same(shape: MatrixShape, numbers: tuple[int, ...], dtype: torch.dtype, threads: int) -> bool:
-    """What the library does on this machine with so many threads, which are set: once for all models."""
+    """Whether a row's bits are equal for all of these numbers of rows (the last is the largest), on this machine with
+    so many threads, which are set: once for all models."""
     x, matrix = telling(shape, numbers[-1], dtype)
     whole = _multiply(x, matrix)
     return all(same_bits(_multiply(x[:rows], matrix), whole[:rows]) for rows in numbers)

@@ -39,7 +39,8 @@ _MEMORY_BYTES = 256 * 2**20
 """Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
 _CHOSEN = 8
 """Experts of a token, computed together."""
-_ENOUGH_MEMORY_BYTES = 64 * 2**20
+ENOUGH_MEMORY_BYTES = 64 * 2**20
+"""Of less, the caches of a processor hold too much for its memory's rate to be read on it."""
 _BF16_GAIN, _BF16_LOSS = 4.0, 0.22
 """Of the library's products of many rows: with AVX-512 BF16, and with AVX2 alone (docs/log/kernels.md)."""
 
@@ -164,12 +165,10 @@ def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Prof
 def measure_memory(seconds: float, memory: Any = None) -> float:
     """Bytes per second of reading RAM on all threads; the best of many passes, as a limit should be.
 
-    Reads `memory` (bytes: a tensor, or an array) where it is large enough, so that nothing is allocated beside a
-    budget; else 64 MiB of its own.
+    Reads `memory` (bytes: a tensor, or an array), of at least `ENOUGH_MEMORY_BYTES`; None: memory of its own.
     """
-    if memory is None or len(memory) < _ENOUGH_MEMORY_BYTES:
-        own_bytes = _MEMORY_BYTES if memory is None else _ENOUGH_MEMORY_BYTES
-        memory = Arena([(1, own_bytes)], huge_pages=True).buffer(0)
+    if memory is None:
+        memory = Arena([(1, _MEMORY_BYTES)], huge_pages=True).buffer(0)
         np.frombuffer(memory, np.uint8).fill(1)  # pages never written to would all be one and the same page of zeros
     words = np.asarray(memory[:_MEMORY_BYTES]).view(np.int64)
     threads = usable_cores()
@@ -226,7 +225,8 @@ def _bf16_gain() -> float:
 
 
 def quick_rates(device: AnyDevice, memory: Any = None) -> Rates:
-    """The stored profile, else a measurement of the memory alone in 0.2 s, on `memory` if it is given."""
+    """The stored profile, else a measurement of the memory alone in 0.2 s: on `memory` if it is given, or, where that
+    is small, by another process, so that this one allocates nothing outside its budget."""
     profile = load_profile()
     if profile is not None:
         return profile.rates(device)
@@ -234,4 +234,8 @@ def quick_rates(device: AnyDevice, memory: Any = None) -> Rates:
         from smoe.machine.gpu_rates import measure_device_memory, measure_link
 
         return Rates(measure_device_memory(), None, measure_link(), "a quick measurement")
+    if memory is not None and len(memory) < ENOUGH_MEMORY_BYTES:
+        from smoe.machine.quick_look import memory_rate
+
+        return Rates(memory_rate(), None, None, "a quick measurement")
     return Rates(measure_memory(0.2, memory), None, None, "a quick measurement")

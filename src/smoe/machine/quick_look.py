@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from smoe.machine.disk_rates import measure_small_disk
@@ -44,10 +45,7 @@ class QuickLook:
 @cache
 def quick_look(expert_bytes: int) -> QuickLook:
     """The stored look, else a new one."""
-    path = cache_folder() / "quick-look.json"
-    stored = kept(path, _FORMAT) or {}
-    if stored.get("machine") != describe_machine():
-        stored = {}
+    stored = _stored()
     found = _fresh(stored.get(str(expert_bytes)))
     if found is not None:
         return found
@@ -55,8 +53,26 @@ def quick_look(expert_bytes: int) -> QuickLook:
     if not is_disturbed:
         entry = {"rates": asdict(look), "at": time.time()}
         with suppress(OSError):
-            keep(path, {"format": _FORMAT, **stored, "machine": describe_machine(), str(expert_bytes): entry})
+            keep(_path(), {"format": _FORMAT, **stored, "machine": describe_machine(), str(expert_bytes): entry})
     return look
+
+
+@cache
+def memory_rate() -> float:
+    """The memory's rate alone: of a stored look, else measured by another process."""
+    looks = (_fresh(entry) for size, entry in _stored().items() if size.isdecimal())
+    found = next((look.memory for look in looks if look is not None), None)
+    return float(_answered("memory")) if found is None else found
+
+
+def _path() -> Path:
+    return cache_folder() / "quick-look.json"
+
+
+def _stored() -> dict[str, Any]:
+    """The looks at this machine by the size of an expert."""
+    stored = kept(_path(), _FORMAT) or {}
+    return stored if stored.get("machine") == describe_machine() else {}
 
 
 def _fresh(entry: Any) -> QuickLook | None:
@@ -70,8 +86,14 @@ def _fresh(entry: Any) -> QuickLook | None:
 
 def _looked_apart(expert_bytes: int) -> tuple[QuickLook, bool]:
     """(the rates, whether other programs had the cores meanwhile)"""
+    answer = json.loads(_answered(str(expert_bytes)))
+    return QuickLook(**answer["rates"]), answer["is_disturbed"]
+
+
+def _answered(word: str) -> bytes:
+    """What another process prints: for the size of an expert a look, for `memory` that rate alone."""
     done = subprocess.run(
-        [*module_line("smoe.machine.quick_look"), str(expert_bytes)],
+        [*module_line("smoe.machine.quick_look"), word],
         capture_output=True,
         timeout=_MOST_SECONDS,
         cwd=WORKING_FOLDER,
@@ -79,8 +101,7 @@ def _looked_apart(expert_bytes: int) -> tuple[QuickLook, bool]:
     )
     if done.returncode:
         raise RuntimeError(f"the machine could not be measured: {done.stderr.decode(errors='replace').strip()[-2000:]}")
-    answer = json.loads(done.stdout)
-    return QuickLook(**answer["rates"]), answer["is_disturbed"]
+    return done.stdout
 
 
 def look(expert_bytes: int) -> QuickLook:
@@ -94,8 +115,12 @@ def look(expert_bytes: int) -> QuickLook:
 
 
 def main() -> None:
-    """Print what a look says."""
-    rates = look(int(sys.argv[1]))
+    """Print what is asked for (`_answered`)."""
+    word = sys.argv[1]
+    if word == "memory":
+        print(measure_memory(_SECONDS))
+        return
+    rates = look(int(word))
     waited = waited_share()
     print(json.dumps({"rates": asdict(rates), "is_disturbed": waited is not None and waited >= BUSY_SHARE}))
 

@@ -11,7 +11,6 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from smoe.errors import CheckpointError
-from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_index import BLOCKS, INTEGERS
 from smoe.memory.safetensors_index import StoredTensor, check_identity
 from smoe.memory.torch_dtypes import TORCH
@@ -38,33 +37,6 @@ def plain_tensor(tensor: StoredTensor) -> torch.Tensor:
     target = torch.empty(tensor.shape, dtype=TORCH.get(tensor.dtype, torch.float32))
     read_tensor(tensor, target)
     return target
-
-
-def read_bytes(tensor: StoredTensor) -> torch.Tensor:
-    """A stored tensor's bytes: uint8 [n]. Raises `CheckpointError` where the file is not what it was."""
-    data = np.empty(tensor.nbytes, np.uint8)
-    with tensor.path.open("rb", buffering=0) as file:
-        if tensor.identity is not None:
-            check_identity(tensor.path, file.fileno(), tensor.identity)
-        file.seek(tensor.offset)
-        view, done = data.data, 0
-        while done < tensor.nbytes:
-            came = file.readinto(view[done:])
-            if not came:
-                raise CheckpointError(f"{tensor.path} ends inside {tensor.key!r}; download it again")
-            done += came
-    return torch.from_numpy(data)
-
-
-def assembled(matrix: StoredTensor) -> torch.Tensor:
-    """A matrix whose codes and scales lie apart, as blocks: uint8 [outputs, bytes of a row]."""
-    form = FORMATS[matrix.dtype]
-    found = torch.empty(matrix.shape[0], form.row_bytes(matrix.shape[1]), dtype=torch.uint8)
-    slot = found.view(-1).numpy().data
-    for each in matrix.made_of:
-        if each.arrangement is not None:
-            each.arrangement.put(read_bytes(each.tensor).numpy(), slot, each.place, 0)
-    return found
 
 
 def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:

@@ -14,9 +14,10 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from smoe.errors import CheckpointError, ModelError, UnsupportedModelError
 from smoe.formats.registry import FORMATS
-from smoe.memory.gguf_tensors import plain_tensor, read_bytes, read_tensor
+from smoe.memory.gguf_tensors import plain_tensor, read_tensor
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.stored_rows import StoredRows
+from smoe.memory.tensor_bytes import read_bytes
 from smoe.models.dense import built_of, check_loaded, quiet_library
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming

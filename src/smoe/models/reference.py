@@ -13,9 +13,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_header import is_gguf
-from smoe.memory.gguf_tensors import plain_tensor, read_bytes
 from smoe.memory.safetensors_index import StoredTensor, check_identity, read_header
 from smoe.memory.store import Part, StoredLayer
+from smoe.memory.tensor_bytes import read_bytes
 from smoe.memory.torch_dtypes import TORCH
 from smoe.models.released_numbers import released_numbers
 from smoe.models.released_schemes import METHODS
@@ -42,6 +42,8 @@ def _joined(pieces: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
 def stored_numbers(piece: StoredTensor) -> torch.Tensor:
     """The numbers of a stored tensor, or of a row of one."""
     if is_gguf(piece.path):
+        from smoe.memory.gguf_tensors import plain_tensor  # loads the gguf package, which no other file needs
+
         return plain_tensor(piece)
     if piece.scheme in METHODS:
         return released_numbers(piece, _by_key)

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.gguf_tensors import assembled
 from smoe.memory.safetensors_index import StoredTensor
+from smoe.memory.tensor_bytes import assembled
 from smoe.models.dense import built_of, check_loaded, move_to_own_memory, quiet_library
 from smoe.models.expert_index import parameter_names, stored_as
 from smoe.models.experts import without_expert_weights

@@ -22,8 +22,8 @@ import torch
 from smoe.errors import CheckpointError, DiskSpaceError
 from smoe.file_lock import FileLock
 from smoe.formats.registry import FORMATS
-from smoe.memory.gguf_tensors import assembled
 from smoe.memory.store import StoredLayer
+from smoe.memory.tensor_bytes import assembled
 from smoe.memory.torch_dtypes import TORCH
 from smoe.models.files import check_disk
 from smoe.models.outline import ExpertsSite

@@ -162,7 +162,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
     cluster = engine.executor.compute.others
     decode = generation.decode_counters
     pacing = engine.pacing
-    peak = peak_bytes()  # before the memory's rate is measured, which may take 64 MiB for a moment
+    peak = peak_bytes()
     process = process_memory(engine.peak_memory_bytes()) if model.device.type == "cpu" else None
     if isinstance(pacing, Emulation):
         rates = emulated_rates(pacing.profile)

@@ -17,7 +17,7 @@ import torch
 from smoe.bounds import BF16, INT8
 from smoe.compute.decode_experts import DecodeExperts, decode_experts, proven_kernel, routes_on_device
 from smoe.compute.expert_math import ExpertMath, empty_sum
-from smoe.compute.row_groups import Filling, MatrixShape, proven_filling
+from smoe.compute.row_groups import Filling, MatrixShape
 from smoe.compute.thread_pool import ThreadPool
 from smoe.compute.unit import ComputeUnit, ExpertTask, Others
 from smoe.expert import EXACT, ExpertKey
@@ -177,10 +177,10 @@ class LayerCompute:
 
     def fill_up_rows(self, dtype: torch.dtype) -> None:
         """Pad groups of rows to a few fixed sizes from now on, where that changes no bit."""
-        found: dict[tuple[MatrixShape, MatrixShape], Filling | None] = {}
+        found: dict[tuple[MatrixShape, MatrixShape], Filling] = {}
         for math in self._experts.values():
             if math.shapes not in found:
-                found[math.shapes] = proven_filling(math.shapes, dtype)
+                found[math.shapes] = Filling(math.shapes, dtype)
             math.filling = found[math.shapes]
 
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
