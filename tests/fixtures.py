@@ -82,7 +82,7 @@ def measured_briefly() -> Iterator[None]:
         patch.setattr(measure, "best_time", lambda action, seconds: best_time(action, 0.0))
         patch.setattr(quick_look, "_looked_apart", lambda expert_bytes: (LOOKED, False))
         patch.setattr(measure, "_MEMORY_BYTES", 1 << 20)
-        patch.setattr(measure, "_ENOUGH_MEMORY_BYTES", 1 << 20)
+        patch.setattr(quick_look, "memory_rate", lambda: LOOKED.memory)
         patch.setattr(on_clock, "_WARM_UP", 2)
         patch.setattr(on_clock, "_STEPS", 4)
         yield
@@ -96,7 +96,7 @@ LOOKED = quick_look.QuickLook(memory=20e9, experts=4e9, products=1e11, disk=1e8)
 def measured_in_full(measured_briefly: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecasts simulate as many steps as a user's."""
     monkeypatch.setattr(on_clock, "_WARM_UP", 16)
-    monkeypatch.setattr(on_clock, "_STEPS", 48)
+    monkeypatch.setattr(on_clock, "_STEPS", 32)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.policy.budget import Demand, Ledger, SlotClass
 from smoe.policy.residency import PoolSize
 from smoe.presets import configure
-from smoe.report.on_clock import MOST_LAYERS, Scene, Work, settled, simulate, times_for
+from smoe.report.on_clock import COMPARED_STEPS, MOST_LAYERS, Scene, Work, settled, simulate, times_for
 from smoe.report.pace import ALONE, Pace, crowded
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
@@ -56,6 +56,16 @@ def test_with_all_experts_resident_only_computing_takes_time() -> None:
     run = simulate(scene(4 * EXPERTS), TYPICAL)
     assert run.seconds_per_token == pytest.approx(4 * (LAYER + TOP_K * EXPERT), rel=0.02)  # the last uses for the first
     assert run.bound_by == "Python" and run.hit_ratio > 0.99
+
+
+@pytest.mark.parametrize("predictor", ["none", "next-gate"])
+def test_fewer_steps_are_divided_by_their_number(predictor: str) -> None:
+    """Would catch seconds of some steps that are divided by the number of all."""
+    of_some, of_all = (
+        simulate(replace(scene(60, most_steps=steps), predictor=predictor), TYPICAL) for steps in (COMPARED_STEPS, None)
+    )
+    assert of_some.seconds_per_token == pytest.approx(of_all.seconds_per_token, rel=0.2)
+    assert sum(of_some.parts.values()) == pytest.approx(of_some.seconds_per_token)
 
 
 def test_a_slow_disk_is_all_that_counts() -> None:

@@ -36,8 +36,13 @@ from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
 PROMPT_TOKENS = 128
 """Of the prompt that the TTFT is told for: the papers' longer one."""
-_WARM_UP, _STEPS = 16, 48
+_WARM_UP, _STEPS = 16, 32
 """Decode steps that are simulated: first some that do not count, then those that do."""
+COMPARED_STEPS = 16
+"""Of those that count, so many are enough to compare budgets and presets: their speeds differ by 1 % in the
+mean, and 7 at most, from those of all."""
+_LOOK_STEPS = 8
+"""Of those that count, so many show how much is read, which says how much slower other work is meanwhile."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
 """Beside a device, which waits for it: our own Python in every layer (docs/log/forecasts.md). On a CPU `layer_seconds`
@@ -235,6 +240,8 @@ class Scene:
     pace: Pace = UNKNOWN
     """What earlier runs of this model have shown."""
     prompt_tokens: int = PROMPT_TOKENS
+    most_steps: int | None = None
+    """Of decoding, that count; None: the usual number."""
 
 
 def settled(scene: Scene) -> tuple[Scene, Simulated]:
@@ -255,27 +262,29 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     if scene.pace.skew is not None:
         habits = replace(habits, skew=scene.pace.skew * habits.skew)
     drawn = Drawn(DrawnShape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
-    timed, before = _served(scene, times, layers, drawn)
-    reading = (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
-    if not scene.machine.has_link and reading > _LEAST_READING:
-        crowded_times = _in_a_crowd(times, reading)
-        if scene.predictor == "none" and scene.prices is None:
-            # every load is waited for in its own layer: nothing else changes when a layer takes longer
-            longer = layers * (crowded_times.layer(1) - times.layer(1))
-            timed = replace(timed, step_seconds=[seconds + longer for seconds in timed.step_seconds])
-        else:
-            timed, before = _served(scene, crowded_times, layers, drawn)
-        times = crowded_times
+    steps = min(_STEPS, scene.most_steps or _STEPS)
+    if scene.machine.has_link:
+        timed, before = _served(scene, times, layers, drawn, steps)
+    elif scene.predictor == "none" and scene.prices is None:
+        timed, before = _served(scene, times, layers, drawn, steps)
+        slowed = _in_a_crowd(times, _reading(timed, before))
+        # every load is waited for in its own layer: nothing else changes when a layer takes longer
+        longer = layers * (slowed.layer(1) - times.layer(1))
+        timed = replace(timed, step_seconds=[seconds + longer for seconds in timed.step_seconds])
+        times = slowed
+    else:
+        times = _in_a_crowd(times, _reading(*_served(scene, times, layers, drawn, _LOOK_STEPS)))
+        timed, before = _served(scene, times, layers, drawn, steps)
     scale = work.layers / layers
-    seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / _STEPS
+    seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / steps
     uses, loads = timed.uses - before.uses, timed.loads - before.loads
-    by_device = uses - timed.computed_by_host * _STEPS / (_STEPS + _WARM_UP)
+    by_device = uses - timed.computed_by_host * steps / (steps + _WARM_UP)
     alone = timed.computed_alone - before.computed_alone
     weighed = by_device + (times.alone - 1) * alone
     return Simulated(
         seconds,
         scale * timed.prefill_seconds,
-        _parts(scene, times, seconds, scale * weighed / _STEPS),
+        _parts(scene, times, seconds, scale * weighed / steps),
         _prefill_parts(scene, times, drawn.trace[:layers], scale),
         {
             "load": times.load,
@@ -288,20 +297,28 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     )
 
 
-def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> tuple[Timed, Timed]:
-    """(what became of all, of what only fills the cache)."""
+def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: int) -> tuple[Timed, Timed]:
+    """(what became of all, of what only fills the cache), with so many steps that count."""
     clock, trace = _clock(scene, times, layers, drawn), drawn.trace
     begin = layers * (1 + _WARM_UP)
+    end = begin + layers * steps
     for routing in trace[:begin]:
         clock.serve(routing)
     before = replace(clock.result, step_seconds=[])
-    for routing in trace[begin:]:
+    for routing in trace[begin:end]:
         clock.serve(routing)
     return clock.result, before
 
 
+def _reading(timed: Timed, before: Timed) -> float:
+    """The share of the time in which experts are read."""
+    return (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
+
+
 def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
     """Decode steps beside reads for such a share of the time; a prompt's few large products suffer less."""
+    if reading <= _LEAST_READING:
+        return times
     slower = crowded(reading)
     return replace(times, layer=lambda tokens: times.layer(tokens) * (slower if tokens == 1 else 1.0))
 

@@ -22,7 +22,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger, allocate
 from smoe.policy.registry import LEARNED
 from smoe.presets import PRESETS
-from smoe.report.on_clock import PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
+from smoe.report.on_clock import COMPARED_STEPS, PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
 from smoe.report.pace import UNTAUGHT_SPEEDS, Pace
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
 from smoe.units import identifier
@@ -144,14 +144,17 @@ class Subject:
     unlearned: tuple[str, ...] = ()
     """What the settings need that has not been learned of the model."""
 
-    def case(self, ledger: Ledger) -> tuple[Case, Scene]:
-        """The settings in a budget."""
+    def case(self, ledger: Ledger, most_steps: int | None = None) -> tuple[Case, Scene]:
+        """The settings in a budget; `most_steps`: as a `Scene` has it."""
         known, missing = self._known(ledger)
         missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
         predictor = self.predictor_of(self.spec, known.config)
         pace = self.pace_of(self.spec.precision)
-        scene, run = settled(Scene(work, self.machine, ledger, known.config, predictor, known.prices, pace=pace))
+        unsettled = Scene(
+            work, self.machine, ledger, known.config, predictor, known.prices, pace=pace, most_steps=most_steps
+        )
+        scene, run = settled(unsettled)
         config = self.config
         case = Case(
             preset_of(config),
@@ -224,7 +227,7 @@ def outlook_of(
     def case(budget: Ledger) -> Case:
         """Budgets that hold as many experts, such as all of them, are one run."""
         if budget.pools not in known:
-            known[budget.pools] = subject.case(budget)[0]
+            known[budget.pools] = subject.case(budget, COMPARED_STEPS)[0]
         return replace(known[budget.pools], budget_bytes=budget.budget_bytes, resident_share=budget.resident_share)
 
     return Outlook(
@@ -253,7 +256,7 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
             divided = allocate(ledger.budget_bytes, spec.demand(config))
         except (BudgetError, ConfigError, UnsupportedModelError):
             continue
-        yield replace(subject, spec=spec, config=config, unlearned=()).case(divided)[0]
+        yield replace(subject, spec=spec, config=config, unlearned=()).case(divided, COMPARED_STEPS)[0]
 
 
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:

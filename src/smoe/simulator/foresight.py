@@ -74,7 +74,6 @@ class Foresight(Predictor):
 
     def _named(self, coming: Routing, number: int) -> Prediction:
         experts = sorted({expert for row in coming.top_k_index for expert in row} - {coming.experts})
-        others = sorted(set(range(coming.experts)) - set(experts))
         if self.alpha > 0:  # who is substituted when missing is not worth a load
             everybody = range(coming.experts)
             top = substitute(coming, everybody, self.alpha, share=False, drop=False, under_way=()).top
@@ -84,18 +83,19 @@ class Foresight(Predictor):
             routing, skip = graded(coming, self.thresholds)
             low = frozenset(routing.low)
         named: dict[int, bool] = {}
-        for expert, guess in self._guesses(experts, others, number):
+        for expert, guess in self._guesses(experts, coming, number):
             if expert not in skip:
                 named.setdefault(guess, expert in low)
         return Prediction(coming.layer, list(named), frozenset(expert for expert, is_low in named.items() if is_low))
 
-    def _guesses(self, experts: list[int], others: list[int], number: int) -> Iterator[tuple[int, int]]:
+    def _guesses(self, experts: list[int], coming: Routing, number: int) -> Iterator[tuple[int, int]]:
         """(an expert that is wanted, who is named for it), for the routing of that number."""
         if self._blurred is not None:
-            scores = self._trace[number].scores
+            scores = coming.scores
             assert scores is not None, "asked for"
             yield from zip(sorted(experts, key=lambda expert: -scores[0][expert]), self._blurred[number], strict=False)
             return
+        others = sorted(set(range(coming.experts)) - {expert for row in coming.top_k_index for expert in row})
         for expert in experts:
             is_right = self._chance.random() < self._recall or not others
             yield expert, expert if is_right else self._chance.choice(others)
