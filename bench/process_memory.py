@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "demo-20MiB": {"memory": "20MiB", "context": 512, "prompts": [480, 470, 460]},
     "demo-48MiB": {"memory": "48MiB", "context": 1024, "prompts": [900, 900, 900]},
     "demo-soak": {"memory": "64MiB", "context": 1024, "prompts": [900, 900, 900]},
+    "demo-lending-soak": {"memory": "30MiB", "context": 1024, "prompts": [900, 900, 900]},
 }
 _MOST_ROWS = 4
 _NEW_TOKENS = 2
@@ -75,11 +76,17 @@ def run_case(name: str, soak: int, dtype: str) -> dict[str, Any]:
         "case": name,
         "memory": case["memory"],
         "dtype": dtype,
+        "lent_mib": round(_lent_bytes(model.offload) / _MIB, 1),
         "held_by_ledger_mib": round(model.offload.peak_memory_bytes() / _MIB, 1),
         "grown_since_first_request_mib": round(max(after) - after[0], 1),
         "grown_in_the_second_half_mib": round(late[-1] - late[0], 1),
         "stages_mib": dict(stages),
     }
+
+
+def _lent_bytes(engine: Any) -> int:
+    """Of reserved memory, what holds experts while it is not in use."""
+    return int((engine.ledger.most_slots - engine.ledger.cache_slots) * engine.store.expert_bytes)
 
 
 def main() -> None:
