@@ -35,10 +35,9 @@ from smoe.policy.plan_progress import carry_out
 from smoe.policy.planner import layer_share
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.rows import observation
 from smoe.policy.step import EXACT_SWITCHES, Switches, decide
 from smoe.report.replayed import replayed_on
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import replay
 from smoe.units import parse_share
 

@@ -44,10 +44,10 @@ from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget
 from smoe.policy.registry import EvictionSettings, make_eviction_for
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
-from smoe.policy.rows import observation
 from smoe.policy.step import EXACT_SWITCHES, decide
 from smoe.policy.substitution import applied, substitute
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, observation
+from smoe.runtime.step import Step
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, INNER = 64, 8, 12, 192, 32
 ALPHA = 0.3
@@ -251,7 +251,7 @@ def _layer(folder: str, memory: str, kernels: str, repeats: int, reads: bool) ->
 
     def run() -> object:
         n = next(step)
-        return executor.run(n % LAYERS, Phase.DECODE, x, indices[n % 257], weights)
+        return executor.run(Step(n % LAYERS, Phase.DECODE, x, indices[n % 257], weights))
 
     with torch.no_grad():
         for _ in range(1500):

@@ -21,8 +21,9 @@ from smoe.eval.shadow_recall import compare
 from smoe.load.assembly import scoring_rules
 from smoe.models.read_spec import read_spec
 from smoe.prediction.activation_path import NOBODY
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
 from smoe.runtime.shadow import Alignment, Greedy
+from smoe.runtime.step import Step
 from tests import oracle, zoo
 from tests.packs import pack_folder
 
@@ -45,9 +46,9 @@ class Inputs(StepObserver):
         self.hidden: dict[int, list[torch.Tensor]] = {}
         self.chosen: dict[int, list[list[int]]] = {}
 
-    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
-        self.hidden.setdefault(heard.layer, []).extend(hidden.clone())
-        self.chosen.setdefault(heard.layer, []).extend(heard.top_k_index.tolist())
+    def computed(self, step: Step, output: torch.Tensor) -> None:
+        self.hidden.setdefault(step.layer, []).extend(step.hidden.clone())
+        self.chosen.setdefault(step.layer, []).extend(step.top_k_index.tolist())
 
 
 @pytest.fixture

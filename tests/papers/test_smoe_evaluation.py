@@ -10,8 +10,7 @@ import pytest
 from smoe.papers import smoe
 from smoe.papers.claims import Reproduction
 from smoe.papers.smoe import MACHINES, SMOE, STEPS
-from smoe.policy.rows import last_rows
-from smoe.routing import Phase
+from smoe.routing import Phase, last_rows
 from smoe.simulator.synthetic import DrawnShape, synthesise
 from tests.papers.shorter import reproduced
 

@@ -12,8 +12,7 @@ from smoe.policy.plan import HOST, LayerPlan, Load, Promotion, Serve
 from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotTable
-from smoe.policy.rows import observation
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, observation
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 

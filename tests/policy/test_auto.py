@@ -15,8 +15,7 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import WINDOW
 from smoe.policy.registry import EvictionSettings, make_eviction, make_pools
-from smoe.policy.rows import observation
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import replay
 from tests.policy.contract import COPIES, Event, histories, make, shield
 

@@ -15,8 +15,7 @@ from smoe.policy.plan import HOST
 from smoe.policy.planner import plan_layer
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.rows import LAST_TOKENS, observation
-from smoe.routing import Phase, Routing
+from smoe.routing import LAST_TOKENS, Phase, Routing, observation
 from tests.policy.tables import (
     EXPERTS,
     Executor,

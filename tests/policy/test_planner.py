@@ -24,8 +24,7 @@ from smoe.policy.registry import (
     make_eviction_for,
 )
 from smoe.policy.residency import PoolSize, SlotPool, SlotTable
-from smoe.policy.rows import observation
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, observation
 from tests.policy.tables import (
     EXPERTS,
     LAYERS,

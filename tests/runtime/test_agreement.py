@@ -26,9 +26,8 @@ from smoe.policy.planner import layer_shares
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.rows import LAST_TOKENS, observation
 from smoe.policy.step import Decision, Switches, decide
-from smoe.routing import Phase, Routing
+from smoe.routing import LAST_TOKENS, Phase, Routing, observation
 from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import replay
 from tests import gguf_toy, oracle, zoo

@@ -20,7 +20,7 @@ from smoe.gpu_kernels import slot_experts, source
 from smoe.gpu_kernels.slot_experts import SlotExperts
 from smoe.load import slot_kernels
 from smoe.routing import Phase
-from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.step import Step
 from tests import oracle
 from tests.gpu_kernels.slots_of_bytes import WHOLE
 
@@ -124,12 +124,12 @@ def test_a_layer_waits_once(
 
         return method
 
-    run = LayerExecutor.run
+    run = model.offload.answer
 
-    def watch(self: LayerExecutor, layer: int, phase: Phase, *args: Any, **kwargs: Any) -> torch.Tensor:
-        state.is_watched = phase is Phase.DECODE  # a prompt's guesses of the next layer wait, too
+    def watch(step: Step) -> torch.Tensor:
+        state.is_watched = step.phase is Phase.DECODE  # a prompt's guesses of the next layer wait, too
         try:
-            return run(self, layer, phase, *args, **kwargs)
+            return run(step)
         finally:
             state.is_watched = False
 
@@ -137,7 +137,7 @@ def test_a_layer_waits_once(
         monkeypatch.setattr(torch.Tensor, name, watched(name))
     for name in ("multiply", "sum"):
         monkeypatch.setattr(SlotExperts, name, unwatched(name))
-    monkeypatch.setattr(LayerExecutor, "run", watch)
+    monkeypatch.setattr(model.offload, "answer", watch)
     executor = model.offload.executor
     before = executor.waits.copy()
     steps(model)

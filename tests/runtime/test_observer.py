@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from smoe.policy.prediction import Predictor
 from smoe.policy.step import Decision
 from smoe.routing import Phase, Routing
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -24,17 +25,17 @@ class Heard(StepObserver):
         self.events: list[Any] = []
         self.outputs: list[torch.Tensor] = []
 
-    def routed(self, heard: Routed) -> None:
-        self.events.append(("routed", heard.layer, heard.phase, heard.top_k_index.tolist()))
+    def routed(self, step: Step) -> None:
+        self.events.append(("routed", step.layer, step.phase, step.top_k_index.tolist()))
 
     def planned(self, routing: Routing, decision: Decision) -> None:
         chosen = sorted({expert for row in routing.top_k_index for expert in row})
         assert sorted(serve.key[1] for serve in decision.plan.serves) == chosen
         self.events.append(("planned", routing.layer, routing.phase, routing.top_k_index))
 
-    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
-        assert output.shape == hidden.shape
-        self.events.append(("computed", heard.layer, heard.phase, heard.top_k_index.tolist()))
+    def computed(self, step: Step, output: torch.Tensor) -> None:
+        assert output.shape == step.hidden.shape
+        self.events.append(("computed", step.layer, step.phase, step.top_k_index.tolist()))
         self.outputs.append(output.clone())
 
 

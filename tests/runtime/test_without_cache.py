@@ -15,7 +15,8 @@ from smoe import from_pretrained
 from smoe.errors import BudgetError, ConfigError
 from smoe.presets import configure
 from smoe.runtime.arrivals import Arrivals
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -44,7 +45,7 @@ class Punctual(StepObserver):
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
 
-    def routed(self, heard: Routed) -> None:
+    def routed(self, step: Step) -> None:
         for ticket in self._arrivals.tickets.values():
             ticket.join()
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
-from smoe.policy.rows import LAST_TOKENS
-from smoe.routing import Phase, Routing
+from smoe.routing import LAST_TOKENS, Phase, Routing
 from smoe.simulator.replay import ReplayCounts, replay, replay_by_layer
 
 LAYERS, EXPERTS, TOP_K, STEPS = 3, 16, 2, 200

@@ -20,6 +20,7 @@ from smoe.errors import EngineStateError, TraceError, UnsupportedModelError
 from smoe.generation.library_batch import pad
 from smoe.models.scoring import in_order
 from smoe.policy.registry import make_eviction
+from smoe.runtime.step import Step
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace
 from smoe.trace.recorder import recording
@@ -165,13 +166,13 @@ def test_a_pass_that_failed_is_not_in_the_trace(
         generate(model)
     original, calls = model.offload.executor.run, []
 
-    def interrupted(layer: int, *args: Any) -> torch.Tensor:
-        calls.append(layer)
+    def interrupted(step: Step) -> torch.Tensor:
+        calls.append(step.layer)
         if len(calls) in (2, 10):
             raise KeyboardInterrupt
-        return original(layer, *args)
+        return original(step)
 
-    monkeypatch.setattr(model.offload.executor, "run", interrupted)
+    monkeypatch.setattr(model.offload, "answer", interrupted)
     with recording(model, tmp_path / "again.trace") as recorder:
         with pytest.raises(KeyboardInterrupt):
             model(oracle.PROMPT)

@@ -232,7 +232,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
     """A policy by name; the one that knows the future is told it, the learned one what was learned of the model."""
-    from smoe.policy.rows import observation
+    from smoe.routing import observation
 
     if name == LEARNED:
         return EVICTION[name](next_use_for(header))

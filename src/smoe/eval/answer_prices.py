@@ -31,7 +31,7 @@ from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.policy.prices import LayerPrices, PriceTable, Resolution
 from smoe.runtime.engine import Engine
 from smoe.runtime.rerouting import Scored
-from smoe.runtime.stand_in import LayerExperts, answered_by, as_routed
+from smoe.runtime.stand_in import LayerExperts, answered_by
 
 WINDOW_TOKENS = 128
 """Long enough for what a change does to later tokens: nearly all of it is within some dozens."""
@@ -153,19 +153,19 @@ class _Answering:
         self.changes = [0.0] * len(trials)
 
     def __call__(self, experts: LayerExperts) -> torch.Tensor:
-        heard = experts.heard
-        mine = [n for n, trial in enumerate(self.trials, start=1) if trial.layer == heard.layer]
+        step = experts.step
+        mine = [n for n, trial in enumerate(self.trials, start=1) if trial.layer == step.layer]
         if not mine:
-            return as_routed(experts)
-        width = len(heard.top_k_index) // heard.sequences
-        index, weights = heard.top_k_index.clone(), heard.top_k_weights.clone()
+            return experts.routed()
+        width = len(step.top_k_index) // step.sequences
+        index, weights = step.top_k_index.clone(), step.top_k_weights.clone()
         is_low = torch.zeros_like(index, dtype=torch.bool)
         for n in mine:
             answer, row = self.trials[n - 1].answer, slice(n * width, (n + 1) * width)
             if answer is not None:
-                assert experts.scored is not None
+                assert step.scored is not None
                 routes = _Routes(index[row], weights[row], is_low[row])
-                scored = experts.scored._replace(scores=experts.scored.scores[row])
+                scored = step.scored._replace(scores=step.scored.scores[row])
                 self.units[n - 1] = routes.change(answer, scored, self._generator)
         output = _output(experts, index, weights, is_low)
         exact = output[:width].float()

@@ -12,7 +12,8 @@ from smoe.errors import ConfigError
 from smoe.generation.teacher_forcing import read_through
 from smoe.packing.calibration import Calibration
 from smoe.runtime.engine import Engine
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 
 LEAST_TOKENS = 1000
 """Fewer say nothing of most experts."""
@@ -45,5 +46,5 @@ class _ExpertInputCollector(StepObserver):
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
 
-    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
-        self._calibration.add(heard.layer, hidden, heard.top_k_index)
+    def computed(self, step: Step, output: torch.Tensor) -> None:
+        self._calibration.add(step.layer, step.hidden, step.top_k_index)

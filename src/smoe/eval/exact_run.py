@@ -27,8 +27,9 @@ from smoe.prediction.corrected_gates import CorrectedGates
 from smoe.prediction.registry import PREDICTORS, PredictorInputs, routed_layers
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.routing import Routing
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
 from smoe.runtime.shadow import Greedy
+from smoe.runtime.step import Step
 
 AHEAD = (1, 2, 4)
 """Layers between asking a gate and its own."""
@@ -92,9 +93,9 @@ class RunListener(StepObserver):
         self._chosen.append(self._nobody(self._wide))
         self._named.append({name: self._nobody(self._wide + SPARES) for name in self.predictors})
 
-    def routed(self, heard: Routed) -> None:
-        place = self._places[heard.layer]
-        index = heard.top_k_index.cpu().numpy()  # [T, K]
+    def routed(self, step: Step) -> None:
+        place = self._places[step.layer]
+        index = step.top_k_index.cpu().numpy()  # [T, K]
         if not self._is_reading:
             self._chosen[-1][place, : index.shape[1]] = index[0]
             self._say(PREVIOUS, place, self._last[place])
@@ -103,19 +104,19 @@ class RunListener(StepObserver):
         self._last[place] = index[-1]
         self._counts[place] += np.bincount(index.ravel(), minlength=len(self._counts[place]))
 
-    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
-        place = self._places[heard.layer]
+    def computed(self, step: Step, output: torch.Tensor) -> None:
+        place = self._places[step.layer]
         following = {depth: place + depth for depth in AHEAD if place + depth < len(self.layers)}
         if self._gates is not None and following and not self._is_reading:
-            logits = list(self._gates.logits(heard.layer, hidden).values())
+            logits = list(self._gates.logits(step.layer, step.hidden).values())
             for depth, after in following.items():
                 self._say(ahead(GATE, depth), after, self._best(after, logits[depth - 1]))
         if self._corrected is None:
             return
-        self._corrected.overhear(Routing(heard.layer, heard.phase, self.layers[place].experts, ()), hidden)
+        self._corrected.overhear(Routing(step.layer, step.phase, self.layers[place].experts, ()), step.hidden)
         for depth, after in following.items() if not self._is_reading else ():
-            if (heard.layer, self.layers[after].layer) in self._learned:
-                better = self._corrected.logits(heard.layer, self.layers[after].layer, hidden)
+            if (step.layer, self.layers[after].layer) in self._learned:
+                better = self._corrected.logits(step.layer, self.layers[after].layer, step.hidden)
                 self._say(ahead(CORRECTED, depth), after, self._best(after, better))
 
     def run(self, prompt: Sequence[int], tokens: Sequence[int], cache: RowCache) -> ExactRun:

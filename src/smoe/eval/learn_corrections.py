@@ -32,7 +32,8 @@ from smoe.prediction.ranking import margins
 from smoe.prediction.registry import PREDICTORS, PredictorInputs
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 
 LEAST_TOKENS = 500
 """Fewer teach nothing: the corrections guess worse than the routers alone."""
@@ -200,9 +201,9 @@ class _RouterInputCollector(StepObserver):
         self.hidden: dict[int, list[torch.Tensor]] = {}
         self.top_k_index: dict[int, list[torch.Tensor]] = {}
 
-    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
-        self.hidden.setdefault(heard.layer, []).append(hidden.detach().clone())
-        self.top_k_index.setdefault(heard.layer, []).append(heard.top_k_index.detach().clone())
+    def computed(self, step: Step, output: torch.Tensor) -> None:
+        self.hidden.setdefault(step.layer, []).append(step.hidden.detach().clone())
+        self.top_k_index.setdefault(step.layer, []).append(step.top_k_index.detach().clone())
 
 
 def _mean(of: Sequence[Judged]) -> Judged:

@@ -12,7 +12,8 @@ from smoe.load.importance_profile import ImportanceProfile, profile_of
 from smoe.policy.importance import scaled, unimportance
 from smoe.routing import Routing
 from smoe.runtime.engine import Engine
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 
 LEAST_TOKENS = 100
 """Fewer say little: a layer's choices of a hundred tokens are some hundreds."""
@@ -61,6 +62,6 @@ class _ImportanceCollector(StepObserver):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def routed(self, heard: Routed) -> None:
-        for weights in scaled(heard.top_k_weights.tolist()):
+    def routed(self, step: Step) -> None:
+        for weights in scaled(step.top_k_weights.tolist()):
             self.values += unimportance(weights)

@@ -46,7 +46,8 @@ from smoe.policy.step import Decision
 from smoe.prediction.registry import PREDICTORS, PredictorInputs
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 from smoe.simulator.foresight import Recorded
 from smoe.simulator.virtual_clock import StepTimes
 
@@ -165,15 +166,15 @@ class _RoutingCollector(StepObserver):
             self.said[name].append(())
         self._planned_seconds += self._now() - began
 
-    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
-        if heard.phase is not Phase.DECODE:
+    def computed(self, step: Step, output: torch.Tensor) -> None:
+        if step.phase is not Phase.DECODE:
             return
         started, routing = self._now(), self.trace[-1]
         for name, predictor in self._predictors.items():
-            predictor.overhear(routing, hidden)
+            predictor.overhear(routing, step.hidden)
             partial = output if predictor.asked is Moment.RESIDENTS_DONE else None
             began = time.perf_counter()
-            answers = iter(predictor.predict(Sight(heard.layer, hidden, partial)))
+            answers = iter(predictor.predict(Sight(step.layer, step.hidden, partial)))
             first = next(answers, None)
             self.asking[name].append(time.perf_counter() - began)
             if first is not None:

@@ -22,6 +22,7 @@ from smoe.models.reference import reference_parameters
 from smoe.routing import Phase
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.seam import original_experts_forward
+from smoe.runtime.step import Step
 
 FP32_ROUNDING = 1e-5
 """Grade E2 in 32 bits, relative to the largest value."""
@@ -49,10 +50,10 @@ def check_experts(
             if type_of_weights is dtype:
                 raise
             continue  # dbrx: its router never gives such weights, and its loop cannot add them
-        ours = executor.run(site.layer, phase, hidden, index, weights)
+        ours = executor.run(Step(site.layer, phase, hidden, index, weights))
         if not is_same(ours, theirs, allowed) and type_of_weights is not dtype:  # nemotron_h: it adds in the weights'
             executor.compute.sum_as_weights()
-            ours = executor.run(site.layer, phase, hidden, index, weights)
+            ours = executor.run(Step(site.layer, phase, hidden, index, weights))
         if not is_same(ours, theirs, allowed):
             difference = (ours.float() - theirs.float()).abs().max().item()
             raise UnsupportedModelError(

@@ -17,9 +17,8 @@ from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
 from smoe.papers.geometry import DEEPSEEK_16B, QWEN2_57B, XVERSE, Geometry, step_times
 from smoe.policy.prediction import Moment
 from smoe.policy.registry import make_eviction
-from smoe.policy.rows import last_rows
 from smoe.policy.step import EXACT_SWITCHES
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, last_rows
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.sweep import sweep
 from smoe.simulator.synthetic import SAYS, DrawnShape, synthesise

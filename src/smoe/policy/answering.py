@@ -18,9 +18,8 @@ from smoe.policy.plan import HOST, Serve
 from smoe.policy.prices import PriceTable, Resolution
 from smoe.policy.quality_budget import QualityBudget, TimeBudget
 from smoe.policy.residency import ExpertsAtHand, LowCopiesHere, SlotTable
-from smoe.policy.rows import real_rows
 from smoe.policy.substitution import Selection, applied
-from smoe.routing import Routing
+from smoe.routing import Routing, real_rows
 
 
 class Answered(NamedTuple):

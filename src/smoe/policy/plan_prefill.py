@@ -16,8 +16,7 @@ from smoe.policy.balance import Sharing
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan, Load, LoadReason, Promotion, Serve
 from smoe.policy.residency import SlotTable
-from smoe.policy.rows import last_rows
-from smoe.routing import Routing
+from smoe.routing import Routing, last_rows
 
 
 def plan_prefill(

@@ -18,9 +18,8 @@ from smoe.policy.importance import ALL_IMPORTANT, Thresholds, graded, without
 from smoe.policy.plan import LayerPlan
 from smoe.policy.planner import plan_layer
 from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, SlotTable
-from smoe.policy.rows import observation
 from smoe.policy.substitution import Selection, applied, substitute
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, observation
 
 
 class Switches(NamedTuple):

@@ -45,7 +45,8 @@ from smoe.models.quantised_linear import QuantisedWeight
 from smoe.models.read_spec import read_spec, spec_of_whole
 from smoe.models.twin import ModelPart, parts_of, share_weights
 from smoe.runtime.engine import Engine
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 from smoe.units import format_bytes
 
 DECODE_STEPS = 2
@@ -279,15 +280,15 @@ class _Comparing(StepObserver):
 
     # -- experts ------------------------------------------------------------------------------------------------------
 
-    def routed(self, heard: Routed) -> None:
+    def routed(self, step: Step) -> None:
         self._is_serving = True
 
-    def computed(self, heard: Routed, hidden: torch.Tensor, output: torch.Tensor) -> None:
+    def computed(self, step: Step, output: torch.Tensor) -> None:
         """Compare a layer's experts."""
         self._is_serving = False
         self._last.clear()
-        layer, index = heard.layer, heard.top_k_index
-        theirs = self._library_experts(layer)(hidden, index, heard.top_k_weights)
+        layer, index = step.layer, step.top_k_index
+        theirs = self._library_experts(layer)(step.hidden, index, step.top_k_weights)
         used, experts = len(torch.unique(index)), self._reference.sites[layer].experts
         is_finite = bool(torch.isfinite(theirs).all())
         is_near = self._is_near(output, theirs, True)

@@ -8,7 +8,7 @@ and threads back when Python collects it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -38,10 +38,10 @@ from smoe.runtime.caches import Caches
 from smoe.runtime.cancellation import Cancellation
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.lifetime import Held
-from smoe.runtime.observer import Routed, RoutingList, StepObserver
+from smoe.runtime.observer import RoutingList, StepObserver
 from smoe.runtime.rerouting import Scored
 from smoe.runtime.reserve import Reserve
-from smoe.runtime.stand_in import LayerExperts, StandIn, as_routed
+from smoe.runtime.step import Step
 from smoe.runtime.substitution import substitution_of
 from smoe.runtime.turns import Turns
 from smoe.units import format_bytes, identifier
@@ -98,7 +98,8 @@ class Engine:
         self._is_in_pass = False
         self._phase = Phase.PREFILL
         self._sequences = 1
-        self.stand_in: StandIn = as_routed
+        self.answer: Callable[[Step], torch.Tensor] = executor.run
+        """What gives the experts' output [T, H] of a layer; measurements replace it (`stand_in.py`)."""
         self._silent: torch.Tensor | None = None
         """[T] of this pass, True at positions that ask for no expert; None where all do."""
         positions = context_tokens * config.max_sequences
@@ -340,13 +341,13 @@ class Engine:
         if self._silent is not None:
             top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), self.store.layers[layer].experts)
         logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
-        heard = Routed(layer, self._phase, self._sequences, logits, top_k_index, top_k_weights)
-        for observer in self.executor.observers:
-            observer.routed(heard)
         scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
-        output = self.stand_in(LayerExperts(self.executor, heard, hidden, scored))
+        step = Step(layer, self._phase, hidden, top_k_index, top_k_weights, self._sequences, logits, scored)
         for observer in self.executor.observers:
-            observer.computed(heard, hidden, output)
+            observer.routed(step)
+        output = self.answer(step)
+        for observer in self.executor.observers:
+            observer.computed(step, output)
         return output
 
     def note_logits(self, layer: int, logits: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from smoe.compute.unit import Sharer
+from smoe.expert import LOW
 from smoe.kernels.threads import threads
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import Waits
@@ -32,21 +33,21 @@ from smoe.metrics import Counters
 from smoe.models.kv_cache import RowCache
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import Thresholds, scaled
-from smoe.policy.plan import LayerPlan
+from smoe.policy.plan import DEVICE, LayerPlan
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch, plan_upgrades
 from smoe.policy.planner import layer_shares
 from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import SlotTable
-from smoe.policy.rows import last_rows, real_rows
 from smoe.policy.step import Decision, decide
+from smoe.policy.substitution import Selection
 from smoe.policy.trial import LookAheadTrial, Trial
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, last_rows, real_rows
 from smoe.runtime.answer_costs import Answerer
 from smoe.runtime.asking import Asking
-from smoe.runtime.counting import count_decision, count_selection
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.observer import StepObserver
-from smoe.runtime.rerouting import Scored, with_substitutes
+from smoe.runtime.rerouting import weights_with_substitutes
+from smoe.runtime.step import Step
 from smoe.runtime.substitution import EXACTLY, Substitution
 
 _SHADOWS = 8
@@ -164,43 +165,24 @@ class LayerExecutor:
         finally:
             self._balancer = balancer
 
-    def run(
-        self,
-        layer: int,
-        phase: Phase,
-        hidden: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        scored: Scored | None = None,
-        sequences: int = 1,
-    ) -> torch.Tensor:
-        """The experts' share of a layer: hidden [T, H], top_k_index [T, K], top_k_weights [T, K] -> [T, H].
+    def run(self, step: Step) -> torch.Tensor:
+        """The experts' share of a layer: [T, H].
 
-        The T rows are `sequences` of equal length, one after the other.
         An error (a failed read, an interrupt) leaves the tables consistent; only this request is lost.
         """
         pacing = self.compute.pacing
         try:
-            pacing.reach_experts(hidden.shape[0])
-            output = self._serve(layer, phase, hidden, top_k_index, top_k_weights, scored, sequences)
+            pacing.reach_experts(step.hidden.shape[0])
+            output = self._serve(step)
             pacing.leave_experts()
             return output
         except BaseException:
             self.recover()
             raise
 
-    def _serve(
-        self,
-        layer: int,
-        phase: Phase,
-        hidden: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        scored: Scored | None,
-        sequences: int,
-    ) -> torch.Tensor:
-        started = self.now()
-        routing = self._hear(layer, phase, hidden, top_k_index, top_k_weights, scored, sequences)
+    def _serve(self, step: Step) -> torch.Tensor:
+        started, phase, hidden = self.now(), step.phase, step.hidden
+        routing = self._routing_of(step)
         if self.device.type != "cpu":  # until here the device was computing: not our Python
             heard = self.now()
             self.counters.device_wait_seconds += heard - started
@@ -208,13 +190,12 @@ class LayerExecutor:
         planning = self.compute.pacing.begin_planning()
         self.arrivals.collect()
         decision = self._decide(routing)
-        if decision.selection is not None and decision.selection.replacements and scored is not None:
-            top_k_index, top_k_weights = with_substitutes(
-                decision, top_k_index, top_k_weights, scored, self.substitution
-            )
+        top_k_weights = step.top_k_weights
+        if decision.selection is not None and decision.selection.replacements and step.scored is not None:
+            top_k_weights = weights_with_substitutes(decision, top_k_weights, step.scored, self.substitution)
         plan, real = decision.plan, real_rows(decision.routing)
         self.compute.pacing.end_planning(planning)
-        self._prefetch(phase, Sight(layer, hidden, None, real), plan)
+        self._prefetch(phase, Sight(step.layer, hidden, None, real), plan)
         if self.table.has_low and phase is Phase.DECODE:
             self._upgrade(decision)
         self.counters.plan_seconds += self.now() - started
@@ -229,27 +210,19 @@ class LayerExecutor:
         self._measure_shadow()
         return output
 
-    def _hear(
-        self,
-        layer: int,
-        phase: Phase,
-        hidden: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        scored: Scored | None,
-        sequences: int,
-    ) -> Routing:
-        """What the router chose, as the policies read it."""
-        rows = self.waits.told("choice", top_k_index)  # the one wait of a layer: everything after depends on it
-        routing = Routing(layer, phase, self.compute.store.layers[layer].experts, rows, None, sequences)
-        if scored is not None:
-            scores = scored.choice_of(last_rows(routing) if phase is Phase.PREFILL else None)
+    def _routing_of(self, step: Step) -> Routing:
+        """What the router chose, as the policies read it; the predictors have observed it."""
+        rows = self.waits.told("choice", step.top_k_index)  # the one wait of a layer: everything after depends on it
+        experts = self.compute.store.layers[step.layer].experts
+        routing = Routing(step.layer, step.phase, experts, rows, None, step.sequences)
+        if step.scored is not None:
+            scores = step.scored.choice_of(last_rows(routing) if step.phase is Phase.PREFILL else None)
             routing = routing._replace(scores=self.waits.told("scores", scores))
         if self.substitution.switches.needs_weights or self.answerer is not None:
-            routing = routing._replace(weights=scaled(self.waits.told("weights", top_k_weights)))
+            routing = routing._replace(weights=scaled(self.waits.told("weights", step.top_k_weights)))
         for predictor in self._hearing:
             predictor.observe(routing)
-            predictor.overhear(routing, hidden)
+            predictor.overhear(routing, step.hidden)
         return routing
 
     def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:
@@ -290,8 +263,8 @@ class LayerExecutor:
         )
         counters, table = self.counters, self.table
         if decision.selection is not None:
-            count_selection(counters, decision.selection, routing, table, answerer is not None)
-        count_decision(counters, decision, routing, table.has_low)
+            _count_selection(counters, decision.selection, routing, table, answerer is not None)
+        _count_decision(counters, decision, routing, table.has_low)
         for observer in self.observers:
             observer.planned(routing, decision)
         self.arrivals.adopt(decision.plan)
@@ -390,3 +363,36 @@ class LayerExecutor:
             tickets, residents_done = self._awaited.popleft()
             seconds = max(ticket.ended for ticket in tickets) - residents_done
             self.shadow.note_wait(len(tickets), max(0.0, seconds))
+
+
+def _count_selection(
+    counters: Counters, selection: Selection, routing: Routing, table: SlotTable, is_answered: bool
+) -> None:
+    """Who was missing and who was replaced; `is_answered`: within a budget, by which some are served otherwise."""
+    none = routing.experts
+    counters.routes += sum(expert != none for row in routing.top_k_index for expert in row)
+    counters.low_score += selection.low_score
+    counters.low_score_missing += selection.low_score_missing
+    counters.top_score_missing += selection.top_score_missing
+    by_others = [entry for entry in selection.replacements if entry.substitute is not None]
+    counters.substituted += len(by_others if is_answered else selection.replacements)
+    counters.prefetches_top_score += sum(key[0] == routing.layer and key[1] in selection.top for key in table.staged)
+
+
+def _count_decision(counters: Counters, decision: Decision, routing: Routing, has_low: bool) -> None:
+    """What is served, from where, and what is loaded for it."""
+    plan = decision.plan
+    elsewhere = sum(serve.unit != DEVICE for serve in plan.serves)
+    counters.loads += len(plan.loads)
+    if has_low and routing.phase is Phase.DECODE:
+        counters.low_served += sum(serve.key[2] == LOW for serve in plan.serves)
+        counters.low_loads += sum(load.key[2] == LOW for load in plan.loads)
+    if routing.phase is Phase.DECODE:
+        counters.skipped += decision.skipped
+        counters.decode_uses += len(plan.serves)
+        counters.decode_hits += plan.hits
+        counters.host_computed += elsewhere
+    else:
+        counters.prefill_uses += len(plan.serves)
+        counters.prefill_hits += plan.hits
+        counters.prefill_host_computed += elsewhere

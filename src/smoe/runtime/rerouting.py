@@ -36,15 +36,14 @@ class Rule(Protocol):
     def weights_of(self, chosen: Sequence[float]) -> list[float]: ...
 
 
-def with_substitutes(
-    decision: Decision, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, scored: Scored, asked: Substitution
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """top_k_index and top_k_weights [T, K] with the substitutes in them; tokens without one keep their weights to the
-    last bit."""
+def weights_with_substitutes(
+    decision: Decision, top_k_weights: torch.Tensor, scored: Scored, asked: Substitution
+) -> torch.Tensor:
+    """top_k_weights [T, K] where the decision's substitutes are among the chosen experts; the weights of tokens without
+    one stay as they are to the last bit."""
     assert decision.selection is not None
-    index = torch.tensor(decision.routing.top_k_index, device=top_k_index.device, dtype=top_k_index.dtype)
     if asked.inherits_weight:
-        return index, top_k_weights
+        return top_k_weights
     replacements = decision.selection.replacements
     weighed = [list(row) for row in decision.routing.top_k_index]
     if asked.gaps_keep_weight:
@@ -52,14 +51,14 @@ def with_substitutes(
             weighed[token][choice] = active if expert is None else expert
         replacements = [replacement for replacement in replacements if replacement.substitute is not None]
     if not replacements:
-        return index, top_k_weights
-    if len(index) == 1 and scored.rule.ranks_by_scores:  # the usual step: one tensor instead of eight
+        return top_k_weights
+    if len(weighed) == 1 and scored.rule.ranks_by_scores:  # the usual step: one tensor instead of eight
         assert decision.routing.scores is not None
         scores, none = decision.routing.scores[0], decision.routing.experts
         chosen = [0.0 if expert == none else scores[expert] for expert in weighed[0]]
-        return index, top_k_weights.new_tensor([scored.rule.weights_of(chosen)])
+        return top_k_weights.new_tensor([scored.rule.weights_of(chosen)])
     touched = sorted({replacement.token for replacement in replacements})
     top_k_weights = top_k_weights.clone()
-    by_rule = torch.tensor([weighed[token] for token in touched], device=index.device, dtype=index.dtype)
+    by_rule = torch.tensor([weighed[token] for token in touched], device=top_k_weights.device)
     top_k_weights[touched] = scored.rule.weights(scored.scores[touched], by_rule, top_k_weights.dtype)
-    return index, top_k_weights
+    return top_k_weights

@@ -22,8 +22,9 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.policy.hearsay import Expected
 from smoe.runtime.engine import Engine
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
 from smoe.runtime.seam import routers_heard
+from smoe.runtime.step import Step
 
 
 class Alignment(NamedTuple):
@@ -127,22 +128,22 @@ class Shadow(StepObserver):
         """Positions from this one on have been written anew in the cache that is followed."""
         self._aligned = int(min(self._aligned, unchanged))
 
-    def routed(self, heard: Routed) -> None:
+    def routed(self, step: Step) -> None:
         if self._say is not None:
-            self._say(self._expected(heard))
+            self._say(self._expected(step))
 
-    def _expected(self, heard: Routed) -> Expected:
-        if heard.logits is None:
+    def _expected(self, step: Step) -> Expected:
+        if step.logits is None:
             raise UnsupportedModelError(
-                f"the router of layer {heard.layer} cannot be read, so this family cannot have a draft model"
+                f"the router of layer {step.layer} cannot be read, so this family cannot have a draft model"
             )
-        rule, own = self._rules[heard.layer], heard.top_k_index[-1]  # [K]
-        ranked = rule.choice(rule.scores(heard.logits[-1:]))[0]  # [E]
+        rule, own = self._rules[step.layer], step.top_k_index[-1]  # [K]
+        ranked = rule.choice(rule.scores(step.logits[-1:]))[0]  # [E]
         own = own[ranked[own].argsort(descending=True, stable=True)]
         others = ranked.index_fill(0, own, float("-inf"))
         spares = others.topk(min(self._spares, len(ranked) - len(own))).indices
         named = torch.cat([own, spares])
-        return Expected(heard.layer, tuple(named.tolist()), tuple(ranked[named].tolist()))
+        return Expected(step.layer, tuple(named.tolist()), tuple(ranked[named].tolist()))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Another answer than the router's: a stand-in says what a layer's experts give, for measurements of what that costs.
+"""A stand-in gives a layer's output in the place of its experts: for measurements of what another answer costs.
 
-It may ask the layer's experts as often as it likes, each time by other indices and weights, and by their own or their
-low copies; what is asked is computed exactly as asked.
+It may run the layer's experts any number of times, with other indices and weights each time, on their own or their low
+copies.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from smoe.runtime.execute import LayerExecutor
-from smoe.runtime.observer import Routed
-from smoe.runtime.rerouting import Scored
+from smoe.runtime.step import Step
 from smoe.runtime.substitution import EXACTLY
 
 
@@ -22,24 +21,20 @@ class LayerExperts(NamedTuple):
     """The experts of one layer in one step."""
 
     executor: LayerExecutor
-    heard: Routed
-    """The router's choice."""
-    hidden: torch.Tensor
-    """[T, H]"""
-    scored: Scored | None
-    """None where nobody listens to the router."""
+    step: Step
 
     @property
     def no_expert(self) -> int:
         """The index E."""
-        return self.executor.compute.store.layers[self.heard.layer].experts
+        return self.executor.compute.store.layers[self.step.layer].experts
+
+    def routed(self) -> torch.Tensor:
+        """[T, H] of what the router has chosen."""
+        return self.executor.run(self.step)
 
     def own(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """[T, H] of the model's own copies; top_k_index [T, K], the index E for no expert."""
-        heard = self.heard
-        return self.executor.run(
-            heard.layer, heard.phase, self.hidden, top_k_index, top_k_weights, self.scored, heard.sequences
-        )
+        return self.executor.run(self.step._replace(top_k_index=top_k_index, top_k_weights=top_k_weights))
 
     def low(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """The same of low copies; the engine must have some."""
@@ -51,28 +46,23 @@ StandIn: TypeAlias = Callable[[LayerExperts], torch.Tensor]
 """Gives the experts' output [T, H] of one layer."""
 
 
-def as_routed(experts: LayerExperts) -> torch.Tensor:
-    """What the router has chosen."""
-    return experts.own(experts.heard.top_k_index, experts.heard.top_k_weights)
+class Answering(Protocol):
+    """What has its layers answered by a stand-in: an engine."""
 
-
-class Asking(Protocol):
-    """What asks a stand-in: an engine."""
-
-    stand_in: StandIn
+    answer: Callable[[Step], torch.Tensor]
     executor: LayerExecutor
 
 
 @contextmanager
-def answered_by(engine: Asking, stand_in: StandIn) -> Iterator[None]:
-    """Inside, `stand_in` says what the experts of every layer give, and nothing else is replaced or left out; observers
-    hear that as their output."""
+def answered_by(engine: Answering, stand_in: StandIn) -> Iterator[None]:
+    """Inside, `stand_in` gives the output of every layer's experts, and nothing else is replaced or left out;
+    observers receive that output."""
     executor = engine.executor
-    before, substitution, answerer = engine.stand_in, executor.substitution, executor.answerer
-    engine.stand_in, executor.answerer = stand_in, None
+    before, substitution, answerer = engine.answer, executor.substitution, executor.answerer
+    engine.answer, executor.answerer = (lambda step: stand_in(LayerExperts(executor, step))), None
     executor.substitute_by(EXACTLY)
     try:
         yield
     finally:
-        engine.stand_in, executor.answerer = before, answerer
+        engine.answer, executor.answerer = before, answerer
         executor.substitute_by(substitution)

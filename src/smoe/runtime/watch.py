@@ -21,7 +21,8 @@ from smoe.policy.plan import DEVICE, FIRST_WORKER, LayerPlan
 from smoe.policy.step import Decision
 from smoe.routing import Phase, Routing
 from smoe.runtime.execute import LayerExecutor
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
+from smoe.runtime.step import Step
 
 EVENTS = ("decoded", "read", "used", "replaced", "right", "wrong", "by_cpu", "by_worker")
 """What befalls an expert: a decode step, or another one, used it; a load began, asked for or guessed; a route of its
@@ -72,7 +73,7 @@ class Watch(StepObserver):
         """All since the last time, the oldest first: by kind the experts, layer after layer; and the passes."""
         return {name: _drained(queue) for name, queue in self._events.items()}, _drained(self._passes)
 
-    def routed(self, heard: Routed) -> None:
+    def routed(self, step: Step) -> None:
         self._staged = frozenset(self._executor.table.staged)
 
     def planned(self, routing: Routing, decision: Decision) -> None:

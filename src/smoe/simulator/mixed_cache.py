@@ -20,9 +20,8 @@ from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.multidimensional import Multidimensional
 from smoe.policy.eviction.pools import FormPools
 from smoe.policy.registry import EVICTION
-from smoe.policy.rows import observation
 from smoe.policy.step import Switches
-from smoe.routing import Routing
+from smoe.routing import Routing, observation
 from smoe.simulator.replay import replay
 
 CacheWeights = tuple[float, float, float, float]

@@ -25,8 +25,7 @@ import numpy as np
 
 from smoe.errors import TraceError
 from smoe.policy.importance import scaled
-from smoe.policy.rows import last_rows
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, last_rows
 
 SAYS = "routing is synthetic: drawn with the habits of the embedded model's recorded runs, not this model's own"
 

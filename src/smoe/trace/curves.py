@@ -20,8 +20,7 @@ from smoe.errors import ConfigError
 from smoe.machine.processor import usable_cores
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.registry import EVICTION, LEARNED, ONLINE_EVICTION, SCORED_EVICTION
-from smoe.policy.rows import observation
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import ReplayCounts, first_passes, replay
 from smoe.simulator.sweep import sweep
 from smoe.trace.file import Trace

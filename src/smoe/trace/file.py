@@ -24,8 +24,7 @@ import numpy as np
 
 from smoe.errors import ConfigError, DiskSpaceError, TraceError
 from smoe.policy.importance import scaled
-from smoe.policy.rows import last_rows
-from smoe.routing import Phase, Routing
+from smoe.routing import Phase, Routing, last_rows
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 from smoe.units import format_bytes
 from smoe.whole_file import partial_of, take_place

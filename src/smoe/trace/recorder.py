@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 from smoe.errors import EngineStateError, UnsupportedModelError
 from smoe.models.scoring import ScoringRule, find_rule
 from smoe.runtime.engine import Engine
-from smoe.runtime.observer import Routed, StepObserver
+from smoe.runtime.observer import StepObserver
 from smoe.runtime.seam import routers_heard
+from smoe.runtime.step import Step
 from smoe.trace.file import TraceWriter
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 
@@ -62,11 +63,11 @@ class Recorder(StepObserver):
         self._layers = {layer.layer: layer for layer in writer.header.layers}
         self._passes = engine.executor.counters.forward_passes
 
-    def routed(self, heard: Routed) -> None:
-        layer, logits, sequences = heard.layer, heard.logits, heard.sequences
+    def routed(self, step: Step) -> None:
+        layer, logits, sequences = step.layer, step.logits, step.sequences
         if layer == self.writer.header.layers[0].layer:
             self.settle()  # a pass begins, so the one before has ended or failed
-        traced, count = self._layers[layer], heard.top_k_index.shape[0]
+        traced, count = self._layers[layer], step.top_k_index.shape[0]
         if logits is None or logits.shape != (count, traced.experts):
             given = "nothing" if logits is None else f"{list(logits.shape)} numbers"
             raise UnsupportedModelError(
@@ -75,11 +76,11 @@ class Recorder(StepObserver):
             )
         self.sequences = max(self.sequences, self.first_sequence + sequences)
         rows = self.writer.header.blank_rows(traced, count)
-        rows["step"], rows["phase"] = self.steps, PHASES.index(heard.phase)
+        rows["step"], rows["phase"] = self.steps, PHASES.index(step.phase)
         rows["sequence"] = self.first_sequence + np.arange(count) // (count // sequences)
         rows["router_logits"][:, : traced.experts] = logits.half().cpu().numpy()
-        rows["top_k_index"][:, : traced.top_k] = heard.top_k_index.cpu().numpy()
-        rows["top_k_weights"][:, : traced.top_k] = heard.top_k_weights.float().cpu().numpy()
+        rows["top_k_index"][:, : traced.top_k] = step.top_k_index.cpu().numpy()
+        rows["top_k_weights"][:, : traced.top_k] = step.top_k_weights.float().cpu().numpy()
         self.writer.append(rows)
 
     def settle(self) -> None:
