@@ -25,6 +25,7 @@ from smoe.presets import configure
 from smoe.report.run import dense_bytes
 from tests import gguf_toy, oracle, zoo
 from tests.formats.blocks import random_rows
+from tests.memory.test_gguf_blocks import random_blocks
 
 Open = Callable[..., PreTrainedModel]
 
@@ -249,3 +250,31 @@ def test_rows_beside_quantised_ones_are_whole_units(tmp_path: Path) -> None:
     path = gguf_toy.write(tmp_path / "toy.gguf", model, blocks={"blk.0.ffn_up_exps.weight": (data, Type.Q8_0)})
     with pytest.raises(CheckpointError, match=r"BF16\[256, 40\].*other matrices of the experts are quantised.*of 16"):
         from_pretrained(path, memory="64MiB", context_tokens=32)
+
+
+@pytest.mark.parametrize("dense", ["as-stored", "dtype"])
+def test_blocks_that_become_others(dense: str, tmp_path: Path, open_model: Open) -> None:
+    """NVFP4 with scales of its matrices and experts, and TQ1_0, beside a format that stays as it is."""
+    model = zoo.make("qwen3_moe", dtype=torch.float32, **gguf_toy.SIZES)
+    experts = model.config.num_experts
+    kinds = {"blk.0.ffn_gate_exps": "NVFP4", "blk.0.ffn_down_exps": "Q4_K", "blk.1.ffn_up_exps": "TQ1_0"}
+    weights, blocks, scales = gguf_toy.tensors_of(model), {}, {}
+    for n, (key, name) in enumerate({**kinds, "blk.0.attn_q": "NVFP4", "output": "TQ1_0"}.items()):
+        shape = weights[f"{key}.weight"].shape
+        make = random_rows if name in FORMATS else random_blocks
+        data = make(FORMATS.get(name, name), shape[:-1].numel(), shape[-1], n)
+        blocks[f"{key}.weight"] = data.reshape(*shape[:-1], -1), Type[name]
+        if name == "NVFP4":
+            scales[key] = torch.linspace(0.02, 0.04, experts if "_exps" in key else 1)
+    more = {f"{key}.scale": scale for key, scale in scales.items()}
+    more |= {f"{key}.input_scale": torch.ones(1) for key in scales}
+    path = gguf_toy.write(tmp_path / "toy.gguf", model, dense=Type.Q8_0, blocks=blocks, tensors=more)
+    gguf_toy.take_weights(model, path)
+    for key, scale in scales.items():
+        with torch.no_grad():
+            weights[f"{key}.weight"].mul_(scale.view(-1, 1, 1) if "_exps" in key else scale)
+    ours = open_model(path, "half", dtype="float32", dense_precision=dense)
+    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+    assert ours.offload.ledger.demand.weights_bytes >= ours.offload._dense_bytes
+    in_halves = steps(open_model(path, "half", dense_precision=dense), oracle.PROMPT)
+    assert_near(in_halves, steps(model.bfloat16(), oracle.PROMPT), 0.04, others=2)

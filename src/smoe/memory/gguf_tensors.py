@@ -26,9 +26,11 @@ def read_tensor(tensor: StoredTensor, target: torch.Tensor) -> None:
     is not what it was when it was indexed.
     """
     flat = target.view(-1)
+    source, *scale = (each.tensor for each in tensor.made_of) if tensor.made_of else (tensor,)
+    gain = [plain_tensor(each).item() for each in scale]
     done = 0
-    for piece in _pieces(tensor):
-        flat[done : done + piece.numel()].copy_(piece)
+    for piece in _pieces(source):
+        flat[done : done + piece.numel()].copy_(piece * gain[0] if gain else piece)
         done += piece.numel()
 
 

@@ -30,6 +30,7 @@ from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.formats.base import Format
 from smoe.formats.plain import PLAIN
 from smoe.formats.registry import FORMATS
+from smoe.memory.arrangement import Spread
 from smoe.memory.dtypes import STORED, Dtype
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.store import (
@@ -83,7 +84,7 @@ class QuantisedStore(ExpertStore):
             data = np.frombuffer(buffer, np.uint8, matrix.nbytes, placement.parts[matrix.name])
             if not matrix.form.is_finite(data):
                 tensor = self._pieces(layer, expert)[matrix.name]
-                tensor = tensor.made_of[1].tensor if tensor.made_of else tensor
+                tensor = tensor.made_of[:2][-1].tensor if tensor.made_of else tensor
                 remedy = "run smoe pack" if tensor.is_packed else "download the checkpoint"
                 raise CheckpointError(
                     f"{tensor.path}: {tensor.key!r} ({matrix.part} of expert {expert} in layer {layer}) has a scale "
@@ -129,7 +130,7 @@ class QuantisedStore(ExpertStore):
             for matrix in self._matrices[layer]:
                 if matrix.part == part.name:
                     parts[matrix.name] = target
-                    pieces += _ingredients(tensors[matrix.name], target)
+                    pieces += _ingredients(tensors[matrix.name], matrix, target)
                     target = _aligned(target + matrix.nbytes)
         return SlotLayout((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
 
@@ -199,8 +200,11 @@ def _aligned(offset: int) -> int:
     return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
-def _ingredients(matrix: StoredTensor, target: int) -> Iterator[StoredRun]:
-    """Everything that a matrix is made of, from `target` on."""
+def _ingredients(matrix: StoredTensor, stored: StoredMatrix, target: int) -> Iterator[StoredRun]:
+    """Everything that a matrix is made of, from `target` on; one that is whole in the file comes block by block."""
+    if not matrix.made_of:
+        block = stored.form.nbytes
+        yield from arranged_pieces(matrix, target, Spread(block, block))
     for each in matrix.made_of:
         if each.arrangement is None:
             raise UnsupportedModelError(
@@ -214,16 +218,14 @@ def _ingredients(matrix: StoredTensor, target: int) -> Iterator[StoredRun]:
 def _matrices_of(experts: StoredLayer) -> tuple[StoredMatrix, ...]:
     biases = {part.name for part in experts.parts if _is_bias(part)}
     first, *others = (list(_named(experts.parts, of)) for of in experts.sources)
-    is_in_place = not any(tensor.made_of for _, _, tensor in first)
-    known = _FORMS if is_in_place else FORMATS  # plain numbers are not among what is brought together
     for name, part, tensor in first:
         if part in biases and tensor.dtype in STORED:
             continue
-        form = known.get(tensor.dtype)
+        form = _FORMS.get(tensor.dtype)
         if form is None or len(tensor.shape) != 2 or not form.fits(tensor.shape[1]):
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}, but other matrices of the "
-                f"experts are quantised; beside these smoe reads {', '.join(known)}, in rows of whole blocks, of 16 "
+                f"experts are quantised; beside these smoe reads {', '.join(_FORMS)}, in rows of whole blocks, of 16 "
                 "numbers where a type has none"
             )
         del name, part

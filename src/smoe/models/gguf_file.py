@@ -17,7 +17,7 @@ from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_tensors import plain_tensor, read_tensor
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.memory.stored_rows import StoredRows
-from smoe.memory.tensor_bytes import read_bytes
+from smoe.memory.tensor_bytes import assembled, read_bytes
 from smoe.models.dense import built_of, check_loaded, quiet_library
 from smoe.models.experts import without_expert_weights
 from smoe.models.files import naming
@@ -106,7 +106,7 @@ class GgufFile(GgufSizes):
 
     def _codes(self, tensor: StoredTensor) -> torch.Tensor:
         """A quantised matrix's bytes: uint8 [rows, bytes of a row]."""
-        codes = read_bytes(tensor).view(tensor.shape[0], -1)
+        codes = assembled(tensor) if tensor.made_of else read_bytes(tensor).view(tensor.shape[0], -1)
         if not FORMATS[tensor.dtype].is_finite(codes.numpy()):
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} has a scale that is NaN or infinite in {tensor.dtype}; download the "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.memory.gguf_blocks import rearranged
 from smoe.memory.gguf_header import GgufHeader
 from smoe.memory.gguf_index import index_gguf, is_readable, read_headers
 from smoe.memory.quantised_store import expert_bytes, is_quantised
@@ -107,7 +108,7 @@ class GgufSizes:
 
     @cached_property
     def _tensors(self) -> dict[str, StoredTensor]:
-        return index_gguf(self._headers)
+        return rearranged(index_gguf(self._headers))
 
     @cached_property
     def _entries(self) -> Entries:
@@ -140,7 +141,7 @@ class GgufSizes:
                 continue
             source.check_shape(tensors, shapes[name])
             for key in source.keys:
-                if not is_readable(tensors[key].dtype):
+                if not tensors[key].made_of and not is_readable(tensors[key].dtype):
                     raise UnsupportedModelError(
                         f"{key!r} in {tensors[key].path} is {tensors[key].dtype}, which smoe cannot read"
                     )

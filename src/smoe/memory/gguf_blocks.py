@@ -1,0 +1,96 @@
+"""GGUF types whose blocks become others on their way to a slot, number for number: kernels know the others.
+
+    NVFP4    scales of 4 groups | 4 x 8 bytes: numbers j and 8 + j of a group in byte j      -> NVFP4_64
+    TQ1_0    48 bytes of five numbers each | 4 bytes of four each | scale                     -> TQ2_0
+
+What NVFP4's numbers are multiplied with besides, by matrix or expert, files have in a tensor of its own, `NAME.scale`;
+what activations were multiplied with, `NAME.input_scale`, is of no use here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from smoe.formats.base import Format
+from smoe.formats.registry import FORMATS
+from smoe.formats.released import SCALE_BYTES
+from smoe.memory.arrangement import BlockGrid, Bytes, SlotArrangement, StoredScales
+from smoe.memory.safetensors_index import Ingredient, StoredTensor
+
+_WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
+
+
+@dataclass(frozen=True)
+class Nvfp4Blocks:
+    """NVFP4's: codes of neighbouring groups, which here share bytes; the block's scale is 1 where it `is_whole`."""
+
+    is_whole: bool
+    unit: int = 36
+
+    def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
+        blocks, form = source.reshape(-1, self.unit), FORMATS["NVFP4_64"]
+        codes = blocks[:, 4:].reshape(-1, 4, 1, 8)
+        groups = (codes >> np.array([[0], [4]], np.uint8) & 15).reshape(-1, 4, 16)
+        pairs = groups[:, 0::2] | groups[:, 1::2] << 4
+        found = _in_slot(slot, target + begin // self.unit * form.nbytes, len(blocks), form)
+        if self.is_whole:
+            found[:, :SCALE_BYTES] = np.array([1], "<f4").view(np.uint8)
+        found[:, SCALE_BYTES : SCALE_BYTES + 4] = blocks[:, :4] & 127  # they have no sign
+        found[:, SCALE_BYTES + 4 :] = pairs.reshape(len(blocks), -1)
+
+
+@dataclass(frozen=True)
+class TernaryBlocks:
+    """TQ1_0's: digits of base three, of which a byte's product with a power of three has the next one on top."""
+
+    unit: int = 54
+
+    def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
+        blocks, form = source.reshape(-1, self.unit), FORMATS["TQ2_0"]
+        runs = ((0, 32, 5), (32, 48, 5), (48, 52, 4))
+        digits = np.concatenate([_digits(blocks[:, first:end], count) for first, end, count in runs], 1)
+        four = digits.reshape(-1, 2, 4, 32)
+        codes = four[:, :, 0] | four[:, :, 1] << 2 | four[:, :, 2] << 4 | four[:, :, 3] << 6
+        found = _in_slot(slot, target + begin // self.unit * form.nbytes, len(blocks), form)
+        found[:, : form.scale.byte] = codes.reshape(len(blocks), -1)
+        found[:, form.scale.byte :] = blocks[:, 52:]
+
+
+def rearranged(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors of a file by key: those of such types as what they become, made of what the file has; without what is of
+    no use then."""
+    found = dict(tensors)
+    for key, tensor in tensors.items():
+        if tensor.dtype == "TQ1_0":
+            found[key] = replace(tensor, dtype="TQ2_0", made_of=(Ingredient(tensor, 0, TernaryBlocks()),))
+        elif tensor.dtype == "NVFP4":
+            stem = key.removesuffix(_WEIGHT)
+            found.pop(stem + _INPUT_SCALE, None)
+            found[key] = _with_scale(tensor, found.pop(stem + _SCALE, None))
+    return found
+
+
+def _with_scale(tensor: StoredTensor, scale: StoredTensor | None) -> StoredTensor:
+    """A matrix of NVFP4, or one for each expert, and the number that each is multiplied with."""
+    form, (rows, columns) = FORMATS["NVFP4_64"], tensor.shape[-2:]
+    made_of = [Ingredient(tensor, 0, Nvfp4Blocks(is_whole=scale is None))]
+    if scale is not None:
+        blocks = columns // form.numbers
+        everywhere: SlotArrangement = StoredScales(BlockGrid(rows, blocks, form.nbytes), "F32", (1, 1), rows, blocks)
+        made_of.append(Ingredient(replace(scale, shape=(*scale.shape, 1)), 0, everywhere))
+    return replace(tensor, dtype=form.name, made_of=tuple(made_of))
+
+
+def _digits(bytes_: Bytes, count: int) -> Bytes:
+    """The first number of every byte, then the second ...: [blocks, count * bytes]"""
+    powers = np.array([3**n for n in range(count)], np.uint8).reshape(-1, 1)
+    lowest = bytes_[:, None, :] * powers  # modulo 256
+    return (lowest.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(bytes_), -1)
+
+
+def _in_slot(slot: memoryview, target: int, blocks: int, form: Format) -> Bytes:
+    found: Bytes = np.ndarray((blocks, form.nbytes), np.uint8, slot, target)
+    return found
