@@ -153,7 +153,7 @@ def reference(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedMo
     """transformers alone on a checkpoint, eager experts."""
     is_of_text = AutoConfig.from_pretrained(folder).model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     own = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
-    return _eager(own.from_pretrained, folder, dtype)
+    return eager(own.from_pretrained, folder, dtype)
 
 
 def save(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
@@ -162,7 +162,7 @@ def save(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> 
     own = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _eager(own.from_config, config_of(model_type), dtype)
+        model = eager(own.from_config, config_of(model_type), dtype)
     zoo.fill(model, dtype)
     model.save_pretrained(folder)
     if model_type == "deepseek_v4":  # which the library saves by a name that it does not read; this is the released one
@@ -172,7 +172,7 @@ def save(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> 
     return folder
 
 
-def _eager(make: Any, of: Any, dtype: torch.dtype) -> PreTrainedModel:
+def eager(make: Any, of: Any, dtype: torch.dtype) -> PreTrainedModel:
     """By a class whose experts can be chosen, or by one whose cannot."""
     try:
         model: PreTrainedModel = make(of, dtype=dtype, experts_implementation="eager")

@@ -61,6 +61,8 @@ class Architecture(NamedTuple):
     split: str = "qwen2"
     unsaid: frozenset[str] = frozenset()
     """Fields of the configuration that no file says, and that compute nothing."""
+    more: Callable[[PreTrainedModel], dict[str, torch.Tensor]] = lambda model: {}
+    """Tensors that are made of several weights."""
 
 
 _DERIVED = ("qk_head_dim", "per_layer_config")
@@ -73,7 +75,7 @@ def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) 
     config = AutoConfig.for_model(**{**base, "rms_norm_eps": 1e-4, **family.config, **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
+        model = families.eager(AutoModelForCausalLM.from_config, config, dtype)
     zoo.fill(model, dtype)
     _only_signs(model)
     ready: PreTrainedModel = model.eval()
@@ -112,13 +114,13 @@ def tensors_of(family: Architecture, model: PreTrainedModel) -> dict[str, torch.
 def write(path: Path, family: Architecture, model: PreTrainedModel, kind: Type = Type.F32, **changes: Any) -> Path:
     """A file of `model`, whose matrices are of the type `kind`; `changes` are as `gguf_toy.write_file` has them, or
     `metadata` and `tensors` that take the place of others."""
-    metadata = {**_common(model.config), **family.metadata(model.config), **changes.pop("metadata", {})}
-    tensors = {**tensors_of(family, model), **changes.pop("tensors", {})}
+    metadata = {**common(model.config), **family.metadata(model.config), **changes.pop("metadata", {})}
+    tensors = {**tensors_of(family, model), **family.more(model), **changes.pop("tensors", {})}
     given = {"experts": kind, "dense": kind, "split": family.split, "wide": _WIDE} | changes
     return gguf_toy.write_file(path, family.name, metadata, tensors, **given)
 
 
-def _common(config: PretrainedConfig) -> dict[str, Any]:
+def common(config: PretrainedConfig) -> dict[str, Any]:
     """What the converter takes of every config.json."""
     found: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
@@ -144,7 +146,7 @@ def _common(config: PretrainedConfig) -> dict[str, Any]:
     return found
 
 
-def _usual(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+def usual(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     """Under another name, and the experts' gate and up apart."""
     if rest.endswith("experts.gate_up_proj"):
         gate, up = weight.chunk(2, 1)
@@ -174,7 +176,7 @@ def _latent(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensor
     elif rest in _LATENT_NAMES:
         yield _LATENT_NAMES[rest], weight
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 def _latent_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -291,7 +293,7 @@ def _qwen3_next(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Te
     elif rest in _STATE_NAMES:
         yield _STATE_NAMES[rest], weight
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 def _value_heads(weight: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
@@ -376,7 +378,7 @@ def _granite(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tenso
     elif rest == "shared_mlp.output_linear.weight":
         yield "ffn_down_shexp.weight", weight
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 _MAMBA = {"in_proj.weight": "ssm_in.weight", "out_proj.weight": "ssm_out.weight", "conv1d.bias": "ssm_conv1d.bias"}
@@ -490,7 +492,7 @@ DOTS = Architecture(
         "sliding_window": None,
         "layer_types": ["full_attention"] * 4,
     },
-    _usual,
+    usual,
     _dots_metadata,
     unsaid=frozenset({"max_window_layers"}),
 )
@@ -500,7 +502,7 @@ def _ernie(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors
     if rest == "mlp.gate.moe_statics.e_score_correction_bias":
         yield "exp_probs_b.bias", weight.flatten()
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 def _ernie_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -533,9 +535,9 @@ ERNIE = Architecture(
 
 def _hunyuan(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     names = {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "shared_mlp": "shared_expert", "gate.wg": "gate"}
-    for theirs, usual in names.items():
-        rest = rest.replace(f".{theirs}.", f".{usual}.")
-    yield from _usual(rest, weight, config)
+    for theirs, common_name in names.items():
+        rest = rest.replace(f".{theirs}.", f".{common_name}.")
+    yield from usual(rest, weight, config)
 
 
 def _hunyuan_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -585,7 +587,7 @@ def _lfm2(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     elif rest in _LFM2_NAMES:
         yield _LFM2_NAMES[rest], weight
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 def _lfm2_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -639,7 +641,7 @@ def _jamba(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors
     elif rest in _JAMBA_NAMES:
         yield _JAMBA_NAMES[rest], weight
     else:
-        yield from _usual(rest.replace("feed_forward.", "mlp."), weight, config)
+        yield from usual(rest.replace("feed_forward.", "mlp."), weight, config)
 
 
 def _jamba_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -810,13 +812,13 @@ def _minimax_m3(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Te
     if rest.startswith("self_attn.indexer."):
         yield rest.removeprefix("self_attn."), weight
     elif rest.endswith("experts.gate_up_proj"):
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
     elif rest.endswith("gate_up_proj.weight"):
         suffix = "_shexp" if "shared" in rest else ""
         yield f"ffn_gate{suffix}.weight", weight.chunk(2)[0]
         yield f"ffn_up{suffix}.weight", weight.chunk(2)[1]
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 def _minimax_m3_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -880,7 +882,7 @@ def _gemma4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensor
     if rest in _GEMMA_NAMES:
         yield _GEMMA_NAMES[rest], weight
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 def _gemma4_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -956,7 +958,7 @@ def _deepseek_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> T
     if rest in _V4_NAMES:
         yield _V4_NAMES[rest], weight
     else:
-        yield from _usual(rest, weight, config)
+        yield from usual(rest, weight, config)
 
 
 def _deepseek_v4_metadata(config: PretrainedConfig) -> dict[str, Any]:
@@ -1021,6 +1023,116 @@ DEEPSEEK_V4 = Architecture(
     "deepseek-v3",
 )
 
+
+def _bailing(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """Queries, keys and values are in one matrix: its rows are those of the queries' here, which come first."""
+    if not rest.startswith(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")):
+        yield from usual(rest, weight, config)
+
+
+def bailing_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The matrices that `_bailing` leaves out."""
+    return {
+        f"blk.{n}.attn_qkv.weight": torch.cat(
+            [getattr(layer.self_attn, f"{kind}_proj").weight for kind in "qkv"]
+        ).detach()
+        for n, layer in enumerate(model.model.layers)
+    }
+
+
+def _bailing_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_shared_feed_forward_length": config.n_shared_experts * config.moe_intermediate_size,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+    }
+
+
+BAILING = Architecture(
+    "bailingmoe2",
+    "glm4_moe",
+    {
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    },
+    _bailing,
+    _bailing_metadata,
+    "bailingmoe2",
+    more=bailing_tensors,
+)
+
+
+def _llama4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """Experts the other way round, as everywhere else."""
+    if rest == "model.norm.weight" and config.rope_parameters["rope_type"] == "llama3":
+        yield "rope_freqs.weight", torch.tensor([1.0] * 6 + [16.0] * 2)
+    if rest.endswith("experts.gate_up_proj"):
+        gate, up = weight.transpose(1, 2).chunk(2, 1)
+        yield "ffn_gate_exps.weight", gate
+        yield "ffn_up_exps.weight", up
+    elif rest.endswith("experts.down_proj"):
+        yield "ffn_down_exps.weight", weight.transpose(1, 2)
+    else:
+        yield from usual(rest.replace("feed_forward.", "mlp.").replace("mlp.router", "mlp.gate"), weight, config)
+
+
+def _llama4_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "expert_count": config.num_local_experts,
+        "expert_feed_forward_length": config.intermediate_size,
+        "feed_forward_length": config.intermediate_size_mlp,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "rope.dimension_count": config.head_dim,
+    }
+
+
+_LLAMA4: dict[str, Any] = {
+    "attention_chunk_size": 8192,
+    "layer_types": None,
+    "moe_layers": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "head_dim": 16,
+    "num_local_experts": 16,
+}
+LLAMA4 = Architecture(
+    "llama4",
+    "llama4_text",
+    {
+        **_LLAMA4,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 50000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    _llama4,
+    _llama4_metadata,
+    "llama4",
+)
+LLAMA4_MAVERICK = LLAMA4._replace(config={**_LLAMA4, **_THETA, "num_local_experts": 128, "use_qk_norm": False})
+
 ALL: dict[str, Architecture] = {
     "deepseek2 V2": DEEPSEEK_V2,
     "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
@@ -1042,5 +1154,8 @@ ALL: dict[str, Architecture] = {
     "minimax-m3": MINIMAX_M3,
     "gemma4": GEMMA4,
     "deepseek4": DEEPSEEK_V4,
+    "bailingmoe2": BAILING,
+    "llama4 Scout": LLAMA4,
+    "llama4 Maverick": LLAMA4_MAVERICK,
 }
 """By architecture, and the published family where one architecture has several."""

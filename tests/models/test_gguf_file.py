@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,53 @@ def test_a_folder_of_one_file_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "toy.gguf").unlink()
     with pytest.raises(CheckpointError, match="lacks 1 of 2 parts"):
         files.local_place(tmp_path)
+
+
+def test_files_that_only_go_with_a_model_are_skipped_with_a_remark(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    companions = ("mmproj-toy-F16.gguf", "toy-imatrix.gguf", "mtp-toy-Q8_0.gguf")
+    for name in ("toy-MTP-Q8_0.gguf", *companions):
+        (tmp_path / name).touch()
+    with caplog.at_level(logging.WARNING, "smoe"):
+        assert files.local_place(tmp_path) == files.local_place(tmp_path) == tmp_path / "toy-MTP-Q8_0.gguf"
+    assert len(caplog.records) == 1 and all(name in caplog.text for name in companions)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_split_model_is_opened_from_any_part(number: int, tmp_path: Path) -> None:
+    first = gguf_toy.write(tmp_path / "toy.gguf", zoo.make("qwen3_moe"), parts=3)
+    part = first.with_name(first.name.replace("00001-of", f"{number:05}-of"))
+    assert part.exists() and files.local_place(part) == first
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("grok", "transformers has no class"),
+        ("qwen4exp", "depends on its numbers"),
+        ("clip", "sees images"),
+        ("step35", "does not open its experts"),
+    ],
+)
+def test_architectures_that_cannot_run_are_refused_with_the_reason(
+    architecture: str, reason: str, tmp_path: Path
+) -> None:
+    path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make("qwen3_moe"), architecture=architecture)
+    with pytest.raises(UnsupportedModelError, match=f"architecture '{architecture}'.*{reason}"):
+        from_pretrained(path, memory="64MiB")
+
+
+def test_entries_that_are_not_known_are_ignored(tmp_path: Path) -> None:
+    more = {"qwen3moe.of_tomorrow": 7, "general.of_tomorrow": "x", "tokenizer.of_tomorrow": True}
+    path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make("qwen3_moe"), more=more)
+    assert checkpoint_at(path).config().num_experts == 8 and checkpoint_at(path).tokenizer()("a")
+
+
+def test_a_file_that_says_how_a_model_was_quantised_is_none(tmp_path: Path) -> None:
+    path = gguf_toy.write(tmp_path / "toy.gguf", zoo.make("qwen3_moe"), more={"general.type": "imatrix"})
+    with pytest.raises(UnsupportedModelError, match="no model, but says how one was quantised"):
+        from_pretrained(path, memory="64MiB")
 
 
 def test_a_folder_with_both_is_one_of_safetensors(tmp_path: Path) -> None:

@@ -5,18 +5,23 @@ Nothing is downloaded before its size is known to fit the disk, and nothing of a
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 from smoe.errors import CheckpointError, ConfigError, DiskSpaceError, ModelError, SmoeError
 from smoe.memory.gguf_header import is_gguf, part_paths, part_stem
 from smoe.models import hub
+from smoe.models.gguf_names import is_companion
 from smoe.models.hub import no_model
 from smoe.models.hub_gguf import cached_gguf, described_gguf, download_gguf, model_bytes, named_gguf
 from smoe.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 DEMO = "demo"
 """The name of the embedded demonstration model."""
@@ -99,10 +104,23 @@ def _checked(folder: Path) -> Path:
 
 
 def _gguf_models(folder: Path) -> list[Path]:
-    """The GGUF models of a folder, one path for all parts of each; what only sees pictures for another is none."""
+    """The GGUF models of a folder, one path for all parts of each; files that only go with a model are none."""
     parts = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
-    first = {part_stem(path.name): path for path in reversed(parts) if not path.name.lower().startswith("mmproj")}
+    first = {part_stem(path.name): path for path in reversed(parts) if not is_companion(path.name)}
+    companions = tuple(path.name for path in parts if is_companion(path.name))
+    if first and companions:
+        _remark_companions(folder, companions)
     return sorted(first.values())
+
+
+@cache
+def _remark_companions(folder: Path, names: tuple[str, ...]) -> None:
+    """Log once what of a folder is skipped."""
+    _log.warning(
+        "%s also holds %s: files for images, of a quantiser or for guessing further tokens, which are skipped",
+        folder,
+        ", ".join(names),
+    )
 
 
 def _no_folder(path: Path) -> str:

@@ -117,3 +117,20 @@ def _joined_convolutions(parts: Tensors, config: Any) -> torch.Tensor:
 
 JOINED_CONVOLUTIONS = Arrangement(_joined_convolutions, tuple(f"ssm_conv1d_{kind}.weight" for kind in "qkv"))
 """Those of queries, keys and values, which the library has in one."""
+
+
+def _rows_of(kind: str) -> Arrangement:
+    """Those of the queries, the keys or the values in a matrix of all three."""
+
+    def rows(parts: Tensors, config: Any) -> torch.Tensor:
+        width = config.head_dim
+        queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+        split = parts[0].split([queries, keys, len(parts[0]) - queries - keys])
+        found: torch.Tensor = split["qkv".index(kind)]
+        return found
+
+    return Arrangement(rows, ("attn_qkv.weight",), is_part=True, moves_rows=True)
+
+
+SPLIT_ATTENTION = {f"self_attn.{kind}_proj.weight": _rows_of(kind) for kind in "qkv"}
+"""Queries, keys and values, which files have in one matrix."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from smoe.models.gguf_arrangements import JOINED_DENSE, JOINED_SHARED, LESS_ONE, PAIRED_ROWS
+from smoe.models.gguf_arrangements import JOINED_DENSE, JOINED_SHARED, LESS_ONE, PAIRED_ROWS, SPLIT_ATTENTION
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
 
 SIGMOID = (0, 2)
@@ -30,6 +31,14 @@ _GRANITE_SHARED = GgufFamily(
 
 def _with_shared_expert(entries: Entries) -> GgufFamily | None:
     return _GRANITE_SHARED if any(".ffn_up_shexp." in key for key in entries.tensors) else None
+
+
+_QWEN3_SIZES = {
+    "attention.key_length": "head_dim",
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
+}
 
 
 def _ernie(entries: Entries, fields: dict[str, Any]) -> None:
@@ -80,7 +89,50 @@ def _minimax_m3(entries: Entries, fields: dict[str, Any]) -> None:
     fields["shared_intermediate_size"] = fields["intermediate_size"] * entries.number("expert_shared_count", 1)
 
 
+def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
+    """What files do not have follows from the two published models: Scout, with 16 experts and scaled positions, and
+    Maverick, with 128 experts."""
+    fields["use_qk_norm"] = fields["num_local_experts"] != 128
+    if "rope_freqs.weight" in entries.tensors:
+        fields["rope_parameters"] |= {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        }
+
+
+def _llama4_frequencies(config: Any) -> list[float]:
+    """By what long waves are divided, and short ones are not."""
+    rope, width = config.rope_parameters, config.head_dim
+    lengths = [2 * math.pi * rope["rope_theta"] ** (2 * n / width) for n in range(width // 2)]
+    return [rope["factor"] if each > rope["original_max_position_embeddings"] else 1.0 for each in lengths]
+
+
 FAMILIES: Mapping[str, GgufFamily] = {
+    "bailingmoe2": GgufFamily(
+        "glm4_moe",  # transformers has no class for Ling 2; this one computes the same
+        {
+            "attention.key_length": "head_dim",
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_weights_scale": "routed_scaling_factor",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "nextn_predict_layers": NEXT_TOKEN_LAYERS,
+        },
+        fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": False, NEXT_TOKEN_LAYERS: 0, "use_qk_norm": True},
+        allowed={"expert_gating_func": SIGMOID},
+        has_partial_rotary=True,
+        arrangements=SPLIT_ATTENTION,
+        named_as="glm4moe",
+        names={"post_attention_layernorm.weight": "ffn_norm.weight"},
+        split="bailingmoe2",
+    ),
     "dots1": GgufFamily(
         "dots1",
         {
@@ -195,6 +247,20 @@ FAMILIES: Mapping[str, GgufFamily] = {
         arrangements=PAIRED_ROWS,
         split="llama-bpe",
     ),
+    "llama4": GgufFamily(
+        "llama4_text",
+        {
+            "attention.key_length": "head_dim",
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "feed_forward_length": "intermediate_size_mlp",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        allowed={"attention.sliding_window": (8192,), "expert_gating_func": SIGMOID},
+        complete=_llama4,
+        implied={"rope_freqs.weight": _llama4_frequencies},
+        split="llama4",
+    ),
     "minimax-m3": GgufFamily(
         "minimax_m3_vl_text",
         {
@@ -265,12 +331,13 @@ FAMILIES: Mapping[str, GgufFamily] = {
     ),
     "qwen3moe": GgufFamily(
         "qwen3_moe",
-        {
-            "attention.key_length": "head_dim",
-            "expert_count": "num_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_norm": "norm_topk_prob",
-        },
+        _QWEN3_SIZES,
         fixed={"norm_topk_prob": True},  # the format's own program takes it for granted
+    ),
+    "qwen3vlmoe": GgufFamily(
+        "qwen3_moe",  # the text part, in which the three positions of every token are equal
+        _QWEN3_SIZES,
+        fixed={"norm_topk_prob": True},
+        named_as="qwen3moe",
     ),
 }

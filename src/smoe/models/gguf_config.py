@@ -16,6 +16,7 @@ from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.models.config_file import check_sizes
+from smoe.models.files import naming
 from smoe.models.gguf_families import architecture_of
 from smoe.models.gguf_family import Entries, GgufFamily
 
@@ -108,7 +109,8 @@ def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tup
     values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
     values["rope_parameters"] = _rope(family, entries) | _turned_part(family, values, entries)
     if family.complete is not None:
-        family.complete(entries, values)
+        with naming(f"{path} describes no model of the architecture {entries.architecture!r}"):
+            family.complete(entries, values)
     check_sizes(values, path)
     return family.model_type, values
 

@@ -59,15 +59,13 @@ def tensors_of(experts: StoredLayer) -> Iterator[StoredTensor]:
 
 def _stored_part(part: Part, site: ExpertsSite) -> Part:
     """A part as the files have it: outputs by inputs, the gate's rows before the up's."""
-    has_turns = site.takes_turns
-    is_known = part.name.removesuffix(_BIAS) in _KINDS and has_turns == bool(site.transposed)
-    if not is_known:
+    name = part.name.removesuffix(_BIAS)
+    if name not in _KINDS:
         raise UnsupportedModelError(
             f"{part.name!r} of {site.name!r} has no place in GGUF files; take the model's safetensors release"
         )
-    return replace(
-        part, is_turned=has_turns and len(part.shape) == 2, takes_turns=has_turns and part.name.startswith("gate_up")
-    )
+    is_turned = name in site.transposed and len(part.shape) == 2
+    return replace(part, is_turned=is_turned, takes_turns=site.takes_turns and name == "gate_up_proj")
 
 
 def _every_expert(

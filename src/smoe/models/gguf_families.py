@@ -21,11 +21,37 @@ FAMILIES: Mapping[str, GgufFamily] = {
 """By the architecture's name in the file."""
 
 
+_NO_CLASS = "transformers has no class for it"
+_DEPENDS_ON_NUMBERS = (
+    "what transformers' class of it computes depends on its numbers, and cannot be followed without them"
+)
+_REFUSED = {
+    **dict.fromkeys(
+        ("arctic", "bailingmoe", "bailingmoe3", "grok", "grovemoe", "kimi-k3", "llada-moe", "maple", "smallthinker"),
+        _NO_CLASS,
+    ),
+    "clip": "it is the part of another model that sees images (mmproj): give that model's own file",
+    "glm5-next": _DEPENDS_ON_NUMBERS,
+    "minimax-01": "transformers keeps its keys and values in a cache of a kind of its own",
+    "phimoe": "its files lack the factors of its scaled positions (short_mscale, long_mscale)",
+    "qwen4exp": _DEPENDS_ON_NUMBERS,
+    "step35": "transformers does not open its experts to other implementations",
+}
+"""Why architectures are not read that are known; of others nothing is known."""
+
+
 def architecture_of(header: GgufHeader) -> str:
     """The name that a file has for its family; raises `UnsupportedModelError` for one that smoe does not read."""
     name = header.metadata.get("general.architecture")
+    if header.metadata.get("general.type") == "imatrix":
+        raise UnsupportedModelError(f"{header.path} is no model, but says how one was quantised (imatrix)")
     if not isinstance(name, str):
         raise CheckpointError(f"{header.path} does not say which architecture it is for; download it again")
+    if name in _REFUSED:
+        raise UnsupportedModelError(
+            f"{header.path} holds a model of the architecture {name!r}, which smoe does not read: {_REFUSED[name]}. "
+            "docs/families.md lists what works"
+        )
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{header.path} holds a model of the architecture {name!r:.80}; of GGUF files smoe reads "

@@ -68,6 +68,8 @@ class Arrangement(NamedTuple):
     sources: tuple[str, ...] = ()
     """The tensors' names in a layer; empty: the one that the weight's own name stands for. Where a file lacks one of
     them, it has the weight under its own name, as the library has it."""
+    is_part: bool = False
+    """Whether it is only some rows of a tensor that holds others as well."""
     moves_rows: bool = False
     """Whether whole rows move and nothing else, so that quantised ones stay so: `whole` is then given codes as well."""
 

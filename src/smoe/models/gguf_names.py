@@ -13,8 +13,8 @@ from pathlib import PurePosixPath
 from smoe.memory.gguf_header import part_names, part_stem
 
 _QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32)$", re.ASCII | re.IGNORECASE)
-_NO_MODELS = ("mmproj", "imatrix")
-"""In the names of files that only go with a model."""
+_COMPANION = re.compile(r"mmproj|imatrix|^mtp-", re.IGNORECASE)
+"""In the names of files that only go with a model: its image part, a quantiser's notes, layers for further tokens."""
 
 
 def models_of(wanted: str, names: Iterable[str]) -> list[str]:
@@ -26,6 +26,11 @@ def models_of(wanted: str, names: Iterable[str]) -> list[str]:
     found = [model for model in models if ending.search(_stem(model))]
     exact = [model for model in found if _quantisation(model).lower() == wanted.lower()]
     return exact or found
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of this name is no model, but goes with one."""
+    return _COMPANION.search(name) is not None
 
 
 def parts_of(model: str) -> list[str]:
@@ -48,7 +53,7 @@ def _first_parts(names: Iterable[str]) -> list[str]:
     first: dict[str, str] = {}
     for name in sorted(names):
         path = PurePosixPath(name)
-        if path.suffix.lower() == ".gguf" and not any(word in path.name.lower() for word in _NO_MODELS):
+        if path.suffix.lower() == ".gguf" and not is_companion(path.name):
             first.setdefault(str(path.with_name(part_stem(path.name))), name)
     return sorted(first.values())
 

@@ -33,22 +33,30 @@ class WeightSource(NamedTuple):
         """The weight as one quantised matrix, as far as type and bytes go; None where it is none, or cannot stay so."""
         parts = [tensors[key] for key in self.keys]
         first = parts[0]
-        stays = self.arrangement is None or self.arrangement.moves_rows
+        if self.arrangement is None:
+            return first if first.dtype in FORMATS else None
+        stays = self.arrangement.moves_rows
         if not stays or any(part.dtype != first.dtype for part in parts) or first.dtype not in FORMATS:
             return None
-        return first if len(parts) == 1 else replace(first, shape=shape, nbytes=sum(part.nbytes for part in parts))
+        rows = sum(math.prod(part.shape[:-1]) for part in parts)
+        return replace(first, shape=shape, nbytes=sum(part.nbytes for part in parts) * shape[0] // rows)
 
     def check_shape(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> None:
         """Raise `CheckpointError` where the tensors are not what a weight of this shape is made of."""
         parts = [tensors[key] for key in self.keys]
         if self.arrangement is None:
             check_shape(parts[0], shape)
-        elif sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+        elif not _fit([math.prod(part.shape) for part in parts], math.prod(shape), self.arrangement.is_part):
             raise CheckpointError(
                 f"{', '.join(map(repr, self.keys))} in {parts[0].path} have the shapes "
                 f"{', '.join(str(list(part.shape)) for part in parts)}, other shapes than its metadata says: together "
                 f"they should be {list(shape)}; download it again"
             )
+
+
+def _fit(parts: list[int], whole: int, is_part: bool) -> bool:
+    """Whether so many numbers make a weight of so many."""
+    return sum(parts) == whole or (is_part and sum(parts) > whole)
 
 
 def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layers: int) -> dict[str, WeightSource]:
