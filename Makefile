@@ -61,15 +61,18 @@ test-all: env
 	$(BIN)/python -m pytest $(JOBS)
 
 # Tests of what is not installed for development. They need qemu-aarch64 and a Chromium (Debian: qemu-user, chromium), for
-# chat templates SMOE_LLAMA_CPP=folder with the sources of llama.cpp; a test that is skipped for want of them fails.
+# vocabularies and chat templates parts of llama.cpp's sources, which are fetched unless SMOE_LLAMA_CPP names a folder with
+# them; a test that is skipped for want of them fails.
+SMOE_LLAMA_CPP ?= build/llama.cpp
 test-optional:
 	$(PYTHON) -m venv $(VENV)-optional
 	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt "$(TORCH)"
 	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,ray,lm-eval]"
-	$(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium --none-needs Ray \
-	    $(if $(SMOE_LLAMA_CPP),--none-needs llama.cpp) tests/kernels/test_on_aarch64.py tests/server/test_page.py \
+	$(VENV)-optional/bin/python -m tests.llama_cpp_source $(SMOE_LLAMA_CPP)
+	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
+	    --none-needs Ray --none-needs llama.cpp tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
-	    tests/models/test_gguf_tokenizer.py
+	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py
 
 # What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
 LIMITED := tests/kernels tests/fastpath/test_linear.py tests/fastpath/test_attention.py tests/fastpath/test_norm.py \
