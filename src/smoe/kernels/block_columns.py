@@ -22,6 +22,8 @@ from smoe.kernels.quantised_block import float8
 
 PIECE = 16
 """Bytes of each row that are transposed together."""
+_ODD = tuple(128 * (code.bit_count() % 2) for code in range(16))
+"""The eighth bit of a byte where of four bits an odd number is set."""
 _SPREAD = 0x00204081
 """Times four bits: bit n becomes the lowest bit of byte n."""
 
@@ -45,14 +47,7 @@ class Columns:
 
     def byte(self, byte: int) -> Value:
         """Byte number `byte` of every row: int32 [lanes]."""
-        code, build = self._code, self._code.build
-        first = next((known for known in self._known if known <= byte < known + PIECE), None)
-        first = min(byte, self._form.nbytes - PIECE) if first is None else first
-        word, inside = divmod(byte - first, 4)
-        register = self.words(first)[word]
-        if inside:
-            register = build.lshr(register, code.words([8 * inside] * code.isa.lanes))
-        return build.and_(register, code.words([255] * code.isa.lanes))
+        return self._whole((Field(byte),))
 
     def codes(self, fields: Sequence[Field | Bits | Points], i: int) -> list[Value]:
         """The codes of numbers i ... i + 15 of a run: four registers of bytes [4 * lanes], a code in each byte."""
@@ -104,19 +99,30 @@ class Columns:
         return self._code.build.fmul(self._code.build.sitofp(whole, self._code.registers(FLOAT)), minimum)
 
     def _whole(self, fields: Sequence[Field]) -> Value:
-        """A group's code, of one field or several: int32 [lanes]."""
+        """A code of each block, of one field or several: int32 [lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         total = None
-        for field in fields:
-            part = self.byte(field.byte)
-            if field.shift:
-                part = build.lshr(part, code.words([field.shift] * lanes))
-            if field.mask != 255:
-                part = build.and_(part, code.words([field.mask] * lanes))
-            if field.left:
-                part = build.shl(part, code.words([field.left] * lanes))
+        for piece in _in_one_piece(fields):
+            part, inside = self._word_with(piece)
+            part = build.lshr(part, code.words([inside] * lanes))
+            part = build.shl(build.and_(part, code.words([piece.mask] * lanes)), code.words([piece.left] * lanes))
             total = part if total is None else build.or_(total, part)
         return total
+
+    def _word_with(self, piece: Field) -> tuple[Value, int]:
+        """(words of every row that hold some bits, where in them they begin)"""
+        last = piece.byte + (piece.shift + piece.mask.bit_length() - 1) // 8
+
+        def holds(first: int) -> bool:
+            begin, end = piece.byte - first, last - first
+            return begin >= 0 and end < PIECE and begin // 4 == end // 4
+
+        known = [first for first in self._known if holds(first)]
+        first = (known or [min(piece.byte, self._form.nbytes - PIECE)])[0]
+        if not holds(first):
+            first = last - PIECE + 1
+        word, inside = divmod(piece.byte - first, 4)
+        return self.words(first)[word], 8 * inside + piece.shift
 
     def _field(self, field: Field, i: int) -> list[Value]:
         """(byte >> shift & mask) << left of 16 bytes: bits that come from a neighbouring byte are masked away."""
@@ -153,7 +159,8 @@ class Columns:
         numbers = [code.build.bitcast(each, kind) for each in found]
         if not points.signs:
             return numbers
-        return [self._signed(number, points, n) for n, number in enumerate(numbers)]
+        signs = self._signs(points)
+        return [self._signed(number, signs, n) for n, number in enumerate(numbers)]
 
     def _entries(self, table: Value, index: Sequence[Field], width: int) -> Value:
         """What a table of entries of so many bytes has for every row: a number each."""
@@ -166,13 +173,23 @@ class Columns:
         addresses = [code.at(table, build.mul(each, code.number(width))) for each in bytes_]
         return code.loaded_each(ir.IntType(8 * width), addresses)
 
-    def _signed(self, numbers: Value, points: Points, n: int) -> Value:
+    def _signs(self, points: Points) -> Value:
+        """Of a run, in bytes 0 and 1 of each row's word: [4 * lanes]."""
+        code, build, lanes = self._code, self._code.build, self._code.isa.lanes
+        first, second = points.signs
+        words = self._whole((*first, *(field._replace(left=field.left + 8) for field in second)))
+        signs = build.bitcast(words, code.registers(BYTE, 4 * lanes))
+        if not points.has_even_signs:
+            return signs
+        four = code.words([0x0F0F0F0F] * lanes)
+        halves = [build.and_(each, four) for each in (words, build.lshr(words, code.words([4] * lanes)))]
+        odd = [code.looked_up_bytes(_ODD, build.bitcast(each, signs.type)) for each in halves]
+        return build.or_(signs, build.xor(*odd))
+
+    def _signed(self, numbers: Value, signs: Value, n: int) -> Value:
         """Register number n of four, with the signs of its numbers: number - zero becomes zero - number."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
-        signs = self._whole(points.signs[n // 2])
-        if points.has_even_signs:
-            signs = code.with_eighth_sign(signs)
-        copies = code.pick(build.bitcast(signs, numbers.type), [4 * (i // 4) for i in range(4 * lanes)])
+        copies = code.pick(signs, [4 * (i // 4) + n // 2 for i in range(4 * lanes)])
         bits = code.bytes([1 << 4 * (n % 2) + i % 4 for i in range(4 * lanes)])
         is_negative = build.icmp_unsigned("!=", build.and_(copies, bits), ir.Constant(numbers.type, None))
         return build.select(is_negative, build.sub(code.bytes([2 * self._zero] * 4 * lanes), numbers), numbers)
@@ -211,3 +228,21 @@ class Columns:
         while len(registers) > 1:
             registers = [self._code.joined(registers[n : n + 2]) for n in range(0, len(registers), 2)]
         return registers[0]
+
+
+def _in_one_piece(fields: Sequence[Field]) -> list[Field]:
+    """Bits that go on where those before them end are one field, which may reach into the next bytes."""
+    found: list[Field] = []
+    for field in fields:
+        mask = field.mask & (255 >> field.shift)
+        before = found[-1] if found else field
+        bits = before.mask.bit_length()
+        follows = (field.left - before.left, 8 * (field.byte - before.byte) + field.shift - before.shift) == (
+            bits,
+            bits,
+        )
+        if found and follows:
+            found[-1] = before._replace(mask=before.mask | mask << bits)
+        else:
+            found.append(field._replace(mask=mask))
+    return found

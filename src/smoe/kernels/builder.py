@@ -162,18 +162,6 @@ class Code:
         by = self.reals(factor, number.type.count) if isinstance(number.type, ir.VectorType) else None
         return self.build.fmul(number, ir.Constant(FLOAT, factor) if by is None else by)
 
-    def with_eighth_sign(self, signs: Value) -> Value:
-        """Seven bits with an eighth, so that an even number of them is set; words of 32 bits."""
-        build, odd = self.build, signs
-
-        def all_of(value: int) -> Value:
-            is_register = isinstance(signs.type, ir.VectorType)
-            return self.words([value] * signs.type.count) if is_register else ir.Constant(WORD, value)
-
-        for by in (4, 2, 1):
-            odd = build.xor(odd, build.lshr(odd, all_of(by)))
-        return build.or_(signs, build.shl(build.and_(odd, all_of(1)), all_of(7)))
-
     def dots(self, total: Value, a: Value, b: Value) -> Value:
         """total [n] + a . b of two bf16 numbers each, given as 16 bits [2n]; a product and a sum are rounded alike."""
         return self._own.dots(self, total, a, b)

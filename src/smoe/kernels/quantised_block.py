@@ -135,10 +135,18 @@ def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
     for n in range(lanes // 8):
         signs = _one_code(code, points.signs[i // 8 + n], place)
         if points.has_even_signs:
-            signs = code.with_eighth_sign(signs)
+            signs = _with_eighth_sign(code, signs)
         word = build.or_(word, build.shl(signs, ir.Constant(WORD, 8 * n)))
     signed = code.where_set(build.trunc(word, ir.IntType(lanes)), build.neg(whole), whole)
     return build.sitofp(signed, code.registers(FLOAT))
+
+
+def _with_eighth_sign(code: Code, signs: Value) -> Value:
+    """Seven bits with an eighth, so that an even number of them is set: 32 bits."""
+    build, odd = code.build, signs
+    for by in (4, 2, 1):
+        odd = build.xor(odd, build.lshr(odd, ir.Constant(WORD, by)))
+    return build.or_(signs, build.shl(build.and_(odd, ir.Constant(WORD, 1)), ir.Constant(WORD, 7)))
 
 
 def _one_code(code: Code, fields: Sequence[Field], place: Value) -> Value:
