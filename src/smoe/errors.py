@@ -37,6 +37,9 @@ class SmoeError(Exception):
     of `EngineConfig`, an argument of the function that was called, or an option of the command.
     """
 
+    model: str | None = None
+    """The model that was given to the command line, which sets it."""
+
     def __init__(
         self, *args: object, setting: str | None = None, given: object = None, allowed: str | None = None
     ) -> None:
@@ -87,8 +90,6 @@ class UnpreparedError(ConfigError):
     """A setting needs what is not there yet: a pack, prices, a trained predictor, workers, a device.
 
     The command line adds what to type (`cli/first_use.py`), for the `model` that its command was given."""
-
-    model: str | None = None
 
 
 class BudgetError(SmoeError):

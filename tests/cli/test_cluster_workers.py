@@ -88,6 +88,7 @@ def test_the_example_is_one() -> None:
     """What is printed, what help says, and what the documentation says."""
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf8")
     line = line_for_main("demo", "local", 2)
+    assert "--preset cluster --set shadow_on=cluster " in line_for_main("demo", "local", 2, shadow=True)
     assert f"`{line}`" in page and line in str(app.info.epilog)
     assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in page
     assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in str(app.info.epilog)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import typer
 
+from smoe.cli import app
 from smoe.cli.console import progress, words_of
 from smoe.errors import ConfigError, ContextError
 from tests.toy import save_toy
@@ -114,3 +116,15 @@ def test_a_terminal_gets_bars(capsys, monkeypatch):
 def test_settings_are_shown_as_options(error, shown):
     """Would catch a message that a user of the command line cannot follow."""
     assert words_of(error) == shown
+
+
+def test_prose_of_help_fits_its_lines():
+    """Would catch a line of a terminal with a word or two, because one before it is too long by a little."""
+    commands = [("smoe", typer.main.get_command(app))]
+    while commands:
+        name, command = commands.pop()
+        commands += [(f"{name} {word}", each) for word, each in getattr(command, "commands", {}).items()]
+        for paragraph in (command.epilog or "").strip().split("\n\n"):
+            lines = paragraph.splitlines()
+            if len(lines) > 1 and not any(line.startswith(("smoe ", "{")) for line in lines):
+                assert max(map(len, lines)) <= 78, (name, lines)

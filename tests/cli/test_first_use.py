@@ -72,6 +72,15 @@ def test_pyzmq_is_installed_first_where_it_is_missing(run: Run, model: Path, mon
     assert behind.splitlines()[0] == "  pip install 'smoe[cluster]'" and "smoe cluster up" in behind
 
 
+def test_a_setting_of_a_preset_is_named_with_it(run: Run, model: Path) -> None:
+    """Would catch an error about an option that nobody has typed."""
+    line = ["generate", model, *SIZE, "-p", "once"]
+    hint = "hint: --low-precision int4 comes from --preset hobbit."
+    assert hint in run(*line, "--preset", "hobbit").err
+    for typed in (["--low-precision", "int4"], ["--preset", "hobbit", "--low-precision", "int4"]):
+        assert "comes from" not in run(*line, *typed).err
+
+
 def test_what_to_type_is_the_command_with_all_that_was_typed(run: Run, model: Path) -> None:
     """Quotes and all."""
     text = 'it\'s "so" & so'

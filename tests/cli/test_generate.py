@@ -349,3 +349,10 @@ def test_a_full_disk_is_one_line(checkpoint):
     with Path("/dev/full").open("w") as full, Forked(line, stdout=full, stderr=subprocess.PIPE, text=True) as done:
         _, err = done.communicate(timeout=60)
     assert done.returncode == 2 and err.splitlines()[-1] == "error: No space left on device"
+
+
+def test_waiting_for_a_core_is_no_part_of_an_emulated_clock(run, checkpoint):
+    """Would catch `this run waited 100% of its time for a core`: real seconds of emulated ones."""
+    device = ("--device", "emulated", "--profile", "rtx-4060-ti", "--memory", "4MiB")
+    ran = run("generate", checkpoint, *device, "-p", "Hello", "--max-new-tokens", 2, "--json")
+    assert ran.json["waited_for_cores_share"] is None

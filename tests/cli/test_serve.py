@@ -113,7 +113,7 @@ def test_tools_work_by_a_template_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_is_too_small_is_planned_with_the_servers_sequences(run: Run) -> None:
-    hint = "smoe plan MODEL --max-sequences {}, without --memory, shows"
+    hint = "smoe plan demo --max-sequences {}, without --memory, shows"
     assert hint.format(4) in run("serve", "demo", "--memory", "20MiB").err
     assert hint.format(8) in run("serve", "demo", "--memory", "20MiB", "--max-sequences", 8).err
 

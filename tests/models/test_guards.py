@@ -56,6 +56,11 @@ def test_wrecking_is_refused(wreck: str, toy: Toy, open_model: Open) -> None:
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
 
 
+def test_a_device_that_torch_lacks_is_no_reason_to_load_again(toy: Toy, open_model: Open) -> None:
+    with pytest.raises(EngineStateError, match=r"Leave the call out; the `device` of smoe.from_pretrained"):
+        open_model(toy("mixtral")).to("xpu")
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,

@@ -27,8 +27,8 @@ smoe chat Qwen/Qwen3-30B-A3B --memory 8GiB --context 8192 --temperature 0.7
 smoe chat ./my-moe --memory 8GiB --temperature 0     (the likeliest token)
 
 In the conversation: /help lists the commands, /settings shows how tokens are
-chosen, /reset starts a new conversation, /quit (or /exit, /bye) leaves, Ctrl-C
-stops an answer, Ctrl-D leaves.
+chosen, /reset starts a new conversation, /quit (or /exit, /bye) leaves,
+Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
 _QUIT = "/quit"

@@ -54,8 +54,9 @@ smoe cluster up demo --local 2 --worker-memory 8MiB
 
 {line_for_main("demo", DEFAULT_NAME, DEFAULT_LOCAL)}
 
-With other machines: smoe cluster invite --name home --address 192.168.1.5 here,
-and the command that it prints there. The coordinator is smoe generate --cluster.
+With other machines: here smoe cluster invite --name home --address
+192.168.1.5, there the command that it prints. The coordinator is smoe
+generate --cluster.
 """,
 )
 

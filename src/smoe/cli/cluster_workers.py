@@ -23,7 +23,7 @@ _LEAST_RUN_SECONDS = 5.0
 def line_for_main(model: str, name: str, workers: int, shadow: bool = False) -> str:
     """What to type to be their main. Of the demo main's own disk has everything sooner than a worker on the same
     machine, unless workers take turns."""
-    preset = " --preset cluster" if shadow else ""
+    preset = " --preset cluster --set shadow_on=cluster" if shadow else ""
     line = f"smoe generate {model} --cluster {name}{preset} --set cluster_workers={workers} --memory"
     return f"{line} 24MiB --set placement=round-robin" if model == "demo" else f"{line} SIZE -p TEXT"
 

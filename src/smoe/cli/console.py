@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from smoe.cli.settings import OPTION_OF, SERVED_SEQUENCES, option_of
+from smoe.cli.settings import OPTION_OF, SERVED_SEQUENCES, in_words, option_of
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
 from smoe.policy.registry import SHADOW
+from smoe.presets import PRESETS
 from smoe.units import format_bytes, format_remaining
 
 _PATIENCE_SECONDS = 1.0
 _LINE_SECONDS = 10.0
 _HINTS = {
-    ContextError: "the context is part of the budget: see smoe plan MODEL --context N.",
+    ContextError: "the context is part of the budget: see smoe plan {model} --context N.",
     NotMoEError: "models with experts are, for example, Qwen/Qwen3-30B-A3B and mistralai/Mixtral-8x7B-v0.1.",
 }
 
@@ -132,16 +134,29 @@ def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
     """One message, a hint where there is one, and the commands that make it work where there are some."""
     console = errors()
     console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
-    hints = [hint for kind, hint in _HINTS.items() if isinstance(error, kind)]
+    model = "MODEL" if error.model is None else shlex.quote(error.model)
+    hints = [hint.format(model=model) for kind, hint in _HINTS.items() if isinstance(error, kind)]
     if isinstance(error, BudgetError) and error.setting != "worker_memory":
         without = _in_words(_not_of_plans())
-        hints.append(f"smoe plan MODEL{_sequences_typed()}, without {without}, shows what each budget buys.")
+        hints.append(f"smoe plan {model}{_sequences_typed()}, without {without}, shows what each budget buys.")
+    hints += _of_preset(error)
     for hint in hints:
         console.print(f"[bold]hint:[/bold] {escape(hint)}", soft_wrap=True)
     if commands:
         console.print("[bold]to make it work:[/bold]")
     for line in commands:
         console.print(f"  {line}", soft_wrap=True, markup=False)
+
+
+def _of_preset(error: SmoeError) -> list[str]:
+    """That the setting which an error is about was not typed, but is one of the preset's."""
+    preset, setting = typed_value(["--preset"]) or "", error.setting or ""
+    value = PRESETS.get(preset, {}).get(setting)
+    option = option_of(setting)
+    if value is None or any(word.partition("=")[0] == option or f"{setting}=" in word for word in sys.argv):
+        return []
+    shown = f"{option}={in_words(value)}" if option.startswith("--set") else f"{option} {in_words(value)}"
+    return [f"{shown} comes from --preset {preset}."]
 
 
 def _sequences_typed() -> str:

@@ -23,8 +23,8 @@ smoe doctor
 smoe doctor --folder /mnt/models --expert-size 9MiB
 
 Takes about ten seconds; run it while nothing else is busy. The profile is
-stored for smoe plan and for summaries, in smoe/profile.json of the user's cache
-folder (XDG_CACHE_HOME sets its place).
+stored for smoe plan and for summaries, in smoe/profile.json of the user's
+cache folder (XDG_CACHE_HOME sets its place).
 """
 
 _LEAST_BYTES, _MOST_BYTES = 2**12, 2**31

@@ -48,11 +48,11 @@ With "format": "cloze" the likeliest per character; with a "suffix" beside
 the choices, the one that makes the suffix likeliest. A is the first choice.
 
 The table goes to stderr; one line of JSON to stdout, unless that is a
-terminal (--json: always). Alpha 0 is the model itself, unless --precision puts
-its experts in fewer bits (int4), --low-precision those that are missing and
-matter little (+int4), or --activations what they multiply (x int8): then the
-model itself is measured, too. Ctrl-C and SIGTERM keep the thresholds that are
-done, and say where.
+terminal (--json: always). Alpha 0 is the model itself, unless --precision
+puts its experts in fewer bits (int4), --low-precision those that are missing
+and matter little (+int4), or --activations what they multiply (x int8): then
+the model itself is measured, too. Ctrl-C and SIGTERM keep the thresholds that
+are done, and say where.
 """
 
 TOKENS, MOST_QUESTIONS = 2000, 100

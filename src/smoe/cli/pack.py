@@ -33,9 +33,9 @@ smoe pack ./model-Q8_0.gguf --precision int2   a lower copy of experts that are 
 smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 
 The packed files lie beside the weights, or in your cache where that folder
-cannot be written, and of the demo. One in a dtype is found by itself; one in fewer bits is used
-where --precision or --low-precision asks for it. Delete them at any time;
-nothing else depends on them.
+cannot be written, and of the demo. One in a dtype is found by itself; one in
+fewer bits is used where --precision or --low-precision asks for it. Delete
+them at any time; nothing else depends on them.
 """
 
 CALIBRATION_TOKENS = 16384

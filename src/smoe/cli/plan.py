@@ -33,8 +33,8 @@ smoe plan ./my-moe --json
 
 smoe plan ./my-moe.gguf --memory 8GiB
 
-Of a hub model only config.json is fetched; of weights that are here the headers are read. Run smoe doctor once for
-measured rates.
+Of a hub model only config.json is fetched; of weights that are here the
+headers are read. Run smoe doctor once for measured rates.
 """
 
 

@@ -83,7 +83,8 @@ class ServerOptions:
     name: Annotated[
         str | None,
         typer.Option(
-            help="Name of the model for clients. \\[default: its id, or its folder's name]", rich_help_panel=_SERVER
+            help="Name of the model for clients. \\[default: its id, or the last part of its path without .gguf]",
+            rich_help_panel=_SERVER,
         ),
     ] = None
     max_waiting: Annotated[

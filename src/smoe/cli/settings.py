@@ -86,6 +86,8 @@ _LEFT_OUT = {
 }
 """What stands for a default of None."""
 _HOW = "--set help lists all names"
+_ALIKE = 0.7
+"""Ratio of equal letters from which a name is taken for a mistyped one."""
 _TRUTH = {"true": True, "false": False, "on": True, "off": False}
 
 
@@ -110,7 +112,7 @@ def settings_of(given: Sequence[str]) -> dict[str, Any]:
         if not equals or not name:
             raise _refusal(text, f"--set is {text!r}; it must be NAME=VALUE, such as io_threads=2; {_HOW}")
         if name not in known:
-            raise _refusal(text, f"unknown --set {name!r}; {_closest(name, known)} {_HOW}")
+            raise _refusal(text, f"unknown --set {name!r};{_did_you_mean(name, known)} {_HOW}")
         if name not in SETTABLE:
             raise _refusal(text, f"--set {name}: use its own option {option_of(name)} instead")
         if name in found:
@@ -123,12 +125,12 @@ def _refusal(given: str, message: str) -> ConfigError:
     return ConfigError(message, setting="set", given=given, allowed=f"NAME=VALUE, NAME one of: {', '.join(SETTABLE)}")
 
 
-def _closest(name: str, known: Iterable[str]) -> str:
-    """The name most like one that is none, as it is given; sure of it only where the two are alike."""
-    alike = get_close_matches(name, known, n=1, cutoff=0.5)
-    if alike:
-        return f"did you mean {alike[0] if alike[0] in SETTABLE else option_of(alike[0])}?"
-    return f"the closest name is {get_close_matches(name, SETTABLE, n=1, cutoff=0.0)[0]};"
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A setting, as it is given, whose name or option is much like this one; empty where there is none."""
+    given = {setting: setting if setting in SETTABLE else option_of(setting) for setting in known}
+    given |= {option.strip("-").replace("-", "_"): option for option in given.values() if option.startswith("--")}
+    alike = get_close_matches(name, given, n=1, cutoff=_ALIKE)
+    return f" did you mean {given[alike[0]]}?" if alike else ""
 
 
 def value_of(name: str, kind: str, text: str) -> Any:

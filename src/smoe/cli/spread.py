@@ -15,7 +15,7 @@ from smoe.cli.console import speaking
 from smoe.cli.interrupts import ending_in_order
 from smoe.cli.logs import logged
 from smoe.cli.options import EngineOptions, check_text
-from smoe.errors import UnpreparedError
+from smoe.errors import SmoeError
 
 _Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, warnings and errors.")]
 _Verbose = Annotated[
@@ -64,7 +64,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
                 _refuse_unknown(given)
             try:
                 command(**given)
-            except UnpreparedError as error:
+            except SmoeError as error:
                 error.model = given.get("model")
                 raise
 

@@ -20,9 +20,10 @@ smoe verify ./my-moe --memory 8GiB
 
 smoe verify ./my-moe --memory 8GiB --low-precision int4
 
-Exit code 0: every part is equal bit by bit, or up to rounding where no more is promised: with quantised weights and
-with sums in another order (`arithmetic` own-order). 1: a part differs. 2: the check did not finish, for example
-because weights contain NaN.
+Exit code 0: every part is equal bit by bit, or up to rounding where no more
+is promised: with quantised weights and with sums in another order
+(`arithmetic` own-order). 1: a part differs. 2: the check did not finish, for
+example because weights contain NaN.
 """
 
 _DIFFERS = 1

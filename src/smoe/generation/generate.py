@@ -161,7 +161,8 @@ def generate_batch(
         was_interrupted = True
     finally:
         loop.give_up()
-    ended, after, waited = engine.now(), engine.stats(), waited_seconds()
+    ended, after = engine.now(), engine.stats()
+    waited = None if waited_before is None or engine.pacing.is_emulated else waited_seconds()  # of no emulated clock
     heard.raise_first()
     _log.info(
         "%d new tokens for %d in the prompts of %d sequences in %.3f s%s",

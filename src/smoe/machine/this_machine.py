@@ -13,7 +13,7 @@ from smoe.machine.measure import load_profile
 from smoe.machine.quick_look import quick_look
 from smoe.memory.emulation import MEASURED, DeviceProfile
 
-_LAYER_SECONDS, _WIDTH_SECONDS = 0.4e-3, 0.09e-3
+_LAYER_SECONDS, _WIDTH_SECONDS = 0.16e-3, 0.09e-3
 """What a decoder layer takes in addition to moving its bytes, on the CPUs that were measured: small operations and
 Python (docs/log/forecasts.md); and more for every 1024 numbers of the hidden state."""
 _CPU_EXPERT_SECONDS = 10e-6

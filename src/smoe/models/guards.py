@@ -108,18 +108,28 @@ def _unchanged(module: nn.Module) -> Callable[..., nn.Module]:
         try:
             after = change(before)
         except (AssertionError, RuntimeError) as error:  # no such device, or not in this torch
-            raise _fixed(before, f"be changed ({str(error).splitlines()[0]})") from error
+            why = str(error).splitlines()[0]
+            raise _fixed(
+                before,
+                f"torch has no such device or type here ({why}). Leave the call out; the `device` of "
+                "smoe.from_pretrained is where a model computes",
+            ) from error
         if after.dtype is not before.dtype or after.device != before.device:
-            raise _fixed(before, f"become {_name(after.dtype)} on {after.device}")
+            wanted = "dtype" if after.device == before.device else "device"
+            raise _fixed(
+                before,
+                f"it cannot become {_name(after.dtype)} on {after.device} while it is loaded. Leave the call out, or "
+                f"load the model with smoe.from_pretrained(..., {wanted}=...)",
+            )
         return module
 
     return apply
 
 
-def _fixed(now: torch.Tensor, what: str) -> EngineStateError:
+def _fixed(now: torch.Tensor, why: str) -> EngineStateError:
     return EngineStateError(
-        f"this model computes in {_name(now.dtype)} on {now.device}, and its experts and its memory budget with it; it "
-        f"cannot {what} while it is loaded: call smoe.from_pretrained again with dtype=... or device=..."
+        f"this model computes in {_name(now.dtype)} on {now.device}, and its experts and its memory budget with it; "
+        + why
     )
 
 
