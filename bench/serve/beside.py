@@ -52,13 +52,13 @@ def here(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         prompts = encode(tokenizer, [prompt_of(options.model, n, 24) for n in range(count)])
         times: list[list[float]] = [[] for _ in prompts]
 
-        def heard(what: Piece | End, into: list[float]) -> None:
+        def on_event(what: Piece | End, into: list[float]) -> None:
             if isinstance(what, Piece):
                 into.append(time.perf_counter())
 
         loop = DecodeLoop(model, tokenizer)
         for prompt, into in zip(prompts, times, strict=True):
-            loop.hand_in(Request(prompt, sampling, lambda what, into=into: heard(what, into)))  # type: ignore[misc]
+            loop.hand_in(Request(prompt, sampling, lambda what, into=into: on_event(what, into)))  # type: ignore[misc]
         loop.run(until_idle=True)
         found["loop"][str(count)] = rate(times)
         if count > 1:

@@ -92,13 +92,13 @@ class EngineConfig:
     """Whose slots a layer may take: anybody's, or those of its own share."""
     prefetch: str = "auto"
     """What brings experts in before their layer runs in decode; auto: for experts of 1 MiB and more, as long as it is
-    found to pay, next-gate on a CPU, and look-ahead on a device beside it, where the next layer's attention costs
+    found to pay, next-gate on a CPU, and look-ahead on a machine with a device, where the next layer's attention costs
     little."""
     prefetch_trial: bool | None = None
     """Prefetch in decode only while a clock finds that it pays; None: with `prefetch` auto."""
     prefetch_asked: str | None = None
-    """When a predictor is asked in decode that sees nothing but what routers have said: once the router has spoken,
-    before the experts (the default); beside them, on a thread of its own; or so, but what it names begins to load only
+    """When a predictor is asked in decode that sees nothing but what routers have chosen: once the router has spoken,
+    before the experts (the default); concurrently, on a thread of its own; or so, but what it names begins to load only
     when the first of them is done (first-expert: DuoServe-MoE, section 5.3)."""
     prefetch_what: str = "top-score"
     """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
@@ -117,9 +117,10 @@ class EngineConfig:
     """For the prefetch `shadow`: where it runs, on a thread of main, or on a machine of the `cluster`; None: there,
     where one belongs to it, else on main."""
     shadow_spares: int | None = None
-    """For the prefetch `shadow`: experts of a layer that it names beside those that it has chosen; None: none."""
+    """For the prefetch `shadow`: experts of a layer that it names in addition to those that it has chosen; None:
+    none."""
     balance: str = "none"
-    """Which missing experts the CPU computes, on a machine with a device beside it (SMoE's CPU-load balancer); such
+    """Which missing experts the CPU computes, on a machine with a device (SMoE's CPU-load balancer); such
     a layer's result has grade E2."""
     balance_order: str = "score"
     """Which of them are loaded first."""
@@ -143,7 +144,7 @@ class EngineConfig:
     """Which experts of a prompt stay in the cache: those that its last tokens use most, in each layer; or those that
     the eviction policy ranks above residents, in whichever layer."""
     direct_io: str = "auto"
-    """Bypass the page cache; auto: unless free RAM beside the budget holds the whole model."""
+    """Bypass the page cache; auto: unless free RAM outside the budget holds the whole model."""
 
     preload: bool | None = None
     """Read every expert once the model is loaded, in the background and behind what is asked for; None: where the
@@ -168,8 +169,8 @@ class EngineConfig:
     """A low copy that is in memory serves an expert that asks for its own, which is brought in meanwhile. Lossy."""
     max_perplexity_increase: float | None = None
     """Answer every miss by what costs least within so much more perplexity, as a share (0.01 is one per cent): a
-    resident substitute, a low copy, the expert itself, the CPU, or nobody, at the prices that the model has been found
-    to have (`smoe tune --prices`). Lossy; None: misses are answered as the other switches say."""
+    resident substitute, a low copy, the expert itself, the CPU, or dropping it, at the prices that the model has been
+    found to have (`smoe tune --prices`). Lossy; None: misses are answered as the other switches say."""
     tpot_seconds: float | None = None
     """The same for a time per token: as little quality as it takes is given up."""
     upgrade: bool = False
@@ -178,7 +179,7 @@ class EngineConfig:
     """What activations are rounded to before quantised weights multiply them on a CPU. bf16 (or dtype): not at all.
     int8: to 8 bits, with a scale for 16 to 128 numbers. auto: int8 where kernels for it are proven, else bf16."""
     dense_precision: str = "as-stored"
-    """Quantised weights beside the experts: kept as the file has them, or unpacked to `dtype` when they are loaded."""
+    """Quantised non-expert weights: as the file has them, or unpacked to `dtype` when they are loaded."""
     kernels: str = "auto"
     """What multiplies few rows by a matrix and what attends with one token on a CPU, in bf16. torch: the library.
     native: our kernels, where they were found to give torch's bits. own-order: our kernels in an order of sums of their

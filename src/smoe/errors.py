@@ -14,7 +14,7 @@
     |-- TransferError          reading an expert failed while generating
     |-- DiskSpaceError         not enough free disk for what was asked
     |-- TraceError             a routing trace cannot be read or written
-    |-- ClusterError           a cluster is unknown, or nobody came
+    |-- ClusterError           a cluster is unknown, or no worker came
     |   `-- WorkerRefusedError     main does not let this worker in: nothing is gained by trying again
     |-- EngineStateError       closed, forked, used with a foreign cache, or asked for what a live model cannot do
     |-- EngineBusyError        another request is running, and waiting for it has a bound
@@ -164,4 +164,4 @@ class EngineBusyError(SmoeError, TimeoutError):
 
 
 class GenerationCancelledError(SmoeError, RuntimeError):
-    """Somebody cancelled this request, or closed its engine; after a cancellation the engine stays usable."""
+    """This request was cancelled, or closed its engine; after a cancellation the engine stays usable."""

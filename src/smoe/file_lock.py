@@ -1,8 +1,8 @@
 """Files and folders that one process at a time writes to, each system in its own way.
 
 POSIX      `flock` on the file or folder itself
-Windows    a byte of a file beside it (in it, of a folder), which goes with the lock: a folder cannot be opened there,
-           and what is locked of a file nobody else can read
+Windows    a byte of a file next to it (in it, of a folder), which goes with the lock: a folder cannot be opened there,
+           and no other process can read what is locked of a file
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from types import TracebackType
 from typing import Any
 
 _HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
-"""What Windows' C library says where somebody else has the byte."""
+"""What Windows' C library says where another process has the byte."""
 
 
 class FileLock:
     """`path`, a folder, or a file that is made where there is none, is this process's until `close`, or its end.
 
-    Raises `BlockingIOError` where somebody else has it, `OSError`.
+    Raises `BlockingIOError` where another process has it, `OSError`.
     """
 
     def __init__(self, path: Path) -> None:
-        self._beside: Path | None = None
+        self._lock_file: Path | None = None
         if sys.platform == "win32":
-            self._beside = path / ".lock" if path.is_dir() else path.with_name(f"{path.name}.lock")
-        what = path if self._beside is None else self._beside
+            self._lock_file = path / ".lock" if path.is_dir() else path.with_name(f"{path.name}.lock")
+        what = path if self._lock_file is None else self._lock_file
         self._descriptor = os.open(what, os.O_RDONLY if what.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _take(self._descriptor)
@@ -42,9 +42,9 @@ class FileLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            if self._beside is not None and ours:
-                with suppress(OSError):  # somebody else has it by now
-                    self._beside.unlink(missing_ok=True)
+            if self._lock_file is not None and ours:
+                with suppress(OSError):  # another process has it by now
+                    self._lock_file.unlink(missing_ok=True)
 
     def __enter__(self) -> FileLock:
         return self

@@ -61,7 +61,7 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
     what is raised meanwhile a library's callback may swallow."""
     from smoe.cluster.described import ask
     from smoe.cluster.worker import WorkerProcess
-    from smoe.load.light_experts import open_described, said_of
+    from smoe.load.light_experts import fields_of, open_described
     from smoe.units import format_bytes
 
     def changed(words: str) -> None:
@@ -70,9 +70,9 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
             keep_worker(replace(me, code=None))
 
     place = Path(task.place)
-    said = {"smoe": __version__, "name": me.name, "code": me.code} | said_of(place)
+    fields = {"smoe": __version__, "name": me.name, "code": me.code} | fields_of(place)
     say(f"worker {me.name}: waits for the coordinator at {me.address}, which says what its experts are")
-    opened = open_described(place, ask(me, said), task.memory_bytes, task.slots, task.threads)
+    opened = open_described(place, ask(me, fields), task.memory_bytes, task.slots, task.threads)
     say(f"worker {me.name}: {opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}")
     worker = WorkerProcess(me, opened, changed)
     serving(worker.end)
@@ -87,11 +87,11 @@ def main() -> NoReturn:
     with os.fdopen(int(sys.argv[1]), encoding="utf8") as file:
         worker, task = json.load(file)
     me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})
-    heard, ends = set[int](), list[Callable[[], None]]()
+    signals, ends = set[int](), list[Callable[[], None]]()
 
     def hear(number: int, _: object) -> None:
-        is_first = not heard
-        heard.add(number)
+        is_first = not signals
+        signals.add(number)
         if not ends or not is_first:
             raise KeyboardInterrupt
         ends[0]()
@@ -100,11 +100,11 @@ def main() -> NoReturn:
         signal.signal(number, hear)
     try:
         run(me, Task(**task), lambda words: print(words, file=sys.stderr, flush=True), ends.append)
-        if heard:
+        if signals:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         print(f"warning: worker {me.name} has ended", file=sys.stderr)
-        sys.exit(_TERMINATED if signal.SIGTERM in heard else _INTERRUPTED)
+        sys.exit(_TERMINATED if signal.SIGTERM in signals else _INTERRUPTED)
     except SmoeError as error:
         from smoe.cli.console import complain
 

@@ -55,20 +55,20 @@ class Counters:
     late_seconds: float = 0.0
     """On an emulated device: reported time by which this machine was slower than the profile."""
     host_computed: int = 0
-    """Of the decode uses, experts that the CPU computed beside the device."""
+    """Of the decode uses, experts that the CPU computed in parallel with the device."""
     prefill_host_computed: int = 0
     """Of the prefill uses, likewise."""
     host_seconds: float = 0.0
     """Time that the CPU spent on them."""
     host_wait_seconds: float = 0.0
-    """Of the forward time: waiting for what the CPU computes beside the device."""
+    """Of the forward time: waiting for what the CPU computes in parallel with the device."""
     device_wait_seconds: float = 0.0
     """Of the forward time: the host waited for a GPU to reach a layer's router and say what it chose."""
     look_aheads: int = 0
     """Layers of decode steps that looked ahead; the others had no time for it, or nothing to wait for."""
     look_ahead_seconds: float = 0.0
     """Of the forward time: running the next layer's attention and router ahead, or waiting for a predictor that is
-    asked beside the experts and beginning its loads."""
+    asked concurrently with the experts and beginning its loads."""
     plan_seconds: float = 0.0
     """Of the forward time: our own Python around planning and bookkeeping."""
 

@@ -72,11 +72,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 `hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
 far as our own parts make them up.
 `duoserve` (DuoServe-MoE): the slots of one token's choice, a prompt that streams through two, in decode what a network
-guesses beside the experts, once it is trained on the user's own traces. `accelerate`, `moesys`: its baselines (section
-6.1), experts on demand, or all of the next layer's ahead.
+guesses concurrently with the experts, once it is trained on the user's own traces. `accelerate`, `moesys`: its
+baselines (section 6.1), experts on demand, or all of the next layer's ahead.
 `od-moe` (OD-MoE): a cluster whose main machine keeps no experts; groups of workers take turns at the layers, and are
-told ahead what a shadow in int8 says. `cluster`: ours; every expert where it is done first, and workers keep what a
-shadow in int4 expects next.
+informed in advance by a draft model in int8. `cluster`: ours; every expert where it is done first, and workers keep
+what a shadow in int4 expects next.
 `hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
 LOW_COPIES = (
     "low_precision",

@@ -1,4 +1,4 @@
-"""The user's cache folder, where measurements are kept from one command to the next: profile, prices, tunings.
+"""The user's cache folder, where measurements are stored from one command to the next: profile, prices, tunings.
 
 It is never needed: where it cannot be written, what was measured is shown and not remembered.
 """
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 
 def check_writable() -> None:
-    """Raises `OSError` where nothing can be kept: told before a minute of measuring, not after it."""
+    """Raises `OSError` where nothing can be stored: before a minute of measuring, not after it."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -44,13 +44,13 @@ def check_writable() -> None:
 
 
 def of_model(kind: str, folder: Path) -> Path:
-    """Where something about the model in `folder` is kept; `kind` names the sort of thing."""
+    """The file of something about the model in `folder`; `kind` names the sort of thing."""
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return cache_folder() / kind / f"{key}.json"
 
 
-def kept(path: Path, form: int) -> dict[str, Any] | None:
-    """What was kept in a file under the number `format`, without it; None where there is nothing of that format."""
+def read_stored(path: Path, form: int) -> dict[str, Any] | None:
+    """What was stored in a file under the number `format`, without it; None where there is nothing of that format."""
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
     except (OSError, ValueError):
@@ -63,5 +63,5 @@ def keep(path: Path, content: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-    _log.info("kept %s", path)
+    _log.info("stored %s", path)
     return path

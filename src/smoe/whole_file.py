@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import IO
 
 _IN_USE = (5, 32)
-"""Windows' errors of a file that somebody has open: a reader, or what looks for viruses."""
+"""Windows' errors of a file that another process has open: a reader, or a virus scanner."""
 _TRIES = 10
 _FIRST_PAUSE_SECONDS = 0.002
 
 
 def partial_of(path: Path) -> Path:
-    """Where this process writes what will be `path`: beside it, so that renaming it is one step."""
+    """Where this process writes what will be `path`: next to it, so that renaming it is one step."""
     return path.with_name(f"{path.name}.partial-{os.getpid()}")
 
 
 def take_place(partial: Path, path: Path) -> None:
-    """Have a finished file, which nobody has open here, be `path`, in one step.
+    """Have a finished file, which is not open here, be `path`, in one step.
 
-    Windows lets nobody take the place of a file that is being read: readers are waited for, a second at most.
+    Windows lets no file replace one that is being read: readers are waited for, a second at most.
     Raises `OSError`.
     """
     for attempt in range(_TRIES):

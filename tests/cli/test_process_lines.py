@@ -34,9 +34,9 @@ def test_a_plan_has_a_line_for_each(run, checkpoint):
 
 
 def test_what_the_budget_reserves_is_not_counted_twice():
-    from smoe.machine.process_memory import beside_budget
+    from smoe.machine.process_memory import outside_budget_bytes
 
-    assert beside_budget(1 << 40)[LINES[-1]] == 0
+    assert outside_budget_bytes(1 << 40)[LINES[-1]] == 0
 
 
 def test_what_takes_nothing_is_no_line(run, checkpoint, monkeypatch):

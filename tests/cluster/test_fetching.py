@@ -310,7 +310,7 @@ def test_it_greets_a_silent_main_again_and_asks_for_what_has_not_come(me: Worker
     assert dealer.take() == [], "all are under way"
     now[0] = 1.6
     fetcher.turn(dealer)  # type: ignore[arg-type]
-    assert frames.said(dealer.asked[0])["known"] == manifest.mark
+    assert frames.fields_of(dealer.asked[0])["known"] == manifest.mark
     dealer.take()
     dealer.answers = [frames.alone(FrameKind.SAME)]
     fetcher.turn(dealer)  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def test_answers_and_words_come_as_they_were_sent() -> None:
     found = frames.parse_done(sent(frames.done(9, Times(0.5, 0.25, 0.75, 2), rows)), 3, HIDDEN, torch.bfloat16)
     assert torch.equal(found.rows, torch.cat(rows))
     assert found.times == Times(0.5, 0.25, 0.75, 2)
-    assert frames.said(sent(frames.talk(FrameKind.HELLO, {"name": "ä"}))) == {"name": "ä"}
+    assert frames.fields_of(sent(frames.talk(FrameKind.HELLO, {"name": "ä"}))) == {"name": "ä"}
     assert frames.parse_fetch(sent(frames.fetch([(3, 9, EXACT)])), EXPERTS) == [(3, 9, EXACT)]
     assert frames.text_of(sent(frames.failed(3, "bad\x1b[31m"))) == "bad[31m", "nothing that steers a terminal"
     assert sent(frames.alone(FrameKind.BEAT)).kind is FrameKind.BEAT

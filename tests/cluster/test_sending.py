@@ -85,7 +85,7 @@ def greet_until(courier: Courier, wire: Wire, kind: FrameKind, **other: Any) -> 
     end = time.monotonic() + 30
     while not wire.sent or wire.kinds[-1] is not kind:
         assert time.monotonic() < end
-        courier.heard(b"r", "known", said(**other), wire.send)
+        courier.receive(b"r", "known", said(**other), wire.send)
 
 
 def said(**other: Any) -> Frame:
@@ -110,11 +110,11 @@ def until(courier: Courier, wire: Wire, count: int) -> None:
 
 def test_strangers_get_nothing(courier: Any) -> None:
     courier, wire, _, _ = courier()
-    courier.heard(b"s", "stranger", said(), wire.send)
-    assert frames.said(wire.sent[0][1])["why"] == "a stranger"
-    courier.heard(b"s", "stranger", asked(0), wire.send)
-    courier.heard(b"another route", "known", asked(0), wire.send)
-    courier.heard(b"r", "known", asked(1), wire.send)
+    courier.receive(b"s", "stranger", said(), wire.send)
+    assert frames.fields_of(wire.sent[0][1])["why"] == "a stranger"
+    courier.receive(b"s", "stranger", asked(0), wire.send)
+    courier.receive(b"another route", "known", asked(0), wire.send)
+    courier.receive(b"r", "known", asked(1), wire.send)
     until(courier, wire, 2)
     assert pieces(wire) == [1], "of the one who is known"
     assert {route for route, frame in wire.sent if frame.kind is FrameKind.PIECE} == {b"r"}
@@ -123,14 +123,14 @@ def test_strangers_get_nothing(courier: Any) -> None:
 @pytest.mark.parametrize("other", [{"smoe": "0"}, {"precision": "int4"}])
 def test_who_could_not_use_them_is_told(courier: Any, other: dict[str, str]) -> None:
     courier, wire, _, _ = courier()
-    courier.heard(b"r", "known", said(**other), wire.send)
+    courier.receive(b"r", "known", said(**other), wire.send)
     assert wire.kinds == [FrameKind.REFUSED]
-    assert f"its {next(iter(other))} is" in frames.said(wire.sent[0][1])["why"]
+    assert f"its {next(iter(other))} is" in frames.fields_of(wire.sent[0][1])["why"]
 
 
 def test_who_has_the_manifest_is_not_sent_it_again(courier: Any) -> None:
     courier, wire, _, manifest = courier()
-    courier.heard(b"r", "known", said(known=manifest.mark, missing_bytes=7), wire.send)
+    courier.receive(b"r", "known", said(known=manifest.mark, missing_bytes=7), wire.send)
     assert wire.kinds == [FrameKind.SAME]
     assert courier.missing == {"known": 7}
 
@@ -138,19 +138,19 @@ def test_who_has_the_manifest_is_not_sent_it_again(courier: Any) -> None:
 def test_what_is_no_piece_is_refused(courier: Any) -> None:
     courier, wire, _, _ = courier()
     with pytest.raises(FrameError):
-        courier.heard(b"r", "known", asked(2 * CHUNK_BYTES // PIECE_BYTES), wire.send)
+        courier.receive(b"r", "known", asked(2 * CHUNK_BYTES // PIECE_BYTES), wire.send)
     with pytest.raises(FrameError):
-        courier.heard(b"r", "known", frames.parse(files.piece(PiecePosition(0, 0), b"x")), wire.send)
+        courier.receive(b"r", "known", frames.parse(files.piece(PiecePosition(0, 0), b"x")), wire.send)
 
 
 def test_workers_take_turns(courier: Any) -> None:
     courier, wire, clock, _ = courier()
     courier.turn(False, wire.send)
-    courier.heard(b"r2", "known 2", said(), wire.send)
+    courier.receive(b"r2", "known 2", said(), wire.send)
     wire.sent.clear()
     for piece in range(4):
-        courier.heard(b"r", "known", asked(piece), wire.send)
-    courier.heard(b"r2", "known 2", asked(9), wire.send)
+        courier.receive(b"r", "known", asked(piece), wire.send)
+    courier.receive(b"r2", "known 2", asked(9), wire.send)
     clock.sleep(CALM_SECONDS)
     until(courier, wire, 5)
     assert pieces(wire).index(9) < 4, "it does not wait for all of the other's"
@@ -160,7 +160,7 @@ def test_pieces_stay_in_the_gaps_between_requests(courier: Any) -> None:
     """One in each, however long the thread looks; many when main has nothing else to do."""
     courier, wire, clock, _ = courier()
     for piece in range(6):
-        courier.heard(b"r", "known", asked(piece), wire.send)
+        courier.receive(b"r", "known", asked(piece), wire.send)
     for _ in range(2):
         assert wire.rung.acquire(timeout=30)
     courier.turn(False, wire.send)
@@ -181,11 +181,11 @@ def test_a_new_greeting_forgets_what_was_asked_before(courier: Any) -> None:
     courier, wire, clock, manifest = courier()
     courier.turn(False, wire.send)
     for piece in range(10):
-        courier.heard(b"r", "known", asked(piece), wire.send)
+        courier.receive(b"r", "known", asked(piece), wire.send)
     for _ in range(2):
         assert wire.rung.acquire(timeout=30)  # these two are read
-    courier.heard(b"r'", "known", said(known=manifest.mark), wire.send)
-    courier.heard(b"r'", "known", asked(20), wire.send)
+    courier.receive(b"r'", "known", said(known=manifest.mark), wire.send)
+    courier.receive(b"r'", "known", asked(20), wire.send)
     wire.sent.clear()
     clock.sleep(CALM_SECONDS)
     until(courier, wire, 3)
@@ -195,7 +195,7 @@ def test_a_new_greeting_forgets_what_was_asked_before(courier: Any) -> None:
 def test_a_rate_is_kept(courier: Any) -> None:
     courier, wire, clock, _ = courier(rate=PIECE_BYTES / 2)
     for piece in range(8):
-        courier.heard(b"r", "known", asked(piece), wire.send)
+        courier.receive(b"r", "known", asked(piece), wire.send)
     until(courier, wire, 8)
     assert clock.now == pytest.approx(14), "the first goes at once, each other two seconds after the one before"
 
@@ -219,7 +219,7 @@ def test_a_pace_saves_nothing_up() -> None:
 def test_a_file_that_was_written_is_not_sent(courier: Any, paths: dict[str, Path]) -> None:
     courier, wire, _, manifest = courier()
     paths["model.safetensors"].write_bytes(b"another")
-    courier.heard(b"r", "known", asked(0), wire.send)
+    courier.receive(b"r", "known", asked(0), wire.send)
     end = time.monotonic() + 30
     while courier._known is not None:
         assert time.monotonic() < end
@@ -228,5 +228,7 @@ def test_a_file_that_was_written_is_not_sent(courier: Any, paths: dict[str, Path
     assert files.parse_manifest(wire.sent[-1][1]).files[0].nbytes == 7
     assert pieces(wire) == []
     assert any(
-        "written or replaced" in frames.said(frame)["why"] for _, frame in wire.sent if frame.kind is FrameKind.REFUSED
+        "written or replaced" in frames.fields_of(frame)["why"]
+        for _, frame in wire.sent
+        if frame.kind is FrameKind.REFUSED
     )

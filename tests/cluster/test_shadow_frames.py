@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from smoe.cluster import frames, shadow_frames
 from smoe.cluster.frames import Frame, FrameError
-from smoe.cluster.shadow_frames import MOST_SAID, ExpectedExperts, Follow, Keys
+from smoe.cluster.shadow_frames import MOST_PREDICTIONS, ExpectedExperts, Follow, Keys
 
 EXPERTS = {0: 8, 1: 8, 3: 16}
 NAMED = {0: 2, 1: 2, 3: 3}
@@ -96,7 +96,7 @@ def test_experts_that_cannot_be_are_refused(wrong: ExpectedExperts) -> None:
 
 
 def test_more_layers_than_a_message_has_are_refused() -> None:
-    most = [said()] * MOST_SAID
+    most = [said()] * MOST_PREDICTIONS
     assert shadow_frames.parse_expected(sent(shadow_frames.expected(5, most)), EXPERTS, NAMED) == most
     with pytest.raises(FrameError):
         shadow_frames.parse_expected(sent(shadow_frames.expected(5, [*most, said()])), EXPERTS, NAMED)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from smoe.cluster.files import CHUNK_BYTES
-from smoe.cluster.sums import kept_sums, sums_of
+from smoe.cluster.sums import stored_sums, sums_of
 from smoe.user_cache import PLACE
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -32,7 +32,7 @@ def test_they_are_made_once_and_anew_for_another_file(tmp_path: Path) -> None:
     assert made.chunks == 2
     assert sums_of(path, "a.gguf", pytest.fail) == made, "it was not read again"
     os.utime(path, ns=(1, 1))
-    assert kept_sums(path, "a.gguf") is None
+    assert stored_sums(path, "a.gguf") is None
     again: list[int] = []
     assert sums_of(path, "a.gguf", again.append) == made and again
 
@@ -43,7 +43,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
     made = sums_of(path, "a.gguf", lambda _: None)
     (kept,) = (Path(os.environ[PLACE]) / "smoe" / "sums").iterdir()
     kept.write_text(kept.read_text().replace('"chunks": "', '"chunks": "no'), encoding="utf8")
-    assert kept_sums(path, "a.gguf") is None
+    assert stored_sums(path, "a.gguf") is None
     assert sums_of(path, "a.gguf", lambda _: None) == made
 
 

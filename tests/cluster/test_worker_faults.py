@@ -142,7 +142,7 @@ def test_a_worker_that_lies_after_its_proof_is_found_out(
     assert re.search(r"worker w0 returned a wrong result for expert \d of layer \d .* is no longer admitted", doubt)
     assert "may be wrong, so generate it again" in doubt
     assert set(read_main("test").workers) == {"w1"}
-    assert isinstance(cluster.knocked(liar._me.keys.public, liar._hello() | {"code": None}), str)
+    assert isinstance(cluster.greeted(liar._me.keys.public, liar._hello() | {"code": None}), str)
 
 
 def test_who_says_nothing_is_late_though_nothing_was_asked(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from smoe.eval.recall import Tally, by_token, named_right, overall
-from smoe.prediction.activation_path import NOBODY
+from smoe.prediction.activation_path import NO_EXPERT
 
 RIGHT = np.array([[[2, 1], [2, 2], [0, 1]], [[1, 1], [2, 0], [2, 2]]])
 """c of 2 prompts, 3 tokens, 2 layers; the second prompt ends after two tokens, so its last row counts for nothing."""
@@ -32,11 +32,11 @@ def test_equation_3_by_hand() -> None:
 
 
 def test_what_is_named_in_time_is_right() -> None:
-    chosen = np.array([[[3, 5], [1, NOBODY]]])
-    named = np.array([[[5, 0, 3], [2, 1, NOBODY]]])
+    chosen = np.array([[[3, 5], [1, NO_EXPERT]]])
+    named = np.array([[[5, 0, 3], [2, 1, NO_EXPERT]]])
     assert named_right(chosen, named, np.array([2, 1])).tolist() == [[1, 0]]
     assert named_right(chosen, named, np.array([3, 2])).tolist() == [[2, 1]], "with a spare"
-    nobody = np.full_like(named, NOBODY)
+    nobody = np.full_like(named, NO_EXPERT)
     assert named_right(chosen, nobody, np.array([2, 1])).tolist() == [[0, 0]], "nobody is no expert"
 
 
@@ -44,10 +44,10 @@ def test_a_tally_by_hand() -> None:
     """Two layers, top-2 and top-1; two prompts of 2 tokens and 1."""
     tally = Tally([2, 1], tokens=2, spares=1)
     tally.add(
-        np.array([[[3, 5], [1, NOBODY]], [[3, 4], [2, NOBODY]]]),
+        np.array([[[3, 5], [1, NO_EXPERT]], [[3, 4], [2, NO_EXPERT]]]),
         np.array([[[5, 3, 0], [1, 2, 0]], [[4, 5, 3], [1, 2, 0]]]),
     )
-    tally.add(np.array([[[6, 7], [0, NOBODY]]]), np.array([[[1, 2, 3], [0, 4, 5]]]))
+    tally.add(np.array([[[6, 7], [0, NO_EXPERT]]]), np.array([[[1, 2, 3], [0, 4, 5]]]))
     found = tally.finished()
     assert found.overall == (3 + 1 + 1) / 9 and found.overall_by_spares == [5 / 9, 7 / 9]
     assert found.whole_layer == 3 / 6 and found.whole_layer_by_spares == [3 / 6, 5 / 6]
@@ -59,7 +59,7 @@ def test_a_tally_by_hand() -> None:
 
 def test_layers_that_nobody_guessed_count_for_nothing() -> None:
     tally = Tally([2, 2], tokens=3, spares=1)
-    named = np.full((1, 2, 3), NOBODY)
+    named = np.full((1, 2, 3), NO_EXPERT)
     named[0, 1, :2] = 4, 5
     tally.add(np.array([[[0, 1], [4, 6]]]), named)
     found = tally.finished()
@@ -72,6 +72,6 @@ def test_layers_that_nobody_guessed_count_for_nothing() -> None:
 def test_a_guesser_that_knows_is_always_right(spares: int) -> None:
     tally, generator = Tally([2] * 3, tokens=5, spares=spares), np.random.default_rng(1)
     chosen = np.stack([[generator.permutation(8)[:2] for _ in range(3)] for _ in range(5)])
-    rest = np.full((5, 3, spares), NOBODY)
+    rest = np.full((5, 3, spares), NO_EXPERT)
     tally.add(chosen, np.concatenate([chosen[..., ::-1], rest], axis=-1))
     assert tally.finished().overall == tally.finished().whole_layer == 1.0

@@ -20,7 +20,7 @@ from smoe.eval.exact_run import SPARES, ExactRun, RunListener, record
 from smoe.eval.shadow_recall import compare
 from smoe.load.assembly import scoring_rules
 from smoe.models.read_spec import read_spec
-from smoe.prediction.activation_path import NOBODY
+from smoe.prediction.activation_path import NO_EXPERT
 from smoe.runtime.observer import StepObserver
 from smoe.runtime.shadow import Alignment, Greedy
 from smoe.runtime.step import Step
@@ -74,7 +74,7 @@ def test_a_run_is_what_the_model_generates(recorded: Any, folder: Path) -> None:
 def test_the_previous_token_is_named_by_the_one_before(recorded: Any) -> None:
     _, run, inputs = recorded
     named = run.named["previous token"]
-    assert np.array_equal(named[1:, :, :2], run.chosen[:-1]) and (named[:, :, 2:] == NOBODY).all()
+    assert np.array_equal(named[1:, :, :2], run.chosen[:-1]) and (named[:, :, 2:] == NO_EXPERT).all()
     for place, layer in enumerate(sorted(inputs.chosen)):
         assert named[0, place, :2].tolist() == inputs.chosen[layer][len(PROMPTS[0]) - 1]
 
@@ -94,7 +94,7 @@ def test_a_gate_names_what_a_later_router_says_of_this_layers_input(depth: int, 
     model, run, inputs = recorded
     named, layers = run.named[f"gate {depth} ahead"], sorted(inputs.hidden)
     modules = dict(model.named_modules())
-    assert (named[:, :depth] == NOBODY).all() and (named[:, depth:] != NOBODY).all()
+    assert (named[:, :depth] == NO_EXPERT).all() and (named[:, depth:] != NO_EXPERT).all()
     for place in range(depth, len(layers)):
         router = modules[model.offload.anatomy.routers[layers[place]]]
         for n in range(TOKENS):

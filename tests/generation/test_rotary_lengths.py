@@ -189,7 +189,7 @@ def test_a_row_that_fails_to_be_read_again_leaves_the_others_alone(
     name = "Phi-3.5-MoE"
     folder = saved(name)
     model = open_model(folder, "half", max_sequences=2)
-    loop, begun = DecodeLoop(model, NoText()), Rows._begin_anew
+    loop, begun = DecodeLoop(model, NoText()), Rows._restart
     events: list[list[Piece | End]] = [[], []]
     failed: list[int] = []
     asked = [(OTHER[:9], 8), (TEXT[: ORIGINAL - 3], 8)]
@@ -206,7 +206,7 @@ def test_a_row_that_fails_to_be_read_again_leaves_the_others_alone(
             raise RuntimeError("no memory")
         begun(rows, row)
 
-    monkeypatch.setattr(Rows, "_begin_anew", failing)
+    monkeypatch.setattr(Rows, "_restart", failing)
     loop.run(until_idle=True)
     assert isinstance(events[1][-1], End) and str(events[1][-1].error) == "no memory"
     assert requests[0].new_ids == tokens_of_library(name, folder, *asked[0])

@@ -16,7 +16,7 @@ from hypothesis import given
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.eviction import learned as module
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.eviction.learned import DISCOUNT, FEATURES, HORIZONS, KEPT, Learned, NextUse, untrained
+from smoe.policy.eviction.learned import DECAY, DISCOUNT, FEATURES, HORIZONS, Learned, NextUse, untrained
 from smoe.policy.registry import LEARNED, EvictionSettings, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.routing import Phase, Routing
@@ -65,7 +65,7 @@ def _worth_by_hand(learned: NextUse, events: Sequence[Event]) -> dict[ExpertKey,
     for layer, of_layer in steps.items():
         for age, rows in enumerate(reversed(of_layer)):
             added = sum(learned.source[layer, e].astype(float) for row in rows for e in row) / len(rows)
-            context += KEPT**age * (1 - KEPT) * (added - learned.usual[layer])
+            context += DECAY**age * (1 - DECAY) * (added - learned.usual[layer])
     worth = {}
     for layer, expert, form in COPIES:
         uses = [any(expert in row for row in rows) for rows in steps[layer]]

@@ -23,7 +23,7 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH, HISTORY_PREFETCH
 from smoe.prediction.activation_matrix import ActivationMatrix, matrices_of
-from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer, joined
+from smoe.prediction.activation_path import NO_EXPERT, Paths, RoutedLayer, joined
 from smoe.prediction.affinity import Affinity, affinity_of
 from smoe.prediction.expert_mlp import ExpertMLP, folded, nbytes_of, network, state_width, states
 from smoe.prediction.fitted import Fitted, counted
@@ -39,9 +39,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 LAYERS = (RoutedLayer(1, 4, 2), RoutedLayer(2, 4, 2), RoutedLayer(5, 3, 1))
 CHOSEN = np.array(
     [
-        [[0, 1], [2, 3], [0, NOBODY]],
-        [[0, 2], [2, 1], [0, NOBODY]],
-        [[3, 1], [0, 2], [2, NOBODY]],
+        [[0, 1], [2, 3], [0, NO_EXPERT]],
+        [[0, 2], [2, 1], [0, NO_EXPERT]],
+        [[3, 1], [0, 2], [2, NO_EXPERT]],
     ]
 )
 PATHS = Paths(LAYERS, CHOSEN, np.array([0, 0, 1]))

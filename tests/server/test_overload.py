@@ -81,7 +81,7 @@ def test_a_text_that_fails_fails_alone(running: Running, monkeypatch: pytest.Mon
     choose = Sampler.choose
 
     def fails(sampler: Sampler, logits: torch.Tensor) -> Any:
-        if sampler._presence == 1.5 and sum(sampler._said.values()) == 3:
+        if sampler._presence == 1.5 and sum(sampler._counts.values()) == 3:
             logits = logits.clone().fill_(float("nan"))
         return choose(sampler, logits)
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from smoe.server.kept import Kept
+from smoe.server.kept import ResponseStore
 from smoe.server.problem import ApiError
 from smoe.server.response_input import messages_of
 from tests.server.conftest import Running
@@ -112,7 +112,7 @@ def test_calls_and_their_outputs_are_messages() -> None:
 
 
 def test_the_oldest_is_forgotten() -> None:
-    kept = Kept(most=3, most_bytes=1000)
+    kept = ResponseStore(most=3, most_bytes=1000)
     for number in range(5):
         kept.put({"id": str(number)}, [])
     assert len(kept) == 3 and kept.get("2")

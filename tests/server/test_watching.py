@@ -27,7 +27,7 @@ from tests.server.conftest import PATIENCE_SECONDS, Running, eventually, served
 FILES = sorted(path.name for path in PAGE.iterdir())
 
 
-class Heard:
+class TextEvent:
     """What one of those who look is told, as it comes."""
 
     def __init__(self, url: str, **headers: str) -> None:
@@ -81,16 +81,16 @@ class Heard:
 
 
 @pytest.fixture
-def heard(running: Running) -> Iterator[Heard]:
-    found = Heard(running.url)
+def on_event(running: Running) -> Iterator[TextEvent]:
+    found = TextEvent(running.url)
     eventually(lambda: len(found.told) >= 2)
     yield found
     found.leave()
 
 
-def test_what_does_not_change_comes_first(heard: Heard, running: Running) -> None:
-    assert heard.answer.headers["content-type"].startswith("text/event-stream")
-    (first, model), (second, look) = heard.told[:2]
+def test_what_does_not_change_comes_first(on_event: TextEvent, running: Running) -> None:
+    assert on_event.answer.headers["content-type"].startswith("text/event-stream")
+    (first, model), (second, look) = on_event.told[:2]
     engine = running.serving.engine
     assert (first, second) == ("model", "look")
     assert model["name"] == "demo" and model["talks"] == "chat" and model["context"] == engine.context_tokens
@@ -100,42 +100,42 @@ def test_what_does_not_change_comes_first(heard: Heard, running: Running) -> Non
     assert look["running"] == look["waiting"] == 0
 
 
-def test_a_text_is_told_as_it_is_written(heard: Heard, running: Running) -> None:
+def test_a_text_is_told_as_it_is_written(on_event: TextEvent, running: Running) -> None:
     engine = running.serving.engine
     before = engine.stats()
     asking = threading.Thread(target=running.chat, kwargs={"max_tokens": 300, "logit_bias": {"0": -100}})
     asking.start()
     eventually(
-        lambda: any(look.get("running") == 1 for look in heard.looks())
+        lambda: any(look.get("running") == 1 for look in on_event.looks())
     )  # looks are due ten times a second, and it does not end itself
     asking.join()
-    eventually(lambda: heard.running() == 0)
+    eventually(lambda: on_event.running() == 0)
     time.sleep(0.3)
     counted = engine.stats() - before
-    assert heard.sum("used") == counted.decode_uses + counted.prefill_uses
-    assert counted.loads <= heard.sum("read") <= counted.loads + counted.prefetches
+    assert on_event.sum("used") == counted.decode_uses + counted.prefill_uses
+    assert counted.loads <= on_event.sum("read") <= counted.loads + counted.prefetches
     ready, staged = engine.executor.table.ready, engine.executor.table.staged
-    assert len(heard.tiers()) == len(ready)
-    assert sum(tier == TIERS.index("passing") for tier in heard.tiers().values()) == len(staged)
+    assert len(on_event.tiers()) == len(ready)
+    assert sum(tier == TIERS.index("passing") for tier in on_event.tiers().values()) == len(staged)
 
 
-def test_who_comes_late_is_told_how_things_stand(heard: Heard, running: Running) -> None:
+def test_who_comes_late_is_told_how_things_stand(on_event: TextEvent, running: Running) -> None:
     running.chat(max_tokens=12)
-    late = Heard(running.url)
+    late = TextEvent(running.url)
     eventually(lambda: len(late.told) >= 2)
     assert not late.sum("used"), "what happened before is not its affair"
     running.chat("And then?", max_tokens=12)
-    eventually(lambda: late.sum("used") > 0 and late.running() == heard.running() == 0)
+    eventually(lambda: late.sum("used") > 0 and late.running() == on_event.running() == 0)
     time.sleep(0.3)
-    assert late.tiers() == heard.tiers()
-    assert 0 < late.sum("used") < heard.sum("used")
+    assert late.tiers() == on_event.tiers()
+    assert 0 < late.sum("used") < on_event.sum("used")
     late.leave()
 
 
 def test_the_engine_is_watched_while_somebody_looks(running: Running) -> None:
     observers = running.serving.engine.executor
     eventually(lambda: observers.observers == [])
-    first, second = Heard(running.url), Heard(running.url)
+    first, second = TextEvent(running.url), TextEvent(running.url)
     eventually(lambda: len(first.told) >= 2 and len(second.told) >= 2)
     assert len(observers.observers) == 1
     first.leave()
@@ -148,14 +148,14 @@ def test_a_key_is_asked_for_and_the_page_is_there_without(demo: Any, demo_tokeni
     with served(demo, demo_tokenizer, api_key="a-key") as running:
         assert running.http("GET", "/watch").status == 401
         assert running.http("GET", "/").status == running.http("GET", "/main.js").status == 200
-        found = Heard(running.url, Authorization="Bearer a-key")
+        found = TextEvent(running.url, Authorization="Bearer a-key")
         eventually(lambda: len(found.told) >= 2)
         found.leave()
 
 
 def test_a_server_ends_although_somebody_looks(demo: Any, demo_tokenizer: Any) -> None:
     with served(demo, demo_tokenizer) as running:
-        found = Heard(running.url)
+        found = TextEvent(running.url)
         eventually(lambda: len(found.told) >= 2)
     eventually(lambda: found.has_ended)
     found.leave()
@@ -185,12 +185,12 @@ def test_a_run_is_shown_from_its_beginning_to_its_end(toy: Callable[..., Path], 
     model = open_model(toy("qwen3_moe"), "half")
     with shown(model.offload, "toy") as page:
         assert not page.wait(0.05)
-        found = Heard(page.address)
+        found = TextEvent(page.address)
         assert page.wait(PATIENCE_SECONDS)
         page.say("Once ")
         model.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
         page.say("upon")
-        late = Heard(page.address)
+        late = TextEvent(page.address)
         eventually(lambda: len(late.told) >= 2)
     eventually(lambda: found.has_ended and late.has_ended)
     assert found.told[0][1]["talks"] is None

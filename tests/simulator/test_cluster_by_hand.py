@@ -141,9 +141,9 @@ def test_keys_and_values_hold_up_the_rows_behind_them() -> None:
 
 def test_keys_and_values_of_several_tokens_travel_together() -> None:
     every = ShadowTimes(0.25, 0, 2, kv_bytes=100.0)
-    assert [every.is_told(number) for number in range(4)] == [True, False, True, False]
+    assert [every.is_sent(number) for number in range(4)] == [True, False, True, False]
     assert every.kv_message_bytes == 200.0 and replace(every, kv_since=False).kv_message_bytes == 100.0
-    assert not any(ShadowTimes(0.25, 0, 0).is_told(number) for number in range(4))
+    assert not any(ShadowTimes(0.25, 0, 0).is_sent(number) for number in range(4))
 
 
 def test_an_early_shadow_has_the_next_token_loaded_when_it_begins() -> None:

@@ -1,7 +1,7 @@
-"""What each mechanism of a paper brings, step by step, beside the lossless baselines.
+"""What each mechanism of a paper brings, step by step, compared with the lossless baselines.
 
-On a CPU the steps are those of the disk tier; beside a device with a memory of its own (a GPU, or an emulated one) also
-those that need a second compute unit. Every step loads the model anew, reads the same prompt, warms up on the same
+On a CPU the steps are those of the disk tier; with a device that has memory of its own (a GPU, or an emulated one) also
+those that need a second compute unit. Every step loads the model again, reads the same prompt, warms up on the same
 tokens and decodes the same tokens, forced, so that all steps see the same text. Steps take turns in rounds, so that a
 slow minute of the machine falls on all.
 """
@@ -91,7 +91,7 @@ DEVICE_ABLATIONS: dict[str, list[Step]] = {
         _step("  lossless", "score", "look-ahead", "optimal"),
     ],
 }
-"""By paper, beside a device with a memory of its own. The first is the papers' baseline: what prefill has left on the
+"""By paper, with a device that has memory of its own. The first is the papers' baseline: what prefill has left on the
 device stays, the CPU computes what is missing (llama.cpp); the second places the experts that were used most, as
 Fiddler does from a profile. Every step prefetches only while that pays, but for the one that says so. The preset is all
 four, each as far as it pays."""

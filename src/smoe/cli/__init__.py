@@ -112,7 +112,7 @@ def main() -> None:
             finally:
                 sys.stdout.flush()
     except BrokenPipeError:
-        _let_go_of_stdout()  # whoever read us has left; so do we, quietly
+        _let_go_of_stdout()  # the reader of our output has gone: end quietly
         code = 1
     except Exception as error:
         if as_json:
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> int:
-    """Say what has gone wrong and give the exit code; raises it again where nobody has foreseen it."""
+    """Say what has gone wrong and give the exit code; raises an unexpected error again."""
     if isinstance(error, SmoeError):
         complain(error, commands_for(error) if isinstance(error, UnpreparedError) else ())
         return REFUSED if isinstance(error, WorkerRefusedError) else 2

@@ -55,15 +55,15 @@ def _row(line: Line, first: Line, has_device: bool) -> list[str]:
 
 def _legend(lines: list[Line], has_device: bool, is_emulated: bool) -> list[str]:
     traffic = "CPU: % of the experts used that it computed" if has_device else "read: MiB a token from disk"
-    said = [
+    shown = [
         f"{lines[0].turns[0].resident_share:.0%} of the experts resident. CE: eviction by score; CR: substitution; "
         "Pre: prefetch; BA: balance of CPU and link.",
         _LEGEND.format(traffic=traffic),
     ]
     if is_emulated:
         late: Any = max(line.share(lambda c: c.late_seconds, lambda c: c.forward_seconds) or 0.0 for line in lines)
-        said.append(
+        shown.append(
             f"emulated times; this machine was late by {late:.0%} at most "
             "(above a few per cent the figures partly measure this machine)"
         )
-    return said
+    return shown

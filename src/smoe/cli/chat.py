@@ -101,7 +101,7 @@ def command(
 
 
 def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sampling:
-    """The generator's own form of the options; what nobody has given is the model's."""
+    """The generator's own form of the options; options that were left out are the model's."""
     import secrets
 
     from smoe.generation.sampling import Sampling

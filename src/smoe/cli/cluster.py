@@ -87,9 +87,9 @@ def up(
 
     check_zmq()
     room, is_on_ray = WorkerRoom.of(worker_memory, slots), on_ray.are_given(local)
-    for setting, said in {"torch": torch, "shadow": shadow or None}.items():
-        if is_on_ray and said is not None:
-            raise ConfigError.idle(setting, said, "`local`")
+    for setting, value in {"torch": torch, "shadow": shadow or None}.items():
+        if is_on_ray and value is not None:
+            raise ConfigError.idle(setting, value, "`local`")
     check(model, room, precision, torch)
     if is_on_ray:
         up_on_ray(on_ray, name, threads, model, (room.memory_bytes, room.slots, precision))

@@ -94,9 +94,12 @@ def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worke
         task = bars.add_task(f"waiting for the coordinator at {me.address}", total=None, amount="")
 
         def on_course(course: Course) -> None:
-            said = {"the coordinator sums": "the coordinator is making checksums", "checking": f"checking {folder}"}
+            descriptions = {
+                "the coordinator sums": "the coordinator is making checksums",
+                "checking": f"checking {folder}",
+            }
             amount = f"{format_bytes(course.done)} of {format_bytes(course.total)}"
-            description = said.get(course.what, "fetching")
+            description = descriptions.get(course.what, "fetching")
             if bars.tasks[0].description != description:
                 bars.reset(task, description=description, total=course.total, amount=amount)
             bars.update(task, completed=course.done, total=course.total, skipped=course.skipped, amount=amount)

@@ -91,13 +91,13 @@ def plan(
 
 def _check(name: str | None, profile: str | None, memory: str | None, slots: int | None) -> None:
     """What says the same twice."""
-    said = {"worker_profile": profile, "worker_memory": memory, "slots": slots}
-    given = [what for what, value in said.items() if value is not None]
+    plan_options = {"worker_profile": profile, "worker_memory": memory, "slots": slots}
+    given = [what for what, value in plan_options.items() if value is not None]
     if name is not None and given:
         raise ConfigError(
             f"`name` {name} and `{given[0]}` both describe the workers; leave out one of the two",
             setting=given[0],
-            given=said[given[0]],
+            given=plan_options[given[0]],
             allowed="only without `name`",
         )
     if slots is not None and memory is not None:

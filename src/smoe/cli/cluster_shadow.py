@@ -41,14 +41,14 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
     """Until Ctrl-C, SIGTERM, or main refuses us."""
     from dataclasses import replace
 
-    from smoe.cli.cluster_work import serve_until_told
+    from smoe.cli.cluster_work import serve_until_signal
     from smoe.cli.console import note
     from smoe.cluster.address import to_connect_to
     from smoe.cluster.identity import keep_worker
     from smoe.cluster.shadow_process import ShadowProcess
     from smoe.load.shadow_apart import ShadowFiles
 
-    to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
+    to_connect_to(me.address)  # a name that does not resolve is refused before anything is read
     files = ShadowFiles(model, threads)
     note(f"draft model {me.name}: ready; waiting for the coordinator at {me.address}, which chooses the copy to load")
 
@@ -58,16 +58,15 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
             keep_worker(replace(me, code=None))
 
     try:
-        serve_until_told(ShadowProcess(me, files, changed))
+        serve_until_signal(ShadowProcess(me, files, changed))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"draft model {me.name} has ended") from None
 
 
-def shadow_line(said: Mapping[str, Any]) -> str:
+def shadow_line(report: Mapping[str, Any]) -> str:
     """One of a cluster's, as main knows it."""
-    state = said["state"] + (f" ({said['why']})" if said["why"] else "")
-    copy = f" in {said['precision']}" if said["precision"] else ""
-    done = f"{said['tokens_followed']} tokens followed, {said['layers_named']} layers predicted"
-    return (
-        f"draft model {said['name']}{copy}: {state}; {done}, {format_bytes(said['bytes_sent'])} of keys and values sent"
-    )
+    state = report["state"] + (f" ({report['why']})" if report["why"] else "")
+    copy = f" in {report['precision']}" if report["precision"] else ""
+    done = f"{report['tokens_followed']} tokens followed, {report['layers_named']} layers predicted"
+    sent = format_bytes(report["bytes_sent"])
+    return f"draft model {report['name']}{copy}: {state}; {done}, {sent} of keys and values sent"

@@ -37,20 +37,20 @@ def status(
     from smoe.cluster.identity import read_main
 
     main = read_main(_only_cluster() if name is None else name, "name")
-    said = _said(main)
+    report = _state_of(main)
     if json:
-        print_json(said)
+        print_json(report)
         return
     if not watch:
-        output().print(_head(main, said), soft_wrap=True, markup=False)
-        if said["workers"]:
-            output().print(_table(said))
+        output().print(_head(main, report), soft_wrap=True, markup=False)
+        if report["workers"]:
+            output().print(_table(report))
         return
-    with Live(Group(Text(_head(main, said)), _table(said)), console=output(), auto_refresh=False) as live:
+    with Live(Group(Text(_head(main, report)), _table(report)), console=output(), auto_refresh=False) as live:
         while True:
             time.sleep(0.5)
-            said = _said(main)
-            live.update(Group(Text(_head(main, said)), _table(said)), refresh=True)
+            report = _state_of(main)
+            live.update(Group(Text(_head(main, report)), _table(report)), refresh=True)
 
 
 def _only_cluster() -> str:
@@ -67,8 +67,8 @@ def _only_cluster() -> str:
     raise ClusterError(message, setting="name", given=None, allowed=", ".join(known) or "none yet")
 
 
-def _said(main: Main) -> dict[str, Any]:
-    """What main has said last, and whether it still runs."""
+def _state_of(main: Main) -> dict[str, Any]:
+    """The coordinator's last state, and whether it still runs."""
     from smoe.cluster.identity import read_status
     from smoe.cluster.running import main_process
 
@@ -84,29 +84,29 @@ def _said(main: Main) -> dict[str, Any]:
     }
 
 
-def _head(main: Main, said: dict[str, Any]) -> str:
-    """Above the table, which is narrower where nobody is there."""
-    if said["is_running"]:
+def _head(main: Main, report: dict[str, Any]) -> str:
+    """Above the table, which is narrower without workers."""
+    if report["is_running"]:
         state = (
             ("the coordinator is running")
-            if said["workers"]
+            if report["workers"]
             else "the coordinator is running; no worker has connected yet"
         )
     else:
-        state = "no coordinator is running; the last one had" if said["workers"] else "no coordinator is running"
-    known = f"; known workers: {', '.join(said['known'])}" if said["known"] and not said["workers"] else ""
-    shadow = f"\n{shadow_line(said['shadow'])}" if said["shadow"] is not None else ""
+        state = "no coordinator is running; the last one had" if report["workers"] else "no coordinator is running"
+    known = f"; known workers: {', '.join(report['known'])}" if report["known"] and not report["workers"] else ""
+    shadow = f"\n{shadow_line(report['shadow'])}" if report["shadow"] is not None else ""
     return f"cluster {main.name} at {main.address}: {state}{known}{shadow}"
 
 
-def _table(said: dict[str, Any]) -> Table:
+def _table(report: dict[str, Any]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None)
     for head in ("worker", "state", "fit", "computed", "late", "a load", "an expert", "there and back"):
         table.add_column(head, justify="left" if head in ("worker", "state") else "right")
-    for each in said["workers"]:
+    for each in report["workers"]:
         state = each["state"] + (f" ({each['why']})" if each["why"] else "")
         times = (
             f"{1e3 * each[key]:.2f} ms" for key in ("seconds_per_load", "seconds_per_expert", "seconds_there_and_back")

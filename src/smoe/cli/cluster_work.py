@@ -75,7 +75,7 @@ def be_worker(
     from smoe.cluster.address import to_connect_to
     from smoe.machine.available_memory import shortage
 
-    to_connect_to(me.address)  # a name that is nobody's is refused before anything is read
+    to_connect_to(me.address)  # a name that does not resolve is refused before anything is read
     short = None if room.memory_bytes is None else shortage("`worker_memory`", room.memory_bytes)
     if short is not None:
         warn(short)
@@ -120,21 +120,21 @@ def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precis
             keep_worker(replace(me, code=None))
 
     try:
-        serve_until_told(WorkerProcess(me, opened, changed))
+        serve_until_signal(WorkerProcess(me, opened, changed))
     finally:
         opened.alone.close()
 
 
-def serve_until_told(talking: Talking) -> None:
+def serve_until_signal(talking: Talking) -> None:
     """Until a signal, which ends it between two turns: raised within one it may be a library's callback that swallows
-    it, and nobody would have heard. A second one is raised wherever it is."""
+    it, and the signal would be lost. A second one is raised wherever it is."""
     from smoe.cli.interrupts import answered_by, check
 
-    def told(_: int) -> None:
+    def on_signal(_: int) -> None:
         if talking.is_ending:
             raise KeyboardInterrupt
         talking.end()
 
-    with answered_by(told):
+    with answered_by(on_signal):
         talking.serve()
     check()

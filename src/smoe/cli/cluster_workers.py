@@ -1,4 +1,4 @@
-"""The workers of `smoe cluster up`: processes of this machine, started and kept running."""
+"""The workers of `smoe cluster up`: processes of this machine, started, and restarted when they end."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def progress(command: str = "", unit: str = "", clock: Callable[[], float] = mon
 
 
 def _seconds_left(task: Task, elapsed: float) -> float | None:
-    """What a task still takes if `elapsed` seconds have brought it to where it is; None where nobody can know."""
+    """What a task still takes if `elapsed` seconds have brought it to where it is; None: unknown."""
     done = task.completed - task.fields.get("skipped", 0)
     if task.total is None or done <= 0 or task.completed >= task.total:
         return None
@@ -235,12 +235,12 @@ class _Lines(Progress):
         super().__init__(console=console, disable=True, get_time=clock)
         self._start = f"{command}: " if command else ""
         self._unit = unit
-        self._said = clock()
+        self._printed_at = clock()
 
     def update(self, task_id: TaskID, *args: Any, **changes: Any) -> None:
         super().update(task_id, *args, **changes)
-        if self.get_time() - self._said >= _LINE_SECONDS:
-            self._said = self.get_time()
+        if self.get_time() - self._printed_at >= _LINE_SECONDS:
+            self._printed_at = self.get_time()
             note(self._start + ", ".join(self._parts(self._tasks[task_id])))
 
     def _parts(self, task: Task) -> Iterator[str]:

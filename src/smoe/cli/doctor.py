@@ -57,11 +57,11 @@ def command(
     from smoe.cli.keeping import ResultDestination
     from smoe.machine.findings import examine, models_folder
     from smoe.machine.measure import save_profile
-    from smoe.machine.process_memory import beside_budget
+    from smoe.machine.process_memory import outside_budget_bytes
     from smoe.units import identifier
 
     where = models_folder(folder)
-    beside = beside_budget(0)  # before anything is measured, which takes memory too
+    outside = outside_budget_bytes(0)  # before anything is measured, which takes memory too
     keeping = ResultDestination()
     profile = _measure(where, read_bytes, threads)
     findings = examine(profile, where)
@@ -69,10 +69,10 @@ def command(
     if json:
         print_json(
             _as_json(profile, findings, path)
-            | {"beside_budget_bytes": {identifier(name): count for name, count in beside.items()}}
+            | {"beside_budget_bytes": {identifier(name): count for name, count in outside.items()}}
         )
     else:
-        _print(profile, findings, beside)
+        _print(profile, findings, outside)
         if path is not None:
             note(f"profile stored in {path}")
 
@@ -88,13 +88,13 @@ def _measure(folder: Path, expert_bytes: int, threads: int | None) -> Profile:
         return measure(folder, expert_bytes, lambda what: bars.update(task, amount=what))
 
 
-def _print(profile: Profile, findings: list[Finding], beside: dict[str, int]) -> None:
+def _print(profile: Profile, findings: list[Finding], outside: dict[str, int]) -> None:
     from rich.markup import escape
 
     from smoe.cli.console import output
 
     console = output()
-    for name, value in [*_rows(profile), ("outside the budget", _beside(beside))]:
+    for name, value in [*_rows(profile), ("outside the budget", _outside_line(outside))]:
         console.print(f"[dim]{name:<20}[/dim]{escape(value)}", soft_wrap=True)
     console.print()
     for finding in findings:
@@ -103,11 +103,11 @@ def _print(profile: Profile, findings: list[Finding], beside: dict[str, int]) ->
             console.print(f"      [dim]{escape(finding.advice)}[/dim]", soft_wrap=True)
 
 
-def _beside(beside: dict[str, int]) -> str:
+def _outside_line(outside: dict[str, int]) -> str:
     """What a process with a model on the CPU takes besides."""
     from smoe.units import format_bytes
 
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in beside.items()) + " at most"
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in outside.items()) + " at most"
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:

@@ -132,7 +132,7 @@ def _material(
     tasks: str | None,
     task_folder: Path | None,
 ) -> Material:
-    """What is read and asked, with what the user has not said."""
+    """What is read and asked, with defaults for what the user left out."""
     from smoe.cli.prices import Material
 
     most = MOST_QUESTIONS if most_questions is None else most_questions
@@ -169,7 +169,7 @@ def _price(
 
 
 def _refuse_prices(**given: object) -> None:
-    """Raise `ConfigError` for what belongs to prices, which nobody has asked for."""
+    """Raise `ConfigError` for options of prices, which were not requested."""
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
@@ -205,7 +205,7 @@ def _no_alphas(given: str) -> ConfigError:
 
 
 def _usual_thresholds(config: EngineConfig) -> list[float]:
-    """Where nobody names any: substitution from nothing to 0.6; low copies by themselves, at their own thresholds."""
+    """The default thresholds: substitution from nothing to 0.6; low copies by themselves, at their own thresholds."""
     by_importance = config.has_low or config.skip_threshold < 1
     return [0.0] if by_importance or config.prices_answers else [n / 10 for n in range(7)]
 

@@ -43,7 +43,7 @@ and SIGTERM end the text early and still print the summary.
 DEMO_PROMPT = "Once upon a time"
 _SHORT_PROMPT = 500
 _OPEN_SECONDS = 60.0
-"""How long a run that is to be watched waits for somebody."""
+"""Seconds that a run with `--watch` waits for a browser."""
 
 
 def command(
@@ -124,7 +124,7 @@ def to_sampling(options: SamplingOptions) -> Sampling:
 
 
 def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
-    """The time per token that was asked for; it chooses alpha, so it cannot stand beside one."""
+    """The time per token that was asked for; it chooses alpha, so it excludes one."""
     from smoe.units import parse_seconds
 
     if tpot is not None and engine.max_perplexity_increase is not None:
@@ -252,8 +252,8 @@ def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -
 
 @contextmanager
 def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) -> Iterator[OnText | None]:
-    """Inside, where it was asked for, the run is shown as a page, from when somebody has opened it; yields what the
-    page is told of a single text."""
+    """Inside, where it was asked for, the run is shown as a page, once a browser has opened it; yields what the
+    page gets of a single text."""
     if not watch:
         yield None
         return

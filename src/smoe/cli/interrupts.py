@@ -1,14 +1,14 @@
-"""SIGTERM and SIGHUP mean what Ctrl-C means: the work at hand ends in order and what it has brought so far is kept.
+"""SIGTERM and SIGHUP mean what Ctrl-C means: the work ends in order and its output so far remains.
 
-a signal           a `KeyboardInterrupt` wherever the program is, or it is told to who answers them (`answered_by`)
+a signal           a `KeyboardInterrupt` wherever the program is, or a call of the handler (`answered_by`)
 in an import       leaves at once: there is nothing to keep, and a library that is cut in two says strange things
 while it ends      leaves at once, after a word
 
 Ctrl-C leaves with exit code 130, SIGTERM with 143, SIGHUP (the terminal has gone) with 129, as shells have it. A signal
-that whoever started the program has it ignore (`nohup`, `&` in a script) stays ignored.
+that the parent process has it ignore (`nohup`, `&` in a script) stays ignored.
 
 Windows has Ctrl-C, and what ends a program in order is Ctrl-Break (SIGBREAK, 149), which the closing of its window is,
-too; whoever else ends a program there ends it at once. A lock that is waited for is not interrupted there.
+too; other ways to end a program there end it at once. A lock that is waited for is not interrupted there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if sys.platform != "win32":
     import termios
 
 REFUSED = 3
-"""The exit code of a worker that its main refuses: whoever keeps it running need not start it again."""
+"""The exit code of a worker that its coordinator refuses: its supervisor need not restart it."""
 
 _HANGUP = getattr(signal, "SIGHUP", None)
 _BREAK = getattr(signal, "SIGBREAK", None)
@@ -50,7 +50,7 @@ class _State:
     def __init__(self) -> None:
         self.first: int | None = None
         """What the process ends by: of several signals the first that is no Ctrl-C, as that may mean less."""
-        self.heard = 0
+        self.received = 0
         self.answer: Callable[[int], None] | None = None
         self.ends_at_the_first = self.is_ending = self.is_leaving = self.as_json = False
 
@@ -70,7 +70,7 @@ def exit_code() -> int:
 
 @contextmanager
 def ending_in_order(*, as_json: bool) -> Iterator[None]:
-    """Inside, an interrupt that nobody has answered ends the command: a word, and its exit code."""
+    """Inside, an unhandled interrupt ends the command with a line and its exit code."""
     from smoe.cli.console import print_json, warn
 
     _state.as_json = as_json
@@ -87,7 +87,7 @@ def ending_in_order(*, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def at_the_first() -> Iterator[None]:
-    """Inside, one signal ends the command, whoever swallows the `KeyboardInterrupt` or makes another error of it; one
+    """Inside, one signal ends the command, even if the `KeyboardInterrupt` is swallowed or becomes another error; one
     more changes nothing, as it is ending; with a third it leaves at once."""
     _state.ends_at_the_first = True
     try:
@@ -102,7 +102,7 @@ def at_the_first() -> Iterator[None]:
 
 @contextmanager
 def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
-    """Inside, signals are told to `answer` (in the main thread, between any two steps of it) and raise nothing."""
+    """Inside, signals call `answer` (in the main thread, between any two steps of it) and raise nothing."""
     check()
     _state.answer = answer
     try:
@@ -112,14 +112,14 @@ def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise the `KeyboardInterrupt` of a signal that was heard, where a destructor or a library has swallowed it."""
-    if _state.heard:
+    """Raise the `KeyboardInterrupt` of a signal that was received, where a destructor or a library has swallowed it."""
+    if _state.received:
         raise Terminated if was_terminated() else KeyboardInterrupt
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Inside, signals mean what this module says. In the main thread alone: nobody else may ask for them."""
+    """Inside, signals mean what this module says. In the main thread only: Python allows no other."""
     global _state
     _state = _State()
     if threading.current_thread() is not threading.main_thread():
@@ -145,14 +145,14 @@ def _hear(number: int, frame: FrameType | None) -> None:
         _forget_the_terminal()
         if _state.first == _HANGUP:  # from the shell and from the terminal: they mean one thing
             return
-    _state.heard += 1
+    _state.received += 1
     if _state.first in (None, signal.SIGINT):
         _state.first = number
-    if _state.is_ending or _is_importing(frame) or (_state.ends_at_the_first and _state.heard > _PATIENCE):
+    if _state.is_ending or _is_importing(frame) or (_state.ends_at_the_first and _state.received > _PATIENCE):
         _leave(number)
     if _state.answer is not None:
         _state.answer(number)
-    elif not _state.ends_at_the_first or _state.heard == 1:
+    elif not _state.ends_at_the_first or _state.received == 1:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
@@ -182,7 +182,7 @@ def _as_json(words: str) -> dict[str, Any]:
 
 
 def _forget_the_terminal() -> None:
-    """What is still to be said goes nowhere where the terminal has gone, and is no error."""
+    """Output to a terminal that has gone is dropped, without an error."""
     for stream in (1, 2):
         try:
             termios.tcgetattr(stream)

@@ -13,7 +13,7 @@ class ResultDestination:
     """Made before a long measurement: says at once where its result will be shown but not remembered."""
 
     def __init__(self) -> None:
-        self._is_said = False
+        self._is_printed = False
         self.can_keep = True
         """Whether the folder could be written when this was made."""
         try:
@@ -31,9 +31,9 @@ class ResultDestination:
             return None
 
     def _say(self, verb: str, error: OSError) -> None:
-        if not self._is_said:
+        if not self._is_printed:
             warn(
                 f"the result {verb} stored: {cache_folder()} cannot be written ({error.strerror or error}); set "
                 f"{PLACE} to a writable folder"
             )
-        self._is_said = True
+        self._is_printed = True

@@ -1,4 +1,5 @@
-"""The log of the package on stderr, for whoever asks: `-v`, `-vv`, or SMOE_LOG=info. Everything logs under `smoe`."""
+"""The log of the package on stderr, for users who ask for it: `-v`, `-vv`, or SMOE_LOG=info. Everything logs under
+`smoe`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class _ToStderr(logging.Handler):
     """Writes to stderr as it is at the moment: a bar takes its place while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # a log that cannot be written, on a full disk, fails nobody's work
+        with suppress(OSError):  # a log that cannot be written, on a full disk, fails no command
             print(self.format(record), file=sys.stderr, flush=True)
 
 

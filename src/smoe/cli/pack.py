@@ -32,7 +32,7 @@ smoe pack ./model-Q8_0.gguf --precision int2   a lower copy of experts that are 
 
 smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 
-The packed files lie beside the weights, or in your cache where that folder
+The packed files are next to the weights, or in your cache where that folder
 cannot be written, and of the demo. One in a dtype is found by itself; one in
 fewer bits is used where --precision or --low-precision asks for it. Delete
 them at any time; nothing else depends on them.
@@ -155,8 +155,8 @@ def _pack(
     missing = [contents for contents, packed in zip(asked, good, strict=True) if packed is None]
     check_places(checkpoint.place, missing)
     files = []
-    beside = asked[0].path(checkpoint.place).parent
-    with _calibration(model, revision, beside, spec, ids if missing else []) as calibration:
+    pack_folder = asked[0].path(checkpoint.place).parent
+    with _calibration(model, revision, pack_folder, spec, ids if missing else []) as calibration:
         for contents, packed in zip(asked, good, strict=True):
             records = packed.records if packed else _write(checkpoint, spec, contents, calibration)
             is_calibrated = (packed or contents).calibration is not None
@@ -222,7 +222,7 @@ def _mark(ids: Sequence[int]) -> str | None:
 
 @contextmanager
 def _calibration(
-    model: str, revision: str | None, beside: Path, spec: LibrarySpec, ids: Sequence[int]
+    model: str, revision: str | None, pack_folder: Path, spec: LibrarySpec, ids: Sequence[int]
 ) -> Iterator[Calibration | None]:
     """What the experts are given while the model reads `ids`, on disk in the folder of the packs until the end."""
     from tempfile import TemporaryDirectory
@@ -239,8 +239,8 @@ def _calibration(
         return
     hidden = int(spec.config.get_text_config().hidden_size)
     row_bytes = sum(hidden * spec.dtype.itemsize + 4 * spec.anatomy.top_k[site.layer] for site in spec.sites)
-    check_disk(beside, len(ids) * row_bytes, "calibrating")
-    with TemporaryDirectory(prefix=".smoe-calibration-", dir=beside) as folder:
+    check_disk(pack_folder, len(ids) * row_bytes, "calibrating")
+    with TemporaryDirectory(prefix=".smoe-calibration-", dir=pack_folder) as folder:
         modules = {site.layer: spec.shell.get_submodule(site.name) for site in spec.sites}
         calibration = Calibration(Path(folder), modules)
         with loaded(model, configure(), revision) as ready, progress("pack", "tokens") as bars:

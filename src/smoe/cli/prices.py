@@ -66,7 +66,7 @@ def measured(
 ) -> tuple[list[Price], dict[str, Any]]:
     """The price of every threshold, and the circumstances.
 
-    Cut short, the thresholds that were done are kept, without `out` in a folder for temporary files, and a word says
+    After an interrupt the finished thresholds remain, without `out` in a folder for temporary files, and a line says
     where; an interrupt is raised again with it.
     """
     if out is not None:
@@ -78,17 +78,17 @@ def measured(
         is_done = True
         return found
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {_what_is_kept(folder, out)}") from None
+        raise KeyboardInterrupt(f"interrupted; {_what_is_stored(folder, out)}") from None
     except Exception:
         if (folder / RESULTS).exists():
-            warn(_what_is_kept(folder, out))
+            warn(_what_is_stored(folder, out))
         raise
     finally:
         if out is None and (is_done or not (folder / RESULTS).exists()):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _what_is_kept(folder: Path, out: Path | None) -> str:
+def _what_is_stored(folder: Path, out: Path | None) -> str:
     if not (folder / RESULTS).exists():
         return "no threshold was finished, so nothing is stored"
     how = "the same command" if out is not None else f"the same command with --out {folder}"
@@ -290,7 +290,7 @@ def _row(price: Price) -> list[str]:
 
 
 def _label(quality: Quality) -> str:
-    """What was measured; beside low copies an alpha of 0 goes without saying, as the table would be too wide."""
+    """What was measured; with low copies an alpha of 0 is not shown, as the table would be too wide."""
     numbers = str(quality.numbers)
     return numbers if quality.low and not quality.alpha else f"{numbers} {quality.alpha:g}".lstrip()
 

@@ -200,7 +200,7 @@ def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
 
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
-    """Token ids of the documents, each cut at the context (which is said), all together at `tokens`."""
+    """Token ids of the documents, each cut at the context (with a note), all together at `tokens`."""
     from smoe.cli.console import warn
 
     documents: list[list[int]] = []

@@ -231,7 +231,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 
 def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
-    """A policy by name; the one that knows the future is told it, the learned one what was learned of the model."""
+    """A policy by name; Belady gets the future, the learned one what was learned of the model."""
     from smoe.routing import observation
 
     if name == LEARNED:

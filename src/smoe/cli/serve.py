@@ -151,7 +151,7 @@ class ServerOptions:
     ] = 30.0
 
     def config(self) -> ServerConfig:
-        """Raises `ConfigError` for what cannot be, or would let more in than was said."""
+        """Raises `ConfigError` for what cannot be, or would let in more than requested."""
         from smoe.server.settings import ServerConfig
 
         return ServerConfig(
@@ -180,7 +180,8 @@ class ServerOptions:
         return None if self.chat_template is None else read_template(self.chat_template)
 
     def _key(self) -> str | None:
-        """What clients must send. Raises `ConfigError` for a file that has no key, or one beside another key."""
+        """What clients must send. Raises `ConfigError` for a file that has no key, or one in addition to another
+        key."""
         if self.api_key_file is None:
             return self.api_key
         if self.api_key is not None:
@@ -236,7 +237,7 @@ def _serve(
     engine: EngineOptions,
     as_json: bool,
 ) -> tuple[Totals, Exception | None]:
-    """Until it is told to end, or fails where it is to end then: the second is why."""
+    """Run until a signal, or until a failure with `--exit-on-failure`; returns whether it failed."""
     from smoe.cli.console import note, warn
     from smoe.cli.interrupts import answered_by
 
@@ -251,10 +252,10 @@ def _serve(
     from smoe.server.totals import totals_of
 
     def warned(text: str) -> None:
-        with suppress(OSError):  # whoever reads it may have gone, or its disk be full: the server goes on
+        with suppress(OSError):  # the reader may have gone, or the disk be full: the server continues
             warn(text)
 
-    def told(text: str) -> None:
+    def print_note(text: str) -> None:
         with suppress(OSError):
             note(text, is_asked=True)
 
@@ -266,11 +267,11 @@ def _serve(
                 "template with --chat-template FILE"
             )
         first_pass(ready, serving.tokenizer)
-        listener = Server(serving, told, warned)
+        listener = Server(serving, print_note, warned)
         with answered_by(listener.handle_exit):
             serving.start()
             try:
-                opened(door, config)  # before anybody is told of it: who comes before the server looks waits a moment
+                opened(door, config)  # before the address is printed: an early client waits a moment
                 _tell_where(door, serving, as_json)
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays: collections that look at it all hold everything up

@@ -36,7 +36,7 @@ def loaded(
     watch, checking = _Watch(f"loading {model}"), _Checking()
 
     def start(ledger: Ledger) -> None:
-        if not all(prompt.strip() for prompt in prompts):  # what they become hangs on the tokenizer
+        if not all(prompt.strip() for prompt in prompts):  # what they become depends on the tokenizer
             encode(load_tokenizer(model, revision), prompts)
         if config.cluster is not None:
             note(_open_to(config.cluster))
@@ -75,17 +75,20 @@ def loaded(
             warn(doubt)
 
 
-def _note_shadow(said: dict[str, Any] | None) -> None:
+def _note_shadow(report: dict[str, Any] | None) -> None:
     """Whether the shadow of a cluster is there."""
-    if said is None:
+    if report is None:
         warn(
             "no draft model has connected, so workers do not prefetch yet; start one (smoe cluster join --shadow), "
             "or run it here (--set shadow_on=main)"
         )
-    elif said["state"] == "ready":
-        note(f"draft model: {said['name']}, in {said['precision']}")
+    elif report["state"] == "ready":
+        note(f"draft model: {report['name']}, in {report['precision']}")
     else:
-        warn(f"the draft model {said['name']} is not ready: {said['state']}{f', {w}' if (w := said['why']) else ''}")
+        warn(
+            f"the draft model {report['name']} is not ready: {report['state']}"
+            f"{f', {reason}' if (reason := report['why']) else ''}"
+        )
 
 
 def _open_to(cluster: str) -> str:
@@ -99,8 +102,8 @@ def _open_to(cluster: str) -> str:
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
     """The budget in one line; `keeps_experts`: not only where workers fail."""
-    kept = ledger.residents if keeps_experts else ledger.spare
-    return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {kept}"
+    experts_text = ledger.residents if keeps_experts else ledger.spare
+    return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {experts_text}"
 
 
 def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
@@ -155,7 +158,7 @@ class _Watch:
         self._bar.start()
 
     def expect(self, nbytes: int) -> None:
-        """So much host memory comes on top: the tier beside a GPU, backed and locked before anything runs."""
+        """So much host memory comes on top: the tier with a GPU, backed and locked before anything runs."""
         self._expected += nbytes
 
     def stop(self) -> None:

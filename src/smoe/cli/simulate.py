@@ -1,4 +1,4 @@
-"""`smoe simulate`: a paper's own settings on the virtual clock, its figures beside ours."""
+"""`smoe simulate`: a paper's own settings on the virtual clock, its figures compared with ours."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def _per_token(report: RunReport) -> str:
 
 
 def _forecast(report: RunReport) -> str:
-    """What smoe plan would have forecast, beside what was measured; nothing before a run of the model has shown how
-    fast it is here."""
+    """What smoe plan would have forecast, compared with what was measured; nothing before a run of the model has shown
+    how fast it is here."""
     forecast, generation = report.forecast, report.generation
     mean, first = generation.later_seconds_per_token, generation.ttft_seconds
     if forecast is None or not forecast.is_calibrated or mean is None or first is None:
@@ -172,7 +172,7 @@ def _lossy(report: RunReport) -> str:
     what = ", ".join(report.lossy)
     if not what:
         return ""
-    became = [said for said in (_replaced(report), _by_low_copies(report)) if said]
+    became = [text for text in (_replaced(report), _by_low_copies(report)) if text]
     if not became:
         return f"{what} (smoe eval measures the quality cost)"
     if not report.low_copies and not report.routes.get("substituted"):
@@ -195,12 +195,12 @@ def _by_low_copies(report: RunReport) -> str:
     found = report.low_copies
     if not found:
         return ""
-    said = f"{found['served']:.1%} of the experts used were low copies"
+    text = f"{found['served']:.1%} of the experts used were low copies"
     if found["left_out"]:
-        said += f", {found['left_out']:.1%} were dropped"
-    said += f", {format_bytes(found['bytes_per_token'])} of low copies read per token"
+        text += f", {found['left_out']:.1%} were dropped"
+    text += f", {format_bytes(found['bytes_per_token'])} of low copies read per token"
     upgrades = found["upgrades_per_token"]
-    return f"{said}, {upgrades:.2g} upgrades a token" if upgrades else said
+    return f"{text}, {upgrades:.2g} upgrades a token" if upgrades else text
 
 
 def _arithmetic(report: RunReport) -> str:

@@ -25,7 +25,7 @@ _WORDS = {
     "affinity": "affinity",
     "curves": "the miss-ratio curves",
 }
-"""What cannot always be said, for the reader."""
+"""Names, for the reader, of values that some traces lack."""
 EPILOG = """Examples:
 
 smoe record demo --text stories.jsonl --tokens 1000 --out demo.trace

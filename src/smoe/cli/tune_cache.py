@@ -34,8 +34,8 @@ def tune_cache(
             bars.update(task, completed=done, total=least, amount=f"{done} of about {least} trials")
 
         found = tuning.tune_cache(model, _config(engine), engine.revision, fitted, held_out, steps, tick)
-    kept = FittedWeights(found.weights, found.resident_share, found.decode_steps)
-    path = keeping.keep(lambda: remember(fetch(model, engine.revision), kept))
+    result = FittedWeights(found.weights, found.resident_share, found.decode_steps)
+    path = keeping.keep(lambda: remember(fetch(model, engine.revision), result))
     if path is not None:
         note(f"stored for --eviction multidimensional in {path}")
     if found.held_out is None:

@@ -23,20 +23,20 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
 
     keeping = ResultDestination()
     found = _learn(model, engine, text, tokens)
-    kept = LearnedCorrections(found.corrections, found.tokens, "the demo's stories" if text is None else text.name)
-    path = keeping.keep(lambda: remember(fetch(model, engine.revision), kept))
+    result = LearnedCorrections(found.corrections, found.tokens, "the demo's stories" if text is None else text.name)
+    path = keeping.keep(lambda: remember(fetch(model, engine.revision), result))
     if path is not None:
         note(f"stored for --prefetch corrected-gates in {path}")
     if as_json:
         judged = [each._asdict() for each in found.judged]
-        rest = {"tokens": kept.tokens, "text": kept.text, "seconds_per_layer": found.seconds_per_layer}
+        rest = {"tokens": result.tokens, "text": result.text, "seconds_per_layer": found.seconds_per_layer}
         print_json({"model": model, "judged": judged} | rest)
     else:
         _print_table(found)
 
 
 def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> FittedCorrections:
-    """From a text that the model itself reads: no copies of fewer bits, and nobody replaced."""
+    """From a text that the model itself reads: no copies in fewer bits, and no substitutes."""
     from dataclasses import replace
 
     from smoe.cli.console import progress

@@ -116,14 +116,14 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
 def _opened(
     stack: ExitStack, model: str, config: EngineConfig, revision: str | None, hears_scores: bool
 ) -> PreTrainedModel:
-    """The model until `stack` ends; with every expert's score heard where an eviction may want that."""
+    """The model until `stack` ends; with every expert's score where an eviction may need it."""
     from smoe.cli.session import loaded
 
     if hears_scores:
         try:
             return stack.enter_context(loaded(model, replace(config, eviction="score"), revision))
         except UnsupportedModelError:
-            pass  # a family whose scores cannot be heard: `score` is told why; what else is wrong is said once more
+            pass  # a family without scores: `score` gets the reason; other errors come once more
     return stack.enter_context(loaded(model, config, revision))
 
 

@@ -88,7 +88,7 @@ class _Course:
     def __init__(self, bars: Progress, task: TaskID) -> None:
         self._bars, self._task = bars, task
         self._began: tuple[int, float] | None = None
-        self._is_said = False
+        self._is_printed = False
 
     def __call__(self, epochs: int) -> None:
         from smoe.cli.console import note
@@ -101,14 +101,14 @@ class _Course:
             return
         self._bars.update(self._task, completed=epochs)
         before, began = self._began
-        if not self._is_said:
+        if not self._is_printed:
             one = (monotonic() - began) / max(1, epochs - before)
             least, most = (format_remaining(one * max(0, end - epochs)) for end in (LEAST_EPOCHS, MOST_EPOCHS))
             note(
                 f"training takes {least} to {most} more, by its first pass; it ends when held-out text no longer "
                 "improves"
             )
-            self._is_said = True
+            self._is_printed = True
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _recorded(
 
 
 def _print(found: PredictorTuning) -> None:
-    """How fitting went, and the rates of every predictor on every trace, beside the paper's."""
+    """How fitting went, and the rates of every predictor on every trace, compared with the paper's."""
     from rich.table import Table
 
     from smoe.cli.console import output

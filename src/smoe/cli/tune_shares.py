@@ -44,7 +44,7 @@ def tune_shares(
 
 
 def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> ImportanceProfile:
-    """Of a text that the model itself reads: no copies of fewer bits, and nobody replaced."""
+    """Of a text that the model itself reads: no copies in fewer bits, and no substitutes."""
     from dataclasses import replace
 
     from smoe.cli.console import progress

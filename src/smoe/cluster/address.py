@@ -59,7 +59,8 @@ def check_own(address: str) -> None:
 
 
 def to_listen_at(address: str, everywhere: bool) -> Endpoint:
-    """Where main's socket is bound. Raises `ClusterError` for a name that is nobody's, or stands for all interfaces."""
+    """Where main's socket is bound. Raises `ClusterError` for a name that does not resolve, or stands for all
+    interfaces."""
     host, port = _parts(checked_address(address))
     if everywhere:
         return Endpoint(f"tcp://*:{port}", True)  # both kinds, where the machine has both
@@ -71,7 +72,7 @@ def to_listen_at(address: str, everywhere: bool) -> Endpoint:
 
 def to_connect_to(address: str) -> Endpoint:
     """Where a worker's socket connects, which looks a name up again whenever the connection is lost. Raises
-    `ClusterError` for a name that is nobody's."""
+    `ClusterError` for a name that does not resolve."""
     host, port = _parts(address)
     ip = _ip(host)
     return Endpoint(f"tcp://{host if ip is None else _in_url(ip)}:{port}", (ip or _resolved(host)).version == 6)

@@ -1,4 +1,4 @@
-"""Whom a main that runs lets in: workers whose keys it knows, and whoever brings an invitation."""
+"""Which workers a running coordinator admits: those whose keys it knows, and those with a valid invitation."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Admission:
         self._lock = threading.Lock()
 
     def may_knock(self, key: str) -> bool:
-        """Workers that are known, and anybody where somebody is invited."""
+        """Known workers, and any worker while an invitation is valid."""
         if key not in self.main.workers.values():
-            self._read_again()  # somebody may have been invited since
+            self._read_again()  # a new invitation may have been written since
         return key in self.main.workers.values() or self.main.expects_someone()
 
-    def admitted(self, key: str, said: dict[str, Any]) -> str:
-        """Why somebody who says this of itself does not belong to the cluster; empty where it does, from now on."""
-        name = said.get("name")
+    def admitted(self, key: str, fields: dict[str, Any]) -> str:
+        """Why a worker with these fields is not admitted; empty: it is, from now on."""
+        name = fields.get("name")
         if self.name_of(key) is not None:
             return ""
         if not isinstance(name, str) or not is_name(name):
             return "its first message is incomplete"
-        return self._let_in(name, key, said.get("code"))
+        return self._let_in(name, key, fields.get("code"))
 
     def note_role(self, key: str, is_shadow: bool) -> None:
         """Remember what who has been admitted with this key is, for the mains that come."""

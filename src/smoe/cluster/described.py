@@ -61,9 +61,9 @@ class Description(NamedTuple):
 
 def experts(description: Description) -> list[Any]:
     """As a message."""
-    said = description._asdict()
-    table: Any = np.ascontiguousarray(said.pop("table"), "<u2")
-    return [*frames.alone(FrameKind.EXPERTS), json.dumps(said).encode(), memoryview(table).cast("B")]
+    fields = description._asdict()
+    table: Any = np.ascontiguousarray(fields.pop("table"), "<u2")
+    return [*frames.alone(FrameKind.EXPERTS), json.dumps(fields).encode(), memoryview(table).cast("B")]
 
 
 def parse_experts(frame: Frame) -> Description:
@@ -72,9 +72,9 @@ def parse_experts(frame: Frame) -> Description:
         raise FrameError("not a description of experts")
     words, table = (bytes(part) for part in frame.body)
     try:
-        said = json.loads(words)
-        layers = tuple(_layer(each) for each in said["layers"])
-        weights, hidden, inner = said["weights"], _size(said["hidden"]), _size(said["inner"])
+        fields = json.loads(words)
+        layers = tuple(_layer(each) for each in fields["layers"])
+        weights, hidden, inner = fields["weights"], _size(fields["hidden"]), _size(fields["inner"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FrameError(f"an invalid description: {error}") from error
     if not isinstance(weights, str) or not layers or len(table) != 2 * _VALUES:
@@ -82,27 +82,31 @@ def parse_experts(frame: Frame) -> Description:
     return Description(weights, hidden, inner, layers, np.frombuffer(table, "<u2"))
 
 
-def _layer(said: Any) -> LayerKeys:
-    layer, count, up, down = said
+def _layer(fields: Any) -> LayerKeys:
+    layer, count, up, down = fields
     if type(layer) is not int or not 0 <= layer < _MOST:
         raise ValueError("not a layer number")
     return LayerKeys(layer, _size(count), _keys(up), _keys(down))
 
 
-def _size(said: Any) -> int:
-    if type(said) is not int or not 1 <= said <= _MOST:
-        raise ValueError(f"{said!r:.40} is not a size")
-    return said
+def _size(fields: Any) -> int:
+    if type(fields) is not int or not 1 <= fields <= _MOST:
+        raise ValueError(f"{fields!r:.40} is not a size")
+    return fields
 
 
-def _keys(said: Any) -> tuple[str, ...]:
-    if not isinstance(said, list) or not 1 <= len(said) <= _MOST_PIECES or not all(isinstance(k, str) for k in said):
+def _keys(fields: Any) -> tuple[str, ...]:
+    if (
+        not isinstance(fields, list)
+        or not 1 <= len(fields) <= _MOST_PIECES
+        or not all(isinstance(k, str) for k in fields)
+    ):
         raise ValueError("not a list of tensor names")
-    return tuple(said)
+    return tuple(fields)
 
 
-def ask(me: Worker, said: dict[str, Any]) -> Description:
-    """What main's experts are, once a main is there: asked until it answers. `said` is what a worker says of itself.
+def ask(me: Worker, fields: dict[str, Any]) -> Description:
+    """A description of the coordinator's experts; asks until it answers. `fields` describe the worker itself.
     Raises `ClusterError` where main refuses us, or cannot say."""
     context = zmq.Context()
     try:
@@ -113,18 +117,18 @@ def ask(me: Worker, said: dict[str, Any]) -> Description:
                 if time.monotonic() - asked > _ASK_SECONDS:
                     asked = time.monotonic()
                     if dealer.poll(0, zmq.POLLOUT):
-                        dealer.send_multipart(frames.talk(FrameKind.DESCRIBE, said), zmq.NOBLOCK)
+                        dealer.send_multipart(frames.talk(FrameKind.DESCRIBE, fields), zmq.NOBLOCK)
                 if not dealer.poll(int(1000 * _TURN_SECONDS)):
                     check_known()
                     continue
-                found = _heard(me, dealer.recv_multipart())
+                found = _answer_of(me, dealer.recv_multipart())
                 if found is not None:
                     return found
     finally:
         context.term()
 
 
-def _heard(me: Worker, parts: list[bytes]) -> Description | None:
+def _answer_of(me: Worker, parts: list[bytes]) -> Description | None:
     try:
         frame = frames.parse(parts)
         if frame.kind is FrameKind.REFUSED:

@@ -1,5 +1,5 @@
 """Main says to workers without torch what its experts are. It finds that out when the first of them asks, on a thread
-of its own, which nobody waits for: until then they ask again."""
+of its own, which no thread waits for: until then they ask again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class LightWorker(NamedTuple):
-    """What a worker without torch is told, and what it can do."""
+    """The description that a worker without torch gets, and the limits of its work."""
 
     description: Description
     arithmetic: str
@@ -39,7 +39,7 @@ class Describer:
         self._parts: list[Any] = []
 
     def begin(self) -> None:
-        """Find out, if nobody has yet."""
+        """Measure it, unless it is known."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="smoe-describe", daemon=True)
             self._thread.start()
@@ -61,6 +61,6 @@ class Describer:
             self.found = self._describe()
         except SmoeError as error:
             self.why = str(error)
-        except Exception as error:  # whoever asks must not wait for ever
+        except Exception as error:  # the worker must not wait for ever
             _log.exception("the experts could not be described for workers without torch")
             self.why = f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
     """Connect, encrypted, to the main that `me` knows by its key: now, and again whenever one is there; returns the
     address as the socket has it. A part of a message that is longer than `most_bytes` is not received.
 
-    Raises `ClusterError` where main's name is nobody's.
+    Raises `ClusterError` where the coordinator's name does not resolve.
     """
     dealer.curve_serverkey = me.main_key.encode()
     dealer.curve_publickey, dealer.curve_secretkey = me.keys.public.encode(), me.keys.secret.encode()
@@ -60,6 +60,6 @@ def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None
 
 
 def refusal(me: Worker, frame: Frame) -> WorkerRefusedError:
-    """What main has said in a REFUSED."""
-    why = frames.said(frame).get("why", "no reason given")
+    """The reason in the coordinator's REFUSED."""
+    why = frames.fields_of(frame).get("why", "no reason given")
     return WorkerRefusedError(f"the coordinator refuses worker {me.name}: {why}")

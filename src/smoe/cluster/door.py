@@ -22,22 +22,22 @@ _log = logging.getLogger(__name__)
 
 
 class Gate(Protocol):
-    """Decides who is heard. Called by the thread that knows connections' keys."""
+    """Decides which keys may connect. Called by the authenticator's thread."""
 
     def may_knock(self, key: str) -> bool:
-        """Whether somebody with this public key may speak at all."""
+        """Whether a machine with this public key may send anything."""
 
 
 class Doorkeeper(Gate, Protocol):
     """Decides who belongs to the cluster. Called by the link's thread."""
 
-    def knocked(self, key: str, said: dict[str, Any]) -> Member | str | None:
+    def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
         """A HELLO: a new member that is to be proven, or why it is refused; None: it says so again."""
 
     def welcome(self, member: Member) -> dict[str, Any]:
-        """What a new member is told."""
+        """The fields of a new member's WELCOME."""
 
-    def describe(self, key: str, said: dict[str, Any]) -> list[Any]:
+    def describe(self, key: str, fields: dict[str, Any]) -> list[Any]:
         """A DESCRIBE: the answer; empty: it asks again."""
 
     def proof(self, member: Member) -> Sequence[Proof]:
@@ -73,7 +73,7 @@ class Door:
     """Main's sockets: machines come through `router`, `monitor` tells when one has gone. `close` shuts both."""
 
     def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Gate, part_bytes: int) -> None:
-        """Whoever sends a part of a message longer than `part_bytes` is cut off. Raises `ClusterError` where the
+        """A sender of a longer part than `part_bytes` is disconnected. Raises `ClusterError` where the
         address cannot be listened at."""
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)

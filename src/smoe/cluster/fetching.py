@@ -1,9 +1,9 @@
 """A worker fetches the files of main's model, once, before it is a worker.
 
-    FILES --> (main sums)... MANIFEST: what is there is compared --PIECE, PIECE, ...--> chunks, each verified, kept
+    FILES --> (main sums)... MANIFEST: what is there is compared --PIECE, PIECE, ...--> chunks, verified and stored
 
 It asks for a few MiB ahead. When nothing has come for a while it says FILES again: main, or the next main, then knows
-it, and it asks anew for what has not come. What it has kept stays, whatever ends it.
+it, and it asks again for what has not come. Stored chunks remain after an interrupt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from smoe.errors import ClusterError
 
 _TURN_SECONDS = 0.1
 _PATIENCE_SECONDS = 1.0
-"""Without a word from main after which it is greeted anew."""
+"""Without a word from main after which it is greeted again."""
 _SILENCE_SECONDS = 3.0
 """After which it is taken to have gone."""
 MOST_UNDER_WAY = 32
@@ -89,11 +89,11 @@ class Fetcher:
         self._under_way: set[PiecePosition] = set()
         self._damaged: dict[tuple[int, int], int] = {}
         self._skipped = 0
-        self._heard = self._said = -_SILENCE_SECONDS
+        self._received_at = self._sent_at = -_SILENCE_SECONDS
         self._is_in = self._is_ending = False
 
     def end(self) -> None:
-        """From any thread: `fetch` returns soon; what it has kept stays."""
+        """From any thread: `fetch` returns soon; stored chunks remain."""
         self._is_ending = True
 
     @property
@@ -135,17 +135,17 @@ class Fetcher:
                     f"the coordinator sent an invalid message ({error}); nothing of it is stored"
                 ) from error
         now = self._clock()
-        if self._is_in and now - self._heard > _SILENCE_SECONDS:
+        if self._is_in and now - self._received_at > _SILENCE_SECONDS:
             self._is_in = False
             self._on_change("lost the coordinator; waiting for it")
-        if now - max(self._heard, self._said) > _PATIENCE_SECONDS:
-            self._said = now
+        if now - max(self._received_at, self._sent_at) > _PATIENCE_SECONDS:
+            self._sent_at = now
             self._greet(dealer)
         elif self._is_in and self._landing is not None:
             self._ask(dealer)
 
     def _greet(self, dealer: zmq.Socket[bytes]) -> None:
-        said = {
+        fields = {
             "smoe": __version__,
             "name": self.me.name,
             "code": self.me.code,
@@ -154,14 +154,14 @@ class Fetcher:
             "missing_bytes": None if self._landing is None else self._landing.missing_bytes,
         }
         with suppress(zmq.Again):  # main is not there
-            dealer.send_multipart(frames.talk(FrameKind.FILES, said), zmq.NOBLOCK)
+            dealer.send_multipart(frames.talk(FrameKind.FILES, fields), zmq.NOBLOCK)
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is FrameKind.REFUSED:
             raise refusal(self.me, frame)
         if frame.kind not in (FrameKind.SUMMING, FrameKind.MANIFEST, FrameKind.SAME, FrameKind.PIECE):
             return  # to a worker; we are none yet
-        self._heard = self._clock()
+        self._received_at = self._clock()
         if frame.kind is FrameKind.PIECE:
             if self._sent is not None:
                 self._came(*files.parse_piece(frame, self._sent))
@@ -170,13 +170,13 @@ class Fetcher:
             self._is_in, self.me = True, replace(self.me, code=None)
             self._on_change("is known to the coordinator")
         if frame.kind is FrameKind.SUMMING:
-            said = frames.said(frame)
-            done, total = said.get("done_bytes"), said.get("all_bytes")
+            fields = frames.fields_of(frame)
+            done, total = fields.get("done_bytes"), fields.get("all_bytes")
             if type(done) is int and type(total) is int:
                 self._on_course(Course("the coordinator sums", done, total))
         elif frame.kind is FrameKind.MANIFEST:
             self._begin(files.parse_manifest(frame))
-        self._ask_anew()
+        self._ask_again()
 
     def _begin(self, sent: Manifest) -> None:
         """Compare what is here with what main has."""
@@ -192,10 +192,10 @@ class Fetcher:
         self._landing = Landing(self._folder, sent, before)
         self._skipped = sent.nbytes - self._landing.missing_bytes
         self._chunks = deque((file, chunk) for file, lacks in self._landing.missing.items() for chunk in sorted(lacks))
-        self._heard = self._clock()  # reading has taken a while
+        self._received_at = self._clock()  # reading has taken a while
         self._tell()
 
-    def _ask_anew(self) -> None:
+    def _ask_again(self) -> None:
         """Main has forgotten what it was asked for, or is another one."""
         self._under_way.clear()
         self._pieces = deque(
@@ -225,7 +225,8 @@ class Fetcher:
         return bool(self._pieces)
 
     def _came(self, place: PiecePosition, data: memoryview) -> None:
-        """Put a piece where it belongs, whenever it was asked for; with its last piece a chunk is verified and kept."""
+        """Put a piece where it belongs, whenever it was asked for; with its last piece a chunk is verified and
+        stored."""
         self._under_way.discard(place)
         file, chunk = place.file, place.piece // _PIECES
         coming = self._coming.get((file, chunk))
@@ -250,7 +251,7 @@ class Fetcher:
                     "coordinator's file"
                 )
             self._chunks.appendleft((file, chunk))
-        elif self._landing.missing.get(file, before) is not before:  # the disk has not kept what it was given
+        elif self._landing.missing.get(file, before) is not before:  # the disk returned other bytes than were written
             for lost in self._landing.missing[file]:
                 self._damaged[file, lost] = self._damaged.get((file, lost), 0) + 1
                 if self._damaged[file, lost] >= MOST_DAMAGED:
@@ -258,7 +259,7 @@ class Fetcher:
                         f"{self._folder} returns other bytes than were written to it; give another folder"
                     )
                 self._chunks.append((file, lost))
-        self._heard = self._clock()
+        self._received_at = self._clock()
         self._tell()
 
     def _tell(self) -> None:

@@ -1,10 +1,10 @@
-"""Main's text as a shadow on another machine follows it: what is to be sent to it next, and what it has said.
+"""The coordinator's text, followed by a draft model on another machine: what to send next, and its predictions.
 
-    model's thread    begin: a token at its place   pause: a prompt, a batch          said: what is known by now
+    model's thread    begin: a token at its place   pause: a prompt, a batch          said: predictions so far
     link's thread     next_message: keys and values that it lacks, in parts, then the token     hear: experts named
 
 The newest token alone is sent: what has not gone when the model is further on is of no use. Keys and values go once,
-and again from where the text was taken back to. Whatever is heard decides nothing but what is loaded early.
+and again from where the text was taken back to. Predictions decide only what is loaded early.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Following:
         self._text = secrets.randbits(62)  # what a shadow still says of an earlier main's is none of ours
         self._sent = 0
         """Positions whose keys and values have been sent."""
-        self._told: TokenStep | None = None
-        """What the shadow decodes, as far as it was told."""
+        self._sent_step: TokenStep | None = None
+        """The step that was last sent to the draft model."""
         self._is_followed = False
         self.ring: Callable[[], object] = lambda: None
         """Has the link's thread ask for the next message."""
         self.steps = 0
         """Tokens that were sent,"""
         self.layers = 0
-        """layers of which something was said that was of use then,"""
+        """layers with a prediction that came in time,"""
         self.nbytes = 0
         """and keys and values sent."""
 
@@ -83,12 +83,12 @@ class Following:
         self.ring()
 
     def said(self) -> tuple[list[Expected], list[Expected]]:
-        """(what is expected of the token that the model decodes, as far as it has been said; of the one after it)."""
+        """(predictions for the token that the model decodes, so far; for the one after it)."""
         with self._lock:
             return self._hearsay.said()
 
     def close(self) -> None:
-        """Nobody is followed any more; any number of times."""
+        """Follow no text any more. Idempotent."""
         with self._lock:
             self._hearsay.listener = None
             self._hearsay.pause()
@@ -112,17 +112,17 @@ class Following:
             if not self._is_followed:
                 return None
             if asked is None or cache is None:
-                was_told, self._told = self._told is not None, None
-                return shadow_frames.pause(text) if was_told else None
+                was_following, self._sent_step = self._sent_step is not None, None
+                return shadow_frames.pause(text) if was_following else None
             if begin >= asked.position:
-                if self._told == asked:
+                if self._sent_step == asked:
                     return None
-                self._told, self.steps = asked, self.steps + 1
+                self._sent_step, self.steps = asked, self.steps + 1
                 return shadow_frames.follow(Follow(text, asked.position, asked.token))
             if not may_send_keys:
                 return None
             end = min(asked.position, begin + max(1, PART_BYTES // max(1, cache.position_bytes)))
-            self._sent = end  # before they are copied: where the text is taken back meanwhile, they are sent anew
+            self._sent = end  # before they are copied: where the text is taken back meanwhile, they are sent again
         try:
             rows = cache.taken_out(begin, end)
         except EngineStateError as error:
@@ -134,7 +134,7 @@ class Following:
         return shadow_frames.keys(text, begin, end, memoryview(numbers))
 
     def hear(self, frame: Frame) -> None:
-        """What a shadow has said; of another text it is of no use. Raises `FrameError`."""
+        """Take a draft model's prediction; one for another text is dropped. Raises `FrameError`."""
         found = shadow_frames.parse_expected(frame, self._experts, self._named)
         with self._lock:
             if frame.request != self._text:
@@ -150,4 +150,4 @@ class Following:
     # -- with the lock ------------------------------------------------------------------------------------------------
 
     def _begin_text(self) -> None:
-        self._text, self._sent, self._told = self._text + 1, 0, None
+        self._text, self._sent, self._sent_step = self._text + 1, 0, None

@@ -24,7 +24,7 @@ from smoe.errors import ClusterError
 
 
 def forget_cluster(name: str) -> list[str]:
-    """Everything that is kept of it here, whether as its main or as a worker of it; says what it was, in words.
+    """Delete everything stored for it here, as its coordinator or as a worker; returns what it was, in words.
 
     Raises `ClusterError` where there is none, or where it is in use.
     """
@@ -84,7 +84,7 @@ def _local_workers(main: Main) -> list[str]:
     """The folders of those that `smoe cluster up` has made on this machine."""
     found = []
     for folder in joined():
-        with suppress(ClusterError):  # damaged, and so nobody's
+        with suppress(ClusterError):  # damaged, so it belongs to no cluster
             if folder != main.name and read_worker(folder).main_key == main.keys.public:
                 found.append(folder)
     return found

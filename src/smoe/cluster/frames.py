@@ -11,7 +11,7 @@
     experts              header | JSON object | table [65536]        DESCRIBE asks for it: `described.py`
     a shadow's           as `shadow_frames.py` says
 
-Nothing is unpickled or evaluated. Lengths are checked against each other before anything is made of them; whoever sends
+Nothing is unpickled or evaluated. Lengths are checked against each other before memory is allocated; a sender of
 what does not fit is believed no more.
 """
 
@@ -42,7 +42,7 @@ _MOST_TALK = 1 << 16
 _OVERHEAD = 1 << 10
 """What encryption adds to a part, and more."""
 _ASK_BYTES = 16
-"""A row of a request in the tables beside the rows: an expert has one at least."""
+"""A row of a request in its tables: an expert has at least one."""
 _HEADER = struct.Struct("<4sBBBxQI")
 _MAGIC = b"SMOE"
 _WHOLE = np.dtype("<u4")
@@ -152,7 +152,7 @@ class Times(NamedTuple):
     computing: float
     """Of them, arithmetic."""
     loading: float = 0.0
-    """Experts brought in for it: beside others that were computed, so nobody need have waited as long."""
+    """Experts loaded for it, partly while others were computed, so the request may have waited less."""
     loads: int = 0
     """How many these were."""
 
@@ -177,12 +177,12 @@ def parse(parts: Sequence[Any]) -> Frame:
     return Frame(FrameKind(kind), request, rows, EXPERT_DTYPES[dtype], parts[1:])
 
 
-def talk(kind: FrameKind, said: dict[str, Any], request: int = 0) -> list[Any]:
+def talk(kind: FrameKind, fields_of: dict[str, Any], request: int = 0) -> list[Any]:
     """A message of words."""
-    return [_header(kind, request), json.dumps(said).encode()]
+    return [_header(kind, request), json.dumps(fields_of).encode()]
 
 
-def said(frame: Frame) -> dict[str, Any]:
+def fields_of(frame: Frame) -> dict[str, Any]:
     """The words of a message; raises `FrameError`."""
     if len(frame.body) != 1 or len(memoryview(frame.body[0])) > _MOST_TALK:
         raise FrameError("not a text message")

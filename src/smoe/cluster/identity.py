@@ -78,7 +78,7 @@ class Main:
         return replace(self, shadows=[*others, name] if is_shadow else others)
 
     def without_worker(self, key: str) -> Main:
-        """Whoever has this key is let in no longer."""
+        """The worker with this key is not admitted any more."""
         left = {name: its_key for name, its_key in self.workers.items() if its_key != key}
         return replace(self, workers=left, shadows=[name for name in self.shadows if name in left])
 
@@ -117,7 +117,7 @@ class Worker:
 
 
 def clusters_folder() -> Path:
-    """Where clusters are kept; it need not exist."""
+    """The folder of all clusters; it need not exist."""
     if os.environ.get(_PLACE):
         return Path(os.environ[_PLACE]) / "smoe" / "clusters"
     if sys.platform == "win32":
@@ -144,7 +144,7 @@ def checked_name(name: str, setting: str = "cluster") -> str:
 
 
 def new_main(name: str, address: str = "127.0.0.1", everywhere: bool = False) -> Main:
-    """A cluster that nobody belongs to yet."""
+    """A cluster without workers."""
     return Main(checked_name(name, "name"), checked_address(address), KeyPair.new(), everywhere=everywhere)
 
 
@@ -215,7 +215,7 @@ def keep_keeper(name: str, process: int, began: float) -> Path:
 
 
 def read_keeper(name: str) -> dict[str, Any] | None:
-    """`process` and `began` of who kept them last; None where there never was one."""
+    """`process` and `began` of the process that ran workers last; None: there was none."""
     return _read(_path(name, "up"))
 
 
@@ -232,13 +232,13 @@ def keep_status(
 
 
 def read_status(name: str) -> dict[str, Any] | None:
-    """What main has said last: `at` (seconds since 1970; 0: it has ended), `process`, `workers`; None where it never
-    ran."""
+    """The coordinator's last state: `at` (seconds since 1970; 0: it has ended), `process`, `workers`; None where it
+    never ran."""
     return _read(_path(name, "status"))
 
 
 def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
-    """(main, who expects somebody now; the line for the other machine)."""
+    """(the coordinator with a new invitation; the command line for the other machine)."""
     checked_address(main.address)
     code, now = secrets.token_urlsafe(18), time.time() if now is None else now
     expecting = replace(main, invitations=main.invitations | {_digest(code): now + INVITATION_SECONDS})

@@ -55,7 +55,8 @@ class Landing:
 
     def keep(self, number: int, chunk: int, data: bytes | bytearray) -> bool:
         """Put a chunk of a file at its place; False where it is another than main has, which leaves no trace. The last
-        one makes the file whole, or, where the disk has not kept what it was given, the file lacks chunks again.
+        one makes the file whole, or, where the disk returned other bytes than were written, the file lacks chunks
+        again.
 
         Raises `DiskSpaceError`, `OSError`, and `ClusterError` where the checksums contradict each other.
         """

@@ -3,8 +3,8 @@
     computing thread --submit--> [link] --WORK--> worker ... DONE --> futures
                                    ` late, silent, disconnected, nonsense: others are asked as well (`under_way.py`)
 
-The first answer wins, whoever gave it; later ones are dropped. Keys decide who may speak: a stranger only where
-somebody is invited, and no more than the words of a HELLO.
+The first answer wins; later ones are dropped. Keys decide which machines may send: an unknown one only while
+an invitation is valid, and only a HELLO.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
 
 _TICK_SECONDS = 0.1
-"""How often there is a turn where nothing is heard and nobody late."""
+"""Seconds between two turns without messages and deadlines."""
 _BEAT_SECONDS = 0.5
 _QUIET_SECONDS, _SILENCE_SECONDS = 0.5, 1.0
 """Without a word from a worker, which says one every 0.1 s, after which it is late, and after which it is out."""
@@ -77,7 +77,7 @@ class ClusterLink:
         self._spot_checks = SpotChecks(verify, rescue, self.wake, self._differs)
         self._by_route: dict[bytes, Member] = {}
         self.refused: dict[str, str] = {}
-        """Why whoever came last by a name was not let in."""
+        """Why the last machine with a name was refused."""
         self.losses: list[Loss] = []
         """Who was there, and was not any more, in this order."""
         self.courier: Courier | None = None
@@ -114,7 +114,7 @@ class ClusterLink:
         self.seat = seat
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
-        """Nobody waits for these any more."""
+        """No thread waits for these any more."""
         for future in futures:
             future.cancel()
 
@@ -158,7 +158,7 @@ class ClusterLink:
             self._hear(self._router.recv_multipart(copy=False))
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
-            self._beaten = 0.0  # somebody has gone: who does not take a beat is out
+            self._beaten = 0.0  # a connection has closed: members that take no beat are out
             if self.seat is not None:
                 self.seat.beat_soon()
         self._see_who_is_late(time.monotonic())
@@ -174,13 +174,15 @@ class ClusterLink:
         try:
             frame = frames.parse([part.buffer for part in parts[1:]])
             if seat is not None and seat.is_of(route, frame.kind):
-                seat.heard(route, key, frame, time.monotonic(), self._send)
+                seat.receive(route, key, frame, time.monotonic(), self._send)
             elif frame.kind is FrameKind.HELLO:
-                self._knocked(route, key, frames.said(frame))
-            elif frame.kind is FrameKind.DESCRIBE and (parts := self._doorkeeper.describe(key, frames.said(frame))):
+                self._greeted(route, key, frames.fields_of(frame))
+            elif frame.kind is FrameKind.DESCRIBE and (
+                parts := self._doorkeeper.describe(key, frames.fields_of(frame))
+            ):
                 self._send(route, parts)
             elif self.courier is not None and frame.kind in FILE_KINDS:
-                self.courier.heard(route, key, frame, self._send)
+                self.courier.receive(route, key, frame, self._send)
             elif member is not None and member.key == key and member.state is not WorkerState.OUT:
                 self._answered(member, frame)
         except FrameError as error:
@@ -195,29 +197,29 @@ class ClusterLink:
             elif seat is not None and is_shadow:
                 seat.leave(why)
 
-    def _knocked(self, route: bytes, key: str, said: dict[str, Any]) -> None:
+    def _greeted(self, route: bytes, key: str, fields: dict[str, Any]) -> None:
         known = self._by_route.get(route)
         if known is not None and known.state is not WorkerState.OUT and known.key == key:
-            return  # it was not heard yet that it is in
-        found = self._doorkeeper.knocked(key, said)
+            return  # its WELCOME has not arrived yet
+        found = self._doorkeeper.greeted(key, fields)
         if not isinstance(found, Member):
             if found is not None:
-                self.refused[str(said.get("name"))[:80]] = found
+                self.refused[str(fields.get("name"))[:80]] = found
                 self._send(route, frames.talk(FrameKind.REFUSED, {"why": found}))
             return
         for other in [each for each in self.members.values() if each.key == key and each.state is not WorkerState.OUT]:
             self._out(other, "reconnected")
         self._drop_former(found)
-        found.route, found.heard = route, time.monotonic()
+        found.route, found.last_seen = route, time.monotonic()
         self.members[found.unit] = self._by_route[route] = found
         self._send(route, frames.talk(FrameKind.WELCOME, self._doorkeeper.welcome(found)))
         self._try_next(found, iter(self._doorkeeper.proof(found)))
 
     def _drop_former(self, found: Member) -> None:
-        """Of a worker that comes again and again only the last time is kept, and what it has done."""
+        """Of a worker that joins repeatedly, keep the last entry and the sum of its work."""
         for unit, member in list(self.members.items()):
             if member.name == found.name and member.state is WorkerState.OUT and not self.under_way.owes(member):
-                found.earlier = found.earlier.beside(member.done)
+                found.earlier = found.earlier.plus(member.done)
                 del self.members[unit]
 
     def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
@@ -231,12 +233,12 @@ class ClusterLink:
         self.under_way.begin(ExpertRequest(proof.wanted, Fetched(proof.hidden), [], member.unit, trial))
 
     def _answered(self, member: Member, frame: Frame) -> None:
-        member.heard = time.monotonic()
+        member.last_seen = time.monotonic()
         if frame.kind is FrameKind.LEAVE:
             self._out(member, "left")
         elif frame.kind in (FrameKind.DONE, FrameKind.FAILED):
             request = self.under_way.find(frame.request, member)
-            before, member.answered, member.strikes = member.answered, member.heard, 0
+            before, member.answered, member.strikes = member.answered, member.last_seen, 0
             if member.state is WorkerState.SUSPECT:
                 self._became(member, WorkerState.READY)
             if request is None:
@@ -245,7 +247,7 @@ class ClusterLink:
                 self._failed(request, member, frames.text_of(frame))
             else:
                 done = frames.parse_done(frame, request.rows, *self._rows[:2])
-                member.note(request.wanted, member.heard - request.sent, done.times, queued=request.sent < before)
+                member.note(request.wanted, member.last_seen - request.sent, done.times, queued=request.sent < before)
                 self._done(request, member, done)
                 self.under_way.end(frame.request)  # last: where anything fails, others are asked in time
 
@@ -296,13 +298,13 @@ class ClusterLink:
 
     def _see_who_is_late(self, now: float) -> None:
         late = self.under_way.overdue(now)
-        late |= {each.unit for each in self.members.values() if each.is_here and now - each.heard > _QUIET_SECONDS}
+        late |= {each.unit for each in self.members.values() if each.is_here and now - each.last_seen > _QUIET_SECONDS}
         members = [self.members[unit] for unit in sorted(late)]
         for member in members:
             if member.is_here:
                 member.missed, member.strikes, member.late = member.missed + 1, member.strikes + 1, now
                 self._became(member, WorkerState.SUSPECT)
-        for member in members:  # nobody of whom stands in for another
+        for member in members:  # none of them may stand in for another
             if member.state is WorkerState.PROVING:
                 self._out(member, "did not finish the equality check in time")
             elif member.strikes > MOST_STRIKES:
@@ -318,11 +320,12 @@ class ClusterLink:
         for member in list(self.members.values()):
             if member.state is WorkerState.OUT:
                 continue
-            if member.state is not WorkerState.PROVING and now - member.heard > _SILENCE_SECONDS:
+            if member.state is not WorkerState.PROVING and now - member.last_seen > _SILENCE_SECONDS:
                 self._out(member, f"sent nothing for {_SILENCE_SECONDS:g} s")
                 continue
             self._send_to(member, frames.alone(FrameKind.BEAT))
-            if member.state is WorkerState.SUSPECT and member.heard > member.late and not self.under_way.owes(member):
+            is_back = member.state is WorkerState.SUSPECT and member.last_seen > member.late
+            if is_back and not self.under_way.owes(member):
                 self._became(member, WorkerState.READY)  # it lives, and what it was late with was lost
 
     def _became(self, member: Member, state: WorkerState, why: str = "") -> None:
@@ -339,7 +342,7 @@ class ClusterLink:
             return
         if member.state is not WorkerState.PROVING:
             self.losses.append(Loss(member.name, why, time.time()))
-        self._send(member.route, frames.alone(FrameKind.LEAVE))  # so that it may greet us anew
+        self._send(member.route, frames.alone(FrameKind.LEAVE))  # so that it may greet us again
         self._became(member, WorkerState.OUT, why)
         self._by_route.pop(member.route, None)
         self.under_way.lost(member)

@@ -5,7 +5,7 @@
                 `--other bits--------> OUT <--disconnected, silent, or late several times in a row
 
 What a worker holds is worked out, not asked: it keeps what it used last, in as many slots as it has. Where that is
-wrong, a time is foretold wrongly and nothing else.
+wrong, a time is forecast wrongly and nothing else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WorkerTotals(NamedTuple):
     missed: int = 0
     """Deadlines."""
 
-    def beside(self, other: WorkerTotals) -> WorkerTotals:
+    def plus(self, other: WorkerTotals) -> WorkerTotals:
         """Both together."""
         return WorkerTotals(*map(sum, zip(self, other, strict=True)))
 
@@ -84,8 +84,8 @@ class Member:
     """Where ZeroMQ finds it."""
     slots: int
     state: WorkerState = WorkerState.PROVING
-    heard: float = 0.0
-    """When it last said something (`time.monotonic`),"""
+    last_seen: float = 0.0
+    """When its last message came (`time.monotonic`),"""
     answered: float = 0.0
     """gave results,"""
     late: float = 0.0
@@ -125,7 +125,7 @@ class Member:
     _expected: set[ExpertKey] = field(default_factory=set)
     """It is to have these, and forgets others before them."""
     _late: set[ExpertKey] = field(default_factory=set)
-    """Brought in ahead and not asked for yet: nobody knows whether they are there."""
+    """Announced and not requested yet: perhaps loaded by now."""
 
     @property
     def is_here(self) -> bool:
@@ -143,7 +143,7 @@ class Member:
         now = (
             WorkerTotals(self.experts, self.checked, self.requests, self.missed) if self.has_proven else WorkerTotals()
         )
-        return self.earlier.beside(now)
+        return self.earlier.plus(now)
 
     def takes(self, wanted: Iterable[ExpertTask]) -> bool:
         """Whether it may be asked for these."""
@@ -180,7 +180,7 @@ class Member:
         return missing
 
     def will_bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """It is told to have these; returns those that it has to bring in."""
+        """Announce these to it; returns those that it has to load."""
         missing = [key for key in keys if key not in self._holds]
         self._expected = set(keys)
         self.brought += self.will_hold(missing)
@@ -188,8 +188,8 @@ class Member:
         return missing
 
     def take_coming(self, keys: Iterable[ExpertKey]) -> int:
-        """These are asked for now; returns how many loads of what it was told of may still lie before them: their own,
-        and one of what is read ahead beside them."""
+        """These are requested now; returns how many loads of announced experts may still come before them: their own,
+        and one that is read ahead in parallel."""
         there = len(self._late & self._holds.keys())
         self._late.difference_update(keys)
         self._expected.difference_update(keys)

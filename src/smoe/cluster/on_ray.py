@@ -126,7 +126,7 @@ def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
     """The module `ray`, connected to a cluster that runs: `HOST:PORT` of its head, or `auto`, that of this machine.
 
     Raises `ConfigError` without the package, `ClusterError` where there is no such cluster, or where it does what
-    anybody tells it who reaches its ports and `is_open_allowed` is not said.
+    any program that reaches its ports, unless `is_open_allowed`.
     """
     if address == "local" or "://" in address:  # for Ray: start one; or be no node of it
         raise ClusterError(
@@ -177,7 +177,7 @@ def _answers(address: str, mode: str) -> bool:
     """Whether who comes with a token (`mode` token) or none (disabled) is answered. Asked by another process: Ray reads
     its settings once in a process's life.
 
-    Raises `ClusterError` where nobody answers at all.
+    Raises `ClusterError` where the head does not answer.
     """
     line, environment = code_line(_PROBE, address), child_environment() | {"RAY_AUTH_MODE": mode}
     try:
@@ -208,7 +208,7 @@ def _last_line(error: object) -> str:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _RayWorker:
     """A worker as its keeper knows it."""
 
     name: str
@@ -226,7 +226,7 @@ class _Kept:
 
 
 class OnRay:
-    """Workers that are kept running for as long as somebody calls `turn`, until `close`."""
+    """Workers that run, and are restarted, as long as `turn` is called, until `close`."""
 
     def __init__(
         self, ray: Any, main: Main, on_change: Callable[[str], None], on_trouble: Callable[[str], None]
@@ -234,7 +234,7 @@ class OnRay:
         """Both hear, in words, what becomes of the workers."""
         self._ray, self._main = ray, main
         self._on_change, self._on_trouble = on_change, on_trouble
-        self._kept: list[_Kept] = []
+        self._workers: list[_RayWorker] = []
         self._group: Any = None
 
     def start(self, count: int | None, opening: Callable[[], Served], threads: int | None) -> None:
@@ -251,39 +251,39 @@ class OnRay:
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n)
             options = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": 2, "scheduling_strategy": place}
             me = Worker(name, name, main.address, main.keys.public, KeyPair("", ""))
-            self._kept.append(_Kept(name, kind.options(**options).remote(me, opening, threads)))
-        for each in self._kept:
+            self._workers.append(_RayWorker(name, kind.options(**options).remote(me, opening, threads)))
+        for each in self._workers:
             self._begin(each)
 
     @property
     def names(self) -> list[str]:
         """Of the workers that have not been given up."""
-        return [each.name for each in self._kept]
+        return [each.name for each in self._workers]
 
     def turn(self, seconds: float) -> None:
         """See to the next thing that happens to a worker, if one does in so many seconds. Raises `ClusterError` when
         none is left."""
-        if not self._kept:
+        if not self._workers:
             raise ClusterError("no worker is left; the messages above say why each ended")
-        for each in self._kept:
+        for each in self._workers:
             if each.call is None and time.monotonic() - each.since >= _PAUSE_SECONDS:
                 self._begin(each)
-        calls = [each.call for each in self._kept if each.call is not None]
+        calls = [each.call for each in self._workers if each.call is not None]
         if not calls:
             time.sleep(seconds)
             return
         done, _ = self._ray.wait(calls, num_returns=1, timeout=seconds)
-        for each in [each for each in self._kept if each.call in done]:
+        for each in [each for each in self._workers if each.call in done]:
             self._went_on(each)
 
     def close(self) -> None:
         """End the workers, whose keys are good no longer, and leave Ray. Idempotent."""
-        kept, self._kept = self._kept, []
-        ending = [each.actor.end.remote() for each in kept]
+        ending_workers, self._workers = self._workers, []
+        ending = [each.actor.end.remote() for each in ending_workers]
         if ending:
-            serving = [each.call for each in kept if each.is_serving]
+            serving = [each.call for each in ending_workers if each.is_serving]
             self._ray.wait(ending + serving, num_returns=len(ending + serving), timeout=_ENDING_SECONDS)
-        for each in kept:
+        for each in ending_workers:
             self._give_up(each)
         group, self._group = self._group, None
         if group is not None:
@@ -292,36 +292,36 @@ class OnRay:
             remove_placement_group(group)
         self._ray.shutdown()
 
-    def _begin(self, each: _Kept) -> None:
+    def _begin(self, each: _RayWorker) -> None:
         each.is_serving = False
         each.call = each.actor.begin.remote()  # when Ray has started it
 
-    def _went_on(self, each: _Kept) -> None:
+    def _went_on(self, each: _RayWorker) -> None:
         errors = self._ray.exceptions
         try:
-            said = self._ray.get(each.call)
+            fields = self._ray.get(each.call)
         except errors.RayTaskError as error:
             self._ended(each, _last_line(error))
         except errors.RayActorError as error:
             self._died(each, error)
         else:
             if each.is_serving:
-                self._ended(each, said) if said is not None else self._begin(each)
+                self._ended(each, fields) if fields is not None else self._begin(each)
             else:
-                self._has_begun(each, said)
+                self._has_begun(each, fields)
 
-    def _has_begun(self, each: _Kept, said: dict[str, Any]) -> None:
+    def _has_begun(self, each: _RayWorker, fields: dict[str, Any]) -> None:
         each.is_away = False
-        each.where = f" on {said['host']}, process {said['process']}"
-        if "why" in said:
-            self._ended(each, str(said["why"]))
+        each.where = f" on {fields['host']}, process {fields['process']}"
+        if "why" in fields:
+            self._ended(each, str(fields["why"]))
             return
         main = read_main(self._main.name)  # it may have let in others since
-        keep_main(main.with_worker(each.name, str(said["key"])))
-        each.call, each.is_serving, each.since = each.actor.serve.remote(said["key"]), True, time.monotonic()
-        self._on_change(f"{each}: room for {said['slots']} experts")
+        keep_main(main.with_worker(each.name, str(fields["key"])))
+        each.call, each.is_serving, each.since = each.actor.serve.remote(fields["key"]), True, time.monotonic()
+        self._on_change(f"{each}: room for {fields['slots']} experts")
 
-    def _died(self, each: _Kept, error: Exception) -> None:
+    def _died(self, each: _RayWorker, error: Exception) -> None:
         if isinstance(error, self._ray.exceptions.ActorDiedError):  # for ever: it could not even be made
             each.is_serving = False
             self._ended(each, _last_line(error))
@@ -333,16 +333,16 @@ class OnRay:
             each.is_away = True
         each.call, each.is_serving, each.since = None, False, time.monotonic()
 
-    def _ended(self, each: _Kept, why: str) -> None:
+    def _ended(self, each: _RayWorker, why: str) -> None:
         if each.is_serving and time.monotonic() - each.since >= _LEAST_RUN_SECONDS:
             self._on_trouble(f"{each} has ended ({why}); it is started again")
             self._begin(each)
             return
         self._on_trouble(f"{each} ended at once ({why}) and is not started again")
-        self._kept.remove(each)
+        self._workers.remove(each)
         self._give_up(each)
 
-    def _give_up(self, each: _Kept) -> None:
+    def _give_up(self, each: _RayWorker) -> None:
         self._ray.kill(each.actor, no_restart=True)
         main = read_main(self._main.name)
         keep_main(replace(main, workers={name: key for name, key in main.workers.items() if name != each.name}))

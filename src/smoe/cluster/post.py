@@ -1,4 +1,4 @@
-"""A main that serves no model and sends its files alone (`smoe cluster send`), until whoever belongs to it has them."""
+"""A coordinator that only sends a model's files (`smoe cluster send`), until all workers of the cluster have them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Post(Admission):
         self._bell.put(None)
 
     def serve(self) -> None:
-        """Until `end`, or until all workers of the cluster have all files and nobody is invited any more. Raises
+        """Until `end`, or until all workers of the cluster have all files and no invitation is valid. Raises
         `ClusterError` where the address cannot be listened at."""
         keys = self.main.keys
         try:
@@ -78,26 +78,26 @@ class Post(Admission):
         def send(route: bytes, parts: list[Any]) -> bool:
             try:
                 router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:  # it has gone, and will greet us anew
+            except zmq.ZMQError as error:  # it has gone, and will greet us again
                 _log.info("cannot reach %r: %s", route, error)
                 return False
             return True
 
         self._bell.take()
         while door.monitor.poll(0):
-            door.monitor.recv_multipart()  # who has gone greets us anew
+            door.monitor.recv_multipart()  # who has gone greets us again
         while router.poll(0):
             parts = router.recv_multipart(copy=False)
             try:
                 frame = frames.parse([part.buffer for part in parts[1:]])
                 if frame.kind in FILE_KINDS:
-                    self.courier.heard(parts[0].bytes, user_of(parts[-1]), frame, send)
+                    self.courier.receive(parts[0].bytes, user_of(parts[-1]), frame, send)
             except FrameError as error:
                 _log.warning("a worker sent an invalid message: %s", error)
         self.courier.turn(True, send)
 
     def _is_done(self) -> bool:
-        """Whether there is nobody left who may want anything."""
+        """Whether no worker can need a file any more."""
         for key in [key for key, missing in self.courier.missing.items() if missing == 0 and key not in self._whole]:
             self._whole.add(key)
             self._on_whole(self.name_of(key) or "?")

@@ -63,8 +63,8 @@ class Cluster(Admission):
         spares: int = 0,
         verify: float = 0.0,
     ) -> None:
-        """`alone`: the experts in main's own hands, for proofs and for when nobody is left; `rows`: what is sent;
-        `asked`: what a worker must have said of its model; `spares`: experts that predictions name beside as many as a
+        """`alone`: the coordinator's own experts, for proofs and for a cluster without workers; `rows`: what is sent;
+        `asked`: fields that a worker's model must have; `spares`: experts that predictions name in addition to those a
         layer chooses; `verify`: the share of what workers return that is recomputed here. `method` is one of
         `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
         super().__init__(main)
@@ -151,7 +151,7 @@ class Cluster(Admission):
         return None if self.seat is None else self.seat.described()
 
     def close(self) -> None:
-        """Say good-bye to the workers and give back what main kept for itself. Idempotent."""
+        """Disconnect the workers and free the coordinator's own slots. Idempotent."""
         (link, self.link), shadow = (self.link, None), self.shadow
         if link is not None:
             link.close()
@@ -180,7 +180,7 @@ class Cluster(Admission):
         self._ahead.begin(position, self._views, {member.unit: member.slots for member in self._ready})
 
     def balance(self, routing: Routing, under_way: float) -> Placement | None:
-        """For one layer, with so many loads under way here; None where nobody is there."""
+        """For one layer, with so many loads in flight here; None: there are no workers."""
         self._ahead.asked(routing.layer, set(chain.from_iterable(routing.top_k_index)))
         if not self._ready:
             return None
@@ -194,7 +194,7 @@ class Cluster(Admission):
         )
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Workers are told of what they will be asked for, as far as they have room for it; main brings in what it is
+        """Announce to workers what will be requested, as far as they have room; the coordinator loads what it is
         to load itself, of the nearest layers."""
         if not self._ready:
             return predictions
@@ -236,8 +236,8 @@ class Cluster(Admission):
         uses, loads = sum(member.uses for member in self._ready), [each.load for each in self._ready if each.load]
         if not uses or not loads:
             return 0.0
-        kept = max(0.0, 1.0 - sum(member.brought for member in self._ready) / uses)
-        return (kept - self._here.kept()) * sum(loads) / len(loads)
+        share = max(0.0, 1.0 - sum(member.brought for member in self._ready) / uses)
+        return (share - self._here.retained()) * sum(loads) / len(loads)
 
     def _is_out(self, unit: int) -> bool:
         member = None if self.link is None else self.link.members.get(unit)
@@ -260,16 +260,16 @@ class Cluster(Admission):
         """It has room for others."""
         self._ahead.answered(member.unit, keys)
 
-    def knocked(self, key: str, said: dict[str, Any]) -> Member | str | None:
+    def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
         """A new member that is to be proven, or why it is refused; None: not known yet."""
-        name, slots = said.get("name"), said.get("slots")
+        name, slots = fields.get("name"), fields.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its first message is incomplete"
-        why = self._unfit(said) or self.admitted(key, said)
+        why = self._unfit(fields) or self.admitted(key, fields)
         if why:
             return why
         most_rows = inf
-        if said.get("torch") is False:
+        if fields.get("torch") is False:
             found = self._without_torch()
             if not isinstance(found, LightWorker):
                 return found
@@ -284,16 +284,16 @@ class Cluster(Admission):
         arithmetic = self._arithmetic if found is None else found.arithmetic
         return {"arithmetic": arithmetic, "rows": self._rows.most}
 
-    def _unfit(self, said: dict[str, Any]) -> str:
+    def _unfit(self, fields: dict[str, Any]) -> str:
         """In what a worker's model, or its smoe, is another; empty: in nothing."""
         for what, mine in {"smoe": __version__, **self._asked}.items():
-            if said.get(what) != mine:
-                return f"its {what} is {str(said.get(what))[:80]!r}, the coordinator has {mine!r}"
+            if fields.get(what) != mine:
+                return f"its {what} is {str(fields.get(what))[:80]!r}, the coordinator has {mine!r}"
         return ""
 
-    def describe(self, key: str, said: dict[str, Any]) -> list[Any]:
+    def describe(self, key: str, fields: dict[str, Any]) -> list[Any]:
         """What a worker without torch is answered that asks what experts are; nothing: it asks again."""
-        why = self._unfit(said) or self.admitted(key, said)
+        why = self._unfit(fields) or self.admitted(key, fields)
         found = why or self._without_torch()
         if isinstance(found, str):
             return frames.talk(FrameKind.REFUSED, {"why": found})
@@ -311,7 +311,7 @@ class Cluster(Admission):
         return [each for each in self._proofs if each.hidden.shape[0] <= member.most_rows]
 
     def doubt(self, member: Member, why: str) -> None:
-        """It is let in no longer, and the user is told."""
+        """Exclude it permanently, and warn the user."""
         with self._lock:
             with suppress(ClusterError):
                 self.main = replace(read_main(self.main.name), address=self.main.address)
@@ -363,7 +363,7 @@ class RemoteUnit:
         return iter(())
 
     def drain(self) -> None:
-        """Nobody waits for what is under way any more; what comes of it is dropped."""
+        """No thread waits for what is under way any more; what comes of it is dropped."""
         self._link.forget(list(self._under_way))
 
     def start_anew(self) -> None:

@@ -46,7 +46,7 @@ class ExpertRequest:
     unit: int
     """Who is asked."""
     trial: PendingProof | None = None
-    """Whose proof it is: nobody else is asked."""
+    """The worker that must compute it; no other one is asked."""
     tried: frozenset[int] = frozenset()
     """Who was asked for these before."""
     expected: float = 0.0
@@ -64,7 +64,7 @@ class ExpertRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it, or for what is left of it."""
+        """Whether no thread waits for it, or for what is left of it."""
         return bool(self.futures) and all(future.done() for future in self.futures)
 
     def part(self, unit: int, places: Sequence[int]) -> ExpertRequest:
@@ -94,6 +94,6 @@ def take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> Non
 
 
 def resolve(future: Future[torch.Tensor], rows: torch.Tensor) -> None:
-    """The rows are there, unless nobody waits for them."""
-    with suppress(InvalidStateError):  # cancelled, or somebody was faster
+    """The rows are there, unless no thread waits for them."""
+    with suppress(InvalidStateError):  # cancelled, or another answer was faster
         future.set_result(rows)

@@ -1,4 +1,4 @@
-"""Which processes of this machine are at work for a cluster: its main, and whoever keeps its workers running."""
+"""Which processes of this machine run for a cluster: its coordinator, and the supervisor of its workers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Main sends its model's files to workers that lack them, when nothing else is to be done.
 
-    link's thread    heard: who wants what     turn: nobody waits for an expert? one piece goes
+    link's thread    receive: who wants what   turn: no thread waits for an expert? one piece goes
     courier's own    checksums, made once | reads the next piece, at the pace allowed, and rings
 
 While experts are being asked for, a piece goes in each gap between two requests, and no more: what lies in the system's
-buffers would be in the way of the next one. A worker that says FILES begins anew; what it had asked for is forgotten.
+buffers would be in the way of the next one. A worker that says FILES starts again; what it had asked for is forgotten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILE_KINDS = (FrameKind.FILES, FrameKind.PIECE)
 CALM_SECONDS = 0.2
 """Without a request after which main counts as having nothing else to do."""
 _MOST_ASKED = 64
-"""Pieces that a worker may wait for; what it asks for beyond them is not heard."""
+"""Pieces that a worker may have requested; further requests are ignored."""
 _MOST_READY = 2
 """Pieces that are read before they can go."""
 
@@ -62,7 +62,7 @@ class SummedFiles(NamedTuple):
 
 
 class Courier:
-    """`heard` and `turn` are called by the thread that has the sockets; `close` ends its own."""
+    """`receive` and `turn` are called by the thread that has the sockets; `close` ends its own."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class Courier:
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         """`paths`: the files by the names under which they travel, of a model in this `precision`; `admitted`: why
-        somebody with this key, who says this of itself, gets nothing, or empty; `rate`: bytes a second at most, to all
+        a machine with this key and these fields gets nothing, or empty; `rate`: bytes a second at most, to all
         workers together."""
         self.missing: dict[str, int] = {}
-        """Bytes that workers said they lack, by key."""
+        """Bytes that workers reported as missing, by key."""
         self.summed_bytes = 0
         self._paths, self._precision, self._admitted = dict(paths), precision, admitted
         self._pace, self._clock = SendRate(rate, clock), clock
@@ -90,7 +90,7 @@ class Courier:
         self._known: SummedFiles | None = None
         self._failure = ""
         self._busy = -CALM_SECONDS
-        """When somebody waited for an expert last."""
+        """When a thread last waited for an expert."""
         self._has_sent = False
         """In the gap that we are in."""
         self._ring: Callable[[], None] = lambda: None
@@ -113,10 +113,10 @@ class Courier:
 
     # -- the sockets' thread ------------------------------------------------------------------------------------------
 
-    def heard(self, route: bytes, key: str, frame: Frame, send: Send) -> None:
+    def receive(self, route: bytes, key: str, frame: Frame, send: Send) -> None:
         """A message of one of `FILE_KINDS`. Raises `FrameError`."""
         if frame.kind is FrameKind.FILES:
-            self._greeted(route, key, frames.said(frame), send)
+            self._greeted(route, key, frames.fields_of(frame), send)
             return
         asker, known = self._askers.get(key), self._known
         if asker is None or asker.route != route or known is None:
@@ -129,37 +129,37 @@ class Courier:
                 asker.wanted.append(place)
             self._changed.notify_all()
 
-    def _greeted(self, route: bytes, key: str, said: dict[str, Any], send: Send) -> None:
-        why = self._refusal(key, said)
+    def _greeted(self, route: bytes, key: str, fields: dict[str, Any], send: Send) -> None:
+        why = self._refusal(key, fields)
         if why:
             send(route, frames.talk(FrameKind.REFUSED, {"why": why}))
             return
         with self._changed:
             self._askers[key] = Asker(route)
             known, failure = self._known, self._failure
-            self._failure = ""  # once more, for whoever asks next
+            self._failure = ""  # once more, for the caller next
             self._changed.notify_all()
         if failure:
             send(route, frames.talk(FrameKind.REFUSED, {"why": failure}))
         elif known is None:
             total = sum(path.stat().st_size for path in self._paths.values() if path.exists())
             send(route, frames.talk(FrameKind.SUMMING, {"done_bytes": self.summed_bytes, "all_bytes": total}))
-        elif said.get("known") == known.manifest.mark:
-            missing = said.get("missing_bytes")
+        elif fields.get("known") == known.manifest.mark:
+            missing = fields.get("missing_bytes")
             if type(missing) is int and 0 <= missing <= known.manifest.nbytes:
                 self.missing[key] = missing
             send(route, frames.alone(FrameKind.SAME))
         else:
             send(route, files.manifest(known.manifest))
 
-    def _refusal(self, key: str, said: dict[str, Any]) -> str:
+    def _refusal(self, key: str, fields: dict[str, Any]) -> str:
         for what, mine in {"smoe": __version__, "precision": self._precision}.items():
-            if said.get(what) != mine:
-                return f"its {what} is {str(said.get(what))[:80]!r}, the coordinator has {mine!r}"
-        return self._admitted(key, said)
+            if fields.get(what) != mine:
+                return f"its {what} is {str(fields.get(what))[:80]!r}, the coordinator has {mine!r}"
+        return self._admitted(key, fields)
 
     def turn(self, is_quiet: bool, send: Send) -> None:
-        """Send a piece where that may be: `is_quiet` says that nobody waits for an expert."""
+        """Send a piece where that may be: `is_quiet` says that no thread waits for an expert."""
         now = self._clock()
         if not is_quiet:
             self._quiet.clear()
@@ -252,7 +252,7 @@ class Courier:
         return SummedFiles(Manifest(made), tuple(self._paths.values()), tuple(identities))
 
     def _may_read(self, nbytes: int) -> None:
-        """Wait until nobody waits for an expert: reading and summing take the disk and a core."""
+        """Wait until no thread waits for an expert: reading and summing take the disk and a core."""
         self._quiet.wait()
         if self._is_ending:
             raise _EndedError

@@ -1,11 +1,11 @@
-"""What main and a shadow on another machine say to each other, beside the words of a greeting.
+"""Messages between the coordinator and a draft model on another machine, after their greeting.
 
     follow     header (text) | u32 [position, token]; without a body: nothing that a shadow follows
     keys       header (text) | u32 [begin, end] | keys and values, as `RowCache.taken_out` has them
     taken      header (text): from the shadow, as what follows
     expected   header (text) | u32 [n, 4]: position, token, layer, experts | u32 [experts of all]
 
-A *text* is a number that main has drawn: what is said of another one is of no use.
+A *text* is a random number of the coordinator; messages about another one are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PART_BYTES = 1 << 17
 """Of keys and values in one message, unless those of one position are more."""
 MOST_BYTES = 1 << 24
 """Of a part of a message to a shadow: keys and values of one position, whatever the model."""
-MOST_SAID = 64
+MOST_PREDICTIONS = 64
 """Layers in one message."""
 _WHOLE = np.dtype("<u4")
 
@@ -46,7 +46,7 @@ class Keys(NamedTuple):
 
 
 class ExpectedExperts(NamedTuple):
-    """What a shadow has said of one layer."""
+    """A draft model's prediction for one layer."""
 
     position: int
     token: int
@@ -95,13 +95,13 @@ def taken(text: int) -> list[Any]:
     return frames.alone(FrameKind.TAKEN, text)
 
 
-def expected(text: int, said: Sequence[ExpectedExperts]) -> list[Any]:
-    """Of `MOST_SAID` layers at most."""
-    heads = [(each.position, each.token, each.layer, len(each.experts)) for each in said]
+def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
+    """Of `MOST_PREDICTIONS` layers at most."""
+    heads = [(each.position, each.token, each.layer, len(each.experts)) for each in predictions]
     return [
         *frames.alone(FrameKind.EXPECTED, text),
         _numbers(heads),
-        _numbers([[n] for each in said for n in each.experts]),
+        _numbers([[n] for each in predictions for n in each.experts]),
     ]
 
 
@@ -109,16 +109,16 @@ def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int,
     """For a model whose layers have so many `experts`, of which so many are `named`. Raises `FrameError`."""
     heads = _table(frame, 1, 4, parts=2)
     every = [n for (n,) in _table(frame, 2, 1, parts=2)]
-    if not 0 < len(heads) <= MOST_SAID or sum(count for *_, count in heads) != len(every):
+    if not 0 < len(heads) <= MOST_PREDICTIONS or sum(count for *_, count in heads) != len(every):
         raise FrameError("wrong number of experts")
-    said, at = [], 0
+    predictions, at = [], 0
     for position, token, layer, count in heads:
         of_layer = tuple(every[at : at + count])
         if count != named.get(layer) or len(set(of_layer)) != count or max(of_layer) >= experts[layer]:
             raise FrameError(f"invalid experts {of_layer} of layer {layer}")
-        said.append(ExpectedExperts(position, token, layer, of_layer))
+        predictions.append(ExpectedExperts(position, token, layer, of_layer))
         at += count
-    return said
+    return predictions
 
 
 def _numbers(rows: Sequence[Sequence[int]]) -> bytes:

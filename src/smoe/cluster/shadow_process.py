@@ -1,4 +1,4 @@
-"""A shadow on a machine of its own: follows the text of whoever is main, and names experts as its routers choose them.
+"""A draft model on a machine of its own: follows the coordinator's text, and sends the experts its routers choose.
 
     connected --SHADOW--> WELCOME: open this --files are opened, on a thread--> SHADOW --> WELCOME: follows
                           WELCOME: not needed, or not now; it says SHADOW again
@@ -117,17 +117,17 @@ class ShadowProcess(Talking):
 
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
         if frame.kind is FrameKind.WELCOME:
-            self._welcomed(frames.said(frame))
+            self._welcomed(frames.fields_of(frame))
         elif frame.kind is FrameKind.REFUSED:
             raise refusal(self._me, frame)
         elif frame.kind is FrameKind.LEAVE:
-            self._heard = 0.0
+            self._received_at = 0.0
         elif self._is_in and self._opened is not None and frame.kind in (FrameKind.KEYS, FrameKind.FOLLOW):
             try:
                 self._read(dealer, frame, self._opened[1])
-            except ValueError as error:  # of a text whose beginning has not come here: main begins anew
+            except ValueError as error:  # of a text whose beginning has not come here: main starts again
                 _log.warning("the draft model cannot continue this text: %s", error)
-                self._is_in, self._said = False, 0.0
+                self._is_in, self._sent_at = False, 0.0
 
     def _read(self, dealer: zmq.Socket[bytes], frame: Frame, along: Along) -> None:
         if frame.kind is FrameKind.KEYS:
@@ -180,11 +180,11 @@ class ShadowProcess(Talking):
         except (SmoeError, OSError, MemoryError) as error:
             self._cannot = (wanted, str(error), time.monotonic())
             self._on_change(f"cannot load what the coordinator requests: {error}")
-        except Exception as error:  # main is told, and may want something else
+        except Exception as error:  # the coordinator gets the reason, and may send other settings
             _log.exception("the draft model could not be loaded")
             self._cannot = (wanted, f"{type(error).__name__}: {error}", time.monotonic())
         finally:
-            self._said = 0.0  # greet main at once
+            self._sent_at = 0.0  # greet main at once
             self._opening = None
             self._bell.put([])
 
@@ -200,7 +200,7 @@ class ShadowProcess(Talking):
         super()._turn(dealer)
         with self._lock:
             said, self._unsaid = self._unsaid, []
-        for begin in range(0, len(said), shadow_frames.MOST_SAID):
+        for begin in range(0, len(said), shadow_frames.MOST_PREDICTIONS):
             if self._is_in:
-                part = said[begin : begin + shadow_frames.MOST_SAID]
+                part = said[begin : begin + shadow_frames.MOST_PREDICTIONS]
                 self._send(dealer, shadow_frames.expected(self._text, part))

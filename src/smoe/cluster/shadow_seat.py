@@ -1,10 +1,10 @@
-"""Main's end of a connection to a shadow: one of them has the seat, and follows the text as long as it is heard of.
+"""The coordinator's end of a draft model's connection: one of them is active, and follows the text while it lives.
 
     shadow   SHADOW (who it is, what it has opened) -->                       opens its files ... SHADOW -->
     main                                  <-- WELCOME (what it is to open)                 <-- WELCOME: it is in
     main     KEYS, FOLLOW -->   EXPECTED <--   both BEAT; silent, gone, or nonsense: main goes on without it
 
-A greeting says everything anew, so it does not matter which of the two was there first, or came back. Belongs to the
+A greeting repeats everything, so it does not matter which side was there first, or came back. Belongs to the
 link's thread.
 """
 
@@ -35,19 +35,19 @@ class Seat:
     """Who sits there, and what it is sent."""
 
     def __init__(self, following: Following | None, asked: Mapping[str, Any], admission: Admission) -> None:
-        """`following`: None: this main has no use for a shadow. `asked`: what it must have said of its model."""
+        """`following`: None: this main has no use for a shadow. `asked`: fields that its model must have."""
         self.following = following
         self._asked, self._admission = asked, admission
         self.name = ""
-        """Who has come last; empty: nobody."""
+        """The name of the last one; empty: there was none."""
         self.state = "out"
         self.why = ""
         """Why it is out, or opens nothing."""
         self.changed: Callable[[], object] = lambda: None
         self._key = ""
         self._route = b""
-        self._said: dict[str, Any] = {}
-        self._heard = self._beaten = 0.0
+        self._fields: dict[str, Any] = {}
+        self._received_at = self._beaten = 0.0
         self._is_open = False
         """Whether it has opened what this main wants."""
         self._under_way = 0
@@ -71,12 +71,12 @@ class Seat:
         """Whether who sits there speaks by this route."""
         return route == self._route and self.state != "out"
 
-    def heard(self, route: bytes, key: str, frame: Frame, now: float, send: Send) -> None:
+    def receive(self, route: bytes, key: str, frame: Frame, now: float, send: Send) -> None:
         """A message for here. Raises `FrameError`."""
         if frame.kind is FrameKind.SHADOW:
-            self._greeted(route, key, frames.said(frame), now, send)
+            self._greeted(route, key, frames.fields_of(frame), now, send)
         elif key == self._key:
-            self._heard = now
+            self._received_at = now
             if frame.kind is FrameKind.LEAVE:
                 self.leave("left")
             elif frame.kind is FrameKind.TAKEN:
@@ -89,7 +89,7 @@ class Seat:
         if self.state == "out":
             return
         most = SILENCE_SECONDS if self.is_in else PATIENCE_SECONDS
-        if now - self._heard > most:
+        if now - self._received_at > most:
             self.put_out(f"sent nothing for {most:g} s", send)
             return
         if now - self._beaten > BEAT_SECONDS:
@@ -105,11 +105,11 @@ class Seat:
                 self.leave("disconnected")
 
     def beat_soon(self) -> None:
-        """Somebody has gone, maybe this one."""
+        """A connection has closed, perhaps this one."""
         self._beaten = 0.0
 
     def put_out(self, why: str, send: Send) -> None:
-        """Go on without it; it is told, so that it may greet us anew."""
+        """Continue without it; it gets a LEAVE, so that it can greet again."""
         if self.state != "out":
             send(self._route, frames.alone(FrameKind.LEAVE))
             self.leave(why)
@@ -128,14 +128,14 @@ class Seat:
             "state": self.state,
             "why": self.why,
             "precision": None if following is None or not self._is_open else following.wanted["shadow_precision"],
-            "memory_bytes": _whole(self._said.get("memory_bytes")),
+            "memory_bytes": _whole(self._fields.get("memory_bytes")),
             "tokens_followed": 0 if following is None else following.steps,
             "layers_named": 0 if following is None else following.layers,
             "bytes_sent": 0 if following is None else following.nbytes,
         }
 
-    def _greeted(self, route: bytes, key: str, said: dict[str, Any], now: float, send: Send) -> None:
-        why = self._refusal(key, said)
+    def _greeted(self, route: bytes, key: str, fields: dict[str, Any], now: float, send: Send) -> None:
+        why = self._refusal(key, fields)
         if why:
             send(route, frames.talk(FrameKind.REFUSED, {"why": why}))
             return
@@ -150,8 +150,8 @@ class Seat:
         if self.is_in:
             self.leave("reconnected")  # or has missed something of ours: in its own eyes it is not in
         self._admission.note_role(key, is_shadow=True)
-        self._key, self._route, self._heard = key, route, now
-        self.name, self._said = self._admission.name_of(key) or "?", said
+        self._key, self._route, self._received_at = key, route, now
+        self.name, self._fields = self._admission.name_of(key) or "?", fields
         if self.following is None:
             self._became("not used")
             send(
@@ -161,16 +161,16 @@ class Seat:
                 ),
             )
             return
-        self._is_open = is_open = said.get("opened") == self.following.wanted
+        self._is_open = is_open = fields.get("opened") == self.following.wanted
         self._under_way = 0
-        self._became("ready" if is_open else "opens its files", "" if is_open else _words(said.get("cannot")))
+        self._became("ready" if is_open else "opens its files", "" if is_open else _words(fields.get("cannot")))
         send(route, frames.talk(FrameKind.WELCOME, {"wanted": self.following.wanted}))
 
-    def _refusal(self, key: str, said: dict[str, Any]) -> str:
+    def _refusal(self, key: str, fields: dict[str, Any]) -> str:
         for what, mine in {"smoe": __version__, **self._asked}.items():
-            if said.get(what) != mine:
-                return f"its {what} is {str(said.get(what))[:80]!r}, the coordinator has {mine!r}"
-        return self._admission.admitted(key, said)
+            if fields.get(what) != mine:
+                return f"its {what} is {str(fields.get(what))[:80]!r}, the coordinator has {mine!r}"
+        return self._admission.admitted(key, fields)
 
     def _became(self, state: str, why: str = "") -> None:
         if (state, why) == (self.state, self.why):
@@ -182,8 +182,8 @@ class Seat:
         self.changed()
 
 
-def _whole(said: Any) -> int:
-    return said if type(said) is int and said >= 0 else 0
+def _whole(fields: Any) -> int:
+    return fields if type(fields) is int and fields >= 0 else 0
 
 
 def _words(text: Any) -> str:

@@ -1,10 +1,10 @@
 """A sample of what workers return, computed once more by main: a proof when a worker comes says nothing of later.
 
     answers    | DONE | DONE | DONE | DONE | ...
-    drawn             ^ kept: rows in, rows out        ^ kept
-    main's rescue      | recompute, compare bits |       ...         one at a time, while nobody needs it
+    drawn             ^ stored: rows in, rows out      ^ stored
+    main's rescue      | recompute, compare bits |       ...         one at a time, while it is idle
 
-Nothing waits for it. What is drawn hangs on a seed that no worker knows: one that did would lie elsewhere.
+Nothing waits for it. What is drawn depends on a seed that no worker knows: one that did would lie elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Drawn(NamedTuple):
 
 
 class SpotChecks:
-    """Used by the link's thread alone, and by whoever closes the link."""
+    """Used by the link's thread, and by the thread that closes the link."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class SpotChecks:
         seed: int | None = None,
     ) -> None:
         """`share` of the experts that workers compute is recomputed, of 1: all, as far as there is time. `ring`: call
-        `go_on` soon; `on_difference` hears by how much a number differs. `seed`: None: nobody's."""
+        `go_on` soon; `on_difference` hears by how much a number differs. `seed`: None: a random one."""
         self._share = share
         self._rescue = rescue
         self._ring = ring
@@ -64,12 +64,12 @@ class SpotChecks:
         self._under_way: tuple[_Drawn, Future[torch.Tensor]] | None = None
 
     def note(self, member: Member, request: ExpertRequest, came: Sequence[torch.Tensor]) -> None:
-        """A worker has answered, and whoever waits has not been told yet."""
+        """A worker has answered; its future is not set yet."""
         for each, future, rows in zip(request.wanted, request.futures, came, strict=True):
             if self._lot.random() >= self._share or len(self._waiting) >= MOST_WAITING:
                 continue
             drawn = _Drawn(member, each.key, request.hidden.wait()[list(each.tokens)], rows.clone())
-            if not future.done():  # else somebody was faster, and the rows may be others already
+            if not future.done():  # else another answer was faster, and the rows may have changed
                 self._waiting.append(drawn)
 
     def go_on(self, is_needed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Checksums of a model's files, made once and kept in the user's cache for as long as the file is the same one.
+"""Checksums of a model's files, made once and stored in the user's cache for as long as the file is the same one.
 
 A file counts as the same by its path, inode, size and time of writing. The model's own folder is left alone: it may not
 be ours to write.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from smoe.cluster.files import CHUNK_BYTES, SentFile
 from smoe.memory.safetensors_index import FileIdentity, check_identity, identity_of
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 1
 _READ_BYTES = 1 << 20
@@ -29,7 +29,7 @@ def sums_of(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
 
     Raises `OSError`, and `CheckpointError` where the file is written meanwhile.
     """
-    return kept_sums(path, name) or keep_sums(path, make_sums(path, name, before))
+    return stored_sums(path, name) or keep_sums(path, make_sums(path, name, before))
 
 
 def make_sums(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
@@ -53,9 +53,9 @@ def make_sums(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
     return SentFile(name, identity.nbytes, whole.hexdigest(), bytes(sums))
 
 
-def kept_sums(path: Path, name: str) -> SentFile | None:
+def stored_sums(path: Path, name: str) -> SentFile | None:
     """What was made of this very file before; None where nothing was."""
-    stored = kept(of_model("sums", path), _FORMAT)
+    stored = read_stored(of_model("sums", path), _FORMAT)
     if stored is None or stored.get("identity") != _identity(path):
         return None
     try:
@@ -75,7 +75,7 @@ def keep_sums(path: Path, made: SentFile) -> SentFile:
 
 
 def forget_sums(path: Path) -> None:
-    """What was kept of the file is not true."""
+    """The stored checksums of the file are wrong."""
     with suppress(OSError):
         of_model("sums", path).unlink(missing_ok=True)
 

@@ -1,6 +1,6 @@
 """The talking thread of a machine that belongs to a main's cluster, worker or shadow.
 
-    connected --greeting until answered--> in: beats --nothing heard of main for a while--> greeting again
+    connected --greeting until answered--> in: beats --coordinator silent for a while--> greeting again
 
 Whatever else the machine does has threads of its own, which ring when they have something to send.
 """
@@ -38,10 +38,10 @@ class Talking(ABC):
         self._me = me
         self._on_change = on_change
         self._bell: Doorbell[list[Any]] = Doorbell()
-        self._heard = self._said = 0.0
+        self._received_at = self._sent_at = 0.0
         self._is_in = False
         self.is_ending = False
-        """Whether it was told to."""
+        """Whether it was asked to end."""
 
     def end(self) -> None:
         """From any thread: `serve` returns soon."""
@@ -76,7 +76,7 @@ class Talking(ABC):
 
     @abstractmethod
     def _greeting(self) -> list[Any]:
-        """What is said until main answers."""
+        """The greeting, sent until the coordinator answers."""
 
     @abstractmethod
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
@@ -100,25 +100,25 @@ class Talking(ABC):
             if parts:
                 self._send(dealer, parts)
         now = time.monotonic()
-        if self._is_in and now - self._heard > _SILENCE_SECONDS:
+        if self._is_in and now - self._received_at > _SILENCE_SECONDS:
             self._is_in = False
             self._lost()
             self._on_change("lost the coordinator; waiting for it")
-        if not self._is_in and now - self._said > _HELLO_SECONDS:
-            self._said = now
+        if not self._is_in and now - self._sent_at > _HELLO_SECONDS:
+            self._sent_at = now
             self._send(dealer, self._greeting())
-        elif self._is_in and now - self._said > BEAT_SECONDS:
-            self._said = now
+        elif self._is_in and now - self._sent_at > BEAT_SECONDS:
+            self._sent_at = now
             self._send(dealer, frames.alone(FrameKind.BEAT))
 
     def _send(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
-        with suppress(zmq.Again):  # main is not there; whoever waits asks somebody else
+        with suppress(zmq.Again):  # the coordinator is not there; the waiting thread asks another one
             dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
 
     def _hear(self, dealer: zmq.Socket[bytes], parts: list[Any]) -> None:
         try:
             frame = frames.parse([part.buffer for part in parts])
-            self._heard = time.monotonic()
+            self._received_at = time.monotonic()
             self._answer(dealer, frame)
         except FrameError as error:
             _log.warning("the coordinator sent an invalid message: %s", error)

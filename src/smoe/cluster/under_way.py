@@ -1,7 +1,8 @@
 """Requests under way: who has been asked for what, until when, and who stands in for whom.
 
     a worker   | asked ........... x  late, silent, gone, or it has failed
-    others                         | expert a ..... |       each goes to whoever is done with it first, main's own hands
+    others                         | expert a ..... |       each goes to the machine that finishes first, the
+    coordinator
                                    | expert b ... |         among them; who is late in turn is stood in for as well
     a worker                                    | all of it, late: what is there already does not count
 
@@ -43,7 +44,7 @@ class UnderWay:
         here_load: Callable[[], float],
     ) -> None:
         """`send` calls `lost` for whom it cannot reach. `rescue`: main's own hands, which take `here_load` seconds to
-        bring an expert in (infinite: they are for when nobody else is left); `most_rows`: of what can be sent."""
+        bring an expert in (infinite: they are a last resort); `most_rows`: of what can be sent."""
         self.most_rows = most_rows
         self.rescued = 0
         """Experts that main had to compute itself."""
@@ -56,7 +57,7 @@ class UnderWay:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits for anything."""
+        """No thread waits for anything."""
         return not self._requests
 
     @property
@@ -69,11 +70,11 @@ class UnderWay:
         return any(request.unit == member.unit for request in self._requests.values())
 
     def next_due(self) -> float:
-        """When somebody is late, unless an answer comes (`time.monotonic`); infinite: never."""
+        """The next deadline (`time.monotonic`); infinite: none."""
         return min((each.due for each in self._requests.values() if not each.is_lost), default=inf)
 
     def begin(self, request: ExpertRequest) -> None:
-        """Ask the unit that the request names, or whoever stands in for it."""
+        """Send to the unit that the request names, or to its substitutes."""
         try:
             self._ask(request)
         except Exception as error:
@@ -91,7 +92,7 @@ class UnderWay:
         self._requests.pop(number, None)
 
     def overdue(self, now: float) -> set[int]:
-        """The units that are late. What nobody waits for any more is forgotten."""
+        """The units that are late. What no thread waits for any more is forgotten."""
         self._requests = {number: each for number, each in self._requests.items() if not each.is_over}
         return {each.unit for each in self._requests.values() if each.due < now and not each.is_lost}
 
@@ -120,7 +121,7 @@ class UnderWay:
     def _ask(self, request: ExpertRequest) -> None:
         if request.is_over:
             return  # forgotten meanwhile
-        if request.unit == DEVICE or request.rows > self.most_rows:  # nobody could receive it
+        if request.unit == DEVICE or request.rows > self.most_rows:  # too large to send
             self._rescue_it(request)
             return
         member = self._members.get(request.unit)
@@ -138,7 +139,7 @@ class UnderWay:
         self._send(member, frames.work(number, wanted, hidden))
 
     def _rescue_it(self, request: ExpertRequest) -> None:
-        """Main computes it, unless somebody who is late answers first."""
+        """The coordinator computes it, unless a late worker answers first."""
         request.unit = DEVICE
         self._requests[next(self._numbers)] = request
         self.rescued += len(request.wanted)

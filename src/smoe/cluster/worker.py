@@ -1,10 +1,10 @@
 """A worker: computes the experts that main asks for, as long as anybody is there to ask.
 
-    connected --HELLO until answered--> WELCOME: serves --nothing heard of main for a while--> HELLO again
+    connected --HELLO until answered--> WELCOME: serves --coordinator silent for a while--> HELLO again
                                         REFUSED: ends, and says why
 
 One thread talks; computing and reading have threads of their own, which ring when they have something to send. A
-worker is a pure function of (expert, rows): it may be asked twice. With every WELCOME it begins anew: what an earlier
+worker is a pure function of (expert, rows): it may be asked twice. With every WELCOME it starts again: what an earlier
 main asked for is forgotten, and few rows are multiplied as this one does.
 """
 
@@ -84,7 +84,7 @@ class WorkerProcess(Talking):
         self._coming = set[Future[None]]()
         """Asked for ahead, and not there yet."""
         self._arithmetic: str | None = None
-        """By which few rows are multiplied: None until a main has said it."""
+        """What multiplies few rows: None until a coordinator has sent it."""
         self._welcomes = 0
         self._ended = 0.0
         """When the last request was done: what waits for it before is not its own time."""
@@ -117,17 +117,17 @@ class WorkerProcess(Talking):
 
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
         if frame.kind is FrameKind.WELCOME:
-            said = frames.said(frame)
-            if self._must_make_room(said):
+            fields = frames.fields_of(frame)
+            if self._must_make_room(fields):
                 dealer.disconnect(self._address)
                 self._connect(dealer)
-                self._said = 0.0
+                self._sent_at = 0.0
                 return
-            self._welcomed(said)
+            self._welcomed(fields)
         elif frame.kind is FrameKind.REFUSED:
             raise refusal(self._me, frame)
         elif frame.kind is FrameKind.LEAVE:
-            self._heard = 0.0
+            self._received_at = 0.0
         elif frame.kind is FrameKind.WORK:
             try:
                 self._work(frame)
@@ -137,17 +137,17 @@ class WorkerProcess(Talking):
             for key in self._served.alone.expect(frames.parse_fetch(frame, self._experts)):
                 self._fetch(key)
 
-    def _must_make_room(self, said: dict[str, Any]) -> bool:
+    def _must_make_room(self, fields: dict[str, Any]) -> bool:
         """Whether main sends longer messages than this connection receives."""
-        most = said.get("rows")
+        most = fields.get("rows")
         if type(most) is not int or most <= self._rows.most:
             return False
         before, self._rows = self._rows, self._rows._replace(most=most).fitting
         return self._rows.part_bytes > before.part_bytes
 
-    def _welcomed(self, said: dict[str, Any]) -> None:
+    def _welcomed(self, fields: dict[str, Any]) -> None:
         self._forget()
-        arithmetic, alone = said.get("arithmetic"), self._served.alone
+        arithmetic, alone = fields.get("arithmetic"), self._served.alone
         if arithmetic != self._arithmetic:
             if not isinstance(arithmetic, str) or not alone.compute_by(arithmetic):
                 raise WorkerRefusedError(
@@ -159,7 +159,7 @@ class WorkerProcess(Talking):
         self._on_change("joined the cluster")
 
     def _forget(self) -> None:
-        """Whoever asked for what is under way has gone."""
+        """The coordinator of the requests in flight has gone."""
         self._welcomes += 1
         for future in list(self._coming):
             future.cancel()

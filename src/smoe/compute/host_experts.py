@@ -1,11 +1,11 @@
 """Experts that the CPU computes where they lie, in the host tier, while the device and the link do something else.
 
-One thread of its own, and where experts are read beside (`experts_alone.py`), one more:
+One thread of its own, and where experts are read concurrently (`experts_alone.py`), one more:
 
     reading      | a ........ | b ........ |  wait for a slot  | d ........ |
     computing                 | a ............. | b ............. | c ...
 
-The bits are those of a CPU, so beside another device a layer computed by both has grade E2, and on an emulated device,
+The bits are those of a CPU, so with another device a layer computed by both has grade E2, and on an emulated device,
 which is this CPU, E0 and E1 stay.
 """
 
@@ -45,7 +45,7 @@ class _There(NamedTuple):
 
 
 class HostExperts:
-    """Computes single experts beside the device. `submit` belongs to the computing thread."""
+    """Computes single experts in parallel with the device. `submit` belongs to the computing thread."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class HostExperts:
         math: Mapping[int, Arithmetic],
         threads: int,
         pacing: Pacing,
-        reads_beside: bool = False,
+        reads_concurrently: bool = False,
         has_library: bool = True,
     ) -> None:
-        """`reads_beside`: experts that are missing are read in the order asked for, while others are computed; each
-        keeps its slot from then on until it is computed, so there is as much reading ahead as there are slots.
+        """`reads_concurrently`: experts that are missing are read in the order asked for, while others are computed;
+        each keeps its slot from then on until it is computed, so there is as much reading ahead as there are slots.
         `has_library`: torch computes here, too."""
         self._host = host
         self._filler = filler
@@ -75,7 +75,7 @@ class HostExperts:
         self._under_way: set[Future[torch.Tensor]] = set()
         begin = (_begin, (threads,)) if has_library else (None, ())  # its threads must not hold us
         self._worker = ThreadPoolExecutor(1, "smoe-host-experts", *begin)
-        self._reader = ThreadPoolExecutor(1, "smoe-host-reads") if reads_beside else None
+        self._reader = ThreadPoolExecutor(1, "smoe-host-reads") if reads_concurrently else None
 
     def multiply_by(self, pool: SpinningPool | None) -> bool:
         """From now on single rows are multiplied by our kernel, or (None) by the library, as they are where the
@@ -172,7 +172,7 @@ class HostExperts:
 
     @contextmanager
     def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Any]:
-        """An expert's weights in the host tier, kept until the end; where nobody reads it, it is read here."""
+        """An expert's weights in the host tier, held until the end; if no other thread reads it, it is read here."""
         there = self._bring(key) if coming is None else coming.result()
         if coming is not None and there.seconds is not None:
             self._read.append(there.seconds)

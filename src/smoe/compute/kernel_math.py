@@ -43,7 +43,7 @@ class KernelMath:
         return up, Matrix(begin + offsets[DOWN], self.hidden, self.inner)
 
     def agrees(self, pool: SpinningPool, weights: tuple[Matrix, Matrix]) -> bool:
-        """Whether the kernel knows such shapes; whose bits they are, nobody can say here."""
+        """Whether the kernel knows such shapes; whether the bits are torch's is unknown here."""
         del pool
         return all(fits_shape(each.columns, each.outputs) for each in weights)
 

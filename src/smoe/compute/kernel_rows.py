@@ -1,7 +1,7 @@
 """For how many rows our kernel gives the library's bits: tried out, as a worker without torch has nothing else.
 
 The library may sum a row in another order when it multiplies many at once. On CPUs with AVX-512 BF16 it does not,
-whatever was tried (docs/log/kernels.md), and our kernel for several rows has that order; but nobody has promised it.
+whatever was tried (docs/log/kernels.md), and our kernel for several rows has that order; but this is not documented.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What computes experts beside the device: the CPU, or another machine."""
+"""What computes experts in parallel with the device: the CPU, or another machine."""
 
 from __future__ import annotations
 

@@ -108,10 +108,10 @@ def measure(
         with answered_by(engine, answering):
             nats = _divergences(model, _window(ids, number, width), 1 + len(answering.trials))
         for n, trial in enumerate(answering.trials):
-            kept = shown.setdefault(trial, Shown())
-            kept.nats.append(nats[n])
-            kept.units.append(answering.units[n])
-            kept.changes.append(answering.changes[n])
+            entry_shown = shown.setdefault(trial, Shown())
+            entry_shown.nats.append(nats[n])
+            entry_shown.units.append(answering.units[n])
+            entry_shown.changes.append(answering.changes[n])
         tick(1)
     return _priced(engine, shown, width, min(len(ids), len(passes) * width))
 

@@ -18,7 +18,7 @@ from smoe.runtime.engine import Engine
 
 
 class Refused(NamedTuple):
-    """Why somebody could not take part."""
+    """Why an entrant could not take part."""
 
     why: str
     lacking: str = ""

@@ -1,5 +1,5 @@
-"""One exact greedy run after a prompt, kept so that shadows can be replayed against it; and what predictors that need
-no shadow would have said of it.
+"""One exact greedy run after a prompt, stored so that draft models can be replayed against it; and what predictors
+without a draft model would have predicted for it.
 
     routed                 previous token, popularity: from what this router has chosen before
     computed, layer l      next gates: what the routers of l+1, l+2, l+4 say of l's router input
@@ -22,7 +22,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import LibrarySpec
 from smoe.policy.registry import PREFETCH_WHAT
-from smoe.prediction.activation_path import NOBODY
+from smoe.prediction.activation_path import NO_EXPERT
 from smoe.prediction.corrected_gates import CorrectedGates
 from smoe.prediction.registry import PREDICTORS, PredictorInputs, routed_layers
 from smoe.prediction.stacked_gates import StackedGates
@@ -34,7 +34,7 @@ from smoe.runtime.step import Step
 AHEAD = (1, 2, 4)
 """Layers between asking a gate and its own."""
 SPARES = 4
-"""Experts named beside as many as a layer chooses, where it has so many."""
+"""Experts named in addition to those a layer chooses, where it has so many."""
 PREVIOUS, POPULAR, GATE, CORRECTED = "previous token", "popularity", "gate", "corrected gate"
 
 Tick = Callable[[int], None]
@@ -53,9 +53,9 @@ class ExactRun:
     tokens: tuple[int, ...]
     """[n] what it decoded: the inputs of its steps after the prompt."""
     chosen: np.ndarray
-    """[n, L, K] what its routers chose, `NOBODY` beyond a layer's own K."""
+    """[n, L, K] what its routers chose, `NO_EXPERT` beyond a layer's own K."""
     named: dict[str, np.ndarray]
-    """[n, L, K + spares] what each predictor would have said, best first; `NOBODY` where it says nothing."""
+    """[n, L, K + spares] each predictor's prediction, best first; `NO_EXPERT` where it has none."""
     cache: RowCache
     """Keys and values of all positions, until the model begins another text."""
 
@@ -71,7 +71,7 @@ class RunListener(StepObserver):
         self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
         self._wide = max(layer.top_k for layer in self.layers)
         self._counts = [np.zeros(layer.experts, dtype=np.int64) for layer in self.layers]
-        """Of every expert, in all that was heard so far: popularity as it is known at this token."""
+        """Of every expert, in all observations so far: popularity as known at this token."""
         self._last: dict[int, np.ndarray] = {}
         """[K] by place: what the layer chose for the token before."""
         self._gates, self._corrected = self._asked(model, spec)
@@ -90,8 +90,8 @@ class RunListener(StepObserver):
     def next_token(self) -> None:
         """The prompt has been read, or a token decoded, and another one is about to be."""
         self._is_reading = False
-        self._chosen.append(self._nobody(self._wide))
-        self._named.append({name: self._nobody(self._wide + SPARES) for name in self.predictors})
+        self._chosen.append(self._no_experts(self._wide))
+        self._named.append({name: self._no_experts(self._wide + SPARES) for name in self.predictors})
 
     def routed(self, step: Step) -> None:
         place = self._places[step.layer]
@@ -120,8 +120,8 @@ class RunListener(StepObserver):
                 self._say(ahead(CORRECTED, depth), after, self._best(after, better))
 
     def run(self, prompt: Sequence[int], tokens: Sequence[int], cache: RowCache) -> ExactRun:
-        """What was heard since `begin`."""
-        named = {name: np.stack([said[name] for said in self._named]) for name in self.predictors}
+        """Observations since `begin`."""
+        named = {name: np.stack([names[name] for names in self._named]) for name in self.predictors}
         return ExactRun(tuple(prompt), tuple(tokens), np.stack(self._chosen), named, cache)
 
     def _asked(self, model: PreTrainedModel, spec: LibrarySpec) -> tuple[StackedGates | None, CorrectedGates | None]:
@@ -154,12 +154,12 @@ class RunListener(StepObserver):
     def _say(self, name: str, place: int, experts: np.ndarray) -> None:
         self._named[-1][name][place, : len(experts)] = experts
 
-    def _nobody(self, width: int) -> np.ndarray:
-        return np.full((len(self.layers), width), NOBODY, dtype=np.int64)
+    def _no_experts(self, width: int) -> np.ndarray:
+        return np.full((len(self.layers), width), NO_EXPERT, dtype=np.int64)
 
 
 def record(text: Greedy, listener: RunListener, prompt: Sequence[int], tokens: int, tick: Tick) -> ExactRun | None:
-    """Let the model behind `text`, heard by `listener`, go on after a prompt: by at most `tokens`, or to an end token.
+    """Let the model behind `text`, observed by `listener`, continue a prompt: by at most `tokens`, or to an end token.
 
     `tick` hears of every token. None where the prompt is all there is.
     """

@@ -62,8 +62,8 @@ class StepwiseLM(LM):  # type: ignore[misc]
             stops = options.get("until") or []
             stops = [stops] if isinstance(stops, str) else list(stops)
             most = int(options.get("max_gen_toks", _ANSWER_TOKENS))
-            said = answer(self._model, self._tokenizer, context, most, stops, self._tick)
-            found.append(min((said.split(stop)[0] for stop in stops if stop), key=len, default=said))
+            reply = answer(self._model, self._tokenizer, context, most, stops, self._tick)
+            found.append(min((reply.split(stop)[0] for stop in stops if stop), key=len, default=reply))
         return found
 
 

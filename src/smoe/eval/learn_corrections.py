@@ -2,8 +2,8 @@
 
     | 80 % of the tokens: regression | 10 %: how sure guesses are | 10 %: judged |
 
-What a router is given hangs on the text alone, so the text is read as prompts are, in pieces as long as the context.
-Everything that the routers are given is kept meanwhile: layers x tokens x hidden size, in the model's dtype. The same
+What a router is given depends on the text alone, so the text is read as prompts are, in pieces as long as the context.
+All inputs of the routers are stored meanwhile: layers x tokens x hidden size, in the model's dtype. The same
 text gives the same corrections; nothing is drawn by chance.
 """
 
@@ -96,7 +96,7 @@ def learn(
     """Read `ids` and learn; `on_read` hears how many tokens were read, `on_fitted` how many pairs of layers are done.
 
     Raises `ConfigError` where the text is too short, and `UnsupportedModelError` where a router is no plain product.
-    The model's routers must be heard (`EngineConfig.needs_scores`).
+    The model's routers must be observed (`EngineConfig.needs_scores`).
     """
     check_enough(len(ids))
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -104,7 +104,7 @@ def learn(
     listener = _RouterInputCollector()
     with engine.observed_by(listener):
         read_through(model, ids, on_read)
-    heard = {
+    observed = {
         layer: Inputs(torch.cat(listener.hidden[layer]), torch.cat(listener.top_k_index[layer]))
         for layer in listener.hidden
     }
@@ -113,13 +113,13 @@ def learn(
     places = {site.layer: place for place, site in enumerate(spec.sites)}
     with torch.no_grad():
         for layer, after in pairs_of(spec):
-            pair = _Pair(heard[layer].hidden, heard[after], has_before, matrices[after], engine.rules[after])
+            pair = _Pair(observed[layer].hidden, observed[after], has_before, matrices[after], engine.rules[after])
             correction = pair.learned().to(torch.device("cpu"), spec.dtype.torch)
             corrections[layer, after] = correction
             distance = places[after] - places[layer]
             found.setdefault(distance, []).append(pair.judged(correction, distance))
             on_fitted(1)
-        last = {layer: Inputs(each.hidden[-1:], each.top_k_index[-1:]) for layer, each in heard.items()}
+        last = {layer: Inputs(each.hidden[-1:], each.top_k_index[-1:]) for layer, each in observed.items()}
         seconds = _seconds_per_layer(PredictorInputs(model, spec, engine.rules, "top-score", 1, corrections), last)
     return FittedCorrections(
         corrections, tuple(_mean(found[distance]) for distance in sorted(found)), len(ids), seconds

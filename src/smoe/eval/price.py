@@ -29,7 +29,7 @@ _LEAST_SAMPLES = 10
 """Blocks of tokens, or questions: fewer say nothing about the uncertainty."""
 
 RESULTS = "quality.json"
-"""The file that has what was measured, after the first threshold; beside it lie the exact model's distributions."""
+"""The file that has what was measured, after the first threshold; next to it are the exact model's distributions."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def sweep(
     circumstances: dict[str, Any],
     on_alpha: Callable[[float], Tick],
 ) -> list[Price]:
-    """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is kept.
+    """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is used.
 
     Of a model with anything in fewer bits (experts, activations, what comes for missing ones), every threshold is
     compared with the model itself, which must have been measured into `folder` before.
@@ -110,7 +110,7 @@ def sweep(
     for alpha in wanted:
         if results.get(numbers, alpha) is None:
             results.put(measure(model, tokenizer, alpha, documents, exam, exact, on_alpha(alpha)))
-            _log.info("alpha %g is measured and kept in %s", alpha, folder)
+            _log.info("alpha %g is measured and stored in %s", alpha, folder)
         else:
             _log.info("alpha %g was measured before", alpha)
     base = results.base

@@ -24,8 +24,8 @@ def profile_reading(
 ) -> ImportanceProfile:
     """The profile of a text that the model reads; `tick` hears how many tokens were read.
 
-    In pieces as long as the context: what a router says of a token hangs on the text alone. Raises `ConfigError` where
-    the text is too short.
+    In pieces as long as the context: what a router says of a token depends on the text alone. Raises `ConfigError`
+    where the text is too short.
     """
     check_enough(len(ids), "text")
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -42,7 +42,7 @@ def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfil
     for routing in routings:
         assert routing.weights is not None
         for chosen, weights in zip(routing.top_k_index, routing.weights, strict=True):
-            if chosen[0] != routing.experts:  # padding has chosen nobody
+            if chosen[0] != routing.experts:  # padding chooses no expert
                 values += unimportance(weights)
                 tokens[routing.layer] = tokens.get(routing.layer, 0) + 1
     count = max(tokens.values(), default=0)

@@ -115,12 +115,12 @@ def ask(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) 
     if question.choices:
         return string.ascii_uppercase[_choose(model, tokenizer, question, tick)] == question.answers[0]
     end = "\n\n" if question.format == "number" else "\n"
-    said = answer(model, tokenizer, question.prompt, _ANSWER_TOKENS[question.format], [end], tick)
-    return is_right(said, question)
+    reply = answer(model, tokenizer, question.prompt, _ANSWER_TOKENS[question.format], [end], tick)
+    return is_right(reply, question)
 
 
 def is_right(text: str, question: Question) -> bool:
-    """Whether what a model has said is an answer.
+    """Whether a model's reply is right.
 
     A short one but for case, punctuation and articles, on its first line.
     """
@@ -137,8 +137,8 @@ def _value(number: str) -> float:
     return float(number.replace(",", "").rstrip("."))
 
 
-def _normal(said: str) -> str:
-    line = said.strip().split("\n")[0].lower()
+def _normal(reply: str) -> str:
+    line = reply.strip().split("\n")[0].lower()
     words = line.translate(str.maketrans("", "", string.punctuation)).split()
     return " ".join(word for word in words if word not in {"a", "an", "the"})
 
@@ -158,18 +158,18 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
             given=cache.capacity_tokens,
             allowed=f"at least {len(ids) + 1} for this question",
         )
-    said: list[int] = []
+    reply: list[int] = []
     ends = end_tokens(model, tokenizer)
     for number in range(min(len(ids) + most, cache.capacity_tokens)):
-        token = ids[number] if number < len(ids) else said[-1]
+        token = ids[number] if number < len(ids) else reply[-1]
         ((logits, _),) = forced(model, [token], cache)
         tick(1)
         if number >= len(ids) - 1:
-            said.append(int(logits.argmax()))
-            text = tokenizer.decode(said, skip_special_tokens=True).lstrip("\n")
-            if said[-1] in ends or any(stop in text for stop in stops):
+            reply.append(int(logits.argmax()))
+            text = tokenizer.decode(reply, skip_special_tokens=True).lstrip("\n")
+            if reply[-1] in ends or any(stop in text for stop in stops):
                 break
-    return str(tokenizer.decode(said, skip_special_tokens=True))
+    return str(tokenizer.decode(reply, skip_special_tokens=True))
 
 
 def _choose(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) -> int:
@@ -195,7 +195,7 @@ class Reader:
         self._cache: RowCache = model.offload.new_cache()  # type: ignore[operator]
         self._read: list[int] = []
         """What the cache holds."""
-        self._kept: tuple[int, torch.Tensor] = (0, torch.empty(0))
+        self._last_scores: tuple[int, torch.Tensor] = (0, torch.empty(0))
         """So many tokens of it, and the log probabilities [V] of what follows them."""
 
     def likelihood(self, context: str, continuation: str) -> tuple[float, bool]:
@@ -225,12 +225,12 @@ class Reader:
         shared = next((n for n, (wanted, had) in pairs if wanted != had), min(len(before), len(self._read)))
         if not self._cache.can_rewind and shared < len(self._read):
             self._cache, self._read, shared = self._model.offload.new_cache(), [], 0  # type: ignore[operator]
-        if shared == len(before) == self._kept[0]:
+        if shared == len(before) == self._last_scores[0]:
             self._forget_from(shared)
-            return self._kept[1]
+            return self._last_scores[1]
         self._forget_from(min(shared, len(before) - 1))
         log_p = self._feed(before[len(self._read) :])
-        self._kept = len(before), log_p
+        self._last_scores = len(before), log_p
         return log_p
 
     def _forget_from(self, length: int) -> None:

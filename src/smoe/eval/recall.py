@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from smoe.prediction.activation_path import NOBODY
+from smoe.prediction.activation_path import NO_EXPERT
 
 _DIGITS = 6
 """Of a share in JSON: there are never a million choices."""
@@ -35,9 +35,9 @@ def overall(right: np.ndarray, exists: np.ndarray, wanted: int) -> float:
 def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.ndarray:
     """c [N, L]: how many of `chosen` [N, L, K] are among the first `most` [L] of `named` [N, L, M].
 
-    `NOBODY` in either is no expert. No expert is named twice.
+    `NO_EXPERT` in either is no expert. No expert is named twice.
     """
-    is_real = (np.arange(named.shape[-1]) < most[:, None]) & (named != NOBODY)  # [N, L, M]
+    is_real = (np.arange(named.shape[-1]) < most[:, None]) & (named != NO_EXPERT)  # [N, L, M]
     hit = (named[..., :, None] == chosen[..., None, :]).any(axis=-1) & is_real
     right: np.ndarray = hit.sum(axis=-1)
     return right
@@ -48,13 +48,13 @@ class Recall:
     """How one guesser did."""
 
     right: np.ndarray
-    """[S + 1, Q, N, L] c of equations 2 and 3, with 0 to S experts named beside as many as the layer chooses."""
+    """[S + 1, Q, N, L] c of equations 2 and 3, with 0 to S experts named in addition to those the layer chooses."""
     exists: np.ndarray
     """[Q, N] A of equations 2 and 3."""
     top_k: np.ndarray
     """[L]"""
     guessed: np.ndarray
-    """[L], True for layers of which something was said at all; the others count for nothing."""
+    """[L], True for layers with a prediction; the others do not count."""
     has_spares: bool
     """False of a guesser that can name no more than a layer chooses."""
 
@@ -89,7 +89,7 @@ class Recall:
 
     @property
     def by_layer(self) -> list[float | None]:
-        """[L]; None for layers that nobody guessed."""
+        """[L]; None for layers without predictions."""
         counted = self.exists.sum() * self.top_k
         found = (self.right[0] * self.exists[..., None]).sum(axis=(0, 1))
         return [
@@ -139,7 +139,7 @@ class Tally:
         self._has_spares = False
 
     def add(self, chosen: np.ndarray, named: np.ndarray) -> None:
-        """The next prompt: what was `chosen` [n, L, K] and `named`, best first [n, L, K + S]; `NOBODY` fills up.
+        """The next prompt: what was `chosen` [n, L, K] and `named`, best first [n, L, K + S]; `NO_EXPERT` fills up.
 
         n is at least 1.
         """
@@ -148,9 +148,9 @@ class Tally:
             right[spares, : len(chosen)] = named_right(chosen, named, self._top_k + spares)
         self._right.append(right)
         self._exists.append(np.arange(self._tokens) < len(chosen))
-        is_said = named != NOBODY
-        self._guessed |= is_said.any(axis=(0, 2))
-        self._has_spares |= bool((is_said.sum(axis=-1) > self._top_k).any())
+        is_predicted = named != NO_EXPERT
+        self._guessed |= is_predicted.any(axis=(0, 2))
+        self._has_spares |= bool((is_predicted.sum(axis=-1) > self._top_k).any())
 
     def finished(self) -> Recall:
         """What came of it; at least one prompt must have been added."""

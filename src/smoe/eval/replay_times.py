@@ -1,9 +1,10 @@
-"""What a replay on the virtual clock takes to be this machine: the times of what was heard, as the engine counted them.
+"""What a replay on the virtual clock takes to be this machine: the times of the observed run, as the engine counted
+them.
 
 Two things a clock alone does not know. *Waiting*: where reads share the processor with what is computed, or are handed
 from thread to thread, an expert is waited for longer than it is read. So a load takes as long as makes the replay of
-what was heard wait as long as the engine did. *Choosing*: an eviction is Python of its own in every layer; what it
-takes is measured while it is replayed, in the place of what the eviction took that was there when all was heard.
+the observed run wait as long as the engine did. *Choosing*: an eviction is Python of its own in every layer; what it
+takes is measured while it is replayed, in place of the time of the eviction that ran then.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _replayed(
     return timed, policy
 
 
-HEARD, ASKED = "layer heard", "question"
+OBSERVED, ASKED = "layer heard", "question"
 
 
 class TimedEviction(Eviction):
@@ -93,7 +94,7 @@ class TimedEviction(Eviction):
     def __init__(self, policy: Eviction) -> None:
         self.name = policy.name
         self._policy = policy
-        self._took: dict[str, list[float]] = {HEARD: [], ASKED: []}
+        self._took: dict[str, list[float]] = {OBSERVED: [], ASKED: []}
 
     @property
     def seconds(self) -> float:
@@ -101,7 +102,7 @@ class TimedEviction(Eviction):
         return sum(map(sum, self._took.values()))
 
     def microseconds(self) -> dict[str, float]:
-        """On average, for each layer heard and for each question for victims."""
+        """On average, for each layer observed and for each question for victims."""
         return {what: round(1e6 * sum(took) / max(1, len(took)), 1) for what, took in self._took.items()}
 
     @property
@@ -120,7 +121,7 @@ class TimedEviction(Eviction):
     def observe(self, routing: Routing) -> None:
         began = time.thread_time()
         self._policy.observe(routing)
-        self._took[HEARD].append(time.thread_time() - began)
+        self._took[OBSERVED].append(time.thread_time() - began)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
         began = time.thread_time()

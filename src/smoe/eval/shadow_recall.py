@@ -15,7 +15,7 @@ from smoe.eval.exact_run import CORRECTED, GATE, SPARES, ExactRun, RunListener, 
 from smoe.eval.recall import Recall, Tally
 from smoe.load.assembly import scoring_rules
 from smoe.models.spec import LibrarySpec
-from smoe.prediction.activation_path import NOBODY
+from smoe.prediction.activation_path import NO_EXPERT
 from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
 
 
@@ -27,11 +27,11 @@ class ShadowRecall:
     alignment: Alignment
     recall: Recall
     own_token: float
-    """Share of tokens that it had guessed itself before it was told."""
+    """Share of tokens that it had predicted itself before it got them."""
 
     def as_json(self) -> dict[str, Any]:
-        said = {"precision": self.precision, "token_period": self.alignment.token, "kv_period": self.alignment.kv}
-        return said | {"own_token": round(self.own_token, 6)} | self.recall.as_json()
+        entry = {"precision": self.precision, "token_period": self.alignment.token, "kv_period": self.alignment.kv}
+        return entry | {"own_token": round(self.own_token, 6)} | self.recall.as_json()
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def compare(
 ) -> RecallComparison:
     """Record `model` going on after each of `prompts` by `tokens` at most, and replay `shadows` (by precision) on it.
 
-    Keys and values of one prompt are kept at a time. `tick` hears of every token that any of them decodes; of those
-    after an end token at once. Raises `ConfigError` where a KV period cannot be had or nothing was decoded, and
+    Keys and values of one prompt are in memory at a time. `tick` is called for every token that any of them decodes; of
+    those after an end token at once. Raises `ConfigError` where a KV period cannot be had or nothing was decoded, and
     `UnsupportedModelError` for routers whose rule is not known.
     """
     rules = scoring_rules(model, spec)
@@ -122,7 +122,7 @@ def compare(
 def replay(shadow: Shadow, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:
     """(what `shadow` names for every token of `run`, [n, L, K + spares]; how many of the tokens it guessed itself)."""
     steps, layers, top_k = run.chosen.shape
-    named, agreed = np.full((steps, layers, top_k + SPARES), NOBODY, dtype=np.int64), 0
+    named, agreed = np.full((steps, layers, top_k + SPARES), NO_EXPERT, dtype=np.int64), 0
     shadow.read(run.prompt)
     for n, token in enumerate(run.tokens):
         agreed += shadow.text.next_token == token

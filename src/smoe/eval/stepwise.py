@@ -95,7 +95,7 @@ class Quality:
     low_served: float = 0.0
     """Share of expert uses that low copies served."""
     left_out: float = 0.0
-    """Share of them that nobody served, for their little importance."""
+    """Share of them that were dropped, for their little importance."""
 
     @property
     def numbers(self) -> Numbers:
@@ -116,7 +116,7 @@ class Quality:
 
 
 class ExactDistributions:
-    """The exact model's log probabilities of every token [N, V], kept on disk for the comparison."""
+    """The exact model's log probabilities of every token [N, V], stored on disk for the comparison."""
 
     def __init__(self, path: Path, tokens: int, vocabulary: int, *, is_written: bool) -> None:
         mode: Any = "r+" if is_written else "w+"

@@ -1,6 +1,6 @@
 """Predictors and evictions against each other on a user's own text, in time saved: simulated, then the best ones run.
 
-    read the text once -> what routers chose, what every predictor would have said of it, what each thing took
+    read the text once -> what routers chose, what every predictor would have predicted, what each thing took
                        -> every entrant on the virtual clock, at these times -> seconds a token
                        -> the first ones, and the baseline, in turns on this machine -> the winner
 
@@ -11,7 +11,7 @@ A baseline is what serves without a tournament. It wins ties: another takes its 
 than `LEAD` in every round. Of two that are equally fast up to noise, one is so in three rounds by chance less than one
 time in eight.
 
-Evictions are judged first, without any prefetch; whoever wins serves while predictors are judged, in the simulation and
+Evictions are judged first, without any prefetch; the winner is used while predictors are judged, in the simulation and
 in the finals: the two winners have run together. Where predictors alone are judged, the eviction that the engine was
 loaded with serves.
 """
@@ -65,8 +65,8 @@ ALWAYS = {"prefetch": "none", "eviction": "auto"}
 LEAD = 0.02
 """A round is an entrant's where it was faster than the baseline by more than this share."""
 _NO_RIVALS = ("auto", WHOLE_LAYER, "look-ahead", SHADOW)
-"""What `auto` is to become; a baseline; what runs layers of the model itself, so that nobody else can listen; and what
-takes memory that the others have for experts."""
+"""What `auto` is to become; a baseline; what runs layers of the model itself, so that nothing else can observe them;
+and what takes memory that the others have for experts."""
 
 Tick = Callable[[int], None]
 
@@ -112,7 +112,7 @@ class Tournament:
     kind: str
     """`prefetch` or `eviction`: the setting."""
     baseline: str
-    """Whom the others have to beat: who serves without a tournament, or, where that one cannot take part, nobody."""
+    """The entrant that the others have to beat: the default without a tournament; None where it cannot take part."""
     serves: str
     """Who serves without a tournament."""
     entrants: tuple[Entrant, ...]
@@ -138,12 +138,12 @@ class Tournament:
 
 
 class _RoutingCollector(StepObserver):
-    """Keeps every routing, and what each predictor would have said when its layer's experts were done."""
+    """Stores every routing, and each predictor's prediction when its layer's experts were done."""
 
     def __init__(self, predictors: Mapping[str, Predictor], now: Callable[[], float]) -> None:
         """`now`: the engine's clock, by which it counts what it takes."""
         self.trace: list[Routing] = []
-        self.said: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
+        self.predictions: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
         self.asking: dict[str, list[float]] = {name: [] for name in predictors}
         self._predictors = predictors
         self._now = now
@@ -151,7 +151,7 @@ class _RoutingCollector(StepObserver):
         """What listening took of the engine's planning, and of its time between the experts."""
 
     def less_listening(self, counted: Counters) -> Counters:
-        """What would have been counted had nobody listened."""
+        """The counters without the time of observing."""
         return replace(
             counted,
             plan_seconds=counted.plan_seconds - self._planned_seconds,
@@ -163,7 +163,7 @@ class _RoutingCollector(StepObserver):
         self.trace.append(routing)
         for name, predictor in self._predictors.items():
             predictor.observe(routing)
-            self.said[name].append(())
+            self.predictions[name].append(())
         self._planned_seconds += self._now() - began
 
     def computed(self, step: Step, output: torch.Tensor) -> None:
@@ -178,11 +178,11 @@ class _RoutingCollector(StepObserver):
             first = next(answers, None)
             self.asking[name].append(time.perf_counter() - began)
             if first is not None:
-                self.said[name][-1] = [_kept(answer) for answer in chain([first], answers)]
+                self.predictions[name][-1] = [_on_host(answer) for answer in chain([first], answers)]
         self._computed_seconds += self._now() - started
 
 
-def _kept(answer: Prediction) -> Prediction:
+def _on_host(answer: Prediction) -> Prediction:
     return answer._replace(experts=tuple(answer.experts))
 
 
@@ -288,22 +288,22 @@ def _guess(
 ) -> Entrant:
     if predictor is None:
         return Entrant(name, on_clock(engine, listener.trace, engine.eviction_settings, times, None))
-    said, asking = listener.said[name], median(listener.asking[name])
-    recall, precision = hits(listener.trace, said)
+    predictions, asking = listener.predictions[name], median(listener.asking[name])
+    recall, precision = hits(listener.trace, predictions)
     seconds = on_clock(
         engine,
         listener.trace,
         engine.eviction_settings,
         replace(times, asking=asking),
-        Recorded(said, predictor.asked),
+        Recorded(predictions, predictor.asked),
     )
     return Entrant(name, seconds, asking_seconds=asking, recall=recall, precision=precision)
 
 
-def hits(trace: Sequence[Routing], said: Sequence[Sequence[Prediction]]) -> tuple[float, float]:
-    """(recall, precision) of what was said of the layer that came next."""
+def hits(trace: Sequence[Routing], predictions: Sequence[Sequence[Prediction]]) -> tuple[float, float]:
+    """(recall, precision) of the predictions for the layer that came next."""
     chosen = guessed = right = 0
-    for number, answers in enumerate(said[:-1]):
+    for number, answers in enumerate(predictions[:-1]):
         after = trace[number + 1]
         near = next((answer for answer in answers if answer.layer == after.layer), None)
         if near is None or after.phase is not Phase.DECODE:
@@ -331,7 +331,7 @@ class _Turns(NamedTuple):
     ids: Sequence[int]
     tick: Tick
     set_up: Callable[[str], None]
-    """Lets the engine go on with somebody."""
+    """Lets the engine continue with another entrant."""
 
 
 def _finish(

@@ -1,11 +1,11 @@
 """Trains the estimate of the next use that `--eviction learned` goes by, on recorded traces.
 
 Both parts are fitted to D^n, n the tokens until an expert's next use (`policy/eviction/learned.py`), at every token of
-the traces and not only where something is forgotten: how good an estimate is does not hang on the cache. The first part
-is a logistic regression by Newton's method. The second is a ridge regression from the choices of all layers to what the
-first gets wrong, in units of its spread; of its solution the `RANK` directions that explain most are kept (reduced-rank
-regression: A. J. Izenman, Journal of Multivariate Analysis 5, 1975). Nothing is drawn by lot: the same traces give the
-same estimate.
+the traces and not only where something is forgotten: how good an estimate is does not depend on the cache. The first
+part is a logistic regression by Newton's method. The second is a ridge regression from the choices of all layers to
+what the first gets wrong, in units of its spread; of its solution the `RANK` directions that explain most remain
+(reduced-rank regression: A. J. Izenman, Journal of Multivariate Analysis 5, 1975). Nothing is drawn by lot: the same
+traces give the same estimate.
 
 Memory: four matrices of all experts squared; the longest step is the eigenvectors of one of them.
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from smoe.errors import ConfigError
-from smoe.policy.eviction.learned import DISCOUNT, FADING, FEATURES, KEPT, NextUse, chance, features, spread
+from smoe.policy.eviction.learned import DECAY, DISCOUNT, FADING, FEATURES, NextUse, chance, features, spread
 from smoe.routing import Phase, Routing
 
 RANK = 64
@@ -169,25 +169,25 @@ def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray
     context_sum, missing_sum, count = np.zeros(size), np.zeros(size), 0
     for history in histories:
         context, missing = _context_and_missing(history, mean, rate, weights, progress)
-        for layer in moments:  # the layers up to it have heard the token, the others the one before
-            heard = np.concatenate([context[1:, : layer + 1], context[:-1, layer + 1 :]], axis=1).reshape(-1, size)
+        for layer in moments:  # the layers up to it have observed the token, the others the one before
+            observed = np.concatenate([context[1:, : layer + 1], context[:-1, layer + 1 :]], axis=1).reshape(-1, size)
             wanted = np.concatenate([missing[1:, : layer + 1], missing[:-1, layer + 1 :]], axis=1).reshape(-1, size)
-            squares += heard.T @ heard
-            products += heard.T @ wanted
-            context_sum += heard.sum(axis=0)
+            squares += observed.T @ observed
+            products += observed.T @ wanted
+            context_sum += observed.sum(axis=0)
             missing_sum += wanted.sum(axis=0)
-            count += len(heard)
+            count += len(observed)
     squares -= np.outer(context_sum, context_sum) / count
     products -= np.outer(context_sum, missing_sum) / count
     squares += PENALTY * len(moments) * np.eye(size)
     solution = np.linalg.solve(squares, products)
     _, directions = np.linalg.eigh(solution.T @ squares @ solution)
-    kept = directions[:, -RANK:]
-    source = solution @ kept
-    offset = missing_sum / count - (context_sum / count) @ source @ kept.T
+    directions_kept = directions[:, -RANK:]
+    source = solution @ directions_kept
+    offset = missing_sum / count - (context_sum / count) @ source @ directions_kept.T
     usual = (mean[:, :, None] * source.reshape(layers, experts, -1)).sum(axis=1)
     shape = (layers, experts, -1)
-    return _Second(source.reshape(shape), usual, kept.reshape(shape), offset.reshape(layers, experts))
+    return _Second(source.reshape(shape), usual, directions_kept.reshape(shape), offset.reshape(layers, experts))
 
 
 def _context_and_missing(
@@ -200,7 +200,7 @@ def _context_and_missing(
     now = np.zeros_like(mean)
     for token, found in enumerate(_features(history, rate, progress)):
         if token < tokens:
-            now = KEPT * now + (1.0 - KEPT) * (history.uses[token] - mean)
+            now = DECAY * now + (1.0 - DECAY) * (history.uses[token] - mean)
             estimate = chance(found, weights)
             context[token] = now
             missing[token] = (history.target[token] - estimate) / spread(estimate)

@@ -1,7 +1,7 @@
 """Training DuoServe's ExpertMLP on recorded paths (sections 4.2 and 6.4): seeded, and gone on with after an interrupt.
 
 A sample is one layer of one token: the state before it, and which experts it chose. The last tenth of the tokens is not
-trained on: what the network loses there says when to stop, and which epoch's weights are kept. The paper names neither
+trained on: what the network loses there says when to stop, and which epoch's weights are used. The paper names neither
 optimiser nor batch: Adam at 0.001, 256 samples.
 """
 
@@ -47,7 +47,7 @@ class Training:
 
     @property
     def best_epoch(self) -> int:
-        """From 1; its weights are kept."""
+        """From 1; its weights are used."""
         return 1 + min(range(len(self.losses)), key=lambda epoch: self.losses[epoch][1])
 
 
@@ -72,7 +72,7 @@ def train_expert_mlp(
     """Train on `paths`, at least ten tokens of two layers. The same paths and seed give the same bytes, interrupted or
     not.
 
-    `checkpoint`: where every epoch is kept, until the last; a file of other paths or another seed is begun anew.
+    `checkpoint`: where every epoch is stored, until the last; a file of other paths or another seed is started again.
     `tick` hears how many epochs are done; `most_epochs` is `MOST_EPOCHS` where it is not given. Raises `OSError` where
     `checkpoint` cannot be written.
     """
@@ -171,11 +171,11 @@ class _Trainer:
 
     def _resume(self, checkpoint: Path, mark: str) -> None:
         try:
-            kept = torch.load(checkpoint, weights_only=True)
-        except Exception:  # of any kind for a damaged file: then it is begun anew
+            stored = torch.load(checkpoint, weights_only=True)
+        except Exception:  # of any kind for a damaged file: then it is started again
             return
-        if kept.pop("mark", None) == mark:
-            self._progress = _TrainingState(**kept)
+        if stored.pop("mark", None) == mark:
+            self._progress = _TrainingState(**stored)
             self._network.load_state_dict(self._progress.network)
             self._optimizer.load_state_dict(self._progress.optimizer)
 

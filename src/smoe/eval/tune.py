@@ -1,7 +1,7 @@
 """From a time per token to a threshold: measured on this machine, on real text, and remembered.
 
 Thresholds take turns in short rounds, so that a slow minute of the machine falls on all of them; how far the rounds
-differ is the noise, without which no figure is to be believed. Where experts come from disk, times are told for one
+differ is the noise, without which no figure is to be believed. Where experts come from disk, times are given for one
 rate of reading (`policy/tuning.py`).
 """
 
@@ -58,7 +58,7 @@ class Tuning:
     rounds: list[list[Timing]]
     """For each round and alpha."""
     bytes_per_second: float | None
-    """The rate of reading that all times are told for; None: they do not hang on it."""
+    """The rate of reading that all times are given for; None: they do not depend on it."""
 
     @property
     def seconds(self) -> list[list[float]]:
@@ -91,7 +91,7 @@ class Tuning:
 
     @property
     def is_flat(self) -> bool:
-        """Whether alpha changes nothing that can be told from noise."""
+        """Whether alpha changes nothing that can be distinguished from noise."""
         return is_flat(self.alphas, self.seconds)
 
     @property
@@ -100,7 +100,7 @@ class Tuning:
         return median(seconds for _, seconds in self.points)
 
     def as_first_read(self, bytes_per_second: float) -> Tuning:
-        """Told for the rate at which a short look, like the first tokens of every turn, finds the disk."""
+        """Given for the rate at which a short look, like the first tokens of every turn, finds the disk."""
         then = middle_rate([timing.first_bytes_per_second for timings in self.rounds for timing in timings])
         if then is None or self.bytes_per_second is None:
             return self
@@ -222,7 +222,7 @@ def look_at_reading(model: PreTrainedModel) -> float | None:
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(engine.config.alpha)
-    return _rate(_tokens(model, range(1, 1 + _FIRST_TOKENS), lambda _: None)) if _hangs_on_disk(engine) else None
+    return _rate(_tokens(model, range(1, 1 + _FIRST_TOKENS), lambda _: None)) if _depends_on_disk(engine) else None
 
 
 def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int, tick: Tick) -> Timing:
@@ -237,7 +237,7 @@ def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int,
     tokens = _tokens(model, ids[begin : begin + need], tick)
     timed = tokens[_WARM_TOKENS:]
     seconds = median(took for took, _ in timed)
-    if not _hangs_on_disk(engine):
+    if not _depends_on_disk(engine):
         return Timing(seconds)
     return Timing(
         seconds,
@@ -265,7 +265,7 @@ def _rate(tokens: Sequence[tuple[float, Counters]]) -> float | None:
     return middle_rate([c.bytes_read / c.read_busy_seconds for _, c in tokens if c.bytes_read and c.read_busy_seconds])
 
 
-def _hangs_on_disk(engine: Engine) -> bool:
+def _depends_on_disk(engine: Engine) -> bool:
     """Whether what is waited for is the disk: no device's link, and not with every expert here."""
     is_all_here = engine.ledger.cache_slots >= engine.ledger.demand.total_experts
     return engine.executor.device.type == "cpu" and not engine.pacing.is_emulated and not is_all_here

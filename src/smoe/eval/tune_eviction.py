@@ -1,4 +1,4 @@
-"""The learned eviction for one model: trained on recorded traces, judged beside the other policies on others."""
+"""The learned eviction for one model: trained on recorded traces, compared with the other policies on others."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tup
     counts = {}
     for name in RIVALS:
         has_scores = name in SCORED_EVICTION and all(layer.rule is not None for layer in trace.header.layers)
-        heard = first_passes(trace.routings(with_scores=True), passes) if has_scores else plain
-        counts[name] = replay(heard, slots, MIN_STAGING_SLOTS, _policy(name, plain, next_use))
+        observed = first_passes(trace.routings(with_scores=True), passes) if has_scores else plain
+        counts[name] = replay(observed, slots, MIN_STAGING_SLOTS, _policy(name, plain, next_use))
     return {name: count.misses for name, count in counts.items()}, counts[LEARNED].uses
 
 

@@ -91,7 +91,7 @@ def tune_predictor(
     most_epochs: int | None = None,
 ) -> PredictorTuning:
     """Fit the predictor `name` on the first `tokens` (None: all) of each trace of a model with these `layers`, and
-    judge it on the others, beside every one that needs no training.
+    judge it on the others, with every one that needs no training.
 
     `checkpoint`, `tick` and `most_epochs` as for `train_expert_mlp`; `tick_judged` hears how many predictors have been
     judged. Raises `ConfigError` for traces of another model or of too few tokens, `TraceError` for files that are none.

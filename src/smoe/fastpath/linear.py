@@ -1,4 +1,4 @@
-"""The layers beside the experts, one token at a time: projections, shared experts and the output layer by our kernel.
+"""The non-expert layers, one token at a time: projections, shared experts and the output layer by our kernel.
 
 Every `nn.Linear` whose bits the kernel reproduces and which it computes faster gets a `forward` of its own; with more
 rows than one, and everywhere else, the library computes as before.

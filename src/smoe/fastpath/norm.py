@@ -1,7 +1,7 @@
 """RMSNorm of a token by our kernel: one call instead of the eight operations of which the library's module is made.
 
 A model has two to four of these modules a layer, and what each takes is the operations' own cost. Which modules they
-are is found by what they compute, not by name: whoever has one weight and an epsilon is compared with the kernel, and
+are is found by what they compute, not by name: a module with one weight and an epsilon is compared with the kernel, and
 left alone where a bit differs.
 
 A sum has 24 binary digits and an output 8, so of random rows few tell that a sum differs in its last digit: for some
@@ -142,7 +142,7 @@ def _theirs(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> object:
 def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
     """Rows [1, 1, size] as a token has them, and several at once."""
     extreme = torch.tensor(_EXTREMES).repeat_interleave(2).unsqueeze(1).repeat(1, kind.size)
-    extreme[1::2, 1::2] = 1.0  # beside ordinary numbers
+    extreme[1::2, 1::2] = 1.0  # among ordinary numbers
     on_edge = _on_edge(kind, generator)
     several = MOST_NUMBERS // kind.size
     for rows in (*extreme.split(several), *on_edge.split(several), *on_edge[:_SINGLE_ROWS].split(1)):

@@ -3,8 +3,8 @@
     block            | scale | minimum | scales of groups | codes .............................. |
     number           = scale * (group's scale) * (code - zero)  -  minimum * (group's minimum)
 
-Where a code lies is said in *fields*, bits of one byte; the codes of neighbouring numbers, or of every second one, lie
-in neighbouring bytes. Or several neighbouring numbers are a point of a grid, found by one index (`grids.py`).
+Where a code lies is declared in *fields*, bits of one byte; the codes of neighbouring numbers, or of every second one,
+lie in neighbouring bytes. Or several neighbouring numbers are a point of a grid, found by one index (`grids.py`).
 Nothing here computes but `decode`, the reference: kernels are generated from the same values
 (`kernels/quantised.py`), and tests hold both to the decoders of others.
 """

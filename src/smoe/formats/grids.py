@@ -1,7 +1,7 @@
 """Grids: points that neighbouring numbers of an i-quant stand for, looked up by one index.
 
 They are part of ggml's formats, chosen by its authors among all combinations of a few levels. A point is a number
-whose digits are its levels, the first number's the lowest; points ascend, and what is kept here is how far each lies
+whose digits are its levels, the first number's the lowest; points ascend, and what is stored here is how far each lies
 behind the one before it.
 """
 

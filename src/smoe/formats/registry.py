@@ -19,7 +19,7 @@ _OF_GGML = (
 GGML: dict[str, Format] = {each.name: each for each in _OF_GGML}
 """Those that GGUF files have."""
 OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}
-"""Those that `smoe pack` writes, beside ggml's."""
+"""Those that `smoe pack` writes, in addition to ggml's."""
 OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
 """What OpenAI's releases become in slots."""
 RELEASED: dict[str, Format] = {each.name: each for each in (FP8, *WEIGHTS.values(), *NVFP4.values())}

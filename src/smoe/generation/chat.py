@@ -48,7 +48,7 @@ class Chat:
 
     @property
     def has_template(self) -> bool:
-        """Whether turns are told apart; else the text is simply continued."""
+        """Whether turns are marked; else the text is simply continued."""
         return self._prompts.template.exists
 
     @property
@@ -89,7 +89,7 @@ class Chat:
         return "", self._without_end() + self._plain("\n" + message)
 
     def _tokens_of(self, written: Written) -> list[int]:
-        """What was said keeps its tokens: an answer may be cut into others than its text would be."""
+        """Earlier messages keep their tokens: an answer may be cut into others than its text would be."""
         if self._ids and written.text.startswith(self._text):
             return self._without_end() + self._prompts.encode(written, len(self._text))
         return self._prompts.encode(written)

@@ -64,7 +64,7 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
 
 
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
-"""What the library takes where nobody says anything."""
+"""The library's defaults."""
 _RARE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size")
 
 

@@ -145,45 +145,45 @@ def generate_batch(
     loop: DecodeLoop | None = None,
 ) -> Generation:
     """`generate` for prompts in token ids; row n draws with the n-th seed from that of `sampling` on. A `loop` of this
-    model, which nobody else uses meanwhile, has texts that need not be read again."""
+    model, used by this call only, has texts that need not be read again."""
     engine: Engine = model.offload  # type: ignore[assignment]
     _check_tokens(model, tokenizer, prompts)
     notes = _room(engine, prompts, sampling.max_new_tokens)
     loop = loop or DecodeLoop(model, tokenizer, reads_first=True)
-    heard = _Collector(engine, prompts, sampling, on_text)
+    collector = _Collector(engine, prompts, sampling, on_text)
     started, before, waited_before = engine.now(), engine.stats(), waited_seconds()
     was_interrupted = False
     try:
-        for request in heard.requests:
+        for request in collector.requests:
             loop.hand_in(request)
-        loop.run(until_idle=True, after_step=heard.note)
+        loop.run(until_idle=True, after_step=collector.note)
     except KeyboardInterrupt:
         was_interrupted = True
     finally:
         loop.give_up()
     ended, after = engine.now(), engine.stats()
     waited = None if waited_before is None or engine.pacing.is_emulated else waited_seconds()  # of no emulated clock
-    heard.raise_first()
+    collector.raise_first()
     _log.info(
         "%d new tokens for %d in the prompts of %d sequences in %.3f s%s",
-        sum(len(answer.token_ids) for answer in heard.answers),
+        sum(len(answer.token_ids) for answer in collector.answers),
         sum(map(len, prompts)),
-        len(heard.answers),
+        len(collector.answers),
         ended - started,
         ", interrupted" if was_interrupted else "",
     )
     return Generation(
-        answers=heard.answers,
+        answers=collector.answers,
         started=started,
-        token_times=heard.times,
+        token_times=collector.times,
         ended=ended,
         counters=after - before,
-        decode_counters=after - (heard.after_prefill or after),
+        decode_counters=after - (collector.after_prefill or after),
         was_interrupted=was_interrupted,
         notes=notes,
-        reused_tokens=sum(request.reused_tokens for request in heard.requests),
+        reused_tokens=sum(request.reused_tokens for request in collector.requests),
         waited_seconds=None if waited is None or waited_before is None else waited - waited_before,
-        first_step_counters=heard.of_first_step,
+        first_step_counters=collector.of_first_step,
     )
 
 

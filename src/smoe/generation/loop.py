@@ -41,7 +41,7 @@ class DecodeLoop:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
     ) -> None:
-        """`most_waiting`: requests that may wait for a row; None: any number. `reads_first`: nobody is decoded while a
+        """`most_waiting`: requests that may wait for a row; None: any number. `reads_first`: no text is decoded while a
         prompt can be read."""
         self._model, self._tokenizer = model, tokenizer
         self._engine: Engine = model.offload  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class DecodeLoop:
         self._seconds_of = {"reading": 0.0, "decoding": 0.0}
         """Spent while both were wanted."""
         self.busy_seconds = 0.0
-        """In which somebody waited for a token; of the time until `run` last had nothing to do."""
+        """In which a request waited for a token; of the time until `run` last had nothing to do."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class DecodeLoop:
                     self.busy_seconds += self._engine.now() - began
 
     def give_up(self) -> None:
-        """End everything now, whatever `run` was in the middle of: what has been said stays said."""
+        """End everything now, whatever `run` was doing; events that were sent stay valid."""
         self.cancel_all()
         self._drop_cancelled()
 
@@ -224,7 +224,7 @@ class DecodeLoop:
         self._reading.append(text)
 
     def _usable_rows(self) -> Rows:
-        """The rows; new ones where somebody else has used the cache's place, and nothing is under way."""
+        """The rows; new ones where another cache has taken their memory, and no text is active."""
         if self._rows is None or (self._rows.is_lost and not self._texts()):
             self._rows = Rows(self._model, self._engine)
         return self._rows
@@ -261,7 +261,7 @@ class DecodeLoop:
         try:
             found: Sequence[torch.Tensor | Exception] = rows.read_together(first, prompts)
         except Exception as error:
-            found = self._each(texts, error, lambda text: rows.read_anew(text.row, text.request.ids))
+            found = self._each(texts, error, lambda text: rows.read_again(text.row, text.request.ids))
         self._reading.clear()
         self._decoding += texts
         self._take_all(texts, found)
@@ -334,7 +334,7 @@ class DecodeLoop:
         return len(text.request.ids) + len(text.request.new_ids) >= self._engine.context_tokens
 
     def _leave(self, text: _Text, reason: EndReason, error: Exception | None = None) -> None:
-        """Its row is free; what it has written stays there, for whoever goes on with it."""
+        """Its row is free; its keys and values stay there, for a text that continues it."""
         rows = self._usable_rows()
         if text in self._reading:
             self._reading.remove(text)

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     text: str
     """What may be shown now: empty while a character is half there or a stop string may have begun."""
     logprob: float | None
-    """Natural logarithm of its probability, by the model's own logits; None where nobody asked."""
+    """Natural logarithm of its probability, by the model's own logits; None: not requested."""
     top: tuple[Likely, ...] = ()
     """The likeliest tokens, best first: as many as were asked for."""
 
@@ -54,7 +54,7 @@ class EndReason(Enum):
 
 
 class End(NamedTuple):
-    """The last that is said of a request."""
+    """The last event of a request."""
 
     reason: EndReason
     text: str
@@ -68,7 +68,7 @@ Hear = Callable[[Piece | End], None]
 
 @dataclass(eq=False)
 class Request:
-    """One text to be gone on with. Made by whoever asks; the loop fills in the rest."""
+    """One text to continue. Made by the caller; the loop fills in the rest."""
 
     ids: Sequence[int]
     """The prompt's tokens: one at least."""
@@ -76,7 +76,7 @@ class Request:
     hear: Hear
     """Called by the loop's thread, for every token and at the end; must return at once."""
     logprobs: int | None = None
-    """How many likeliest tokens to name beside each; 0: the chosen one's probability alone; None: nothing."""
+    """How many likeliest tokens to report with each; 0: the chosen one's probability alone; None: nothing."""
     constraint: Constraint | None = None
     is_cancelled: bool = False
     """Set it from any thread: the request ends before the next step."""

@@ -1,8 +1,8 @@
 """The rows that texts are decoded in, and what is known of the tokens in each: what a text has in common with one that
 is there, or was, need not be read again.
 
-Rows that are decoded together come first. Where texts cannot share a pass (recurrent layers, an attention that nobody
-knows, or one that has been found to see other rows), each is decoded alone, in turn.
+Rows that are decoded together come first. Where texts cannot share a pass (recurrent layers, an attention that smoe
+does not know, or one that was found to see other rows), each is decoded alone, in turn.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Rows:
         """A free row for this prompt, and how many of its tokens are there already, one short of all at most.
 
         A row's text that it goes on with is taken over. Of one that it only begins like, such as another conversation
-        by the same template, the beginning is copied, to an empty row or that of the text nobody has wanted longest.
+        by the same template, the beginning is copied, to an empty row or that of the text that has not been used for
+        longest.
         """
         self._turns += 1
         free = [row for row, is_taken in enumerate(self._is_taken) if not is_taken]
@@ -97,12 +98,12 @@ class Rows:
         return common
 
     def free(self, row: int, is_whole: bool) -> None:
-        """Nobody needs it; its text stays until another one wants the place, unless it is not `is_whole`."""
+        """Release it; its text stays until another one needs the row, unless it is not `is_whole`."""
         self._is_taken[row] = False
         if not is_whole:
-            self._begin_anew(row)
+            self._restart(row)
 
-    def _begin_anew(self, row: int) -> None:
+    def _restart(self, row: int) -> None:
         self._held[row] = RowText()
         if self._texts is not None:
             self._texts.rewind(row, 0)
@@ -120,9 +121,9 @@ class Rows:
         """Go on with these tokens of a prompt; the logits [V] after the last one."""
         return self._one(row, ids)
 
-    def read_anew(self, row: int, ids: Sequence[int]) -> torch.Tensor:
+    def read_again(self, row: int, ids: Sequence[int]) -> torch.Tensor:
         """The same of a whole prompt, whatever the row holds."""
-        self._begin_anew(row)
+        self._restart(row)
         return self._one(row, ids)
 
     def read_together(self, first: int, prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
@@ -130,12 +131,12 @@ class Rows:
         rows = range(first, first + len(prompts))
         if self.share_passes is None:
             shortest = min(range(len(prompts)), key=lambda n: len(prompts[n]))
-            alone = self.read_anew(rows[shortest], prompts[shortest])
+            alone = self.read_again(rows[shortest], prompts[shortest])
             together = self._begin_together(first, prompts)
             if self._find_out([together[shortest]], [alone]):
                 return together
         if not self.share_passes:
-            return [self.read_anew(row, ids) for row, ids in zip(rows, prompts, strict=True)]
+            return [self.read_again(row, ids) for row, ids in zip(rows, prompts, strict=True)]
         return self._begin_together(first, prompts)
 
     def _begin_together(self, first: int, prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
@@ -164,7 +165,7 @@ class Rows:
         if not self._is_switch(row):
             return self._one(row, [token])
         ids = [*self._held[row].ids, token]
-        self._begin_anew(row)
+        self._restart(row)
         self._whole[row] = len(ids)
         pieces = [ids[begin : begin + self._piece] for begin in range(0, len(ids), self._piece)]
         return [self._one(row, piece) for piece in pieces][-1]

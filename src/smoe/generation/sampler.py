@@ -13,7 +13,8 @@ from smoe.generation.sampling import Sampling
 
 
 class Sampler:
-    """Chooses the tokens of one text. The same seed, prompt and logits give the same tokens, whoever else is there."""
+    """Chooses the tokens of one text. The same seed, prompt and logits give the same tokens, whatever other texts
+    run."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class Sampler:
         self._ids = torch.tensor([list(prompt)], device=model.device) if len(self._processors) else None
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
         self._bias = dict(sampling.logit_bias)
-        self._said: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
         """How often each token has come since the prompt."""
         self._logprobs = logprobs
         self._constraint = constraint
@@ -67,15 +68,15 @@ class Sampler:
 
     def _penalise(self, scores: torch.Tensor) -> None:
         """OpenAI's penalties of tokens that have come already, and what is added to single ones."""
-        if self._said and (self._presence or self._frequency):
-            tokens = torch.tensor(list(self._said), device=scores.device)
-            counts = torch.tensor(list(self._said.values()), device=scores.device, dtype=scores.dtype)
+        if self._counts and (self._presence or self._frequency):
+            tokens = torch.tensor(list(self._counts), device=scores.device)
+            counts = torch.tensor(list(self._counts.values()), device=scores.device, dtype=scores.dtype)
             scores[tokens] -= self._presence + self._frequency * counts
         for token, bias in self._bias.items():
             scores[token] += bias
 
     def _note(self, token: int) -> None:
-        self._said[token] = self._said.get(token, 0) + 1
+        self._counts[token] = self._counts.get(token, 0) + 1
         if self._constraint is not None:
             self._constraint.take(token)
         if self._ids is not None:

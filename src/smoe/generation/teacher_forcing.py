@@ -1,5 +1,5 @@
 """Given tokens through a model: one a step, as generation would, to measure quality and time on the same text every
-time; or many at once, for what only hangs on the text.
+time; or many at once, for what only depends on the text.
 """
 
 from __future__ import annotations

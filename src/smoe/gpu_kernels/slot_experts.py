@@ -82,7 +82,7 @@ class SlotExperts:
             self.launch(layer, self.table(layer, some, most), has_sum=has_sum and is_last)
 
     def table(self, layer: Layer, entries: Sequence[Entry], most: int) -> Table:
-        """What one launch is told of its experts, where the device computes."""
+        """The arguments of one launch, in the device's memory."""
         assert not any(each.addresses[n] % step for each in entries for n, step in self._steps), "not aligned"
         tokens, width, numbers = padded(most), layer.weights.shape[1], list[int]()
         for addresses, routes in entries:

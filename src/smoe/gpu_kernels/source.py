@@ -7,7 +7,7 @@ sum. One launch does it all.
 
 A program takes the next task; those of `up` are handed out first, of all experts, then those of `down`, then of `sum`,
 where the launch has any. Before it computes it waits until what it needs is counted as done: that is under way, since
-whoever has a task before it runs already, and needs nothing that comes later. So no launch can stand still, in
+the program with a task before it runs already, and needs nothing that comes later. So no launch can stand still, in
 whatever order a GPU begins its programs, and however few at a time. The last program of a launch puts the counts back.
 
 A task of `up` or `down` reads its expert's N outputs once, for all M tokens that have chosen it. What it reads and in
@@ -45,8 +45,8 @@ COUNTED = 256
 MOST_EXPERTS = COUNTED - COUNTS
 """That a launch may have."""
 _PATIENCE = 1 << 20
-"""Looks, of half a microsecond and more, after which a wait is given up and the outputs are NaN: a fault that nobody
-knows of shall be seen, and not hang a machine."""
+"""Looks, of half a microsecond and more, after which a wait is given up and the outputs are NaN: an unknown fault then
+becomes visible, and does not hang a machine."""
 _WASTE = 8
 """A tile may be wider than what is left of a row, by no more than this part of the row."""
 
@@ -106,7 +106,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(tokens: int) -> Tile:
-    """So many sums are kept apart for each token that a thread's registers hold them: 16, 8 or 4 numbers a thread."""
+    """So many sums are separate for each token that a thread's registers hold them: 16, 8 or 4 numbers a thread."""
     return Tile(16 if tokens <= 4 else 8, {1: 2048, 2: 2048, 4: 1024, 8: 512}[tokens])
 
 

@@ -1,7 +1,7 @@
 """Products of rows in 8 bits with quantised matrices: one kernel from a single row to whole prompts.
 
     strip       two registers' worth of outputs: 16 rows of the matrix where a register has 8 numbers
-    tile        a piece of the strip along K, unpacked once: codes in bytes, four of each output beside each other
+    tile        a piece of the strip along K, unpacked once: codes in bytes, four of each output next to each other
                         | 4 codes of output 0 | 4 codes of output 1 | ... | then the next four along K
     product     tile x two rows of activations at a time, four bytes of which are copied to all outputs:
                         sums += codes . bytes                        exact, in whole numbers

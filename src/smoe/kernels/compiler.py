@@ -4,7 +4,7 @@
     {"source", "features"} --->    LLVM's language in, an object file of this CPU's machine code out
     an object file         <---
 
-It takes 90 MiB for a third of a second, and whoever asks none of it. Without a source it says what this CPU has.
+It takes 90 MiB for a third of a second, and the calling process none of it. Without a source it says what this CPU has.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     up 0 | up 1 | ... | gate 0 | down 0 | gate 1 | down 1 | ... | sum
 
-Every thread takes the next unit that nobody has taken; a unit that needs what another thread is about to finish waits
+Every thread takes the next unit that is free; a unit that needs what another thread is about to finish waits
 for it without leaving machine code. Between the parts of a layer nothing falls asleep, and Python runs once.
 
 Same bits as the library's operations one by one (grade E0): the products are `row_product.py`'s, the rest
@@ -63,7 +63,7 @@ class Sums(NamedTuple):
 class TokenExperts:
     """The experts of one shape: `hidden` H, `inner` I, activation by `table` (bf16 [65536]).
 
-    bf16 numbers are a tensor, or where nobody has torch the same as `Bits`.
+    bf16 numbers are a tensor, or without torch the same as `Bits`.
     """
 
     def __init__(self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor | Bits) -> None:

@@ -119,7 +119,7 @@ def _features() -> dict[str, bool]:
 
 
 def _flattened(features: Mapping[str, bool]) -> str:
-    """As LLVM wants to be told them."""
+    """In LLVM's form."""
     return ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features.items()))
 
 

@@ -1,11 +1,11 @@
-"""Machine code that somebody else has compiled: an object file (ELF) put together and made ready to call.
+"""Machine code that another process has compiled: an object file (ELF) put together and made ready to call.
 
     object file    | .text | .rodata.cst16 | .rodata | symbols | relocations |
     memory         | .text | .rodata.cst16 | .rodata |          places relative to each other: it may lie anywhere
 
 Only what our kernels are made of is known: code and constants that refer to each other by distance
 (`relocations.py`). Whatever else a file asks for (a library's function, memory of its own to write to) is refused, by
-name. A CPU of aarch64 has to be told that code is new: else it may run what it has read of that memory before.
+name. A CPU of aarch64 must be informed that code is new: else it may run what it has read of that memory before.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_known() -> bool:
 
 @functools.cache
 def _flush() -> Callable[[int, int], object] | None:
-    """(begin, end) of code that is new; None where nobody knows how to say it."""
+    """(begin, end) of code that is new; None where there is no way to inform it."""
     try:
         flush = getattr(ctypes.CDLL("libgcc_s.so.1"), "__clear_cache")
     except (OSError, AttributeError):
@@ -97,7 +97,7 @@ class Loaded:
     """An image in memory that can be called, and no longer be written to, as long as this lives."""
 
     def __init__(self, image: Image) -> None:
-        """Raises `OSError` where the system allows nobody to make code."""
+        """Raises `OSError` where the system does not allow new code."""
         self._functions = image.functions
         self._memory = mmap.mmap(-1, max(1, len(image.data)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.write(image.data)

@@ -9,7 +9,7 @@ through a row in registers of 8 numbers, on machines with wider ones too, and su
     register     0  1  2  3  4  5  6  7  8 ...
     accumulator  0  1  2  3  0  1  2  3  0 ...      the up to three registers left over go to the first
 
-After every 16 registers an accumulator is added to a sum of its own and begins anew. In the end each is added to its
+After every 16 registers an accumulator is added to a sum of its own and starts again. In the end each is added to its
 sum, the four in order, and then the 8 lanes one by one. Longer rows than 8192 would begin a second level of such sums.
 
 A row of 2048 numbers takes 0.6 us. Whether the bits agree on the machine at hand is proven before the kernel is used
@@ -33,7 +33,7 @@ _LANES = 16
 _SUM_LANES = 8
 _ACCUMULATORS = 4
 _ROUND = 16
-"""Registers after which an accumulator begins anew."""
+"""Registers after which an accumulator starts again."""
 _TOGETHER = _ACCUMULATORS * _SUM_LANES
 
 
@@ -147,7 +147,7 @@ def _square(name: str, at: str) -> str:
 
 
 def _add(k: int, vector: str) -> str:
-    """An accumulator takes its square; after a round its sum takes it, and it begins anew."""
+    """An accumulator takes its square; after a round its sum takes it, and it starts again."""
     return f"""\
   %low{k}.more = fadd {vector} %low{k}, %square.{k}
   %high{k}.more = fadd {vector} %high{k}, %low{k}.more

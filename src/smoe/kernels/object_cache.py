@@ -67,19 +67,19 @@ def read(key: bytes) -> bytes | None:
 
 def write(key: bytes, content: bytes) -> None:
     """Keep an entry, and drop those that were not used for longest beyond `MOST_BYTES`. Where nothing can be written,
-    nothing is kept."""
+    nothing is stored."""
     path = _path_of(key)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_ours_alone(path.parent.stat(), stat.S_ISDIR):
-            _log.info("%s is not this user's alone: kernels are not kept", path.parent)
+            _log.info("%s is not this user's alone: kernels are not stored", path.parent)
             return
         with whole_file(path) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(_MAGIC + _digest(key, content) + content)
         _drop_oldest(path.parent)
     except OSError as error:
-        _log.info("kernels are not kept: %s", error)
+        _log.info("kernels are not stored: %s", error)
 
 
 @functools.cache

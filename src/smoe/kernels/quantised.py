@@ -54,7 +54,7 @@ def module_of(forms: Sequence[Format], isa: Isa) -> str:
     `products_F_1(x, w, out, bias, begin, end, K)` computes outputs begin ... end - 1 of one row; `bias` may be null.
     `products_F_2(pairs, w, -, -, begin, end, K)` and `products_F_4` have (x, out) of every row in `pairs`, and no bias.
     `unpack_F(out, w, -, -, begin, end, K)` writes those rows of the matrix as bf16. All take the same arguments, so
-    that whoever calls them need not know which it is (`tasks.py`).
+    that the caller need not know which it is (`tasks.py`).
     """
     module = ir.Module()
     for form in forms:

@@ -1,4 +1,5 @@
-"""What machine code reads of a block: codes as floats, the groups' scales, and the order of a row beside them."""
+"""What machine code reads of a block: codes as floats, the groups' scales, and the order of a row that is multiplied
+with them."""
 
 from __future__ import annotations
 

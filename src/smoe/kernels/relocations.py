@@ -1,4 +1,4 @@
-"""How machine code is told where something lies: the bits of an instruction that say how far away it is.
+"""How machine code learns where something lies: the bits of an instruction that say how far away it is.
 
 An object file has a list of such places, each of a kind (`R_X86_64_...`, `R_AARCH64_...`). Known are those by distance:
 code and constants may then lie anywhere in memory, as long as they begin at a multiple of 4096 bytes, which aarch64

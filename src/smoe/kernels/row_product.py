@@ -10,8 +10,8 @@ as it would for many rows. Here 16 weight rows are transposed in registers inste
     ...                                          ...          each lane is one output
 
 Grade E0 asks for the library's own bits, and a sum's bits are its order. oneDNN's (brgemm, AVX-512 BF16), found by
-trying: for every output one running sum over k in steps of two, begun anew every 512 k; the chains' sums are added as
-they come. Several rows are summed 1024 k at a time where there are more than 1024. Where outputs are few and k many,
+trying: for every output one running sum over k in steps of two, started again every 512 k; the chains' sums are added
+as they come. Several rows are summed 1024 k at a time where there are more than 1024. Where outputs are few and k many,
 each of its threads sums a part of the k, and the parts are added at the end. The same instruction is used here in the
 same order, so the bits agree. Whether they do on the machine at hand is proven at load on the model's own weights
 (`spinning_pool.py`); where they do not, torch computes.
@@ -37,7 +37,7 @@ TILE = 32
 AHEAD = 512
 """k between what is computed and what is fetched: 16 KB of 16 rows, a part of the first cache level."""
 CHAIN = 512
-"""k after which the running sum of a single row begins anew."""
+"""k after which the running sum of a single row starts again."""
 _LEAST_WEIGHTS = 16**3
 """torch gives products with no more multiplications than this to another library than oneDNN."""
 
@@ -57,7 +57,8 @@ def fits_shape(columns: int, outputs: int) -> bool:
 
 
 def chain_of(columns: int, rows: int) -> int:
-    """k after which the library begins a running sum anew, where it multiplies `rows` rows of K = `columns` numbers."""
+    """k after which the library starts a running sum again, where it multiplies `rows` rows of K = `columns`
+    numbers."""
     return 2 * CHAIN if rows > 1 and columns > 2 * CHAIN else CHAIN
 
 

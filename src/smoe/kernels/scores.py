@@ -1,4 +1,4 @@
-"""Scores of one query token, q . k for every key, in LLVM's language: text that `attention.py` puts beside its own.
+"""Scores of one query token, q . k for every key, in LLVM's language: text that `attention.py` adds to its own.
 
 torch's order: four running sums a key, of d = 0, 4, 8 ...; 1, 5, 9 ...; 2 ...; 3 ...; then (s0 + s2) + (s1 + s3).
 
@@ -158,7 +158,7 @@ def _multiply(j: int) -> str:
 
 
 def _total(row: int) -> str:
-    """Head `%t`'s running sums become eight scores, and begin anew."""
+    """Head `%t`'s running sums become eight scores, and start again."""
     evens, odds = (", ".join(f"i32 {2 * i + odd}" for i in range(8)) for odd in (0, 1))
     return f"""\
   %total.offset = mul i64 %t, 32

@@ -2,7 +2,7 @@
 
 Scores become exp(score - maximum), rounded to bf16: in whole registers of 16 by a polynomial, the rest by libm's expf.
 Their sum, of what was not rounded, takes two running sums of registers in turn, folded by halves, and then the rest one
-by one. It is the text of a function that `attention.py` puts beside its own.
+by one. It is the text of a function that `attention.py` adds to its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Several threads on the short computations of a layer, without waiting for each other to wake up.
 
 Products of a few hundred microseconds are too short for the usual ways of sharing: waking a thread takes 50 to 100 us
-on a virtual machine, and whoever cuts the work into equal halves waits for the half that began late. Here the caller
+on a virtual machine, and equal halves of the work wait for the half that began late. Here the caller
 publishes its tasks in a shared block of memory and begins at once; units are taken one by one with an atomic counter
 (`tasks.py`), so a helper joins when it is there, and the end is never more than one unit away:
 
@@ -264,7 +264,7 @@ class SpinningPool:
         self.close()
 
     def _wake(self) -> None:
-        """Whoever falls asleep just now misses this work, which gets done without it."""
+        """A thread that falls asleep just now misses this work, which gets done without it."""
         for helper, is_asleep in enumerate(self._is_asleep):
             if is_asleep:
                 self._is_asleep[helper] = False

@@ -2,8 +2,8 @@
 
 The block of memory that the threads share, in words of 8 bytes:
 
-    open       how many units there are (upper half) and the first that nobody has taken (lower half); 0 while the
-               tasks may be changed. One word, so that whoever comes late never takes a unit of the next work for one
+    open       how many units there are (upper half) and the first free one (lower half); 0 while the
+               tasks may be changed. One word, so that a late thread never takes a unit of the next work for one
                of this.
     finished   how many units are done
     patience   ticks for which a helper looks out for work before it sleeps (`_Own.now`)
@@ -15,7 +15,7 @@ The block of memory that the threads share, in words of 8 bytes:
 
 A task is (first unit, outputs, outputs in a unit, kind, wait at, wait for, count at, a, b, c, d, e, f): its units
 begin once the word at `wait at` has reached `wait for`, and each that is done adds one to the word at `count at`.
-Tasks wait only for earlier ones, whose units somebody has already taken: nobody waits for ever.
+Tasks wait only for earlier ones, whose units have already been taken: no thread waits for ever.
 
     kind       a       b        c      d      e    f     computes
     PRODUCT    x       matrix   out    bias   K    part  row_product.py
@@ -38,7 +38,7 @@ from smoe.cpu_isa import AARCH64, FAMILY, X86
 from smoe.kernels import elementwise, row_product
 
 OPEN, FINISHED, PATIENCE, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
-"""Words of the header; `open` has a cache line to itself. Nobody reads what is counted at `NOWHERE`."""
+"""Words of the header; `open` has a cache line to itself. The count at `NOWHERE` is never read."""
 MOST_COUNTS = 144
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13

@@ -1,7 +1,7 @@
-"""Values weighted by a query's softmax, p . v, in LLVM's language: text that `attention.py` puts beside its own.
+"""Values weighted by a query's softmax, p . v, in LLVM's language: text that `attention.py` adds to its own.
 
 torch's order: p rounded to bf16; an output takes ((p0 v0 + p2 v2) + (p1 v1 + p3 v3)) of four keys at a time, the up to
-three left over last one first. Outputs are kept in float32 until all keys are through, tile by tile: 16 of even places
+three left over last one first. Outputs are in float32 until all keys are through, tile by tile: 16 of even places
 and then 16 of odd ones, as values lie in their registers.
 """
 

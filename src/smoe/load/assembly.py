@@ -70,7 +70,7 @@ class Budget(NamedTuple):
     reason: str
     """Where the budget's size comes from."""
     known: ResolvedSettings
-    """What was measured of the model before, and put into settings that nobody gave."""
+    """What was measured of the model before, and put into settings that the user left out."""
     learned: LearnedValues
     weights: str = ""
     """The checkpoint's checksum, where a cluster's workers must have the same."""
@@ -232,7 +232,7 @@ def _put_behind(
     predictors: Mapping[Phase, Predictor],
     others: Listener | None,
 ) -> None:
-    """The blocks and the routers that are heard turn to the engine, then the predictors to the model, and to the
+    """The blocks and the observed routers call the engine, then the predictors to the model, and to the
     `others` that compute, too."""
     attach(model, spec.sites, engine, {layer: spec.anatomy.routers[layer] for layer in engine.rules})
     for predictor in set(predictors.values()):
@@ -250,7 +250,7 @@ def _host_experts(
     device: torch.device,
     pacing: Pacing,
 ) -> HostExperts | None:
-    """The CPU beside the device, where it is to compute what the device lacks."""
+    """The CPU of a machine with a device, where it is to compute what the device lacks."""
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
@@ -330,7 +330,7 @@ def _balancer(
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
-    """What the library has really allocated for the weights beside the experts; more than promised is refused."""
+    """What the library has really allocated for the non-expert weights; more than promised is refused."""
     tensors = [*model.parameters(), *model.buffers()]
     used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights once
     promised = ledger.weights_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from smoe.policy.eviction.multidimensional import WEIGHTS
 from smoe.policy.registry import are_cache_weights
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 1
 
@@ -42,7 +42,7 @@ def remember(folder: Path, fitted: FittedWeights) -> Path:
 def _read(path: Path) -> FittedWeights | None:
     """None where there is no such file, or none that this version understands."""
     try:
-        fitted = FittedWeights(**(kept(path, _FORMAT) or {}))
+        fitted = FittedWeights(**(read_stored(path, _FORMAT) or {}))
         weights = tuple(fitted.weights)
         return (
             FittedWeights(weights, fitted.resident_share, fitted.decode_steps) if are_cache_weights(weights) else None

@@ -16,7 +16,7 @@ from smoe.policy.plan import HOST
 from smoe.runtime.engine import Engine
 
 _STEPS = 4
-_BESIDE_OTHERS = 1.3
+_PARALLEL_SLOWDOWN = 1.3
 """How much longer the CPU takes for an expert while link and device are emulated on the same cores."""
 
 
@@ -42,7 +42,8 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
 
 
 def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
-    """Of one expert and one row on the CPU beside the device: on one thread, without our kernel, beside the others."""
+    """Of one expert and one row on the CPU of a machine with a device: on one thread, without our kernel, while others
+    are others."""
     host = engine.executor.compute.units.get(HOST)
     if host is None:
         return 2 * guess
@@ -50,7 +51,7 @@ def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float
     row = torch.zeros(1, engine.executor.compute.hidden_size(layer), dtype=next(model.parameters()).dtype)
     for expert in range(min(_STEPS, engine.store.layers[layer].experts)):
         host.submit([ExpertTask((layer, expert, EXACT), [0])], Fetched(row))[0].result()
-    return _BESIDE_OTHERS * max(seconds for seconds, _ in host.measured())
+    return _PARALLEL_SLOWDOWN * max(seconds for seconds, _ in host.measured())
 
 
 def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:

@@ -30,7 +30,7 @@ from smoe.policy.plan import HOST
 from smoe.runtime.layer import LayerCompute
 
 MIN_EXPERT_BYTES = 1 << 20
-"""Smaller experts go without measuring: by our kernel where it agrees, which wakes nobody for them, else by the
+"""Smaller experts go without measuring: by our kernel where it agrees, which wakes no thread for them, else by the
 library."""
 _NEARLY_ALL = 0.9
 """Share of the linear weights that our kernel must have for the library to need no more than one thread."""
@@ -41,7 +41,7 @@ _EXPERTS = 8
 def choose_arithmetic(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute, host_threads: int
 ) -> bool:
-    """Give `compute`, and the layers beside the experts, what serves them best.
+    """Give `compute`, and the non-expert layers, what serves them best.
 
     Returns whether the library has next to nothing left to compute for one token.
     """

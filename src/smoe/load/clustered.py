@@ -46,7 +46,7 @@ def experts_alone(
 
 
 class ClusterInputs(NamedTuple):
-    """What a cluster is told of the engine."""
+    """What a cluster needs to know of the engine."""
 
     weights: str
     """The checkpoint's checksum, which workers must have, too."""
@@ -95,7 +95,7 @@ def cluster_of(
     asked: ClusterInputs,
     made: ExitStack,
 ) -> Cluster:
-    """Listening, with whoever came in time; `made` closes it where what follows fails.
+    """A listening cluster, with the workers that joined in time; `made` closes it where what follows fails.
 
     Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
     """
@@ -155,7 +155,7 @@ def _movable_math(
 def _furnish(
     cluster: Cluster, spec: ModelSpec, asked: ClusterInputs, math: dict[int, ExpertMath], arithmetic: str, threads: int
 ) -> None:
-    """What workers are told and sent, and the shadow's seat."""
+    """What workers get in their WELCOME and as files, and the draft model's connection."""
     from smoe.cluster.describing import Describer
     from smoe.cluster.following import Following
     from smoe.cluster.sending import Courier

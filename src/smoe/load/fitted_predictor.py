@@ -1,4 +1,4 @@
-"""Predictors that were fitted on traces of a model (`smoe tune --predictor`), kept in the user's cache."""
+"""Predictors that were fitted on traces of a model (`smoe tune --predictor`), stored in the user's cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FORMAT = 2
 
 
 def place_of(folder: Path, name: str) -> Path:
-    """Where the predictor `name` of the model in `folder` is kept."""
+    """The file of the predictor `name` for the model in `folder`."""
     return path_of(name, folder)
 
 
 def remember(folder: Path, fitted: Fitted) -> Path:
     """Keep a predictor of the model in `folder`, whole or not at all; returns where. Raises `OSError`."""
-    said = {"predictor": fitted.name, "layers": fitted.layers, "tokens": fitted.tokens}
-    return keep_learned(fitted.name, FORMAT, folder, fitted.tensors, said)
+    fields = {"predictor": fitted.name, "layers": fitted.layers, "tokens": fitted.tokens}
+    return keep_learned(fitted.name, FORMAT, folder, fitted.tensors, fields)
 
 
 def fitted_of(folder: Path, name: str) -> Fitted:
@@ -29,9 +29,9 @@ def fitted_of(folder: Path, name: str) -> Fitted:
     Raises `ConfigError` where there is none, and for a file that is damaged, of another format or of other weights.
     """
     try:
-        tensors, said = learned(name, FORMAT, folder)
-        if said["predictor"] != name:
-            raise NotLearnedError(f"{place_of(folder, name)} holds the predictor {said['predictor']}")
+        tensors, fields = learned(name, FORMAT, folder)
+        if fields["predictor"] != name:
+            raise NotLearnedError(f"{place_of(folder, name)} holds the predictor {fields['predictor']}")
     except NotLearnedError as error:
         raise UnpreparedError(
             f"`prefetch` {name}: {error}; run smoe tune on the model with `predictor` {name}, once",
@@ -39,4 +39,4 @@ def fitted_of(folder: Path, name: str) -> Fitted:
             given=name,
             allowed="for models that this predictor has been fitted for",
         ) from error
-    return Fitted(name, tuple(RoutedLayer(*layer) for layer in said["layers"]), tensors, said["tokens"])
+    return Fitted(name, tuple(RoutedLayer(*layer) for layer in fields["layers"]), tensors, fields["tokens"])

@@ -1,7 +1,7 @@
-"""Corrections of a model's routers, learned by `smoe tune --predictor corrected-gates`: kept, found again, believed.
+"""Corrections of a model's routers, learned by `smoe tune --predictor corrected-gates`: stored, read, verified.
 
 The tensors are `LAYER.AFTER.weight`, `.bias` and `.first_bias` for every pair of layers; slope and offset of each
-pair's confidence are said beside them.
+pair's confidence are in the header.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def remember(folder: Path, found: LearnedCorrections) -> Path:
         pair = f"{layer}.{after}"
         tensors |= {f"{pair}.{name}": getattr(correction, name) for name in _PARTS}
         confidence[pair] = [correction.slope, correction.offset]
-    said = {"tokens": found.tokens, "text": found.text, "confidence": confidence}
-    return keep_learned(CORRECTED_GATES, _FORMAT, folder, tensors, said)
+    fields = {"tokens": found.tokens, "text": found.text, "confidence": confidence}
+    return keep_learned(CORRECTED_GATES, _FORMAT, folder, tensors, fields)
 
 
 def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrections:
@@ -70,21 +70,21 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
         ) from error
 
 
-def _of_pairs(tensors: Tensors, said: Mapping[str, Any], spec: ModelSpec, depth: int) -> LearnedCorrections:
+def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, depth: int) -> LearnedCorrections:
     """Raises `NotLearnedError` where a pair of this model is missing or does not fit."""
     experts = {site.layer: site.experts for site in spec.sites}
     hidden, found = int(spec.config.get_text_config().hidden_size), {}
-    for layer, after in _pairs(list(experts), depth, said["confidence"]):
+    for layer, after in _pairs(list(experts), depth, fields["confidence"]):
         pair, count = f"{layer}.{after}", experts[after]
         parts = [tensors.get(f"{pair}.{name}", torch.empty(0)) for name in _PARTS]
         fits = [tuple(part.shape) for part in parts] == [(count, 2 * hidden), (count,), (count,)]
-        if pair not in said["confidence"] or not fits or not all(bool(part.isfinite().all()) for part in parts):
+        if pair not in fields["confidence"] or not fits or not all(bool(part.isfinite().all()) for part in parts):
             raise NotLearnedError(
                 f"the stored corrections do not fit layer {after} of this model (used at layer {layer})"
             )
         weight, bias, first_bias = parts
-        found[layer, after] = Correction(weight, bias, first_bias, *said["confidence"][pair])
-    return LearnedCorrections(found, said["tokens"], said["text"])
+        found[layer, after] = Correction(weight, bias, first_bias, *fields["confidence"][pair])
+    return LearnedCorrections(found, fields["tokens"], fields["text"])
 
 
 def _pairs(layers: list[int], depth: int, confidence: Mapping[str, object]) -> list[tuple[int, int]]:

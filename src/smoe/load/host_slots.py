@@ -25,7 +25,7 @@ def size_of(classes: Sequence[SlotClass]) -> Callable[[ExpertKey], int]:
 
 
 def reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: float) -> bool:
-    """Past the page cache, unless RAM beside our own use holds every expert anyway."""
+    """Past the page cache, unless RAM, our own use deducted, holds every expert."""
     if config.direct_io == "auto":
         return spare_bytes < total_bytes * 1.1
     return config.direct_io == "on"

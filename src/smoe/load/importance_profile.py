@@ -15,13 +15,13 @@ from typing import Any
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.policy.importance import Thresholds
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 FILE_NAME = "smoe-thresholds.json"
 """In a model's folder."""
 _FORMAT = 1
 _PARTS = 200
-"""Between the quantiles that are kept: half a per cent each."""
+"""The distance of the stored quantiles: half a per cent."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def as_json(profile: ImportanceProfile) -> dict[str, Any]:
 def _read(path: Path) -> ImportanceProfile | None:
     """None where there is no such file, or none that this version understands."""
     try:
-        stored = ImportanceProfile(**(kept(path, _FORMAT) or {}))
+        stored = ImportanceProfile(**(read_stored(path, _FORMAT) or {}))
         quantiles = tuple(map(float, stored.quantiles))
     except (TypeError, ValueError):
         return None

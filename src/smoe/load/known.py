@@ -1,4 +1,5 @@
-"""What has been measured of a model and remembered, put into settings that nobody gave; each says where it is from."""
+"""What has been measured of a model and remembered, put into settings that the user left out; each says where it is
+from."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class ResolvedSettings(NamedTuple):
 
     config: EngineConfig
     reasons: dict[str, str]
-    """Where settings come from that nobody gave, by their names."""
+    """Where settings come from that the user left out, by their names."""
     prices: PriceTable | None = None
     """Of answers to misses, where they are answered within a budget."""
 

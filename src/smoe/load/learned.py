@@ -1,4 +1,4 @@
-"""What was learned of a model and kept, as a configuration asks for it; it takes its place in the budget."""
+"""Stored values learned of a model, as a configuration needs them; they count in the budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LearnedValues(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of memory, beside the corrections: the predictor's own copy of them is counted with the predictor."""
+        """Bytes of memory, without the corrections: the predictor's own copy of them is counted with the predictor."""
         return sum(each.nbytes for each in (self.fitted, self.next_use) if each is not None)
 
 

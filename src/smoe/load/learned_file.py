@@ -1,8 +1,8 @@
-"""What was learned of a model, kept in the user's cache: tensors that are believed for that model alone.
+"""What was learned of a model, stored in the user's cache: tensors that are believed for that model alone.
 
     file     safetensors: tensors | metadata "smoe": a JSON object
 
-The object names the format, the checksum of the model's weights and that of the tensors, and holds what was said of
+The object names the format, the checksum of the model's weights and that of the tensors, and holds the fields of
 them. Half an answer would be a silent loss, so what is not all there, or of other weights, or of another version, is
 refused by what is wrong with it.
 """
@@ -29,22 +29,22 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class NotLearnedError(Exception):
-    """Why there is nothing for these weights; whoever asked says what to do."""
+    """Why there is nothing for these weights; the caller adds what to do."""
 
 
 def path_of(kind: str, folder: Path) -> Path:
-    """Where something learned of the model in `folder` is kept; `kind` names the sort of thing."""
+    """The file of something learned of the model in `folder`; `kind` names the sort of thing."""
     path = of_model("learned", folder)
     return path.with_name(f"{path.stem}-{kind}.safetensors")
 
 
-def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, said: Mapping[str, Any]) -> Path:
-    """Write tensors and what is said of them (JSON), whole or not at all, and the same bytes every time; returns where.
+def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, fields: Mapping[str, Any]) -> Path:
+    """Write tensors and fields about them (JSON), whole or not at all, and the same bytes every time; returns where.
 
     Raises `OSError`.
     """
     path = path_of(kind, folder)
-    header = {"format": form, "checkpoint": checksum(folder), "tensors": _digest(tensors), **said}
+    header = {"format": form, "checkpoint": checksum(folder), "tensors": _digest(tensors), **fields}
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
@@ -53,23 +53,23 @@ def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, said: Map
 
 
 def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, what was said of them) as kept for the weights in `folder`; raises `NotLearnedError`."""
+    """(tensors, fields about them) as stored for the weights in `folder`; raises `NotLearnedError`."""
     path = path_of(kind, folder)
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
-            said: dict[str, Any] = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
+            fields: dict[str, Any] = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
     except FileNotFoundError as error:
         raise NotLearnedError(f"no tuned values are stored for the model in {folder}") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise NotLearnedError(f"{path} is truncated, damaged or not readable ({error})") from error
-    if said.get("format") != form:
-        raise NotLearnedError(f"{path} has format {said.get('format')}; this version of smoe reads format {form}")
-    if said.get("checkpoint") != checksum(folder):
+    if fields.get("format") != form:
+        raise NotLearnedError(f"{path} has format {fields.get('format')}; this version of smoe reads format {form}")
+    if fields.get("checkpoint") != checksum(folder):
         raise NotLearnedError(f"{path} was made for other weights than those in {folder}")
-    if said.get("tensors") != _digest(tensors):
+    if fields.get("tensors") != _digest(tensors):
         raise NotLearnedError(f"{path} is damaged: its tensors do not match its header")
-    return tensors, said
+    return tensors, fields
 
 
 def _digest(tensors: Tensors) -> str:

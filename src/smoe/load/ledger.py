@@ -14,7 +14,7 @@ from smoe.errors import BudgetError, ConfigError
 from smoe.kernels.isa import widest
 from smoe.machine.available_memory import free_device_bytes, less_margin, shortage
 from smoe.machine.device import AnyDevice
-from smoe.machine.process_memory import beside_budget
+from smoe.machine.process_memory import outside_budget_bytes
 from smoe.machine.processor import reading_threads
 from smoe.memory.arena import GIVES_BACK
 from smoe.memory.dtypes import BF16
@@ -160,7 +160,7 @@ def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
     """What a process like this one takes outside the budget, at most, by name, with the model on a CPU."""
     is_quantised = spec.stored_bytes is not None and bool(spec.dense) and spec.dtype is BF16
     by_own_kernels = is_quantised and config.kernels != "torch" and widest() is not None
-    return beside_budget(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
+    return outside_budget_bytes(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
@@ -174,7 +174,7 @@ def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> lis
     return [each for each in found if each is not None]
 
 
-def share_beside(
+def resident_share_with(
     spec: ModelSpec,
     config: EngineConfig,
     device: AnyDevice,
@@ -182,7 +182,7 @@ def share_beside(
     shadow_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> Callable[[int], float]:
-    """Says which share of the experts is resident beside so many learned bytes, and a shadow; saying it raises
+    """A function that gives the resident share with so many learned bytes, and a draft model; it raises
     `BudgetError`."""
     return lambda learned_bytes: (
         make_ledger(spec, config, device, store, learned_bytes, shadow_bytes, outside)[0].resident_share

@@ -50,7 +50,7 @@ def place_of(model: str | Path, precision: str) -> Path:
     return place
 
 
-def said_of(place: Path) -> dict[str, str]:
+def fields_of(place: Path) -> dict[str, str]:
     """What main compares before it says what experts are."""
     return {"weights": checksum(place), "precision": "auto", "dtype": DTYPE}
 

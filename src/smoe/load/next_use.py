@@ -32,9 +32,9 @@ class TrainedNextUse:
 def remember(folder: Path, trained: TrainedNextUse) -> Path:
     """Keep an estimate in the user's cache, whole or not at all; returns where. Raises `OSError`."""
     parts = trained.next_use._asdict()
-    said = {"rate": parts.pop("rate"), "decode_steps": trained.decode_steps}
+    fields = {"rate": parts.pop("rate"), "decode_steps": trained.decode_steps}
     tensors = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
-    return keep_learned(_KIND, _FORMAT, folder, tensors, said)
+    return keep_learned(_KIND, _FORMAT, folder, tensors, fields)
 
 
 def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]:
@@ -54,13 +54,13 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
         ) from error
 
 
-def _estimate(tensors: Tensors, said: Mapping[str, Any], experts: Mapping[int, int]) -> tuple[NextUse, str]:
+def _estimate(tensors: Tensors, fields: Mapping[str, Any], experts: Mapping[int, int]) -> tuple[NextUse, str]:
     """Raises `NotLearnedError` where the parts are not of one size, that of the experts."""
-    next_use = NextUse(said["rate"], **{name: part.numpy() for name, part in tensors.items()})
+    next_use = NextUse(fields["rate"], **{name: part.numpy() for name, part in tensors.items()})
     layers, width = max(experts) + 1, max(experts.values())
     rank = next_use.target.shape[-1]
     shapes = {"weights": (FEATURES,), "usual": (layers, rank), "offset": (layers, width)}
     shapes |= dict.fromkeys(("source", "target"), (layers, width, rank))
     if any(tensors[name].shape != shape or not tensors[name].isfinite().all() for name, shape in shapes.items()):
         raise NotLearnedError("the stored values belong to a model with other layers or experts")
-    return next_use, f"as trained on {said['decode_steps']} recorded steps"
+    return next_use, f"as trained on {fields['decode_steps']} recorded steps"

@@ -21,7 +21,15 @@ from smoe.load.clustered import check_cluster
 from smoe.load.device import choose_device
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
-from smoe.load.ledger import demand_of, fit_context, make_ledger, open_store, outside_budget, share_beside, shortages_of
+from smoe.load.ledger import (
+    demand_of,
+    fit_context,
+    make_ledger,
+    open_store,
+    outside_budget,
+    resident_share_with,
+    shortages_of,
+)
 from smoe.load.shadow import planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
 from smoe.load.shadow_size import least_shadow_bytes
@@ -97,7 +105,7 @@ def load(
     """`from_pretrained` for a finished configuration.
 
     `on_ledger` is called with the budget before anything large is read, `on_host_tier` with the bytes of host memory
-    that are about to be locked beside a GPU, `on_shortage` with a sentence where more memory is asked for than is
+    that are about to be locked with a GPU, `on_shortage` with a sentence where more memory is asked for than is
     left, and `on_pack_bytes` with how much of a pack has been compared with its checksums, once on a machine."""
     collect_dropped()
     note_start()
@@ -116,7 +124,7 @@ def load(
     )
     shadow = planned_shadow(checkpoint, spec, config, device)
     shadow_bytes = 0 if shadow is None else shadow.nbytes
-    share_of = share_beside(spec, config, device, stores[EXACT], shadow_bytes, outside)
+    share_of = resident_share_with(spec, config, device, stores[EXACT], shadow_bytes, outside)
     won = with_winners(config, checkpoint.place, spec, device, share_of)
     config, learned = won.config, won.learned
     ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes, outside)
@@ -133,7 +141,7 @@ def load(
     forget_peak(device)
     arena = Arena(ledger.sizes, device, huge_pages=config.direct_io == "on")
     try:
-        arena.touch(slots=ledger.slots_in_use)  # slower than the disk, and free beside the loading of the other weights
+        arena.touch(slots=ledger.slots_in_use)  # slower than the disk, and free while other weights load
         loaded = checkpoint.load_dense(spec, device)
         count_whole(loaded, spec.shell)
         arena.wait_touched(_TOUCH_SECONDS)
@@ -141,7 +149,7 @@ def load(
         known = known._replace(config=config, reasons=fitted | won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
         files = {} if config.cluster is None else worker_files(checkpoint, spec)
-        ahead = None if shadow is None else shadow.beside(loaded)
+        ahead = None if shadow is None else shadow.on_thread(loaded)
         if is_apart(config):
             ahead = ShadowRouting(following(spec, config))
         budget = Budget(ledger, reason, known, learned, weights, ahead, files)
@@ -176,7 +184,7 @@ def _open_checkpoint(
 
 
 def _check_balance(config: EngineConfig) -> None:
-    """Raise `ConfigError` where the CPU is to compute beside itself."""
+    """Raise `ConfigError` where the CPU is the device and would compute in parallel with itself."""
     if config.balance not in ("auto", "none"):
         raise UnpreparedError(
             f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU, "

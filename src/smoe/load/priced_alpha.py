@@ -2,7 +2,7 @@
 
 `smoe tune --max-perplexity-increase 1%` finds it and keeps it in the user's cache. A model's folder may bring one of
 its own, `smoe-alpha.json`, as the embedded model's does. A price holds for the share of experts that were resident when
-it was measured, and for larger ones; with fewer in memory more is replaced, at a price that nobody knows.
+it was measured, and for larger ones; with fewer in memory more is replaced, at an unknown quality cost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe.config import DEFAULT_ALPHA
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 FILE_NAME = "smoe-alpha.json"
 """In a model's folder."""
@@ -44,7 +44,7 @@ class PricedAlpha:
 def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
     """The alpha for the model in `folder` with so many experts resident, and where it comes from."""
     own, brought = _read(_own_path(folder)), _read(folder / FILE_NAME)
-    most = 1.0 if own is None else own.alpha  # nobody gets more than they have found to be worth it
+    most = 1.0 if own is None else own.alpha  # never above the value found for this model
     for priced, whose in ((own, "as you measured it"), (brought, "by the quality cost stored with the model")):
         if priced is not None and resident_share >= priced.resident_share and priced.alpha <= most:
             return priced.alpha, f"{whose}: {priced}"
@@ -71,7 +71,7 @@ def as_json(priced: PricedAlpha) -> dict[str, Any]:
 def _read(path: Path) -> PricedAlpha | None:
     """None where there is no such file, or none that this version understands."""
     try:
-        priced = PricedAlpha(**(kept(path, _FORMAT) or {}))
+        priced = PricedAlpha(**(read_stored(path, _FORMAT) or {}))
         return priced if 0 <= priced.alpha <= 1 else None
     except TypeError:
         return None

@@ -1,4 +1,4 @@
-"""The prices of a model's answers to missing experts, beside the model or in the user's cache.
+"""The quality costs of a model's miss resolutions, in its folder or in the user's cache.
 
 `smoe tune --prices` measures them (`eval/answer_prices.py`) and keeps them in the cache. A model's folder may bring
 some, `smoe-prices.json`, as the embedded model's does; the user's own come first.
@@ -12,7 +12,7 @@ from typing import Any
 
 from smoe.errors import ConfigError
 from smoe.policy.prices import PriceTable
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 FILE_NAME = "smoe-prices.json"
 """In a model's folder."""
@@ -56,7 +56,7 @@ def as_json(priced: PricedAnswers) -> dict[str, Any]:
 
 def _read(path: Path) -> PricedAnswers | None:
     """None where there is no such file, or none that this version understands."""
-    stored = kept(path, _FORMAT)
+    stored = read_stored(path, _FORMAT)
     if stored is None:
         return None
     try:

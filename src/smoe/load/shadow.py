@@ -53,7 +53,7 @@ class PlannedShadow(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of memory, beside the model."""
+        """Bytes of memory, in addition to the model."""
         return self.ledger.budget_bytes - (self.ledger.demand.weights_bytes if self._shares_weights else 0)
 
     @property
@@ -61,7 +61,7 @@ class PlannedShadow(NamedTuple):
         return not self.spec.dense
 
     def open(self, model: PreTrainedModel | None, computing: int = _THREADS) -> Shadow:
-        """On so many threads; beside `model`, whose weights are there and which nobody has put an engine behind yet, or
+        """On so many threads; with `model`, whose weights are loaded and which has no engine yet, or
         with weights of its own."""
         with threads(computing):
             shadow = self.checkpoint.load_dense(self.spec, self.device)
@@ -78,12 +78,12 @@ class PlannedShadow(NamedTuple):
         engine = shadow.offload
         unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
         hear_routers(shadow, engine, unheard)
-        heard = Shadow(shadow, scoring_rules(shadow, self.spec), self.spares)
-        engine.executor.observers.append(heard)
-        return heard
+        shadow_routing = Shadow(shadow, scoring_rules(shadow, self.spec), self.spares)
+        engine.executor.observers.append(shadow_routing)
+        return shadow_routing
 
-    def beside(self, model: PreTrainedModel) -> ShadowRouting:
-        """On a thread, beside `model` as `open` wants it."""
+    def on_thread(self, model: PreTrainedModel) -> ShadowRouting:
+        """On a thread, with `model` as `open` takes it."""
         return ShadowRouting(RunningAhead(self.open(model), self.departure))
 
 

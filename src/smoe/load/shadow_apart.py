@@ -98,11 +98,11 @@ class ShadowFiles:
                 "(`context_tokens`)"
             )
         set_compute_threads(self._threads)
-        heard = planned.open(None, torch.get_num_threads())
+        shadow_routing = planned.open(None, torch.get_num_threads())
         pattern = RowCache(spec.config, 1, 1)
-        heard.follow(0, 0, pattern, lambda _: None)  # its keys and values have shapes then
-        pattern.take_over(heard.text.cache, 0, 1)
-        ahead = RunningAhead(heard, planned.departure, on_said)
+        shadow_routing.follow(0, 0, pattern, lambda _: None)  # its keys and values have shapes then
+        pattern.take_over(shadow_routing.text.cache, 0, 1)
+        ahead = RunningAhead(shadow_routing, planned.departure, on_said)
         return ReadAlong(ahead, spec.config, pattern, planned.spec.context_tokens, nbytes)
 
 

@@ -80,7 +80,7 @@ def is_proven(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: t
 
 
 def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, tokens: int) -> bool:
-    """Each product beside the exact one of its first outputs, and the whole beside torch's."""
+    """Each product compared with the exact one of its first outputs, and the whole with torch's."""
     kind, dtype = kernel.kind, getattr(torch, kernel.kind.dtype)
     x = torch.randn(tokens, kind.hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     routes = torch.arange(tokens, device=device).unsqueeze(1)

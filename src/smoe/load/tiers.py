@@ -45,7 +45,7 @@ def make_tiers(
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None,
 ) -> Tiers:
-    """Beside a device with a memory of its own a host tier and a link; else reads land in the slots.
+    """With a device that has memory of its own a host tier and a link; else reads land in the slots.
 
     `stores` by format; `classes` those of the ledger, of all formats. `on_host_tier` hears how many bytes of host
     memory are about to be backed and locked for a GPU.

@@ -16,7 +16,7 @@ from smoe.models.checkpoint import Checkpoint
 from smoe.models.packed import Contents, Packed, contents_as_they_are, contents_in_precision
 from smoe.models.spec import ModelSpec
 from smoe.packing.writer import damaged_layers
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 _FORM = 1
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _complaint(packed: Packed, contents: Contents, damaged: list[int]) -> str:
 
 
 def _is_known(path: Path) -> bool:
-    known = kept(_note_of(path), _FORM)
+    known = read_stored(_note_of(path), _FORM)
     return known is not None and known.get("identity") == _identity(path)
 
 

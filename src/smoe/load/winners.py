@@ -2,7 +2,7 @@
 
 `smoe tune --prefetch auto` and `--eviction auto` hold one (`eval/tournament.py`) and keep the winner; from then on
 `auto` is the winner where this machine serves that model with about as many of its experts resident. Winners of
-several sizes are kept, and the nearest one counts. Where what `auto` was before has kept its place, the winner is
+several sizes are stored, and the nearest one counts. Where the baseline has won, the winner is
 `auto`.
 """
 
@@ -23,7 +23,7 @@ from smoe.machine.measure import describe_machine
 from smoe.memory.emulation import read_profile
 from smoe.models.spec import ModelSpec
 from smoe.policy.registry import ONLINE_EVICTION, PREFETCH
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 3
 NEAR = 1 / 3
@@ -39,7 +39,7 @@ class Winner:
     """Who won, against whom, where."""
 
     name: str
-    """`auto`: what it stood for has kept its place."""
+    """`auto`: the baseline has won."""
     seconds: float
     """A token."""
     second: str
@@ -72,7 +72,7 @@ def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
 
 
 def remember(folder: Path, setting: str, winner: Winner) -> Path:
-    """Keep a winner beside those of other settings, machines and sizes (in whole per cent); returns where.
+    """Store a winner in addition to those of other settings, machines and sizes (in whole per cent); returns where.
 
     Raises `OSError`.
     """
@@ -95,8 +95,8 @@ def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is of another smoe, which is said."""
-    stored = kept(path, _FORMAT)
+    """What a file holds; nothing where it is of another version, which is logged."""
+    stored = read_stored(path, _FORMAT)
     if stored is None and path.exists():
         _log.warning(
             "%s is damaged or from another version of smoe: run the tournament of this model again (smoe tune)", path
@@ -124,7 +124,7 @@ def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
 
 
 def _place(entry: dict[str, Any]) -> tuple[Any, str]:
-    """Of two of the same place only the later one is kept."""
+    """Of two for the same place only the later one is stored."""
     share = entry.get("resident_share")
     return entry.get("machine"), f"{share:.0%}" if isinstance(share, float) else ""
 
@@ -139,11 +139,11 @@ class Decided(NamedTuple):
 
 
 def with_winners(
-    config: EngineConfig, place: Path, spec: ModelSpec, device: AnyDevice, share_beside: Callable[[int], float]
+    config: EngineConfig, place: Path, spec: ModelSpec, device: AnyDevice, share_of: Callable[[int], float]
 ) -> Decided:
     """The configuration with every `auto` that a tournament has decided; `place` holds the model.
 
-    `share_beside` says which share of the experts is resident beside so many learned bytes; it is asked where there are
+    `share_of` gives the resident share of the experts with so many learned bytes; it is asked where there are
     winners. A prefetch that won is still on trial where it runs: what does not pay there is off by itself. A winner
     whose learned file is gone, or belongs to other weights, or that won with far more or fewer experts resident,
     decides nothing. Raises `ConfigError` where what the user asks for by name has not been learned, and `BudgetError`
@@ -152,11 +152,11 @@ def with_winners(
     try:
         decided = Decided(config, *learned_of(config, place, spec))
     except UnpreparedError:
-        share_beside(expected_bytes(config, spec))  # a budget without room for it is refused before it is fitted
+        share_of(expected_bytes(config, spec))  # a budget without room for it is refused before it is fitted
         raise
     held = winners_of(place, where(config, device))
     asked = {setting: found for setting, found in held.items() if getattr(config, setting) == "auto"}
-    share = share_beside(decided.learned.nbytes) if asked else 0.0
+    share = share_of(decided.learned.nbytes) if asked else 0.0
     for setting, winners in asked.items():
         nearest = min(winners, key=lambda winner: winner.distance(share))
         if nearest.distance(share) > NEAR:
@@ -191,7 +191,7 @@ def _too_far(setting: str, nearest: Winner, share: float) -> str:
 
 
 def where(config: EngineConfig, device: AnyDevice) -> str:
-    """What a tournament's times hold for: the processor, and the device beside it or the profile that it acts."""
+    """What a tournament's times hold for: the processor, and its device, or the profile that is emulated."""
     processor = str(describe_machine()["processor"])
     if config.device == EMULATED:
         return f"{processor}, acting {read_profile(config.profile).name}"

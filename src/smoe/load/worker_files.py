@@ -12,7 +12,7 @@ from smoe.models.spec import ModelSpec
 
 
 def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
-    """The files by the names that they must have beside each other: weights, the pack of this precision (or of experts
+    """The files by the names that they must have in one folder: weights, the pack of this precision (or of experts
     as they are) where there is one, the configuration last, as a folder without it is no model.
 
     All of a file goes, also what only main needs of it. Raises `CheckpointError` where weights are missing.
@@ -27,7 +27,7 @@ def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
     else:
         contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
     if contents is not None and contents.path(place).exists():
-        found[contents.name_beside(place)] = contents.path(place)
+        found[contents.sidecar_name(place)] = contents.path(place)
     if place.is_dir():
         found |= {name: place / name for name in (INDEX_FILE, "config.json") if (place / name).exists()}
     return found

@@ -1,4 +1,4 @@
-"""How much memory this process may take: what is available, or less where somebody says so.
+"""How much memory this process may take: what is available, or less by a limit.
 
 Linux      the memory limit of a container, or any other cgroup (`cgroup.py`)
 macOS      what can be had without compressing or swapping others' memory
@@ -27,7 +27,7 @@ _GROUP_MARGIN_BYTES = 48 * 2**20
 
 
 class Room(NamedTuple):
-    """What somebody leaves us."""
+    """The memory left by one limit."""
 
     nbytes: int
     source: str
@@ -91,7 +91,7 @@ def _rooms() -> Iterator[Room]:
 
 
 def less_margin(free_bytes: int) -> int:
-    """What smoe takes of free memory when nobody says: all but a margin for everybody else."""
+    """What smoe takes of free memory by default: all but a margin for other programs."""
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 
 

@@ -45,7 +45,7 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
 def measure_reads(store: ExpertStore, seconds: float) -> float:
     """Bytes per second of reading a model's own experts past the page cache, scattered, by as many threads as the
     engine uses; for the second time, as what decode steps read has been read before, by the prompt at the latest, and
-    a disk may have kept it: another machine's memory behind a virtual disk gives it twice as fast
+    a disk may have cached it: another machine's memory behind a virtual disk gives it twice as fast
     (docs/log/disk.md)."""
     reader = DiskReader(direct=True)
     reads = [read for key in _scattered(store.keys()) for read in store.reads(*key)]

@@ -63,7 +63,7 @@ class Floor:
 
 
 def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
-    """The floor of one step; None where bytes come from a tier whose rate nobody has measured."""
+    """The floor of one step; None where bytes come from a tier whose rate was not measured."""
     disk = _seconds(step.disk, rates.disk)
     link = _seconds(step.link, rates.link)
     if disk is None or link is None:

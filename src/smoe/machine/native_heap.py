@@ -1,4 +1,4 @@
-"""The C library's heap, kept from growing by what is no longer used. Imports nothing heavy: what it sets holds for
+"""The C library's heap, prevented from growing by what is no longer used. Imports nothing heavy: what it sets holds for
 threads that begin after it.
 
 glibc gives threads heaps of their own (arenas, up to eight for each core) and keeps their freed memory for the next

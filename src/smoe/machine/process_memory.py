@@ -84,8 +84,8 @@ def process_memory(held_bytes: int) -> ProcessMemory | None:
     return ProcessMemory(whole, libraries, budget, whole - libraries - budget)
 
 
-def beside_budget(reserved_bytes: int, by_own_kernels: bool = False) -> dict[str, int]:
-    """What a process on a CPU takes beside the budget, at most, by name, for a plan made in this process.
+def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False) -> dict[str, int]:
+    """What a process on a CPU takes outside the budget, at most, by name, for a plan made in this process.
 
     `reserved_bytes`: of the library's kernels, the budget holds so much already; `by_own_kernels`: they compute all
     that is large.

@@ -19,7 +19,7 @@ from smoe.machine.disk_rates import measure_small_disk
 from smoe.machine.measure import describe_machine, measure_experts, measure_memory, measure_products
 from smoe.machine.processor import BUSY_SHARE, waited_share
 from smoe.safe_path import WORKING_FOLDER, child_environment, module_line
-from smoe.user_cache import cache_folder, keep, kept
+from smoe.user_cache import cache_folder, keep, read_stored
 
 _FORMAT = 1
 _SECONDS = 0.1
@@ -71,7 +71,7 @@ def _path() -> Path:
 
 def _stored() -> dict[str, Any]:
     """The looks at this machine by the size of an expert."""
-    stored = kept(_path(), _FORMAT) or {}
+    stored = read_stored(_path(), _FORMAT) or {}
     return stored if stored.get("machine") == describe_machine() else {}
 
 

@@ -1,5 +1,5 @@
-"""What Windows still promises: it gives nobody memory that neither RAM nor the page file could hold, and a job (of a
-container, a scheduler) may have limits of its own.
+"""What Windows still promises: it gives no process memory that neither RAM nor the page file could hold, and a job (of
+a container, a scheduler) may have limits of its own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On a CPU the arena is anonymous, page-aligned memory: reads land in it directly. Memory that was never used before is
 slower to touch than the disk is to read, so it is touched when it is made. On a GPU it is one block of device memory.
-That on a CPU knows no torch until somebody asks for a tensor.
+On a CPU it needs no torch before the first tensor.
 """
 
 from __future__ import annotations

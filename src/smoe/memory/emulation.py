@@ -65,7 +65,7 @@ class DeviceProfile:
     date: str = ""
     """When the figures were put down."""
     figures: str = ""
-    """`PUBLISHED` or `MEASURED`; empty: not said."""
+    """`PUBLISHED` or `MEASURED`; empty: unknown."""
     disk_bytes_per_second: float | None = None
     """Of reads of an expert's size, past the page cache. This and what follows is for `smoe plan` alone."""
     device_memory_bytes: float | None = None
@@ -113,7 +113,7 @@ class Emulation(Pacing):
         """`expert_bytes` are those of the real experts, `as_if_bytes` those of the experts that they stand for."""
         self.profile = profile
         self.layer_bytes = layer_bytes
-        """Of the weights beside the experts, a layer's share."""
+        """Of the non-expert weights, a layer's share."""
         self.expert_bytes = as_if_bytes or expert_bytes
         self.scale = self.expert_bytes / expert_bytes
         """Bytes that one of a real expert stands for."""
@@ -170,7 +170,7 @@ class Emulation(Pacing):
         return time.thread_time()
 
     def end_planning(self, began: float) -> None:
-        """Deciding takes as long beside a fast device as it did here."""
+        """Deciding takes as long with a fast device as it did here."""
         seconds = time.thread_time() - began
         self.finish(time.perf_counter() - seconds, seconds)
 
@@ -194,7 +194,7 @@ class Emulation(Pacing):
 
     @contextmanager
     def _reading(self, nbytes: float, seconds: float, constant: float) -> Iterator[None]:
-        """Work that reads `nbytes` of RAM, in `seconds` where nobody else reads, and takes `constant` more."""
+        """Work that reads `nbytes` of RAM, in `seconds` where nothing else reads, and takes `constant` more."""
         if not self.is_paced:
             yield
             return
@@ -252,7 +252,7 @@ def read_profile(name: str) -> DeviceProfile:
 
 def read_emulated(name: str) -> DeviceProfile:
     """A profile of a device that can be emulated. Raises `ConfigError` as `read_profile` does, and for a machine
-    without a link: there is nothing to emulate beside the CPU."""
+    without a link: there is no second device to emulate."""
     profile = read_profile(name)
     if profile.has_link:
         return profile

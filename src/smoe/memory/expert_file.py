@@ -32,7 +32,8 @@ class ExpertFile(Protocol):
         """
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Of a file that is not direct: these bytes need not stay in the page cache, where the system can be told."""
+        """Of a file that is not direct: these bytes need not stay in the page cache, where the system takes such
+        advice."""
 
     def close(self) -> None: ...
 

@@ -6,7 +6,7 @@
     zeros up to the alignment, then the tensors' bytes
 
 Nothing is mapped, and nothing is made of a size that the file itself could not have. Arrays, which hold a vocabulary of
-hundreds of thousands of texts, are passed over and read only when somebody asks (`read_array`).
+hundreds of thousands of texts, are skipped and read only when needed (`read_array`).
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ def read_headers(path: Path) -> list[GgufHeader]:
     """
     headers = [read_gguf_header(part) for part in part_paths(path)]
     for number, header in enumerate(headers):
-        said = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 0) or 1)
-        if said != (number, len(headers)):
+        stated = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 0) or 1)
+        if stated != (number, len(headers)):
             raise CheckpointError(
-                f"{header.path} says that it is part {said[0]} (from 0) of {said[1]}, its name that it is part "
+                f"{header.path} says that it is part {stated[0]} (from 0) of {stated[1]}, its name that it is part "
                 f"{number} of {len(headers)}; parts are named NAME-00001-of-00003.gguf, as they were published"
             )
     expected = headers[0].metadata.get("split.tensors.count")

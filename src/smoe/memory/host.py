@@ -27,7 +27,7 @@ class Lease(NamedTuple):
     key: ExpertKey
     slot: int
     is_hit: bool
-    """Whether the expert is there; else whoever has the lease fills the slot and says so."""
+    """Whether the expert is there; else the owner of the lease fills the slot and sets this."""
 
 
 class HostTier:

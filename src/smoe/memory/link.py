@@ -57,7 +57,8 @@ class Link(Protocol):
 
 
 class CudaLink:
-    """A stream beside the computing one. Reading threads wait for their copies, the computing thread never does."""
+    """A stream in addition to the computing one. Reading threads wait for their copies, the computing thread never
+    does."""
 
     def __init__(self, streams: Streams, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._streams = streams
@@ -83,7 +84,7 @@ class CudaLink:
             while flying:
                 seconds += _settle(flying.popleft())
         except BaseException:
-            for _, ended in flying:  # nobody else may have the two buffers before the device has let go of them
+            for _, ended in flying:  # the two buffers may be reused only after the device has finished with them
                 with suppress(Exception):
                     ended.synchronize()
             raise

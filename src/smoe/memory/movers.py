@@ -1,4 +1,4 @@
-"""How one expert travels: disk to slot on a CPU, disk to host tier to slot beside a device with its own memory."""
+"""How one expert travels: disk to slot on a CPU, disk to host tier to slot with a device that has memory of its own."""
 
 from __future__ import annotations
 

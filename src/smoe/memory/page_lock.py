@@ -49,7 +49,7 @@ class CudaRegistry:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def forget_error(self) -> None:
-        """The runtime keeps an error until somebody asks; torch asks after each launch, and would blame that one."""
+        """The runtime stores an error until it is read; torch asks after each launch, and would blame that one."""
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
 

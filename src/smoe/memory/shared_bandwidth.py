@@ -26,7 +26,7 @@ class Flow:
 
     def __init__(self, rate: float, nbytes: float) -> None:
         self.rate = rate
-        """Bytes a second that it reads where nobody else does."""
+        """Bytes a second that it reads alone."""
         self.left = nbytes
         """Bytes that it still has to read."""
         self.ended: float | None = None
@@ -40,7 +40,7 @@ class SharedBandwidth:
         self._total = bytes_per_second
         self._flows: list[Flow] = []
         self._changed = threading.Condition()
-        self._told = time.perf_counter()
+        self._updated_at = time.perf_counter()
         """Up to when flows have been moved on."""
 
     @contextmanager
@@ -78,14 +78,14 @@ class SharedBandwidth:
         while self._flows:
             share = self._share()
             first = min(self._flows, key=lambda flow: flow.left / flow.rate)
-            ends = self._told + first.left / (first.rate * share)
+            ends = self._updated_at + first.left / (first.rate * share)
             until = min(now, ends)
             for flow in self._flows:
-                flow.left = max(0.0, flow.left - flow.rate * share * (until - self._told))
-            self._told = until
+                flow.left = max(0.0, flow.left - flow.rate * share * (until - self._updated_at))
+            self._updated_at = until
             if ends > now + _ROUNDING_SECONDS:
                 break
             first.ended, first.left = ends, 0.0
             self._flows.remove(first)
             self._changed.notify_all()
-        self._told = now
+        self._updated_at = now

@@ -94,7 +94,7 @@ class SlotLayout(NamedTuple):
     nbytes: int
     """Bytes of weights; of an expert that is read in place, alignment is not counted."""
     layout: int
-    """Equal for experts whose parts have the same shapes and offsets: few occur, so views of a slot can be kept by
+    """Equal for experts whose parts have the same shapes and offsets: few occur, so views of a slot can be cached by
     it."""
     slot_bytes: int
     """Room that it needs in the slot."""

@@ -1,4 +1,4 @@
-"""What a GPU is asked for beside computing: two queues of work, marks in them, and small tensors across the link.
+"""What a GPU does in addition to computing: two queues of work, marks in them, and small tensors across the link.
 
 Everything enqueued returns at once and happens later, in the order of its queue. `Streams` is all that the link knows
 of the device, so that a test can hold it by the hand (`tests/memory/fake_streams.py`).

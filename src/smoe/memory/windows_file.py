@@ -1,9 +1,9 @@
 """A file that experts are read from, on Windows: written by its documentation, and tried on a stand-in of kernel32.
 
 open    unbuffered: past the system's cache. Overlapped: without it one handle serves one read at a time, whichever
-        threads ask. Others may read it, rename it and delete it; while it is open nobody can write to it, as the
+        threads ask. Others may read it, rename it and delete it; while it is open no process can write to it, as the
         time of a write would only be seen when the writer has closed it
-read    at an offset of its own, told to the system in OVERLAPPED; waited for on an event of its own
+read    at an offset of its own, given to the system in OVERLAPPED; waited for on an event of its own
 end     a read that begins there fails with ERROR_HANDLE_EOF; one that passes it comes short
 """
 
@@ -56,13 +56,13 @@ class WindowsFile:
             code, is_over = self._system.last_error(), True
             return came.value if is_done else self._nothing(code)
         finally:
-            if not is_over:  # an interrupt: the system must not write to memory that somebody else may get
+            if not is_over:  # an interrupt: the system must not write to memory that is reused
                 calls.CancelIoEx(self._handle, ctypes.byref(request))
                 calls.GetOverlappedResult(self._handle, ctypes.byref(request), ctypes.byref(came), True)
             calls.CloseHandle(event)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """The system cannot be told."""
+        """This system takes no such advice."""
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -78,8 +78,8 @@ class WindowsFile:
         found = k32.StorageInfo()
         size = ctypes.sizeof(found)
         asked = self._system.calls.GetFileInformationByHandleEx
-        is_told = asked(self._handle, k32.FILE_STORAGE_INFO, ctypes.byref(found), size)
-        return not is_told or not found.logical_sector or PAGE % found.logical_sector == 0
+        is_known = asked(self._handle, k32.FILE_STORAGE_INFO, ctypes.byref(found), size)
+        return not is_known or not found.logical_sector or PAGE % found.logical_sector == 0
 
 
 def _descriptor_of(handle: int) -> int:

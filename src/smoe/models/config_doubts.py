@@ -14,27 +14,27 @@ _NOTED_DIFFERENCE = 0.02
 """By which share memory and files may differ without a word."""
 
 
-def read_as(said: Mapping[str, Any], family: str) -> str:
+def read_as(fields: Mapping[str, Any], family: str) -> str:
     """Of a family that the library lacks."""
     return (
-        f"config.json names the family {said.get('model_type')!r:.40}, which transformers does not have; read as "
+        f"config.json names the family {fields.get('model_type')!r:.40}, which transformers does not have; read as "
         f"{family!r} by its architecture, without the code in the repository"
     )
 
 
-def doubts_of(said: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
+def doubts_of(fields: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
     """Of a model whose weights are not here."""
-    found = [_of_further_layers(said, spec), _of_type(said, spec), _of_tied(said, spec)]
+    found = [_of_further_layers(fields, spec), _of_type(fields, spec), _of_tied(fields, spec)]
     return tuple(doubt for doubt in (*found, _of_lists(spec) if is_quantised else None) if doubt is not None)
 
 
-def _texts(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _texts(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A configuration and those nested in it."""
-    return [said, *(value for value in said.values() if isinstance(value, dict))]
+    return [fields, *(value for value in fields.values() if isinstance(value, dict))]
 
 
-def _of_further_layers(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
-    counts = [each[name] for each in _texts(said) for name in _FURTHER_LAYERS if isinstance(each.get(name), int)]
+def _of_further_layers(fields: Mapping[str, Any], spec: ModelSpec) -> str | None:
+    counts = [each[name] for each in _texts(fields) for name in _FURTHER_LAYERS if isinstance(each.get(name), int)]
     layers = max(counts, default=0)
     if layers < 1 or spec.files is None or spec.files.experts is None:
         return None
@@ -47,15 +47,15 @@ def _of_further_layers(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
     )
 
 
-def _of_type(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
-    if any(each.get(name) for each in _texts(said) for name in ("dtype", "torch_dtype")):
+def _of_type(fields: Mapping[str, Any], spec: ModelSpec) -> str | None:
+    if any(each.get(name) for each in _texts(fields) for name in ("dtype", "torch_dtype")):
         return None
     return f"config.json names no dtype: what is not quantised is counted as {spec.own_dtype}"
 
 
-def _of_tied(said: Mapping[str, Any], spec: ModelSpec) -> str | None:
+def _of_tied(fields: Mapping[str, Any], spec: ModelSpec) -> str | None:
     tied = spec.outline.tied
-    if not tied or any("tie_word_embeddings" in each for each in _texts(said)):
+    if not tied or any("tie_word_embeddings" in each for each in _texts(fields)):
         return None
     nbytes = sum(spec.outline.weights[source].numbers for source in tied.values()) * spec.dtype.itemsize
     return (

@@ -24,7 +24,7 @@ _BOUNDS = (
     (re.compile(_SIZES), 2**40),
 )
 _NUMBERS = re.compile(r"rope_theta|(\w+_)?factor|beta_(fast|slow)|mscale(_all_dim)?|(\w+_)?max_position_embeddings")
-"""Numbers beside the sizes above, some in objects whose values the library takes unseen."""
+"""Numbers in addition to the sizes above, some in objects whose values the library takes unseen."""
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 """Under which names families have how many experts a token uses, and how many there are."""

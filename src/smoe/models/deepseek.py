@@ -32,7 +32,7 @@ from smoe.models.registration import register_family
 class DeepseekConfig(LlamaConfig):
     """The keys of the published `config.json`; the defaults are the 16B model's values. Llama keys keep their meaning.
 
-    `intermediate_size` is that of the dense layers only. Training keys (`aux_loss_alpha`, `seq_aux`) are kept as given.
+    `intermediate_size` is that of the dense layers only. Training keys (`aux_loss_alpha`, `seq_aux`) stay as given.
     """
 
     model_type = "deepseek"

@@ -1,4 +1,4 @@
-"""The weights beside the experts, once the library has them: whether they are all there, and where they lie."""
+"""The non-expert weights, once the library has them: whether they are all there, and where they lie."""
 
 from __future__ import annotations
 

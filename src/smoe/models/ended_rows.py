@@ -1,10 +1,10 @@
-"""Rows of a batch whose text has ended, heard from the library's own stopping criteria while it generates.
+"""Rows of a batch whose text has ended, observed through the library's stopping criteria while it generates.
 
 The library computes such a row until the last one ends, feeding it padding, and throws the outcome away. Its routes
-would load experts, so the engine leaves them out (`runtime/engine.py`). Only where nobody sees the difference: in
-plain greedy or sampled generation that returns nothing but tokens, into a cache of its own, and where there is an end
-token, without which the library goes on writing rows that its criteria call done. A logits processor that mixes the
-rows of a batch would see one too; the library's own do not.
+would load experts, so the engine leaves them out (`runtime/engine.py`). Only where it makes no difference for the
+caller: in plain greedy or sampled generation that returns nothing but tokens, into a cache of its own, and where there
+is an end token, without which the library goes on writing rows that its criteria call done. A logits processor that
+mixes the rows of a batch would see one too; the library's own do not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EndedRows:
             self._is_plain, self._cache = before
 
     def note_cache(self, cache: RowCache, generation_config: Any, mode: Any) -> None:
-        """The library's `generate` was given this cache, which nobody else has."""
+        """The library's `generate` got this cache, and nothing else uses it."""
         if self._is_plain and mode in _PLAIN and cache.rows > 1 and not generation_config.return_dict_in_generate:
             self._cache = cache
 
@@ -57,7 +57,7 @@ class EndedRows:
 
 
 class _ObservedCriteria(StoppingCriteriaList):  # type: ignore[misc]
-    """The library's list of criteria; the cache is told what they say."""
+    """The library's list of criteria; the cache gets their results."""
 
     def __init__(self, criteria: StoppingCriteriaList, cache: RowCache) -> None:
         super().__init__(criteria)

@@ -165,9 +165,9 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Weight]:
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Buffer]:
-    kept = model.state_dict().keys()
+    saved = model.state_dict().keys()
     return {
-        name: Buffer(tuple(each.shape), max(4, each.element_size()), name in kept)
+        name: Buffer(tuple(each.shape), max(4, each.element_size()), name in saved)
         for name, each in model.named_buffers()
     }
 

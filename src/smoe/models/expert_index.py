@@ -70,7 +70,7 @@ def index_experts(
             for expert, piece in _of_experts(key, tensor, site, converter):
                 pieces[expert].append((place, piece))
     layers = {site.layer: _layer(folder, site, found, turned) for site in sites}
-    if not any(len(converter.target_patterns) > 1 for converter in converters):  # what such a one reaches is not told
+    if not any(len(converter.target_patterns) > 1 for converter in converters):  # the range of such a one is unknown
         _check_whole(folder, model, reached)
     return layers
 

@@ -47,7 +47,7 @@ def _expert_bytes(site: ExpertsSite, part: Part, dtype: Dtype, scheme: Scheme | 
 
 
 def _layer_bytes(name: str, weight: Weight, dtype: Dtype, scheme: Scheme | None) -> int:
-    """A weight beside the experts."""
+    """A non-expert weight."""
     owner, _, key = name.rpartition(".")
     if scheme is not None and key == "weight" and weight.is_linear:
         kind = scheme.of(owner)

@@ -134,14 +134,14 @@ def _reads(path: Path) -> str:
     """What would work instead of a file."""
     if path.suffix.lower() == ".gguf":
         return "of a file of the hub, give all of OWNER/REPO/FILE.gguf, or OWNER/REPO:Q4_K_M"
-    beside = path.absolute().parent
-    if (beside / "config.json").exists():
-        return f"give its folder: {beside}"
+    own_folder = path.absolute().parent
+    if (own_folder / "config.json").exists():
+        return f"give its folder: {own_folder}"
     return "give the folder that holds the model's config.json and safetensors, a GGUF file, a hub id, or 'demo'"
 
 
 def _near(path: Path) -> str:
-    """Names beside `path` that it may have been meant to be; empty where there are none."""
+    """Similar names in the folder of `path`; empty: there are none."""
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:

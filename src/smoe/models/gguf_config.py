@@ -41,7 +41,7 @@ _WIDTHS = {
 }
 """What a tensor of the first layer tells where no entry does: its name, and the dimension."""
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "expert_gating_func": (0, 1),  # not said, softmax
+    "expert_gating_func": (0, 1),  # absent: softmax
     "expert_weights_scale": (0.0, 1.0),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
@@ -51,7 +51,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),  # not said, 1
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),  # absent: 1
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Values with which an entry changes nothing; with others the family would compute something else."""
@@ -131,7 +131,7 @@ def _check_computed(family: GgufFamily, entries: Entries) -> None:
 def _shapes(
     path: Path, family: GgufFamily, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
-    """What the tensors tell: the vocabulary, whether the output matrix is the embedding, and sizes that nobody said."""
+    """From the tensors: the vocabulary, whether the output matrix is the embedding, and sizes that are not stated."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")

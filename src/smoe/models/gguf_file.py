@@ -65,9 +65,9 @@ class GgufFile(GgufSizes):
             keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader had no name
         with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
-            said: GenerationConfig = loaded.generation_config
-            said.update(**sampling)
-            said.validate()
+            generation: GenerationConfig = loaded.generation_config
+            generation.update(**sampling)
+            generation.validate()
         model: PreTrainedModel = loaded.to(device).eval().requires_grad_(False)
         return model
 

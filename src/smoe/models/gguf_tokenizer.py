@@ -128,12 +128,12 @@ def _settings(vocabulary: Vocabulary, split: Split | None, numbers: dict[str, in
 
 def read_sampling(header: GgufHeader) -> dict[str, Any]:
     """What a file says of choosing tokens, by the names of a generation_config.json; empty where it says nothing."""
-    said = {
+    sampling = {
         name: header.metadata[f"general.sampling.{key}"]
         for key, name in _SAMPLING.items()
         if f"general.sampling.{key}" in header.metadata
     }
-    check_values(said, header.path)
-    if said:
-        said["do_sample"] = said.get("temperature", 1) != 0
-    return dict(said)
+    check_values(sampling, header.path)
+    if sampling:
+        sampling["do_sample"] = sampling.get("temperature", 1) != 0
+    return dict(sampling)

@@ -1,7 +1,7 @@
 """The hub: what of a model is in its cache, whether it answers, and downloads.
 
 Its own client tries an unreachable network for half a minute. So the network is looked at first, for two seconds at
-most, and what cannot be reached is said in one line; where it answers, the client has all the patience of its own.
+most, and a missing connection is one line; where it answers, the client has all the patience of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The KV cache: reserved once, written at explicit positions, sliced to the used length.
 
 Reserved are addresses. On a CPU the system backs them with memory as positions are written; how many of each row, in
-blocks, the cache counts before they are (`back`), so that whoever lends that memory can take it back in time.
+blocks, the cache counts before they are (`back`), so that the owner of that memory can take it back in time.
 
 Positions come from the cache as a whole (`length`, committed by the engine after a whole forward pass), never from a
 counter inside a layer. Writing the same positions twice is therefore harmless: a pass that failed leaves nothing
@@ -60,7 +60,7 @@ class RowCache(DynamicCache):
         self.row_lengths: list[int] | None = None
         """Tokens of every row, where rows have texts of their own; the longest has `length`, all end at one place."""
         self.ended: torch.Tensor | None = None
-        """[rows], True where a row's text has ended and nobody looks at what it computes; None: nowhere."""
+        """[rows], True where a row's text has ended and its results are not used; None: nowhere."""
         self.given: list[int] | None = None
         """Of the next pass, how many tokens are each row's own, the last ones; None: all of every row's."""
         self._pending = 0
@@ -69,7 +69,7 @@ class RowCache(DynamicCache):
 
     def begin(self, tokens: int, rows: int) -> None:
         """A forward pass over `tokens` new positions of `rows` rows starts."""
-        self.check_kept()
+        self.check_alive()
         if self._pending and not self.can_rewind:
             raise EngineStateError("a pass that failed has left recurrent layers halfway; start a new cache")
         if rows != self.rows:
@@ -129,7 +129,7 @@ class RowCache(DynamicCache):
 
     def commit(self) -> None:
         """The pass has ended well: its positions count from now on."""
-        self.check_kept()
+        self.check_alive()
         self.length += self._pending
         if self.row_lengths is not None:
             self.row_lengths = self.row_keys(self._pending)
@@ -170,8 +170,8 @@ class RowCache(DynamicCache):
         Raises `EngineStateError` for recurrent layers, whose state has no positions, and `ValueError` for positions
         that `other` does not have, for which there is no room, or before which some would be missing.
         """
-        self.check_kept()
-        other.check_kept()
+        self.check_alive()
+        other.check_alive()
         if not (self.can_rewind and other.can_rewind):
             raise EngineStateError("layers with a recurrent state have no positions that another cache could take over")
         has_place = begin <= self.length and end <= self.capacity_tokens
@@ -193,7 +193,7 @@ class RowCache(DynamicCache):
 
         Raises `EngineStateError` where the memory was given back; nothing may be written there meanwhile.
         """
-        self.check_kept()
+        self.check_alive()
         place = slice(self.start + begin, self.start + end)
         parts = [each[:, :, place] for store in self._stores for each in store]
         return torch.cat([each.reshape(-1).view(torch.uint8) for each in parts]).cpu()
@@ -255,7 +255,7 @@ class RowCache(DynamicCache):
             if isinstance(layer, _Storage):
                 layer._store = None
 
-    def check_kept(self) -> None:
+    def check_alive(self) -> None:
         """Raise where the memory was given back."""
         if self._is_retired:
             raise EngineStateError(
@@ -286,7 +286,7 @@ class _Storage:
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Write [rows, heads, q, d] at the owner's positions; returns the storages and the end position."""
         owner = self._owner
-        owner.check_kept()  # retired in the middle of a pass, it would begin anew with zeros
+        owner.check_alive()  # retired in the middle of a pass, it would start again with zeros
         stored_keys, stored_values = self._reserved((keys, values))
         start = owner.start + owner.length
         end = start + keys.shape[-2]
@@ -329,7 +329,7 @@ class Positioned(_Storage, DynamicLayer):
         owner, store = self._owner, self._store
         if store is None:
             return None
-        owner.check_kept()
+        owner.check_alive()
         return *store, owner.start, owner.start + owner.length
 
     def get_seq_length(self) -> int:

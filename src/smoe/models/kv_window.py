@@ -41,8 +41,8 @@ class KVWindow(RowCache):
     def back(self, first: int, rows: int, end: int) -> None:
         self._whole.back(self._first + first, rows, end)
 
-    def check_kept(self) -> None:
-        self._whole.check_kept()
+    def check_alive(self) -> None:
+        self._whole.check_alive()
 
     @property
     def can_rewind(self) -> bool:

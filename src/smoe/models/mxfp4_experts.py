@@ -2,7 +2,7 @@
 
 mlp.experts.gate_up_proj_blocks   uint8 [E, 2I, H / 32, 16]   two codes a byte, the lower half first
 mlp.experts.gate_up_proj_scales   uint8 [E, 2I, H / 32]       e for 2 ** (e - 127)
-mlp.experts.down_proj_...         [E, H, I / 32, ...]         biases beside them, [E, 2I] and [E, H], are plain
+mlp.experts.down_proj_...         [E, H, I / 32, ...]         biases, [E, 2I] and [E, H], are plain
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The packed expert file: every expert contiguous, page-aligned, in slot layout; made once by `smoe pack`.
 
     of a folder        experts.int4.smoe in it
-    of a GGUF file     model.gguf.experts.int4.smoe beside it, as a folder may hold several
+    of a GGUF file     model.gguf.experts.int4.smoe next to it, as a folder may hold several
     of either, where its folder cannot be written, and of the embedded model: in the user's cache
 
     offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
@@ -113,16 +113,16 @@ class Contents:
             begin += part.nbytes
 
     def path(self, place: Path) -> Path:
-        """Where the packed file of a checkpoint, a folder or a GGUF file, lies, or is to be written: beside its
+        """Where the packed file of a checkpoint, a folder or a GGUF file, lies, or is to be written: next to its
         weights; in the user's cache where there is none and that folder cannot be written, and of the embedded
         model, whose folder is part of the installed program."""
-        beside = (place if place.is_dir() else place.parent) / self.name_beside(place)
-        if place.resolve() != DEMO_FOLDER.resolve() and (beside.exists() or os.access(beside.parent, os.W_OK)):
-            return beside
+        sidecar = (place if place.is_dir() else place.parent) / self.sidecar_name(place)
+        if place.resolve() != DEMO_FOLDER.resolve() and (sidecar.exists() or os.access(sidecar.parent, os.W_OK)):
+            return sidecar
         return of_model("packs", place).with_suffix(f".{self._own_name}")
 
-    def name_beside(self, place: Path) -> str:
-        """What the file is called where it lies beside the weights."""
+    def sidecar_name(self, place: Path) -> str:
+        """What the file is called where it lies next to the weights."""
         return self._own_name if place.is_dir() else f"{part_stem(place.name)}.{self._own_name}"
 
     @property
@@ -287,7 +287,7 @@ def read_packed(place: Path, contents: Contents) -> Packed | None:
 
 
 def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise `CheckpointError` where a pack is of another version, or of another checkpoint than the one beside it."""
+    """Raise `CheckpointError` where a pack is of another version, or of another checkpoint than the one next to it."""
     if header.get("version") != VERSION:
         raise CheckpointError(
             f"{path} is a pack of version {header.get('version')!r:.20}, and this smoe reads version {VERSION}: run "

@@ -45,7 +45,7 @@ class QuantisedWeight(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """All numbers, unpacked anew each time: for comparisons."""
+        """All numbers, unpacked again each time: for comparisons."""
         return self.numbers(0, self.shape[0])
 
     def numbers(self, begin: int, end: int) -> torch.Tensor:
@@ -224,7 +224,7 @@ class StoredEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """All numbers, read anew each time: for comparisons."""
+        """All numbers, read again each time: for comparisons."""
         return self._numbers(range(self.num_embeddings))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

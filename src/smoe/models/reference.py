@@ -80,5 +80,5 @@ def _by_key(piece: StoredTensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _header(path: Path, written_ns: int) -> dict[str, StoredTensor]:
-    """Read once, and again where the file was written anew."""
+    """Read once, and again where the file was written again."""
     return read_header(path)

@@ -26,7 +26,7 @@ OPENED_FAMILIES: dict[str, str] = {
     "llama4_text": "smoe.models.llama4",
 }
 """`model_type` -> the module with our `MODEL` of it: families that the library has, with experts that it alone can use.
-They are not registered, so that who uses the library beside smoe gets its own."""
+They are not registered, so that programs that use the library as well get its own."""
 
 
 def register_local_families(model_type: str | None = None) -> None:

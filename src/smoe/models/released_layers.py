@@ -1,4 +1,4 @@
-"""The layers beside the experts of a quantised release: those that are plain linear ones stay quantised."""
+"""The non-expert layers of a quantised release: those that are plain linear ones stay quantised."""
 
 from __future__ import annotations
 

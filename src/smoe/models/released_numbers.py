@@ -1,5 +1,5 @@
 """The numbers of a quantised release's matrix, whole, by the formulas of the packages that wrote it: what blocks in
-slots are compared with, and what is packed anew."""
+slots are compared with, and what is packed again."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Scheme:
     is_of_text: bool = False
     """Only the language model has codes, whatever else there is."""
     experts: Scheme | None = None
-    """How routed experts are stored, where that is another way than that of the layers beside them."""
+    """How routed experts are stored, where that differs from other layers."""
     layers: Mapping[str, Scheme] = field(default_factory=dict)
     """By the names of layers, from their number on, where every layer has its own; those that are not named are in
     full."""
@@ -98,7 +98,7 @@ class Scheme:
         return is_named(self.left_out, module)
 
     def of(self, module: str) -> Scheme | None:
-        """How a linear layer beside the experts is stored; None: in full."""
+        """How a non-expert linear layer is stored; None: in full."""
         if self.layers:
             name = in_decoder(module)
             patterns = (pattern for pattern in self.layers if "*" in pattern and fnmatch(name, pattern))
@@ -120,10 +120,10 @@ def read_scheme(stated: Stated | None) -> Scheme | None:
     """
     if stated is None or stated.method not in METHODS:
         return None
-    said, method = stated.fields, str(stated.method)
+    entries, method = stated.fields, str(stated.method)
     readers = {"fp8": _fp8, "compressed-tensors": _compressed, "modelopt": _modelopt, "gptq": _gptq, "awq": _awq}
-    scheme = readers[method](said, f"{stated.place}: experts quantised by {method}")
-    return replace(scheme, left_out=_left_out(said), is_of_text=stated.is_of_text)
+    scheme = readers[method](entries, f"{stated.place}: experts quantised by {method}")
+    return replace(scheme, left_out=_left_out(entries), is_of_text=stated.is_of_text)
 
 
 def scheme_of(config: Mapping[str, Any], place: Path) -> Scheme | None:
@@ -131,22 +131,22 @@ def scheme_of(config: Mapping[str, Any], place: Path) -> Scheme | None:
     return read_scheme(stated_in(config, place))
 
 
-def _left_out(said: Mapping[str, Any]) -> tuple[str, ...]:
-    lists = [said.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")]
+def _left_out(entries: Mapping[str, Any]) -> tuple[str, ...]:
+    lists = [entries.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")]
     found = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
-    rules = said.get("dynamic")  # GPTQ: other settings for some, by regular expressions
+    rules = entries.get("dynamic")  # GPTQ: other settings for some, by regular expressions
     found += [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")] if isinstance(rules, dict) else []
-    return (*found, *([] if said.get("lm_head") else ["lm_head"]))
+    return (*found, *([] if entries.get("lm_head") else ["lm_head"]))
 
 
 def _refuse(whose: str, what: str) -> NoReturn:
     raise UnsupportedModelError(f"{whose} {what}, which smoe does not read; {_TAKE}")
 
 
-def _fp8(said: Mapping[str, Any], whose: str) -> Scheme:
-    size, experts = said.get("weight_block_size"), said.get("expert_dtype", "fp8")
-    if said.get("fmt", "e4m3") not in _E4M3:
-        _refuse(whose, f"are in the format {said['fmt']!r:.40}")
+def _fp8(entries: Mapping[str, Any], whose: str) -> Scheme:
+    size, experts = entries.get("weight_block_size"), entries.get("expert_dtype", "fp8")
+    if entries.get("fmt", "e4m3") not in _E4M3:
+        _refuse(whose, f"are in the format {entries['fmt']!r:.40}")
     if experts not in ("fp8", "fp4"):
         _refuse(whose, f"have the expert_dtype {experts!r:.40}")
     fp4 = Scheme("fp8", 4, True, MXFP4_PAIRS.numbers) if experts == "fp4" else None
@@ -157,13 +157,13 @@ def _fp8(said: Mapping[str, Any], whose: str) -> Scheme:
     return Scheme("fp8", is_float=True, columns_each=FP8.numbers, rows_each=int(size[0]), experts=fp4)
 
 
-def _compressed(said: Mapping[str, Any], whose: str) -> Scheme:
-    groups = said.get("config_groups")
+def _compressed(entries: Mapping[str, Any], whose: str) -> Scheme:
+    groups = entries.get("config_groups")
     kinds = [each.get("weights") for each in groups.values()] if _holds_objects(groups) else []
     weights: Any = kinds[0] if kinds else None
     if not isinstance(weights, dict) or any(kind != weights for kind in kinds):
         _refuse(whose, f"have {len(kinds) or 'no'} kinds of weights in 'config_groups'")
-    form = said.get("format")
+    form = entries.get("format")
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     if form in _FLOAT4:
         if weights.get("group_size") != _FLOAT4[form]:
@@ -204,22 +204,22 @@ def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[i
     _refuse(whose, f"have scales by {strategy!r:.40} of {size if strategy == 'group' else block!r:.40}")
 
 
-def _modelopt(said: Mapping[str, Any], whose: str) -> Scheme:
-    algorithm = str(said.get("quant_algo")).upper()
+def _modelopt(entries: Mapping[str, Any], whose: str) -> Scheme:
+    algorithm = str(entries.get("quant_algo")).upper()
     if algorithm == "MIXED_PRECISION":
-        return Scheme("modelopt", is_float=True, layers=_layers(said, whose))
+        return Scheme("modelopt", is_float=True, layers=_layers(entries, whose))
     if algorithm == "FP8":
         return Scheme("modelopt", is_float=True, rows_each=0)
     if algorithm != "NVFP4":
-        _refuse(whose, f"are quantised as {said.get('quant_algo')!r:.40}")
-    if said.get("group_size", NVFP4_GROUP) != NVFP4_GROUP:
-        _refuse(whose, f"have groups of {said['group_size']!r:.40} columns in NVFP4")
+        _refuse(whose, f"are quantised as {entries.get('quant_algo')!r:.40}")
+    if entries.get("group_size", NVFP4_GROUP) != NVFP4_GROUP:
+        _refuse(whose, f"have groups of {entries['group_size']!r:.40} columns in NVFP4")
     return Scheme("modelopt", 4, True, NVFP4_GROUP)
 
 
-def _layers(said: Mapping[str, Any], whose: str) -> dict[str, Scheme]:
+def _layers(entries: Mapping[str, Any], whose: str) -> dict[str, Scheme]:
     """The layers of the decoder, each with its own scheme."""
-    layers = said.get("quantized_layers")
+    layers = entries.get("quantized_layers")
     if not _holds_objects(layers) or not layers:
         _refuse(whose, "are quantised as 'MIXED_PRECISION' without 'quantized_layers', which names the layers,")
     read = {json.dumps(each, sort_keys=True): each for each in layers.values()}
@@ -228,31 +228,31 @@ def _layers(said: Mapping[str, Any], whose: str) -> dict[str, Scheme]:
     return {name: scheme for name, scheme in found.items() if name and scheme is not None}
 
 
-def _gptq(said: Mapping[str, Any], whose: str) -> Scheme:
-    bits, group = said.get("bits"), said.get("group_size")
+def _gptq(entries: Mapping[str, Any], whose: str) -> Scheme:
+    bits, group = entries.get("bits"), entries.get("group_size")
     if bits not in (4, 8):
         _refuse(whose, f"have {bits!r:.40} bits")
-    if said.get("is_marlin_format") or said.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
-        _refuse(whose, f"are in the format {said.get('checkpoint_format', 'marlin')!r:.40}")
+    if entries.get("is_marlin_format") or entries.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        _refuse(whose, f"are in the format {entries.get('checkpoint_format', 'marlin')!r:.40}")
     return Scheme(
         "gptq",
         bits,
         columns_each=_group(group, whose),
         has_zeros=True,
-        less=0 if said.get("checkpoint_format") == "gptq_v2" else 1,
-        is_reordered=bool(said.get("desc_act")),
+        less=0 if entries.get("checkpoint_format") == "gptq_v2" else 1,
+        is_reordered=bool(entries.get("desc_act")),
     )
 
 
-def _awq(said: Mapping[str, Any], whose: str) -> Scheme:
-    bits, version = said.get("bits", said.get("w_bit")), str(said.get("version", "gemm")).lower()
+def _awq(entries: Mapping[str, Any], whose: str) -> Scheme:
+    bits, version = entries.get("bits", entries.get("w_bit")), str(entries.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         _refuse(whose, f"have {bits!r:.40} bits in the version {version!r:.40}")
     return Scheme(
         "awq",
         4,
-        columns_each=_group(said.get("group_size", said.get("q_group_size")), whose),
-        has_zeros=bool(said.get("zero_point", True)),
+        columns_each=_group(entries.get("group_size", entries.get("q_group_size")), whose),
+        has_zeros=bool(entries.get("zero_point", True)),
     )
 
 

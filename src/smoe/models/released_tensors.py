@@ -11,7 +11,7 @@
     GPTQ                 X.qweight (I32 [K / 8, N]), X.scales [K / G, N], X.qzeros (I32 [K / G, N / 8]), X.g_idx [K]
     AWQ                  X.qweight (I32 [K, N / 8]), X.scales, X.qzeros as above
 
-With 8 bits there are 4 codes in a word of 32 bits, not 8. What a release has beside them (shapes, scales of activations
+With 8 bits there are 4 codes in a word of 32 bits, not 8. What a release has in addition (shapes, scales of activations
 and of the KV cache) does not change what weights are.
 """
 
@@ -38,7 +38,7 @@ from smoe.memory.safetensors_index import Ingredient, StoredTensor
 from smoe.memory.store import row_of
 from smoe.models.released_schemes import Scheme
 
-_BESIDE = (
+_EXTRA_TENSORS = (
     ".weight_shape",
     ".input_scale",
     ".input_global_scale",
@@ -74,7 +74,7 @@ def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, Sto
             stem = key.removesuffix(_OF_ALL.scales)
             found[stem], made_of = _of_all_experts(tensors, stem, scheme, scales)
             used.update(made_of)
-    rest = {key: each for key, each in tensors.items() if each.key not in used and not key.endswith(_BESIDE)}
+    rest = {key: each for key, each in tensors.items() if each.key not in used and not key.endswith(_EXTRA_TENSORS)}
     for key, tensor in rest.items():
         is_quantised = tensor.dtype not in ("BF16", "F16", "F32")
         if key in found or (key.endswith((names.codes, names.zeros)) and is_quantised):

@@ -46,8 +46,8 @@ class SafetensorsFolder(SafetensorsSizes):
     def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
         return stored_apart(shell, self._matrices, dtype) if self.has_weights() else []
 
-    def _read_as(self, said: Mapping[str, Any]) -> tuple[str, ...]:
-        return family_doubts(said)
+    def _read_as(self, fields: Mapping[str, Any]) -> tuple[str, ...]:
+        return family_doubts(fields)
 
     def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"

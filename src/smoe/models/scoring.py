@@ -39,10 +39,10 @@ Weight = Literal["score", "share"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Experts in `count` groups of equal size; only those of the `kept` best groups may be chosen."""
+    """Experts in `count` groups of equal size; only those of the `retained` best groups may be chosen."""
 
     count: int
-    kept: int
+    retained: int
     best: int
     """A group is as good as the sum of so many of its best experts."""
 
@@ -71,10 +71,10 @@ class ScoringRule:
             return scores
         grouped = scores.unflatten(-1, (self.groups.count, -1))
         worth = grouped.topk(self.groups.best, dim=-1).values.sum(dim=-1)
-        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(
-            -1, worth.topk(self.groups.kept, dim=-1).indices, True
+        retained = torch.zeros_like(worth, dtype=torch.bool).scatter_(
+            -1, worth.topk(self.groups.retained, dim=-1).indices, True
         )
-        masked: torch.Tensor = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf"))
+        masked: torch.Tensor = grouped.masked_fill(~retained.unsqueeze(-1), float("-inf"))
         return masked.flatten(-2)
 
     def weights(self, scores: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -188,7 +188,7 @@ def _ask(
 
 
 def _biases(router: nn.Module, block: nn.Module, experts: int) -> Iterator[torch.Tensor]:
-    """Everything that has one number for each expert, in the router or beside it."""
+    """Everything that has one number for each expert, in the router or its parent."""
     seen: set[int] = set()
     for module in (router, block):
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
@@ -207,9 +207,9 @@ def _candidates(router: nn.Module, block: nn.Module, biases: list[torch.Tensor],
 def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Groups]:
     """The limits that the modules' own attributes name: of DeepSeek-V2 (best expert) and V3 (best two)."""
     for module in (router, block):
-        count, kept = getattr(module, "num_group", None), getattr(module, "topk_group", None)
-        if isinstance(count, int) and isinstance(kept, int) and 1 < count <= experts and kept < count:
-            yield from (Groups(count, kept, best) for best in (1, 2))
+        count, retained = getattr(module, "num_group", None), getattr(module, "topk_group", None)
+        if isinstance(count, int) and isinstance(retained, int) and 1 < count <= experts and retained < count:
+            yield from (Groups(count, retained, best) for best in (1, 2))
 
 
 def _fits(

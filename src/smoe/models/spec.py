@@ -35,7 +35,7 @@ class ModelConfig(Protocol):
     model_type: str
 
     def get_text_config(self) -> Any:
-        """That of the language model, where others are beside it."""
+        """That of the language model, where the checkpoint has other models too."""
 
 
 def own_dtype(model_config: ModelConfig) -> Dtype:
@@ -69,7 +69,7 @@ class ModelSpec:
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Weights beside the experts that are quantised and stay so, by the library's names."""
     embedding_on_disk: bool = False
-    """Whether rows of `embedding` are read when a token asks for them, and so are not kept."""
+    """Whether rows of `embedding` are read when a token asks for them, and so are not in memory."""
     files: FileBytes | None = None
     """What the model's files take; None where that was not asked for."""
     doubts: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class ModelSpec:
 
     @property
     def weights_bytes(self) -> int:
-        """Everything but the routed experts, as it is kept; tied weights once."""
+        """Everything except the routed experts, as it is stored; tied weights once."""
         plain = sum(self.outline.weights[name].numbers for name in self.dense) * self.dtype.itemsize
         return self.outline.dense_bytes(self.dtype) - plain + sum(map(blocks_bytes, self.dense.values()))
 

@@ -36,24 +36,28 @@ class Stated(NamedTuple):
 
 
 def stated_quantisation(config_place: Path) -> Stated | None:
-    """What the files beside a config.json, and it itself, state; None where nothing is quantised."""
+    """What a config.json and the files next to it state; None: nothing is quantised."""
     found = stated_in(read_object(config_place), config_place)
-    beside = _of_modelopt(config_place.with_name(MODELOPT_FILE))
-    if beside is not None and (found is None or found.method == "modelopt"):
-        fields = beside.fields if found is None else {**beside.fields, **found.fields}
-        found = (found or beside)._replace(fields=fields)
+    sidecar = _of_modelopt(config_place.with_name(MODELOPT_FILE))
+    if sidecar is not None and (found is None or found.method == "modelopt"):
+        fields = sidecar.fields if found is None else {**sidecar.fields, **found.fields}
+        found = (found or sidecar)._replace(fields=fields)
     return None if found is None or _states_nothing(found.fields) else found
 
 
 def stated_in(config: Mapping[str, Any], place: Path) -> Stated | None:
     """What a configuration itself states."""
     texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
-    for said in (config, *texts):
-        fields = next((said[key] for key in _KEYS if isinstance(said.get(key), dict) and said[key]), None)
+    for each_config in (config, *texts):
+        fields = next(
+            (each_config[key] for key in _KEYS if isinstance(each_config.get(key), dict) and each_config[key]), None
+        )
         if fields is not None:
-            experts = next((each["expert_dtype"] for each in (fields, said, config) if each.get("expert_dtype")), None)
+            experts = next(
+                (each["expert_dtype"] for each in (fields, each_config, config) if each.get("expert_dtype")), None
+            )
             more = {} if experts is None else {"expert_dtype": experts}
-            return Stated({**fields, **more}, place, said is not config)
+            return Stated({**fields, **more}, place, each_config is not config)
     return None
 
 

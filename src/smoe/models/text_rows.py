@@ -3,7 +3,7 @@
 row 0   . . . . a a a a a a |          rows 0 and 1 end at the same place: their next tokens go to the same place of
 row 1   . b b b b b b b b b |          the storages, in one window (`kv_window.py`)
 row 2   c c c c             .          being read, in a window of its own
-row 3   d d d d d d d       .          ended, and kept in case its text is gone on with
+row 3   d d d d d d d       .          ended; stays in case its text is continued
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class TextRows:
         for row in (a, b):
             self.whole.back(row, 1, end)
         for tensor in self._storages():
-            kept = tensor[a, :, begin:end].clone()
+            saved = tensor[a, :, begin:end].clone()
             tensor[a, :, begin:end] = tensor[b, :, begin:end]
-            tensor[b, :, begin:end] = kept
+            tensor[b, :, begin:end] = saved
         self._windows.clear()  # who follows a text by its window, as a shadow does, must not go on with another one
         self.starts[a], self.starts[b] = self.starts[b], self.starts[a]
         self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]

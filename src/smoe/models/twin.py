@@ -1,8 +1,8 @@
 """The library's own modules on a running model's weights: what it would compute with nothing of ours in the way.
 
 The twin is the model's empty shell, whose parameters and buffers become the running model's: the same memory, so it
-costs nothing, but another set of modules, on which nobody has put a `forward`, a hook or a kernel. Its experts stay
-empty; weights that are kept quantised it has as the numbers that they stand for, in memory of its own.
+costs nothing, but another set of modules, without our `forward`, hooks or kernels. Its experts stay
+empty; weights that stay quantised it has as the numbers that they stand for, in memory of its own.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
                 module._parameters[key] = nn.Parameter(plain, requires_grad=False)
         module._buffers.update({key: source._buffers[key] for key in module._buffers})
         for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor):  # neither parameter nor buffer: a copy kept beside one
+            if isinstance(value, torch.Tensor):  # neither parameter nor buffer: a copy of one
                 vars(module)[key] = vars(source)[key]
     if twin.config._attn_implementation != model.config._attn_implementation:
         twin.set_attn_implementation(model.config._attn_implementation)
 
 
 def parts_of(model: PreTrainedModel, sites: Sequence[ExpertsSite]) -> list[ModelPart]:
-    """What a model consists of beside its experts, in modules that are as large as they can be.
+    """The non-expert parts of a model, in modules that are as large as possible.
 
     What lies around a layer's experts (router, shared experts) comes one by one, and then the block that holds them
     all. What joins the parts is left: decoder layers and the modules around them.

@@ -23,7 +23,7 @@ PIECE_ELEMENTS = 2**22
 KERNEL_CACHE_BYTES = 128 * 2**20
 """What the CPU library keeps for the shapes it has met: compiled kernels and scratch (docs/log/memory.md). Reserved in
 full for models of 4 GiB and more; for a model so small that this would dwarf it, what is not reserved is a line of the
-process beside the budget (`machine/process_memory.py`)."""
+process outside the budget (`machine/process_memory.py`)."""
 
 
 class Workspace(NamedTuple):

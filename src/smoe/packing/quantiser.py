@@ -142,8 +142,8 @@ def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
 
 
 def _best_nearby(of_groups: torch.Tensor, scale: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Tensor:
-    """Every group's scale code, or one beside it where that leaves a smaller error: beside a group of large numbers the
-    others' codes are small, and the nearest is not always the best."""
+    """Every group's scale code, or a neighbouring one where that leaves a smaller error: with a group of large numbers
+    the others' codes are small, and the nearest is not always the best."""
     best: tuple[torch.Tensor, ...] | None = None
     for step in (0, -1, 1):
         tried = (scales + step).clamp(-form.scale_zero, form.scale_zero - 1)

@@ -79,8 +79,8 @@ def pack(
 
 def check_places(place: Path, wanted: Sequence[Contents]) -> None:
     """Raise what would stop the packing of all that is `wanted`, before hours of work: `DiskSpaceError` where it does
-    not fit the disk beside what interrupted runs have left, `CheckpointError` where a name is taken by what is no
-    packed file, or no folder can be written."""
+    not fit the disk in addition to what interrupted runs have left, `CheckpointError` where a name is taken by what is
+    no packed file, or no folder can be written."""
     needed = 0
     for contents in wanted:
         path = contents.path(place)
@@ -169,7 +169,7 @@ def _only_writer(partial: Path) -> FileLock:
 
 
 def _finished(file: IO[bytes], notes: Path, header: bytes, contents: Contents) -> list[dict[str, Any]]:
-    """The records of the layers that an interrupted run has left whole; begins the file anew where there are none."""
+    """The records of the layers that an interrupted run has left whole; begins the file again where there are none."""
     records: list[dict[str, Any]] = []
     file.seek(0)
     if file.read(len(header)) == header and notes.exists():

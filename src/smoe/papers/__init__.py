@@ -1,1 +1,1 @@
-"""The papers' own settings, simulated: their figures beside ours, as relative claims."""
+"""The papers' own settings, simulated: their figures compared with ours, as relative claims."""

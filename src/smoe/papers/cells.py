@@ -2,7 +2,7 @@
 
 A cell is a file, whole or not there, named by a checksum of its setting. It lies in a folder named by the paper and by
 everything else that decides: the code and the profiles of this smoe, its version, Python's and NumPy's. Cells of
-another smoe are dropped when the first one is kept, if nobody has written any for a week.
+another version are dropped when the first one is stored, if none was written for a week.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 import smoe
 from smoe.papers.claims import Cell, Setting
-from smoe.user_cache import cache_folder, keep, kept
+from smoe.user_cache import cache_folder, keep, read_stored
 
 _FORMAT = 1
 _OLD_SECONDS = 7 * 24 * 3600.0
@@ -30,13 +30,13 @@ class Cells:
     """Of one paper's sweep."""
 
     def __init__(self, paper: str, *, is_fresh: bool = False) -> None:
-        """`is_fresh`: those that are there are not asked, but written anew."""
+        """`is_fresh`: those that are there are not asked, but written again."""
         self._paper, self._is_fresh = paper, is_fresh
         self._folder = cache_folder() / "simulated" / f"{paper}-{_decided_by()}"
 
     def find(self, setting: object) -> Cell | None:
         """What this smoe has simulated of a setting."""
-        stored = None if self._is_fresh else kept(self._path(setting), _FORMAT)
+        stored = None if self._is_fresh else read_stored(self._path(setting), _FORMAT)
         try:
             if stored is None:
                 return None
@@ -45,7 +45,7 @@ class Cells:
             return None  # of no form that this version writes
 
     def keep(self, setting: object, cell: Cell) -> None:
-        """Whole or not at all; where the folder cannot be written, nothing is kept."""
+        """Whole or not at all; where the folder cannot be written, nothing is stored."""
         with suppress(OSError):
             if not self._folder.exists():
                 for other in self._folder.parent.glob(f"{self._paper}-*"):
@@ -59,7 +59,7 @@ class Cells:
 
 @functools.cache
 def _decided_by() -> str:
-    """A checksum of what decides beside the setting."""
+    """A checksum of what decides in addition to the setting."""
     versions = (smoe.__version__, platform.python_version(), platform.machine(), np.__version__)
     digest, package = hashlib.sha256(repr(versions).encode()), Path(smoe.__file__).parent
     for path in sorted([*package.rglob("*.py"), *(package / "profiles").glob("*.json")]):

@@ -80,7 +80,7 @@ class Cell:
 
     settings: list[Setting]
     figures: dict[str, float]
-    """What a paper's claims are about beside times and bytes, by names of its own."""
+    """What a paper's claims are about in addition to times and bytes, by names of its own."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""DuoServe-MoE's evaluation (section 6): two Mixtrals in four bits beside an A5000 and an A6000, on the virtual clock.
+"""DuoServe-MoE's evaluation (section 6): two Mixtrals in four bits with an A5000 and an A6000, on the virtual clock.
 
 Four systems, none with an expert cache:
 
@@ -34,7 +34,7 @@ _AWQ_BITS = 4.25
 """Of a weight in four bits, with a scale for 128 of them."""
 MODELS = (MIXTRAL, MIXTRAL_22B)
 DENSE_BYTES = {MIXTRAL: 2.15e9, MIXTRAL_22B: 4.6e9}
-"""Everything beside the experts; of 8x7B as the paper says, of 8x22B by its layers' sizes."""
+"""Everything except the experts; of 8x7B as the paper says, of 8x22B by its layers' sizes."""
 EXPERTS, TOP_K = MIXTRAL.experts, MIXTRAL.top_k
 DEVICES = ("rtx-a5000", "rtx-a6000")
 PACES = AS_PROFILED, AS_IMPLIED = "as profiled", "as slow as implied"
@@ -92,7 +92,7 @@ def _in_case(case: _Case) -> Cell:
 
 
 def implied_layer_seconds(model: Geometry, profile: DeviceProfile) -> float:
-    """How long the layers beside the experts must take for perfect prefetching to gain what the paper's gains on SQuAD,
+    """How long the non-expert layers must take for perfect prefetching to gain what the paper's gains on SQuAD,
     where loads are the longer part."""
     return (_SQUAD_GAIN - 1.0) * TOP_K * profile.link_seconds(model.expert_bytes(_AWQ_BITS))
 

@@ -21,7 +21,7 @@ class Geometry:
     hidden: int
     expert_width: int
     dense_parameters: float
-    """All beside the routed experts."""
+    """Everything except the routed experts."""
 
     def expert_bytes(self, bits: float) -> int:
         """Of an expert in so many bits a weight, scales included."""

@@ -1,8 +1,8 @@
-"""HOBBIT's evaluation (section 5): Mixtral 8x7B and Phi-MoE beside an RTX 4090 and on a Jetson Orin, on the virtual
+"""HOBBIT's evaluation (section 5): Mixtral 8x7B and Phi-MoE with an RTX 4090 and on a Jetson Orin, on the virtual
 clock.
 
-The 4090 keeps what fits beside everything else in its 24 GB and has the rest in RAM, in 16 bits, low copies in int4;
-the Orin reads from its disk, in int8, low copies in int2.
+The 4090 keeps what fits in addition to everything else in its 24 GB and has the rest in RAM, in 16 bits, low copies in
+int4; the Orin reads from its disk, in int8, low copies in int2.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The six cases of figure 8:
 
-    1  the shadow is told tokens, keys and values after each token      4  it is told nothing
+    1  the draft model gets tokens, keys and values after each token    4  it gets nothing
     2  tokens alone                                                     5  none: workers load experts at random
     3  keys and values alone                                            6  none: they load when the router has spoken
 """
@@ -25,7 +25,7 @@ from smoe.papers.od_moe_recall import (
     TEXTS,
     WITNESS,
     WITNESS_AHEAD,
-    WITNESS_TOLD,
+    WITNESS_ALIGNED,
     DraftRecall,
     as_printed,
     named_tokens,
@@ -50,7 +50,7 @@ NEW_TOKENS = 256
 DECODED, TTFT_MS = 3.6925, {16: 1345.3, 128: 3143.4}
 """Table 2, means over the two lengths of the answers."""
 _NOTHING, _RANDOM = "nothing", "random"
-"""Beside recalls: what is named ahead."""
+"""In addition to recalls: what is predicted."""
 CASES = {"case 1": (1, 1), "case 2": (1, 0), "case 3": (0, 1), "case 4": (0, 0)}
 """Of figure 8, those with a shadow: periods of tokens and of keys and values."""
 PERIODS = {PRINTED: (1, 4, 16), EMBEDDED: (1, 4, 16), WITNESS: (1, 16)}
@@ -93,9 +93,9 @@ def _settings() -> list[_ClusterCase]:
 
 
 def _table_2() -> list[_ClusterCase]:
-    told = recall_of(PRINTED, 1, 1)
+    aligned = recall_of(PRINTED, 1, 1)
     lengths = [(old, new) for old in TTFT_MS for new in (64, NEW_TOKENS)]
-    found = [_ClusterCase("table 2", f"od-moe ({old}, {new})", told, new, old) for old, new in lengths]
+    found = [_ClusterCase("table 2", f"od-moe ({old}, {new})", aligned, new, old) for old, new in lengths]
     return [*found, _ClusterCase("table 2", "the cluster, no loads", new_tokens=NEW_TOKENS, changed=(("load", 0.0),))]
 
 
@@ -156,7 +156,7 @@ def _figure_10_name(gpu: str, rows: str, source: str) -> str:
 
 def _constants() -> list[_ClusterCase]:
     """Table 2 with one time changed."""
-    base, told = ten_machines(), recall_of(PRINTED, 1, 1)
+    base, aligned = ten_machines(), recall_of(PRINTED, 1, 1)
     others: dict[str, tuple[str, float]] = {
         "a link of 22 GB/s": ("load", base.load * 24 / 22),
         "a link of 26 GB/s": ("load", base.load * 24 / 26),  # of PCIe 4.0's 31.5
@@ -168,7 +168,7 @@ def _constants() -> list[_ClusterCase]:
         "shadow of 4 ms": ("shadow_layer", 4e-3),
     }
     return [
-        _ClusterCase(_constants_name(length), system, told, NEW_TOKENS, length, changed=(change,))
+        _ClusterCase(_constants_name(length), system, aligned, NEW_TOKENS, length, changed=(change,))
         for length in TTFT_MS
         for system, change in others.items()
     ]
@@ -207,7 +207,7 @@ def _beyond_name(source: str) -> str:
 
 def _recall_beyond(source: str, more: Mapping[str, Any]) -> DraftRecall:
     """The witness's; its misses as the paper's model would have them, where that is asked for."""
-    found = (WITNESS_AHEAD if more.get("is_early") else WITNESS_TOLD)[more.get("precision", "int8")]
+    found = (WITNESS_AHEAD if more.get("is_early") else WITNESS_ALIGNED)[more.get("precision", "int8")]
     if source == WITNESS:
         return found
     assert found.with_spare is not None

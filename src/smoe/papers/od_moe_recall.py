@@ -1,6 +1,6 @@
 """How often OD-MoE's shadow is right: as the paper prints it, and as ours was (`smoe eval --recall`).
 
-The paper prints two figures of its int8 shadow, told everything after each token and told nothing. What lies between is
+The paper prints two figures of its int8 shadow, aligned after each token and never. What lies between is
 in pictures alone, so it is put where our own recordings have it: misses on the straight line, logarithms on both axes,
 through these two figures and what was recorded at their periods.
 """
@@ -57,8 +57,8 @@ WITNESS_AHEAD = {
     "int4": DraftRecall((0.980387,), 0.960775, 0.998014, 0.963257),
     "int3": DraftRecall((0.956637,), 0.913357, 0.990152, 0.923535),
 }
-"""Of shadows that are told tokens alone (T1 KV0): no better are those whose keys and values come a token late."""
-WITNESS_TOLD = {
+"""Of draft models that get tokens alone (T1 KV0): no better are those whose keys and values come a token late."""
+WITNESS_ALIGNED = {
     "int8": DraftRecall((0.996938,), 0.993876, 0.999834, 0.994042),
     "int4": DraftRecall((0.982704,), 0.965409, 0.998924, 0.96425),
 }
@@ -80,10 +80,12 @@ def recall_of(source: str, token_period: int, kv_period: int) -> DraftRecall:
 
 def as_printed(miss: float, source: str) -> float:
     """A share of misses that we recorded, where the paper's model would have it."""
-    told, alone = (1 - (_EMBEDDED_INT8[at] if source == EMBEDDED else _WITNESS_INT8[at][0]) for at in ((1, 1), (0, 0)))
-    paper_told, paper_alone = 1 - RECALL[1, 1], 1 - RECALL[0, 0]
-    slope = log(paper_alone / paper_told) / log(alone / told)
-    return paper_told * exp(slope * log(miss / told))
+    aligned, alone = (
+        1 - (_EMBEDDED_INT8[at] if source == EMBEDDED else _WITNESS_INT8[at][0]) for at in ((1, 1), (0, 0))
+    )
+    paper_aligned, paper_alone = 1 - RECALL[1, 1], 1 - RECALL[0, 0]
+    slope = log(paper_alone / paper_aligned) / log(alone / aligned)
+    return paper_aligned * exp(slope * log(miss / aligned))
 
 
 def named_tokens(
@@ -115,8 +117,8 @@ def _token(chance: random.Random, at: float, recall: DraftRecall | None, spares:
     for experts, shuffled, draw in zip(chosen, order, luck, strict=True):
         right = top_k if draw < whole else 1 if draw < whole + one else 0
         others = [expert for expert in shuffled if expert not in experts]
-        kept = [expert for expert in shuffled if expert in experts][:right]
-        named.append((*kept, *others[: top_k + spares - right]))
+        right_ones = [expert for expert in shuffled if expert in experts][:right]
+        named.append((*right_ones, *others[: top_k + spares - right]))
     return DecodedToken(chosen, named, is_own, any_of)
 
 

@@ -1,4 +1,4 @@
-"""SMoE's evaluation (second version, section VI): three fine-grained models, each beside one GPU, on the virtual clock.
+"""SMoE's evaluation (second version, section VI): three fine-grained models, each with one GPU, on the virtual clock.
 
 Its four mechanisms are put in one after the other, as in figure 14:
 
@@ -47,7 +47,7 @@ class TestbedMachine(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Experts that fit beside the rest of the model."""
+        """Experts that fit in addition to the rest of the model."""
         room = self.memory_bytes - _RESERVED_BYTES - self.model.dense_bytes(BITS)
         return int(room / self.model.expert_bytes(BITS)) - STAGING_SLOTS
 
@@ -118,10 +118,10 @@ def _trace(model: Geometry, batch: int) -> list[Routing]:
     """Sequences of their own, side by side."""
     shape = DrawnShape(model.experts, model.top_k, model.layers, NEW_TOKENS, PROMPT_TOKENS)
     traces = [synthesise(shape, seed=seed, with_scores=True) for seed in range(batch)]
-    return [_beside(routings) for routings in zip(*traces, strict=True)]
+    return [_merged(routings) for routings in zip(*traces, strict=True)]
 
 
-def _beside(routings: Sequence[Routing]) -> Routing:
+def _merged(routings: Sequence[Routing]) -> Routing:
     """One step of several sequences."""
     joined = routings[0]._replace(
         top_k_index=[row for routing in routings for row in routing.top_k_index],
@@ -179,8 +179,8 @@ def _claims(done: dict[int, dict[str, dict[str, _Done]]]) -> list[Claim]:
         gains = [_time(rows, before) / _time(rows, name) for rows in one]
         found.append(Claim("figure 14", f"time per token, {before} over {name}", (1 / (1 - paper),) * 2, span(gains)))
         before = name
-    kept = [rows["+ CR"].cache_ratio / rows["+ CE"].cache_ratio for rows in one]
-    found.append(Claim("figure 14", "cache ratio, + CR over + CE", (1.6, 1.6), span(kept)))
+    cache_ratios = [rows["+ CR"].cache_ratio / rows["+ CE"].cache_ratio for rows in one]
+    found.append(Claim("figure 14", "cache ratio, + CR over + CE", (1.6, 1.6), span(cache_ratios)))
     ahead = [rows["+ Pre"].cache_ratio / rows["+ CR"].cache_ratio for rows in one]
     found.append(Claim("figure 14", "cache ratio, + Pre over + CR", (1.12, 1.12), span(ahead)))
     return found

@@ -5,7 +5,7 @@
     worker            --answered--> and done with
                           `--> of each worker's slots: what it computes, then what is wanted next, nearest first
 
-Whoever holds an expert keeps it as long as nearer ones leave it a slot, and what is missing is brought in no earlier
+A machine keeps an expert as long as nearer ones leave it a slot, and what is missing is loaded no earlier
 than it has to be: so slots are given up by what is wanted last, as far as anybody can see (Belady's rule, with a shadow
 for the future), and never for what is wanted later than that.
 """
@@ -40,7 +40,7 @@ class Here(NamedTuple):
 
     load: Callable[[], float]
     """Seconds that it takes to bring in an expert."""
-    kept: Callable[[], float]
+    retained: Callable[[], float]
     """Of the experts that it computes the share that it need not load."""
     is_at_hand: Callable[[ExpertKey], bool]
     """Whether it has one, or is loading it."""
@@ -63,8 +63,8 @@ class AheadSchedule:
         lock: AbstractContextManager[Any],
     ) -> None:
         """`method`: one of `PLACEMENT`; `turns`: each layer's number among those with experts; `spares`: experts that
-        predictions name beside as many as a layer chooses; `costs_later`: seconds by which a load by main is worse than
-        it seems (`Placement`); `tell`: says to a worker what it is to have, nearest first; `clock`: in seconds, as
+        predictions name in addition to those a layer chooses; `costs_later`: seconds by which a load by main is worse
+        than it seems (`Placement`); `tell`: says to a worker what it is to have, nearest first; `clock`: in seconds, as
         workers' times are; `lock`: held while anything changes."""
         self._method = method
         self._turns = turns
@@ -83,19 +83,19 @@ class AheadSchedule:
         """Who is to have what, by turns."""
         self._asked: dict[ExpertKey, int] = {}
         """What the last layer's router has chosen, and who had it; until it has been computed."""
-        self._told: dict[ExpertKey, int] = {}
-        """Who was last told to have what; main: to bring it in."""
+        self._assigned: dict[ExpertKey, int] = {}
+        """The machine to which each expert was assigned last; the coordinator: to load it."""
         self._free_at: dict[int, float] = {}
-        """When a worker has read all that it was told of."""
+        """When a worker has read everything that was announced."""
         self._is_short = False
-        """Whether somebody is to bring something in and has no slot for it."""
+        """Whether a machine is to load an expert and has no slot for it."""
         self._layer_seconds = 0.0
         self._asked_at = 0.0
         self._horizon = inf
-        """Seconds: nobody needs longer to bring an expert in."""
+        """Seconds: the slowest load of an expert."""
 
     def begin(self, position: int, views: Callable[[], Sequence[WorkerView]], slots: Mapping[int, int]) -> None:
-        """A forward pass begins at this position, with these workers. What was said of positions before it, or far
+        """A forward pass begins at this position, with these workers. Predictions for positions before it, or far
         from it, is forgotten."""
         with self._lock:
             self._now, self._views = TokenLayer(position, -1), views
@@ -103,7 +103,7 @@ class AheadSchedule:
             self._asked.clear()
             if slots != self._slots:
                 self._slots = dict(slots)
-                self._told.clear()
+                self._assigned.clear()
                 self._groups.clear()
             self._forget([place for place in self._expected if not 0 <= place.position - position <= 1])
             self._go_on()
@@ -130,7 +130,7 @@ class AheadSchedule:
                 self._go_on()
 
     def withdraw(self, position: int) -> None:
-        """What was expected of this position and of those after it was said of another text."""
+        """Predictions for this position and later ones belonged to another text."""
         with self._lock:
             self._forget([place for place in self._expected if place.position >= position])
 
@@ -140,8 +140,8 @@ class AheadSchedule:
             self._note_pace()
             self._now = self._now._replace(layer=layer)
             keys = [(layer, expert, EXACT) for expert in chosen]
-            self._asked = {key: self._told[key] for key in keys if key in self._told}
-            self._told = {key: unit for key, unit in self._told.items() if unit != DEVICE or key[0] != layer}
+            self._asked = {key: self._assigned[key] for key in keys if key in self._assigned}
+            self._assigned = {key: unit for key, unit in self._assigned.items() if unit != DEVICE or key[0] != layer}
             self._forget([place for place in self._expected if place <= self._now])
             self._go_on()
 
@@ -157,7 +157,7 @@ class AheadSchedule:
     def here(self, layer: int) -> list[int]:
         """The experts of a layer of the token under way that main is to bring in itself."""
         with self._lock:
-            return [key[1] for key, unit in self._told.items() if unit == DEVICE and key[0] == layer]
+            return [key[1] for key, unit in self._assigned.items() if unit == DEVICE and key[0] == layer]
 
     # -- with the lock ------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class AheadSchedule:
         return self._method == "round-robin" or self._layer_seconds * steps <= self._horizon
 
     def _go_on(self) -> None:
-        """Share out all slots anew, and tell whoever is to bring something in."""
+        """Divide all slots again, and inform machines that have to load something."""
         views = {view.unit: view for view in self._views()}
         if not views:
             return
@@ -204,11 +204,11 @@ class AheadSchedule:
             shelves[unit].take(key)
             self._note_load(unit, views)
             news.add(unit)
-        for told in news:
-            self._told = {key: whose for key, whose in self._told.items() if whose != told}
-            self._told |= dict.fromkeys(shelves[told].keys, told)
-            if told != DEVICE:
-                self._tell(told, shelves[told].keys)
+        for unit_to_inform in news:
+            self._assigned = {key: whose for key, whose in self._assigned.items() if whose != unit_to_inform}
+            self._assigned |= dict.fromkeys(shelves[unit_to_inform].keys, unit_to_inform)
+            if unit_to_inform != DEVICE:
+                self._tell(unit_to_inform, shelves[unit_to_inform].keys)
 
     def _reserve(
         self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]
@@ -231,18 +231,18 @@ class AheadSchedule:
 
     def _holder(self, key: ExpertKey, views: Mapping[int, WorkerView]) -> int | None:
         """Who has it or is bringing it in: a worker, or main."""
-        told = self._told.get(key)
-        if told is not None and (told in views or told == DEVICE):
-            return told
+        unit_to_inform = self._assigned.get(key)
+        if unit_to_inform is not None and (unit_to_inform in views or unit_to_inform == DEVICE):
+            return unit_to_inform
         return next((unit for unit, view in views.items() if key in view.holds), None)
 
     def _has(self, unit: int, key: ExpertKey, views: Mapping[int, WorkerView]) -> bool:
-        return unit in views and (self._told.get(key) == unit or key in views[unit].holds)
+        return unit in views and (self._assigned.get(key) == unit or key in views[unit].holds)
 
     def _first(self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
         """Who is to bring in an expert of this layer now, if it is time: of those who have it in time who gives up what
         is wanted last, else who has it first. Who reads something else already may wait, unless the next layer wants
-        it: of what is nearer then nobody knows yet."""
+        it: what is nearer then is unknown yet."""
         turn, now = self.turn(place), self._clock()
         left = self._layer_seconds * (turn - self.turn(self._now))
         soon = left - self._layer_seconds  # when the next layer has been asked for
@@ -288,7 +288,7 @@ class _Shelf:
             self._held.setdefault(key, turn)
 
     def gives_up(self, turn: float) -> float | None:
-        """When what would go for something else is wanted: infinite for what nobody wants; None where nothing may go,
+        """When what would go for something else is wanted: infinite for what is not needed; None where nothing may go,
         as all is wanted sooner than this turn."""
         if len(self.taken) + len(self._held) < self._size:
             return inf

@@ -3,7 +3,7 @@
     router's choice -> what is missing -> an answer for each (`answers.py`), at prices (`prices.py`) and a rate
                        (`quality_budget.py`) -> the choice with substitutes, low copies, gaps and the CPU's share in it
 
-Engine and simulator keep one `Answering` each; it has no clock and is told what loads cost.
+Engine and simulator keep one `Answering` each; it has no clock and gets the cost of loads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Answered(NamedTuple):
     routing: Routing
     """With substitutes in it, the index E for what is left out, and in `low` what low copies serve."""
     selection: Selection
-    """The routes that substitutes take, and nobody."""
+    """The routes that substitutes serve, and the dropped ones."""
     assigned: Assigned
 
 

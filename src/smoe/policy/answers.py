@@ -7,7 +7,7 @@
     SUBSTITUTE                                  of the route  a route
     SKIP                                        of the route  a route
 
-Loads go one after the other behind what is under way, the CPU works beside them, and the layer waits for the slower:
+Loads go one after the other behind those in flight, the CPU works in parallel, and the layer waits for the slower:
 
     |-- under_way --|-- HIGH --|-- HIGH --|- LOW -|          link (where nothing is loaded: nothing is waited for)
     |----- HOST -----|----- HOST -----|                      CPU
@@ -17,10 +17,10 @@ time for every expert, so only their number matters; which of them the CPU gets 
 important being loaded. For every (number without a price, number of low loads) the least price is found by dynamic
 programming, and the split between link and CPU in closed form: exact.
 
-Without a CPU beside the device an expert's answer hardly touches another's: those whose cheapest lossy answer costs
-most are loaded, however many are best, and that is exact too. With one, and beyond `EXACT_UP_TO` missing experts, the
-same is done for several prices of a low load, as it may hide behind the CPU. On 1500 random steps of 9 to 14 missing
-experts this found the optimum in 96 of 100; the mean cost was 0.15 % above it, the worst 13 %.
+Without a CPU in addition to the device an expert's resolution hardly affects another's: those whose cheapest lossy
+answer costs most are loaded, however many are best, and that is exact too. With one, and beyond `EXACT_UP_TO` missing
+experts, the same is done for several prices of a low load, as it may hide behind the CPU. On 1500 random steps of 9 to
+14 missing experts this found the optimum in 96 of 100; the mean cost was 0.15 % above it, the worst 13 %.
 
 Every token keeps an expert: where none of its experts is at hand (a *bare* token), one at least is not skipped.
 """
@@ -61,13 +61,13 @@ class AnswerCosts(NamedTuple):
     low: float | None = None
     """To load its low copy; None where there is none."""
     host: float | None = None
-    """Computed by the CPU beside the device; None where there is no such CPU."""
+    """Computed by the CPU of a machine with a device; None where there is no such CPU."""
     under_way: float = 0.0
     """What the link still has to do before it can begin."""
 
     def split(self, zero_priced: int, low: int) -> tuple[float, int]:
         """(seconds of the layer, experts that the CPU computes) at best, of so many that are loaded or computed by the
-        CPU, beside so many low loads; of equal splits that which loads most."""
+        CPU, with so many low loads; of equal splits that which loads most."""
         link = self.under_way + zero_priced * self.high + low * (self.low or 0.0)
         host = self.host
         if host is None or not zero_priced:
@@ -89,7 +89,7 @@ class ResolvedMisses(NamedTuple):
     served: dict[int, Resolution]
     """HIGH, HOST or LOW by expert, the most important first; the others' routes are all in `replacements`."""
     replacements: list[Replacement]
-    """Routes that a substitute takes, or nobody."""
+    """Routes that a substitute serves, and dropped ones."""
     nats: float
     """The sum of the prices."""
     seconds: float
@@ -121,16 +121,16 @@ def choose(
         return _answered(ranked, [_EXACT] * len(ranked), costs)
     bare = _bare(ranked, top_k) if len(ranked) >= top_k else {}
     small = len(ranked) <= EXACT_UP_TO and len(bare) <= BARE_UP_TO
-    kept: Container[tuple[int, int]] = () if small else _kept(ranked, bare, prices)
-    options = [_options(entry, costs, prices, rate, bare if small else {}, kept) for entry in ranked]
+    protected: Container[tuple[int, int]] = () if small else _protected(ranked, bare, prices)
+    options = [_options(entry, costs, prices, rate, bare if small else {}, protected) for entry in ranked]
     if small and costs.host is not None:
         return _together(ranked, options, costs, rate, limit, len(bare))
     picked = _by_worth(options, costs, rate)
-    nats, all_kept = 0.0, 0
+    nats, all_protected = 0.0, 0
     for option in picked:
         nats += option.price
-        all_kept |= option.keeps
-    if nats <= limit and (not bare or not small or all_kept == sum(bare.values())):
+        all_protected |= option.keeps
+    if nats <= limit and (not bare or not small or all_protected == sum(bare.values())):
         return _answered(ranked, picked, costs)
     if small:
         return _together(ranked, options, costs, rate, limit, len(bare))
@@ -148,7 +148,7 @@ class _Option(NamedTuple):
     answer: Resolution | None = None
     """HIGH stands for HIGH and HOST; None where each route has an answer of its own."""
     taken: Sequence[bool] = ()
-    """Of each route whether its substitute takes it, else nobody."""
+    """Of each route whether its substitute serves it; else it is dropped."""
 
 
 ZERO_PRICED, LOW_LOAD, FIRST_BARE = 1, 1 << 4, 1 << 8
@@ -172,7 +172,7 @@ def _bare(missing: Sequence[Missing], top_k: int) -> dict[int, int]:
     return {token: FIRST_BARE << n for n, token in enumerate(token for token in counts if counts[token] == top_k)}
 
 
-def _kept(missing: Sequence[Missing], bare: Container[int], prices: LayerPrices) -> set[tuple[int, int]]:
+def _protected(missing: Sequence[Missing], bare: Container[int], prices: LayerPrices) -> set[tuple[int, int]]:
     """(token, choice) of the route that each bare token keeps: that whose substitute costs least more than to skip it,
     or, where no route has a substitute, that of the highest weight."""
     best: dict[int, tuple[bool, float, int]] = {}
@@ -192,7 +192,7 @@ def _options(
     prices: LayerPrices,
     rate: float,
     bare: Mapping[int, int],
-    kept: Container[tuple[int, int]],
+    protected: Container[tuple[int, int]],
 ) -> list[_Option]:
     """The answers of one expert, but for those that cannot be part of the best plan; of two that take the same time the
     one of the lower price first.
@@ -207,7 +207,7 @@ def _options(
     options = [_EXACT if not keeps else _EXACT._replace(keeps=keeps)]
     high, host = costs.high, inf if costs.host is None else costs.host
     worth = min(high + costs.under_way, host)
-    free = [option for option in _free(entry, prices, bare, kept) if rate * option.price <= worth]
+    free = [option for option in _free(entry, prices, bare, protected) if rate * option.price <= worth]
     if costs.low is None and not entry.low_is_here:
         return options + free
     low = 0.0
@@ -225,11 +225,11 @@ def _options(
 
 
 def _free(
-    entry: Missing, prices: LayerPrices, bare: Mapping[int, int], kept: Container[tuple[int, int]]
+    entry: Missing, prices: LayerPrices, bare: Mapping[int, int], protected: Container[tuple[int, int]]
 ) -> list[_Option]:
-    """To give the expert up: each route takes the cheaper one of its substitute and nobody. The dearer one too where it
-    alone would keep a bare token an expert; nobody is no answer for a route that is to be kept."""
-    if len(entry.routes) == 1 and not bare and not kept:
+    """Without the expert: each route has its substitute or is dropped, whichever is cheaper. The other one too where it
+    alone would keep a bare token an expert; a protected route is never dropped."""
+    if len(entry.routes) == 1 and not bare and not protected:
         (route,) = entry.routes
         skip, substitute = prices.price(SKIP, route.weight), _substitute_price(route, prices)
         return [_Option(0, substitute, 0, None, _TAKEN) if substitute < skip else _Option(0, skip, 0, None, _LEFT_OUT)]
@@ -237,7 +237,7 @@ def _free(
     for route in entry.routes:
         skip, substitute = prices.price(SKIP, route.weight), _substitute_price(route, prices)
         bit = bare.get(route.token, 0) if bare else 0
-        if kept and (route.token, route.choice) in kept:
+        if protected and (route.token, route.choice) in protected:
             skip = inf
         if substitute < skip:
             ways = [(substitute, bit, True)]

@@ -65,8 +65,8 @@ class RecentCosts:
 
 
 def paper(host: Sequence[float], costs: Costs) -> int:
-    """Algorithm 2 as printed, two pointers: whoever is behind gets the next expert, the link first and from the left,
-    the CPU from the right. `host`: CPU seconds of every missing expert, most important first."""
+    """Algorithm 2 as printed, two pointers: the side that is behind gets the next expert, the link first and from the
+    left, the CPU from the right. `host`: CPU seconds of every missing expert, most important first."""
     load_seconds = host_seconds = 0.0
     left, right = 0, len(host) - 1
     while left <= right:
@@ -114,7 +114,7 @@ version), or of the most tokens, the CPU's time growing with them (first version
 
 
 class Sharing(Protocol):
-    """How one layer's misses are shared out between loading and the units that compute beside the device."""
+    """How one layer's misses are shared out between loading and the units that compute in parallel with the device."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
         """Of a decode step: (to be loaded, most important first; to be computed elsewhere, with the unit of each)."""

@@ -1,8 +1,9 @@
 """The memory budget as a ledger: every byte has a name, what does not fit is refused before loading.
 
-On a machine without a GPU the budget is RAM beside the interpreter and its libraries; on a GPU it is device memory.
-Order of claims: non-expert weights, workspace, KV cache, what a predictor copies of weights, read buffers, staging (at
-least two experts); all the rest is cache slots. The minimum number of cache slots is the top-k of the widest layer.
+On a machine without a GPU the budget is RAM in addition to the interpreter and its libraries; on a GPU it is device
+memory. Order of claims: non-expert weights, workspace, KV cache, what a predictor copies of weights, read buffers,
+staging (at least two experts); all the rest is cache slots. The minimum number of cache slots is the top-k of the
+widest layer.
 
 Workspace and KV cache are reserved for the largest step and the longest texts. What of them is not in use can be lent
 to experts (`Ledger.lending`): the pools then have *spare* slots, in use only while the reserve is not.
@@ -95,7 +96,7 @@ def slot_classes(expert_bytes: Mapping[int, int], layers: Mapping[int, SlotClass
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model asks of the budget, in bytes unless said otherwise."""
+    """What a model asks of the budget, in bytes unless stated otherwise."""
 
     weights_bytes: int
     """Non-expert weights and buffers, tied weights once."""
@@ -203,7 +204,7 @@ class Ledger:
 
     @property
     def weights_bytes(self) -> int:
-        """Non-expert weights that are kept."""
+        """Non-expert weights in memory."""
         return self._fixed_entries["non-expert weights"]
 
     @property
@@ -290,11 +291,11 @@ class Ledger:
     def residents(self) -> str:
         """What fits the cache slots, in words."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
-        kept = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
+        residents_text = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
         more = (
             f", up to {self.most_slots} while reserved memory is not used" if self.most_slots > self.cache_slots else ""
         )
-        return f"{kept} resident ({self.resident_share:.0%}){more}{self._beside}"
+        return f"{residents_text} resident ({self.resident_share:.0%}){more}{self._beside}"
 
     @property
     def spare(self) -> str:

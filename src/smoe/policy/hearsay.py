@@ -1,11 +1,11 @@
-"""What a shadow has said of the token that the model decodes, and of the one after it; who is told of it at once.
+"""A draft model's predictions for the token that the model decodes, and for the one after it; listeners get them.
 
     model    x1 -> ............ -> x2 -> ......      asked: a token at its place
-    shadow      s1 | layer | layer    s2 | layer     said of x1; s2 is the next one where the model comes to it, else
-                                                     what was said of it is withdrawn
+    shadow      s1 | layer | layer    s2 | layer     for x1; s2 is the next one where the model comes to it, else
+                                                     its predictions are withdrawn
 
-Nothing here knows where the shadow runs: on a thread beside the model (`running_ahead.py`), or on another machine
-(`cluster/following.py`).
+Nothing here knows where the draft model runs: on a thread of the model's process (`running_ahead.py`), or on another
+machine (`cluster/following.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Expected(NamedTuple):
     experts: tuple[int, ...]
     """Those that its own router chose, best first, and then the spares."""
     scores: tuple[float, ...] = ()
-    """Of each, what the router ranks by; empty where it was said on another machine."""
+    """Of each, what the router ranks by; empty for a prediction of another machine."""
 
 
 class TokenStep(NamedTuple):
@@ -35,45 +35,47 @@ class TokenStep(NamedTuple):
 
 
 class Hearsay:
-    """Kept by whoever calls under a lock of its own."""
+    """The caller protects it by a lock."""
 
     def __init__(self) -> None:
         self.asked: TokenStep | None = None
-        """What the model decodes; None while nobody wants to know."""
+        """The step that the model decodes; None: no predictions are needed."""
         self.listener: Listener | None = None
         """Hears everything at once."""
-        self._said: dict[TokenStep, dict[int, Expected]] = {}
+        self._predicted: dict[TokenStep, dict[int, Expected]] = {}
         """By layer."""
 
     def __contains__(self, step: TokenStep) -> bool:
         """Whether the shadow has begun with it."""
-        return step in self._said
+        return step in self._predicted
 
     def ask(self, step: TokenStep) -> None:
         """The model decodes this."""
         self.asked = step
-        if step not in self._said and self.listener is not None:
+        if step not in self._predicted and self.listener is not None:
             self.listener.withdraw(step.position)
 
     def pause(self) -> None:
         """The model does something that no shadow follows."""
         self.asked = None
-        self._said.clear()
+        self._predicted.clear()
 
     def begin(self, step: TokenStep) -> None:
-        """The shadow decodes this; what it said of others than the model's token is of no use any more."""
-        self._said = {each: said for each, said in self._said.items() if each == self.asked} | {step: {}}
+        """The draft model decodes this; its predictions for other tokens than the model's are dropped."""
+        self._predicted = {each: predicted for each, predicted in self._predicted.items() if each == self.asked} | {
+            step: {}
+        }
 
     def drop(self, step: TokenStep) -> None:
         """The shadow has given this up."""
-        self._said.pop(step, None)
+        self._predicted.pop(step, None)
 
     def add(self, step: TokenStep, expected: Expected) -> bool:
         """It says something of a step that it has begun; returns whether that is wanted."""
-        said, is_wanted = self._said.get(step), self.wants(step)
-        if said is None:
+        predicted, is_wanted = self._predicted.get(step), self.wants(step)
+        if predicted is None:
             return False
-        said[expected.layer] = expected
+        predicted[expected.layer] = expected
         if is_wanted and self.listener is not None:
             self.listener.expect(step.position, Prediction(expected.layer, expected.experts))
         return is_wanted
@@ -84,16 +86,16 @@ class Hearsay:
         return asked is not None and (step == asked or self._is_after(step, asked))
 
     def said(self) -> tuple[list[Expected], list[Expected]]:
-        """(what is expected of the token that the model decodes, as far as it has been said; of the one after it)."""
+        """(predictions for the token that the model decodes, so far; for the one after it)."""
         asked = self.asked
         if asked is None:
             return [], []
-        after = next((said for step, said in self._said.items() if self._is_after(step, asked)), {})
-        return list(self._said.get(asked, {}).values()), list(after.values())
+        after = next((predicted for step, predicted in self._predicted.items() if self._is_after(step, asked)), {})
+        return list(self._predicted.get(asked, {}).values()), list(after.values())
 
     def forget(self) -> None:
-        """Nobody who has said anything is there any more."""
-        self._said.clear()
+        """The draft model has gone: drop all its predictions."""
+        self._predicted.clear()
         if self.asked is not None and self.listener is not None:
             self.listener.withdraw(self.asked.position)
 

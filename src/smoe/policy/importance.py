@@ -22,7 +22,7 @@ _ROUNDING = 1e-6
 
 
 class Thresholds(NamedTuple):
-    """Bounds of unimportance, 0 <= `low` <= `skip` <= 1; at 1 nobody is beyond."""
+    """Bounds of unimportance, 0 <= `low` <= `skip` <= 1; at 1 no expert is beyond."""
 
     low: float = 1.0
     """T1: above it a low copy will do."""

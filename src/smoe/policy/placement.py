@@ -41,7 +41,7 @@ class WorkerView(NamedTuple):
     hop: float
     """There and back."""
     busy: float = 0.0
-    """Until it has read what it was told of before."""
+    """Until it has read what was announced before."""
     brought_at: float = -inf
     """When it was last given something to bring in: of equal ones all are to have what their slots hold of late."""
     most_rows: float = inf
@@ -99,8 +99,8 @@ class Placement(NamedTuple):
         return by_turns(keys, len(keys), self.turn, self.workers)
 
     def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Greedy: each in its turn to whoever is done with it first, what was given before included. A worker computes
-        what it holds, and reads what it does not meanwhile."""
+        """Greedy: each in its turn to the machine that finishes it first, what was given before included. A worker
+        computes what it holds, and reads what it does not meanwhile."""
         read, done = [view.hop + view.busy for view in self.workers], [view.hop for view in self.workers]
         brought_at = [view.brought_at for view in self.workers]
         here, found = self.here_under_way, dict[ExpertKey, int]()
@@ -132,9 +132,9 @@ class Placement(NamedTuple):
 def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[WorkerView]) -> dict[ExpertKey, int]:
     """Who of the group whose turn it is computes which of a layer's experts, of which a token chooses `size`.
 
-    Whoever holds one, or has been told of it, keeps it; the others are dealt out in ascending order, no more to anybody
-    than is fair. Of more experts than a token chooses, the last are spares: for the workers that belong to no group,
-    who keep what they hold, too.
+    A machine that holds one, or to which it was announced, keeps it; others are dealt out in ascending order, no more
+    to any than is fair. Of more experts than a token chooses, the last are spares: for the workers that belong to no
+    group, who keep what they hold, too.
     """
     units = [view.unit for view in workers]
     members = group(turn, size, units)

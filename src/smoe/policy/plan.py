@@ -16,7 +16,7 @@ from typing import NamedTuple
 from smoe.expert import ExpertKey
 
 DEVICE, HOST = 0, 1
-"""Units that compute experts: the device, and the CPU beside it, from the host tier."""
+"""Units that compute experts: the device, and the CPU of its machine, from the host tier."""
 FIRST_WORKER = 2
 """The units from here on are other machines (`smoe.cluster`)."""
 

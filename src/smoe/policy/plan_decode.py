@@ -49,12 +49,12 @@ def plan_decode(
     promotions: list[Promotion] = []
     loads: list[Load] = []
     for form, wanted in ((EXACT, missing), (LOW, lower)):
-        kept = [key for key in wanted_staged if key[2] == form]
-        if not wanted and not kept:
+        staged_keys = [key for key in wanted_staged if key[2] == form]
+        if not wanted and not staged_keys:
             continue
         free = deque(residency.pool(routing.layer, form).free_cache)
-        victims = deque(eviction.of(form).victims(max(0, len(wanted) + len(kept) - len(free)), routes))
-        promoted = _promote(kept, free, victims)
+        victims = deque(eviction.of(form).victims(max(0, len(wanted) + len(staged_keys) - len(free)), routes))
+        promoted = _promote(staged_keys, free, victims)
         promotions += promoted
         loads += _loads(wanted, serves, free, victims, residency, {p.key for p in promoted})
     return LayerPlan(routing.layer, serves + on_host, loads, promotions, hits, {})

@@ -86,11 +86,11 @@ def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:
 
 
 def prefetch_slots(residency: SlotTable, current: LayerPlan, pool: SlotPool) -> list[tuple[int, int]]:
-    """The staging slots of a pool that a prefetch may take beside `current`: (slot, serves that must have been
+    """The staging slots of a pool that a prefetch may take in addition to `current`: (slot, serves that must have been
     computed before).
 
-    One is left alone beside these and those that hold copies for later layers, so that a layer whose prediction was
-    wrong can always stream through it.
+    One more is left free, in addition to these and those that hold copies for later layers, so that a layer whose
+    prediction was wrong can always stream through it.
     """
     spare = current.spare.get(pool.first)
     if spare is None:
@@ -105,5 +105,5 @@ def has_prefetch_slots(residency: SlotTable, current: LayerPlan) -> bool:
 
 
 def spare_slots(pool: SlotPool) -> list[tuple[int, int]]:
-    """What nobody uses: the staging slots of a layer that is decoded, or of another size than the running layer's."""
+    """Unused slots: the staging slots of a layer that is decoded, or of another size than the running layer's."""
     return [(slot, 0) for slot in pool.free_staging]

@@ -113,7 +113,7 @@ class Progress:
         return slots
 
     def recover(self) -> None:
-        """After an error or an interrupt, wherever it struck, with no load under way: only what is ready is kept."""
+        """After an error or an interrupt, wherever it struck, with no load under way: only complete experts stay."""
         self._queue.clear()
         self._promoted.clear()
         self._staying.clear()

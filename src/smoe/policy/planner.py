@@ -1,17 +1,17 @@
 """`plan_layer`: from one layer's routing and residency to what is computed, in which order, and what is loaded.
 
-Every route is served by the expert that the routing names: whoever replaces experts, or leaves some out, has done so
+Every route is served by the expert that the routing names: experts have been replaced or dropped
 before. Two regimes.
 
 Decode (`plan_decode.py`). Resident experts first, then those that are under way, then the missing ones in the order of
 their loads, so that computing hides reading. A missing expert takes a free cache slot, else the slot of a victim; where
 one layer wants more experts than there are slots, later loads reuse the slots of experts computed before them (waves).
-Beside a device with a memory of its own, the CPU may compute some of the missing ones where they lie
+With a device that has memory of its own, the CPU may compute some of the missing ones where they lie
 (`policy/balance.py`).
 
 Prefill (`plan_prefill.py`). Experts in ascending order, each brought in once, streaming through the staging slots. What
 fits the layer's fair share of free cache slots stays; so a long prompt changes who is resident in a layer, never how
-many. Asked to, the eviction policy's order decides instead. Beside a device with a memory of its own, the CPU may
+many. Asked to, the eviction policy's order decides instead. With a device that has memory of its own, the CPU may
 compute those that pass through and have few tokens.
 
 Where experts have low copies, an expert that asks for no more than that (`Routing.low`) is served by its own copy where

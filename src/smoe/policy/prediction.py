@@ -34,7 +34,7 @@ class Moment(Enum):
 
 
 ASKED = {"before": Moment.ROUTED, "beside": Moment.BESIDE, "first-expert": Moment.FIRST_DONE}
-"""When predictors that see nothing but what routers have said are asked, by the setting `prefetch_asked`."""
+"""When predictors that see nothing but what routers have chosen are asked, by the setting `prefetch_asked`."""
 ON_A_THREAD = (Moment.BESIDE, Moment.FIRST_DONE)
 
 
@@ -63,13 +63,13 @@ class Prediction(NamedTuple):
 
 
 class Listener(Protocol):
-    """Wants to know what is expected as soon as somebody does, whoever's thread that is."""
+    """Gets predictions as soon as they are made, on any thread."""
 
     def expect(self, position: int, named: Prediction) -> None:
         """Of the token at this position of the text."""
 
     def withdraw(self, position: int) -> None:
-        """What was said of this position, and of those after it, was of another text."""
+        """Predictions for this position, and for later ones, belonged to another text."""
 
 
 class Predictor(ABC):
@@ -87,7 +87,7 @@ class Predictor(ABC):
         """Listen to the model, once the engine has taken the experts' place in it."""
 
     def speak_to(self, listener: Listener) -> None:
-        """Somebody wants to know as soon as anything is known between two layers; nothing is, unless by a thread."""
+        """Add a listener for predictions between two layers; only predictors with a thread make any."""
         del listener
 
     def begin(self, ids: Any, cache: Any) -> None:
@@ -100,7 +100,7 @@ class Predictor(ABC):
         del routing
 
     def overhear(self, routing: Routing, hidden: Any) -> None:
-        """Hear what that router was given, hidden [T, H], after `observe`. Where no tensors are, nobody calls it."""
+        """Observe that router's input, hidden [T, H], after `observe`. Not called where there are no tensors."""
         del routing, hidden
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """What each lossy answer to a miss costs in quality: nats by which the distributions of this and later next tokens
 diverge, all together, and by which the cross-entropy of a text is expected to rise.
 
-Prices of different routes and layers add up. They are measured on text, once for a model, and kept beside it as a
+Prices of different routes and layers add up. They are measured on text, once for a model, and stored with it as a
 table; how they follow from a route is written in one place, `LayerPrices.price`.
 """
 
@@ -21,7 +21,7 @@ class Resolution(Enum):
     HIGH = "high"
     """Its own copy is loaded."""
     HOST = "host"
-    """The CPU beside the device computes it where it lies."""
+    """The CPU of a machine with a device computes it where it lies."""
     LOW = "low"
     """Its lower copy serves, loaded or resident (lossy)."""
     SUBSTITUTE = "substitute"
@@ -54,8 +54,8 @@ class LayerPrices(NamedTuple):
         """
         squared = weight * weight
         if answer is _SUBSTITUTE:
-            kept = 1.0 - gap
-            return self.substitute * (1.0 + kept * kept) * squared
+            similarity = 1.0 - gap
+            return self.substitute * (1.0 + similarity * similarity) * squared
         if answer is _SKIP:
             return self.skip * squared * sqrt(weight)
         return self.low * squared if answer is _LOW else 0.0

@@ -2,7 +2,7 @@
 
 Asked for is a bound on quality (so many nats a token, `QualityBudget`) or on time (so many seconds a token,
 `TimeBudget`). Either way the best plan is that of one rate for all layers and steps, as nats and seconds add up: the
-rate at which what is spent, on average, is what may be spent. Nobody knows it beforehand, so it is followed:
+rate at which what is spent, on average, is what may be spent. It is unknown beforehand, so it is adapted:
 
     more was spent than may be -> the rate is multiplied up, nats become dearer
     something was spared       -> the rate is multiplied down
@@ -12,7 +12,7 @@ bucket into which every token pours its share, and which holds little more than 
 
     spent so far <= (tokens so far + BURST_TOKENS) * nats a token, always
 
-Pure: both are told what was spent, and have no clock.
+Pure: both get what was spent, and have no clock.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class TimeBudget:
     def note(self, seconds: float, waited_seconds: float) -> None:
         """A step took so long, of which its layers, as predicted, waited for missing experts.
 
-        Only what is waited for hangs on the rate, so an error is measured by its decaying mean. Each sequence of a
+        Only what is waited for depends on the rate, so an error is measured by its decaying mean. Each sequence of a
         batch gets a token from the step: the step's seconds are a token's, however many there are.
         """
         before = waited_seconds if self._waited is None else self._waited

@@ -68,7 +68,7 @@ SCORED_EVICTION = ("score",)
 """Of these, the ones that need every expert's score."""
 
 ORDERLESS_EVICTION = ("auto", "score", MULTIDIMENSIONAL, LEARNED)
-"""Of these, the ones that rank by what the routers said alone, whatever order loads arrive in."""
+"""Of these, the ones that rank by what the routers chose alone, whatever order loads arrive in."""
 
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "random": _random, "belady": Belady}
 """All policies, with those that only serve comparisons in the simulator."""
@@ -92,10 +92,10 @@ FITTED_PREFETCH = ("popularity", "affinity", "activation-matrix", EXPERT_MLP)
 layer chooses an expert; what followed the experts of the layer before; the most similar past sequence; a network."""
 
 SHADOW = "shadow"
-"""The prefetch by a copy of the model in fewer bits that decodes beside it (OD-MoE)."""
+"""The prefetch by a copy of the model in fewer bits that decodes concurrently (OD-MoE)."""
 
 HISTORY_PREFETCH = ("previous-token", *FITTED_PREFETCH)
-"""All that see nothing but what routers have said: any thread may ask them."""
+"""All that see nothing but what routers have chosen: any thread may ask them."""
 
 PREFETCH = (
     "auto",
@@ -169,7 +169,7 @@ def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Ma
 def make_pools(wanted: EvictionSettings, cache_slots: int, layers: int, experts: int | None = None) -> Eviction:
     """A fresh online eviction policy over `cache_slots` slots of one size, of `layers` layers.
 
-    Where all the layers' `experts` fit, nobody is ever forgotten: `auto` is then the policy that costs least.
+    Where all the layers' `experts` fit, nothing is ever evicted: `auto` is then the policy that costs least.
     """
     if wanted.name == "auto" and experts is not None and cache_slots >= experts:
         return LRU()

@@ -175,17 +175,17 @@ class SlotTable:
         Only `ready` is believed: a copy enters it after its load has ended and leaves it before its slot is written.
         """
         room = {pool.first: pool.cache_slots for pool in self.pools}
-        kept: dict[ExpertKey, int] = {}
+        now_ready: dict[ExpertKey, int] = {}
         for key, slot in self.ready.items():
             first = self.pool_of(key).first
             if key not in self.staged and room[first]:
                 room[first] -= 1
-                kept[key] = slot
-        self.ready = kept
+                now_ready[key] = slot
+        self.ready = now_ready
         self.inflight.clear()
         self.staged.clear()
         for pool in self.pools:
-            pool.settle(set(kept.values()))
+            pool.settle(set(now_ready.values()))
 
     def _free(self, key: ExpertKey, slot: int) -> None:
         pool = self.pool_of(key)
@@ -196,7 +196,7 @@ class SlotTable:
             pool.free_cache.append(slot)
 
     def check(self) -> None:
-        """Assert that every slot is in exactly one state, the two sets kept their sizes, and every copy lies in a slot
+        """Assert that every slot is in exactly one state, the two sets have their sizes, and every copy lies in a slot
         of its size."""
         free = chain.from_iterable((*pool.free_cache, *pool.free_staging, *pool.withdrawn) for pool in self.pools)
         used = [*self.ready.values(), *self.inflight.values(), *free]

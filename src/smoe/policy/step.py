@@ -1,4 +1,4 @@
-"""One step of one layer, decided: from what its router said to what is computed and what is loaded.
+"""One step of one layer, decided: from what its router chose to what is computed and what is loaded.
 
     routing -> importance -> substitutes -> left out -> prefetched in vain: dropped -> statistics -> plan
 

@@ -6,7 +6,7 @@ batches). With S the choice score of rank k+1:
     score      (1 - alpha) S        S        (1 + alpha) S
     ----------------|---------------|---------------|------------->
       never used    |  substitutes  |   low-score   |  top-score
-                    |  if resident  |   replaced if |  always kept
+                    |  if resident  |   replaced if |  always stays
                     |               |   not resident|
 
 Low-score experts that are resident, or top-score for another token of the batch, stay: they cost nothing. The missing
@@ -180,7 +180,7 @@ def _replace(
         if drop:
             keep = (
                 1 if entries and len(entries) == len(tokens[number].active) else 0
-            )  # nobody is left without an expert
+            )  # no token is left without an expert
             dropped = entries[: len(entries) - keep]
             replaced += [Replacement(number, entry.choice, entry.expert, None) for entry in dropped]
         elif entries:

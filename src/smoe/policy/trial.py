@@ -1,7 +1,7 @@
 """Whether something pays, found out while it runs: short turns with and without it, then the faster way for a while.
 
 Prefetching costs arithmetic, bandwidth and two cores' attention, and what it saves depends on the routing, the disk and
-what else the machine does; no formula has told these apart, a clock does.
+what else the machine does; no formula distinguishes these, a clock does.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ is enough, and the answer is the smallest alpha whose fitted time is within the 
 
 Every alpha is measured in several rounds; half of what lies between the fastest and the slowest is its noise.
 
-A disk can be twice as fast an hour later, so times that hang on it are told for one rate of reading. What the computing
-covers of the reading stays covered; the rest is waited for:
+A disk can be twice as fast an hour later, so times that depend on it are given for one rate of reading. What the
+computing covers of the reading stays covered; the rest is waited for:
 
     |---- computing, T - W ----|---- waiting, W ----|        T seconds a token
               |---------- reading, R ---------------|        R at the rate measured, R r/r' at the rate r'
@@ -41,7 +41,7 @@ class Timing:
     waiting_seconds: float = 0.0
     """For an expert to arrive."""
     bytes_per_second: float | None = None
-    """While a read was running; None where the time does not hang on reading."""
+    """While a read was running; None where the time does not depend on reading."""
     first_bytes_per_second: float | None = None
     """The same of the first tokens after the cold start: what a short look some other day can be compared with."""
 

@@ -18,15 +18,15 @@ from smoe.prediction.history import FromHistory
 from smoe.routing import Phase
 
 MOST_MATRICES = 128
-"""Past sequences that are kept: of more, so many spread evenly."""
+"""Past sequences that are stored: of more, so many spread evenly."""
 
 
 def matrices_of(paths: Paths) -> np.ndarray:
     """[M, L, E]: the counts of every sequence, of at most `MOST_MATRICES`."""
     widest = max(layer.experts for layer in paths.layers)
     found = [multi_hot(chosen, widest).sum(axis=0) for chosen in paths.of_sequences()]
-    kept = np.linspace(0, len(found) - 1, min(len(found), MOST_MATRICES)).round().astype(int)
-    return np.stack([found[number] for number in kept])
+    chosen_places = np.linspace(0, len(found) - 1, min(len(found), MOST_MATRICES)).round().astype(int)
+    return np.stack([found[number] for number in chosen_places])
 
 
 class ActivationMatrix(FromHistory):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-NOBODY = -1
+NO_EXPERT = -1
 """In a path, of a layer that chooses fewer experts than the widest."""
 
 
@@ -33,7 +33,7 @@ class Paths(NamedTuple):
     layers: tuple[RoutedLayer, ...]
     """Ascending."""
     chosen: np.ndarray
-    """[N, L, K] int64; `NOBODY` beyond a layer's own K."""
+    """[N, L, K] int64; `NO_EXPERT` beyond a layer's own K."""
     sequence: np.ndarray
     """[N] number of the sequence."""
 
@@ -62,6 +62,6 @@ def joined(parts: Sequence[Paths]) -> Paths:
 
 def multi_hot(chosen: np.ndarray, experts: int) -> np.ndarray:
     """[..., K] indices -> [..., E] with 1 where an expert was chosen, as float32."""
-    hot = np.zeros((*chosen.shape[:-1], experts + 1), dtype=np.float32)  # the last column is nobody's
-    np.put_along_axis(hot, np.where(chosen == NOBODY, experts, chosen), 1.0, axis=-1)
+    hot = np.zeros((*chosen.shape[:-1], experts + 1), dtype=np.float32)  # the last column is no expert's
+    np.put_along_axis(hot, np.where(chosen == NO_EXPERT, experts, chosen), 1.0, axis=-1)
     return hot[..., :experts]

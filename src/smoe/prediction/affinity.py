@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer, multi_hot
+from smoe.prediction.activation_path import NO_EXPERT, Paths, RoutedLayer, multi_hot
 from smoe.prediction.history import FromHistory
 from smoe.prediction.popularity import shares
 
@@ -21,8 +21,9 @@ def affinity_of(paths: Paths) -> np.ndarray:
 
 
 def rows_of(affinity: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """The rows [..., K, E] of one layer's affinity [E, E] that belong to chosen experts [..., K]; zeros for nobody."""
-    found: np.ndarray = affinity[chosen] * (chosen != NOBODY)[..., None]
+    """The rows [..., K, E] of one layer's affinity [E, E] that belong to chosen experts [..., K]; zeros for no
+    expert."""
+    found: np.ndarray = affinity[chosen] * (chosen != NO_EXPERT)[..., None]
     return found
 
 

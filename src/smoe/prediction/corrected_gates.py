@@ -6,8 +6,8 @@
 The next gates, asked on this layer's input, take the layers between for nothing. What these do on average is learned
 (`correction.py`). A load is asked for only where it is expected to gain: at probabilities of `WORTH` and more, the
 share of right guesses below which the trial (`policy/trial.py`) ends prefetching altogether. Every further layer is
-worked out when it is looked at. The matrices and what is kept of the last token are an entry of the ledger
-(`ModelSpec.correction_bytes`). No module of the model is called, so nobody can hear of a prediction.
+worked out when it is looked at. The matrices and the stored inputs of the last token are an entry of the ledger
+(`ModelSpec.correction_bytes`). No module of the model is called, so no hook sees a prediction.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class CorrectedGates(Predictor):
         if routing.layer not in self._guessed:
             return
         last = hidden.detach().reshape(routing.sequences, -1, hidden.shape[-1])[:, -1]  # padding is on the left
-        kept = self._before.get(routing.layer)
-        if kept is None or kept.shape != last.shape:
-            kept = self._before[routing.layer] = torch.empty_like(last)
-        kept.copy_(last)
+        previous = self._before.get(routing.layer)
+        if previous is None or previous.shape != last.shape:
+            previous = self._before[routing.layer] = torch.empty_like(last)
+        previous.copy_(last)
 
     def predict(self, sight: Sight) -> Iterable[Prediction]:
         self._ranking.serve_with(self)

@@ -97,7 +97,7 @@ def with_confidence(correction: Correction, margins: torch.Tensor, wanted: torch
     """The correction, as sure as its guesses have proved on text that it was not fitted on.
 
     `margins` of its guesses and whether each expert was wanted, of the same shape. By Newton's method on the logistic
-    likelihood, shrunk so little that it only matters where the two can be told apart without an error.
+    likelihood, shrunk so little that it only matters where the two can be separated without an error.
     """
     margin, truth = margins.reshape(-1).double(), wanted.reshape(-1).double()
     spread = margin.std().clamp(min=1e-9)

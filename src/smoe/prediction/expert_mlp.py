@@ -5,8 +5,8 @@
     a: affinity to each expert of the layer before   |
 
 One network serves all layers: p and a say which layer is asked for. What the paper leaves open is decided here: index
-i of E experts is (i + 1) / E, so that padding, 0, is nobody's; of the affinity matrix the rows of the experts that were
-chosen are given; p and a are multiples of what chance would give. The six hidden widths halve from 2048 to 64, the
+i of E experts is (i + 1) / E, so that padding, 0, is no expert's; of the affinity matrix the rows of the experts that
+were chosen are given; p and a are multiples of what chance would give. The six hidden widths halve from 2048 to 64, the
 seventh layer gives the scores.
 
 Asked as soon as the router has spoken, on the computing thread or on one of its own (`prefetch_asked`).

@@ -1,4 +1,4 @@
-"""Predictors that are fitted on recorded paths: what is kept of each, and how one is made of it again."""
+"""Predictors that are fitted on recorded paths: what is stored of each, and how it is made from that."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fitted:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def predictor(self) -> FromHistory:
-        """A fresh one, which has heard nothing yet."""
+        """A fresh one, without observations."""
         return _MAKE[self.name](self.layers, self.tensors)
 
 

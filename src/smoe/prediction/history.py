@@ -1,8 +1,8 @@
-"""Guessing the next layer's experts by nothing but what routers have said: no hidden state, no weights of the model.
+"""Guessing the next layer's experts by nothing but what routers have chosen: no hidden state, no weights of the model.
 
     router of layer 0 .. l has spoken -> scores of the experts of l+1 -> the best K of every row
 
-What such a predictor says follows from the routings that it has heard, so it says the same in the engine and on a trace
+Such a predictor's output follows from the routings that it observed, so it is the same in the engine and on a trace
 in the simulator. Which choices are important it cannot know: it names all K, whatever `alpha`, as the model has them.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from smoe.policy.prediction import Prediction, Predictor, Sight
-from smoe.prediction.activation_path import NOBODY, RoutedLayer
+from smoe.prediction.activation_path import NO_EXPERT, RoutedLayer
 from smoe.routing import Phase, Routing
 
 
@@ -26,7 +26,7 @@ class FromHistory(Predictor):
         self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
         self._top_k = max(layer.top_k for layer in self.layers)
         self._path: list[np.ndarray] = []
-        """[T, K] of every layer that has been heard in this decode step."""
+        """[T, K] of every layer observed in this decode step."""
 
     def observe(self, routing: Routing) -> None:
         place = self._places[routing.layer]
@@ -59,9 +59,9 @@ class FromHistory(Predictor):
         """
 
     def _widened(self, chosen: np.ndarray, experts: int) -> np.ndarray:
-        """[T, K of the layer] -> [T, K of the widest]; padding becomes nobody."""
-        wide = np.full((len(chosen), self._top_k), NOBODY, dtype=np.int64)
-        wide[:, : chosen.shape[1]] = np.where(chosen == experts, NOBODY, chosen)
+        """[T, K of the layer] -> [T, K of the widest]; padding becomes `NO_EXPERT`."""
+        wide = np.full((len(chosen), self._top_k), NO_EXPERT, dtype=np.int64)
+        wide[:, : chosen.shape[1]] = np.where(chosen == experts, NO_EXPERT, chosen)
         return wide
 
 

@@ -25,7 +25,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.outline import ExpertsSite
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.prediction.next_gate import NextGate
-from smoe.prediction.unheard import is_heard, unheard
+from smoe.prediction.unheard import has_hooks, unheard
 
 
 class LookAhead(Predictor):
@@ -102,7 +102,7 @@ class _Remembered(NamedTuple):
     output_version: int
 
     def answers(self, x: torch.Tensor) -> bool:
-        """Whether `x` is the same numbers at the same place, under whatever shape, and nobody has written since."""
+        """Whether `x` is the same numbers at the same place, under whatever shape, and was not written since."""
         is_same = x.data_ptr() == self.x.data_ptr() and x.numel() == self.x.numel() and x._version == self.x_version
         return is_same and self.output._version == self.output_version
 
@@ -212,8 +212,8 @@ class _Station:
     def _remembering(self, child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The block runs twice on one input; its shared experts and router need not.
 
-        A remembered output that somebody has written to since is computed anew, and so is one of a module that others
-        listen inside: its parts must be heard in the true pass.
+        A remembered output that was written to since is computed again, and so is one of a module that others
+        listen inside: its parts must run in the true pass.
         """
         inside = list(child.modules())[1:]
 
@@ -222,7 +222,7 @@ class _Station:
                 return forward(*args, **kwargs)
             (x,) = args
             known = self._memo.get(child)
-            if known is not None and known.answers(x) and not any(map(is_heard, inside)):
+            if known is not None and known.answers(x) and not any(map(has_hooks, inside)):
                 return known.output
             output = forward(x)
             if isinstance(output, torch.Tensor) and not output.is_inference():
@@ -234,7 +234,7 @@ class _Station:
 
 @contextmanager
 def _leaving(router: nn.Module) -> Iterator[None]:
-    """Inside, whoever asks the router gets its answer as a `_PeekedError`."""
+    """Inside, a call of the router raises its output as a `_PeekedError`."""
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         raise _PeekedError(output)

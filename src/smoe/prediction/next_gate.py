@@ -87,8 +87,8 @@ class NextGate(Predictor):
         choice = rule.choice(rule.scores(logits))
         bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
         scores = choice.gather(-1, index)
-        kept = scores >= (1 + self.alpha) * bound
-        return _best_first(index[kept], scores[kept])
+        is_above = scores >= (1 + self.alpha) * bound
+        return _best_first(index[is_above], scores[is_above])
 
 
 def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smoe.prediction.activation_path import NOBODY, RoutedLayer
+from smoe.prediction.activation_path import NO_EXPERT, RoutedLayer
 from smoe.prediction.history import FromHistory
 from smoe.routing import Phase
 
@@ -25,7 +25,7 @@ class PreviousToken(FromHistory):
         is_real = chosen.min(axis=-1) != experts  # [S, T / S]
         newest = length - 1 - np.argmax(is_real[:, ::-1], axis=1)
         last = chosen[np.arange(len(chosen)), newest]
-        self._last[place] = np.where(last == experts, NOBODY, last)
+        self._last[place] = np.where(last == experts, NO_EXPERT, last)
 
     def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray | None:
         last = self._last.get(place)
@@ -33,7 +33,7 @@ class PreviousToken(FromHistory):
             return None
         chosen = last[list(rows)]
         width = self.layers[place].experts
-        scores = np.zeros((len(rows), width + 1), dtype=np.float32)  # the last column is nobody's
+        scores = np.zeros((len(rows), width + 1), dtype=np.float32)  # the last column is no expert's
         order = np.arange(chosen.shape[1], 0, -1, dtype=np.float32)
-        np.put_along_axis(scores, np.where(chosen == NOBODY, width, chosen), order[None], axis=-1)
+        np.put_along_axis(scores, np.where(chosen == NO_EXPERT, width, chosen), order[None], axis=-1)
         return scores[:, :width]

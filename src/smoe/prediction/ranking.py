@@ -21,7 +21,7 @@ class Ranking:
         self._next_gate = next_gate
 
     def serve_with(self, predictor: Predictor) -> None:
-        """From now on choose among missing experts as `predictor` was told that layers are served."""
+        """From now on choose among missing experts as `predictor` does, for the way layers are served."""
         self._next_gate.alpha, self._next_gate.thresholds = predictor.alpha, predictor.thresholds
 
     def named(self, layer: int, logits: torch.Tensor) -> Prediction:

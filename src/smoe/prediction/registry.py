@@ -39,7 +39,7 @@ class PredictorInputs:
     model: PreTrainedModel
     spec: ModelSpec
     rules: Mapping[int, ScoringRule]
-    """How routers score, by layer; empty where nobody needs scores."""
+    """How routers score, by layer; empty where scores are not needed."""
     what: str
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int

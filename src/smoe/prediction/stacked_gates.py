@@ -8,7 +8,7 @@ The layer-level adaptive prefetch of HOBBIT (arXiv 2411.01433, section 3.3): res
 to layer, so the choice of a layer further on can be guessed, and is worth guessing where the nearer ones have all that
 they are expected to want; `plan_prefetch` decides that. The routers' matrices are copied once, one below the other in
 the order of their layers, so that those of any p neighbours are a view; the copy is an entry of the ledger
-(`ModelSpec.router_bytes`). No module of the model is called, so nobody can hear of a prediction.
+(`ModelSpec.router_bytes`). No module of the model is called, so no hook sees a prediction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StackedGates(Predictor):
         depth: int,
         dtype: torch.dtype,
     ) -> None:
-        """`matrices` of every layer but the first, which nobody guesses; `dtype` is that of hidden states."""
+        """`matrices` of every layer except the first, which is not predicted; `dtype` is that of hidden states."""
         self._ranking = ranking
         self._experts = {site.layer: site.experts for site in sites}
         layers = [site.layer for site in sites]

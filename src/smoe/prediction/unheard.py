@@ -11,20 +11,20 @@ from torch import nn
 
 @contextmanager
 def unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, no hook of these modules fires, whoever has put it there: a prediction is no pass of the model.
+    """Inside, no hook of these modules fires: a prediction is no pass of the model.
 
     Users count calls by hooks, the library records router logits by them, and our own tell a pass's course.
     """
-    kept = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules if is_heard(module)]
+    hooks_of = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules if has_hooks(module)]
     try:
-        for module, _, _ in kept:
+        for module, _, _ in hooks_of:
             module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
-        for module, hooks, pre_hooks in kept:
+        for module, hooks, pre_hooks in hooks_of:
             module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
 
 
-def is_heard(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether a hook would fire."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

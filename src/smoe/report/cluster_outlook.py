@@ -41,7 +41,7 @@ from smoe.simulator.synthetic import SAYS, TYPICAL, DrawnShape, synthesise
 from smoe.units import format_seconds
 
 WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
-"""There and back to a worker beside what the wire takes, its threads' waking up included; of it what main does for each
+"""The round trip to a worker without the wire's time, its threads' waking up included; of it what main does for each
 message, one after the other; and handing an expert from thread to thread at the worker, which main does not count as
 computing: measured on two cores (docs/log/cluster.md)."""
 ENOUGH = 0.05
@@ -49,7 +49,7 @@ ENOUGH = 0.05
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16
 """Decode steps: what filled the slots, some that do not count, those that do."""
 _SHADOW_RECALL, _GATE_RECALL = {"int8": 0.995, "int4": 0.979, "int3": 0.964, "int2": 0.944}, 0.78
-"""Of experts named by a shadow, told every token (docs/papers/od-moe.md), and by the next gate."""
+"""Of experts named by a draft model, aligned at every token (docs/papers/od-moe.md), and by the next gate."""
 _SHADOW_SHARE = 0.5
 """Of an expert's time, in half the bytes."""
 
@@ -58,7 +58,7 @@ SCHEDULES = {
     "cluster": "the same with a draft model: `preset` cluster",
     "round-robin": "workers in turn, with a draft model: `preset` od-moe",
 }
-"""What is foretold, in words."""
+"""A description of the forecast."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ClusterOutlook:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be foretold."""
+    """What to forecast."""
 
     workers: int
     """Up to so many."""
@@ -298,7 +298,7 @@ def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
             given=machine.name,
             allowed="a profile with disk_bytes_per_second",
         )
-    assert times.host is not None, "a machine with a link has a CPU beside it"
+    assert times.host is not None, "a machine with a link has a CPU as well"
     return work.expert_bytes / machine.disk_bytes_per_second, times.host(1)
 
 

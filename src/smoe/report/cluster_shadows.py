@@ -42,8 +42,8 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
 def beside_shadows(
     model: str, survey: Survey, config: EngineConfig, shadows: Mapping[str, str], revision: str | None
 ) -> tuple[Ledger | None, list[str]]:
-    """(main's budget divided beside the shadow of preset cluster, None where that has no room; what to say of each
-    schedule's shadow)."""
+    """(the coordinator's budget with the draft model of preset cluster, None where that has no room; what to say of
+    each schedule's shadow)."""
     ledgers, remarks = dict[str, Ledger | None](), []
     for schedule, precision in shadows.items():
         what = f"{schedule} with a draft model in {precision} on the coordinator"

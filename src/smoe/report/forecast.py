@@ -25,7 +25,7 @@ from smoe.load.ledger import (
     make_ledger,
     open_if_here,
     outside_budget,
-    share_beside,
+    resident_share_with,
     shortages_of,
 )
 from smoe.load.planned_device import device_for
@@ -81,7 +81,7 @@ class Choice:
     uniform: Traffic
     typical: Traffic
     layers_seconds: float
-    """What all layers of a token take beside moving bytes."""
+    """What all layers of a token take in addition to moving bytes."""
 
     @property
     def tokens_per_second(self) -> tuple[float, float] | None:
@@ -181,7 +181,7 @@ class Forecast:
 
 
 class Survey(NamedTuple):
-    """A model in a budget on a machine, before anything is foretold."""
+    """A model in a budget on a machine, before any forecast."""
 
     spec: ModelSpec
     ledger: Ledger
@@ -262,7 +262,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
         lambda each: each.demand(config) if store is None else demand_of(each, config, device, store),
         outside,
     )
-    share_of = share_beside(spec, config, device, store, 0, outside)
+    share_of = resident_share_with(spec, config, device, store, 0, outside)
     config, learned_bytes, decided, unlearned = _decided(config, checkpoint, spec, device, share_of)
     decided = [*(f"`{name}` {getattr(config, name)}, {why}" for name, why in fitted.items()), *decided]
     ledger, reason = make_ledger(spec, config, device, store, learned_bytes, 0, outside)
@@ -289,14 +289,14 @@ def _decided(
     checkpoint: Described,
     spec: ModelSpec,
     device: AnyDevice,
-    share_beside: Callable[[int], float],
+    resident_share_with: Callable[[int], float],
 ) -> tuple[EngineConfig, int, list[str], tuple[str, ...]]:
     """(the configuration as a run would have it, the bytes of what was learned for it, what decided, what is
     missing)."""
     if not checkpoint.has_weights():
         return config, expected_bytes(config, spec), [], ()
     try:
-        decided = with_winners(config, checkpoint.place, spec, device, share_beside)
+        decided = with_winners(config, checkpoint.place, spec, device, resident_share_with)
     except ConfigError as error:
         return config, expected_bytes(config, spec), [], (f"{error}; simulated all the same",)
     because = [f"`{name}` {getattr(decided.config, name)}, {why}" for name, why in decided.reasons.items()]

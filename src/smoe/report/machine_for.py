@@ -48,7 +48,7 @@ def rates_for(
 
 
 def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: AnyDevice) -> bool:
-    """Whether loads are reads of the disk; where RAM beside the budget holds the whole model, they are copies from the
+    """Whether loads are reads of the disk; where RAM outside the budget holds the whole model, they are copies from the
     page cache."""
     return reads_directly(config, spec.experts_bytes, free_device_bytes(device)[0] - ledger.budget_bytes)
 
@@ -66,7 +66,7 @@ def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> Exper
 def machine_for(
     rates: Rates, device: AnyDevice, profile: DeviceProfile | None, is_direct: bool, spec: ModelSpec
 ) -> DeviceProfile | None:
-    """The profile named, else this machine; None where nobody knows how fast experts come in."""
+    """The profile named, else this machine; None where the rate of loading experts is unknown."""
     machine = this_machine(rates, device, spec.expert_bytes) if profile is None else profile
     if machine is None or profile is not None or device.type != "cpu":
         return machine

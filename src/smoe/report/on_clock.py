@@ -1,4 +1,4 @@
-"""What a run would be that nobody has made: the engine's own plans on a virtual clock, on a machine known by its rates.
+"""A simulated run: the engine's own plans on a virtual clock, on a machine known by its rates.
 
     spec (sizes) + profile (rates) -> StepTimes --+
     habits of recorded runs -> synthetic trace ---+-> virtual clock, policies of the configuration -> TTFT, time a token
@@ -35,7 +35,7 @@ from smoe.simulator.synthetic import TYPICAL, DrawnShape, Habits, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
 PROMPT_TOKENS = 128
-"""Of the prompt that the TTFT is told for: the papers' longer one."""
+"""Of the prompt that the TTFT is given for: the papers' longer one."""
 _WARM_UP, _STEPS = 16, 32
 """Decode steps that are simulated: first some that do not count, then those that do."""
 COMPARED_STEPS = 16
@@ -45,7 +45,7 @@ _LOOK_STEPS = 8
 """Of those that count, so many show how much is read, which says how much slower other work is meanwhile."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
-"""Beside a device, which waits for it: our own Python in every layer (docs/log/forecasts.md). On a CPU `layer_seconds`
+"""With a device, which waits for it: our own Python in every layer (docs/log/forecasts.md). On a CPU `layer_seconds`
 has it."""
 _PROMPT_EXPERT_SECONDS = 60e-6
 """On a CPU, more than in decode: an expert of a prompt is some of the library's products. A guess, not measured."""
@@ -90,7 +90,7 @@ class Work:
     """Of a low copy; 0: there are none."""
     experts_bytes: int
     layer_bytes: float
-    """Weights beside the experts, for each layer with experts."""
+    """Non-expert weights, for each layer with experts."""
     decoder_layers: float
     """Decoder layers for each layer with experts: 1 or a little more."""
 
@@ -100,8 +100,8 @@ class Work:
 
 
 def work_of(spec: ModelSpec, dense_bytes: int) -> Work:
-    """Of a model by its configuration; `dense_bytes` are what a step reads beside the experts. Where layers differ, the
-    largest stands for all."""
+    """Of a model by its configuration; `dense_bytes` are what a step reads in addition to the experts. Where layers
+    differ, the largest stands for all."""
     layers = len(spec.sites)
     elements = max(sum(_elements(part.shape) for part in site.parts) for site in spec.sites)
     return Work(
@@ -204,7 +204,7 @@ class Simulated:
     prefill_parts: dict[str, float]
     """What a prompt's seconds would go to, one after the other: they overlap."""
     pieces: dict[str, float]
-    """Seconds of one load, one expert of one token in the mean, one layer beside its experts, and of deciding in one
+    """Seconds of one load, one expert of one token in the mean, one layer without its experts, and of deciding in one
     layer."""
     hit_ratio: float
     prefetches: bool
@@ -316,7 +316,7 @@ def _reading(timed: Timed, before: Timed) -> float:
 
 
 def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
-    """Decode steps beside reads for such a share of the time; a prompt's few large products suffer less."""
+    """Decode steps during reads for such a share of the time; a prompt's few large products suffer less."""
     if reading <= _LEAST_READING:
         return times
     slower = crowded(reading)
@@ -324,7 +324,7 @@ def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
 
 
 class Drawn(NamedTuple):
-    """A run that nobody made: the same for every budget."""
+    """A simulated run: the same for every budget."""
 
     shape: DrawnShape
     habits: Habits

@@ -28,9 +28,9 @@ from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TY
 from smoe.units import identifier
 
 LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
-"""Tokens a second that a reader bears, and seconds that somebody waits for an answer to begin."""
+"""Tokens a second that a reader bears, and seconds that a user waits for an answer to begin."""
 ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
-"""Presets and precisions that are looked at beside the one asked for."""
+"""Presets and precisions that are compared with the given one."""
 FASTER_READS = 2.0
 
 
@@ -136,7 +136,7 @@ class Subject:
     config: EngineConfig
     machine: DeviceProfile
     dense_bytes: int
-    """Beside the experts, that a step reads."""
+    """Non-expert weights that a step reads."""
     predictor_of: Callable[[ModelSpec, EngineConfig], str]
     """Names what guesses in decode."""
     pace_of: Callable[[str], Pace]

@@ -1,4 +1,4 @@
-"""How fast the pieces of a model's runs were on this machine, kept for the next forecast (`on_clock.py`).
+"""How fast the pieces of a model's runs were on this machine, stored for the next forecast (`on_clock.py`).
 
 A forecast knows a machine by its rates. A run knows what an expert, a layer and a load of this model really took, which
 does not hang on the budget; so the forecast after it is made of these. `smoe generate` keeps them in the user's cache.
@@ -13,7 +13,7 @@ from typing import Any
 from smoe.machine.measure import describe_machine
 from smoe.machine.processor import BUSY_SHARE
 from smoe.metrics import Counters
-from smoe.user_cache import keep, kept, of_model
+from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 2
 LEAST_STEPS = 16
@@ -26,7 +26,7 @@ class Pace:
     """Seconds, as if nothing were read meanwhile; None where nothing is known yet. Of decode steps of one sequence."""
 
     layer: float | None = None
-    """A layer beside its experts, our own Python included."""
+    """A layer without its experts, our own Python included."""
     expert: float | None = None
     load: float | None = None
     """An expert, while all threads read."""
@@ -41,7 +41,7 @@ class Pace:
     At most `MOST_FIRST_PASS`."""
 
     def after(self, other: Pace) -> Pace:
-        """With what `other` knows beside what was known before, their geometric mean: one disturbed run says little."""
+        """Combined with what `other` knows, by the geometric mean: one disturbed run says little."""
         shown = {name: value for name, value in vars(other).items() if value is not None}
         return replace(self, **{name: _between(getattr(self, name), value) for name, value in shown.items()})
 
@@ -80,7 +80,7 @@ _OFF = 2.0
 
 @dataclass(frozen=True)
 class LastRun:
-    """How the last run of a model went, beside the forecast before it."""
+    """How the last run of a model went, compared with the forecast before it."""
 
     per_token: float
     """The time per token, measured over forecast."""
@@ -116,7 +116,7 @@ short."""
 
 
 def crowded(reading: float) -> float:
-    """How many times longer a layer beside its experts takes on a CPU that reads experts for such a share of the time:
+    """How many times longer a layer without its experts takes on a CPU that reads experts for such a share of the time:
     the reading threads want the same cores and the same memory (docs/log/forecasts.md)."""
     return 1 + 0.6 * min(1.0, reading)
 
@@ -158,14 +158,14 @@ def remember(folder: Path, precision: str, is_direct: bool, pace: Pace, last: La
     """Keep what a run has shown, and what earlier ones have of which it shows nothing; returns where. Raises
     `OSError`."""
     path = of_model("pace", folder)
-    stored: dict[str, Any] = kept(path, _FORMAT) or {}
+    stored: dict[str, Any] = read_stored(path, _FORMAT) or {}
     now = pace_of(folder, precision, is_direct).after(pace)
     entry = {"pace": asdict(now), "last_run": None if last is None else asdict(last)}
     return keep(path, {"format": _FORMAT} | stored | {_key(precision, is_direct): entry})
 
 
 def _stored(folder: Path, precision: str, is_direct: bool) -> dict[str, Any]:
-    content = kept(of_model("pace", folder), _FORMAT) or {}
+    content = read_stored(of_model("pace", folder), _FORMAT) or {}
     return dict(content.get(_key(precision, is_direct), {}))
 
 

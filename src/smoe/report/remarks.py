@@ -22,7 +22,7 @@ _BUSY = (
 
 
 def moved_per_token(is_emulated: bool) -> str:
-    """Beside an emulated device experts wait in RAM: nothing is read from a disk."""
+    """With an emulated device experts are in RAM: nothing is read from a disk."""
     return "loaded per token" if is_emulated else "read per token"
 
 

@@ -1,4 +1,4 @@
-"""How long a recorded run would take beside a device that is known by its profile: a simulation, no measurement."""
+"""How long a recorded run would take with a device that is known by its profile: a simulation, no measurement."""
 
 from __future__ import annotations
 

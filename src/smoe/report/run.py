@@ -226,7 +226,7 @@ def low_copy_bytes(engine: Engine) -> int:
 
 
 def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> dict[str, float]:
-    """Of the expert uses of decode steps, the shares that low copies served and that nobody did, for their little
+    """Of the expert uses of decode steps, the shares that low copies served and that were dropped, for their little
     importance or price; per step, the bytes of low copies loaded on demand, and the upgrades. Empty where neither
     decides."""
     uses, steps = decode.decode_uses + decode.skipped, decode.forward_passes
@@ -254,7 +254,7 @@ def dense_bytes(model: PreTrainedModel) -> int:
 
 
 def _stored(layer: nn.Module) -> torch.Tensor:
-    """A layer's weights as they are kept."""
+    """A layer's weights as they are stored."""
     weights = layer.codes if isinstance(layer, QuantisedWeight) else layer.weight
     assert isinstance(weights, torch.Tensor)
     return weights

@@ -6,7 +6,7 @@ that it was given, bit by bit:
 
 * every layer's *experts*: those that were used are loaded once more by safetensors' own reader, put together by the
   checkpoint's converter rules and run through the library's loop;
-* every *part* beside them (attention, norms, projections, router, shared experts, embedding, output head): the
+* every other *part* (attention, norms, projections, router, shared experts, embedding, output head): the
   library's own modules on the same weights (`models/twin.py`), on all threads, attention with a cache of the library's
   own that has seen the same passes;
 * the *block* around the experts, with the library's own result in the place of the experts;
@@ -173,14 +173,15 @@ def verify(
 def verify_low_copies(
     model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
 ) -> Report:
-    """The same with low copies serving all experts, beside the library on the numbers that their codes stand for."""
+    """The same with low copies serving all experts, compared with the library on the numbers that their codes stand
+    for."""
     engine: Engine = model.offload  # type: ignore[assignment]
     with engine.executor.by_low_copies():
         return verify(model, replace(reference, experts=reference.low, part=LOW_COPIES), input_ids, on_part)
 
 
 class _Comparing(StepObserver):
-    """A model beside its twin. Used by one thread, while nobody else uses the model."""
+    """A model and its twin. Used by one thread, while no other one uses the model."""
 
     def __init__(self, model: PreTrainedModel, reference: Reference, on_part: Callable[[Comparison], None]) -> None:
         self.engine: Engine = model.offload  # type: ignore[assignment]
@@ -301,7 +302,7 @@ class _Comparing(StepObserver):
         return may_round and self._rounding > 0 and is_same(ours, theirs, self._rounding)
 
     def _library_experts(self, layer: int) -> Callable[..., torch.Tensor]:
-        """The library's loop on experts read anew; what it has computed for the same input in this pass is kept."""
+        """The library's loop on experts read again; its results for the same input in this pass are cached."""
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             given = (hidden, index, weights)

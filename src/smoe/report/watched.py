@@ -1,4 +1,4 @@
-"""A running engine, as somebody who watches it is told: what does not change once, then what has happened since the
+"""The state of a running engine for a page: what does not change once, then what has happened since the
 last look.
 
 Experts are numbered through: those of the first layer with experts from 0 on, then those of the next. Lists of pairs
@@ -55,12 +55,12 @@ class Watched:
         self._has_new_uses = False
 
     def begin(self) -> None:
-        """Somebody looks: from now on things are noted."""
+        """A page is open: take notes from now on."""
         self._last_pass, self._was_busy = None, True
         self._watch.begin()
 
     def end(self) -> None:
-        """Nobody looks any more."""
+        """The last page has closed."""
         self._watch.end()
 
     def described(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Watched:
         runs: list[list[PassNote]] = [[]]
         for note in passes if self._last_pass is None else (self._last_pass, *passes):
             before = runs[-1][-1] if runs[-1] else None
-            # what was counted anew, or made again after an error, is no next step
+            # what was counted again, or made again after an error, is no next step
             if before is not None and note.counters.forward_passes <= before.counters.forward_passes:
                 runs.append([])
             if note.phase is Phase.DECODE:

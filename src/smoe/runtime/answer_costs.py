@@ -1,6 +1,7 @@
-"""What each answer to a missing expert takes at present, as measured: loads of either format, the CPU beside a device.
+"""What each answer to a missing expert takes at present, as measured: loads of either format, the CPU of a machine with
+a device.
 
-A load takes its bytes at the rate at which the disk was last read, or, beside a device with a memory of its own, at
+A load takes its bytes at the rate at which the disk was last read, or, with a device that has memory of its own, at
 which the link last copied; where a CPU computes there, the balancer's measurements are used.
 """
 
@@ -46,7 +47,7 @@ class LoadRate:
             return
         transfers = self._transfers
         nbytes, busy = transfers.bytes_read - self._bytes, transfers.busy_seconds - self._busy
-        if nbytes < 0 or (nbytes > 0 and busy > 0):  # below 0: they have been counted anew
+        if nbytes < 0 or (nbytes > 0 and busy > 0):  # below 0: counting has started again
             self._bytes, self._busy = transfers.bytes_read, transfers.busy_seconds
             if nbytes > 0:
                 yield busy, nbytes
@@ -63,7 +64,7 @@ class Answerer:
         balancer: Balancer | None,
     ) -> None:
         """`make`: with a budget that nothing has been spent of; `slot_bytes`: by format and layer; `balancer` where
-        a CPU beside a device computes."""
+        a CPU computes in parallel with a device."""
         self._make = make
         self._slot_bytes = slot_bytes
         self._loads = loads

@@ -49,7 +49,7 @@ class Arrivals:
         self._weights: list[Weights | None] = [None] * table.slots
         self._views: dict[tuple[int, int], Weights] = {}
         self._flowing: list[Ticket] = []
-        """Taken in while their bytes are still on their way: the device waits for them, nobody else needs to."""
+        """Taken in while their bytes are still on their way: the device waits for them, no thread needs to."""
 
     @property
     def eviction(self) -> Eviction:
@@ -170,7 +170,7 @@ class Arrivals:
     def collect(self) -> None:
         """Take in the prefetches that have ended since the last layer; a failed one is tried again on demand.
 
-        Nothing waits for them: they are on the device. If a load that the device was told to wait for has failed, its
+        Nothing waits for them: they are on the device. If a load that the device waits for has failed, its
         error is raised, because results already used it.
         """
         if self._flowing:
@@ -186,7 +186,7 @@ class Arrivals:
     def drop_stale(self, routing: Routing) -> None:
         """Forget what was prefetched and is not wanted (`Progress.look_through`).
 
-        A wrong guess that is being read is left alone in decode, where nobody needs its slot now, and dropped at a
+        A wrong guess that is being read is left alone in decode, where its slot is not needed now, and dropped at a
         later layer; a prefill streams through these slots and waits for it.
         """
         wanted, stale = self._progress.look_through(routing)
@@ -203,7 +203,7 @@ class Arrivals:
                 self.table.release(key)
 
     def recover(self) -> None:
-        """After an error or an interrupt, wherever it struck: nothing is under way, only what is ready is kept."""
+        """After an error or an interrupt, wherever it struck: nothing is under way, only complete experts stay."""
         self.transfers.drain()
         for ticket in self._flowing:
             if ticket.error is not None:

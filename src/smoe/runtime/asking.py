@@ -1,4 +1,4 @@
-"""A predictor that is asked beside the experts, on a thread of its own (DuoServe-MoE, section 5.3).
+"""A predictor that runs concurrently with the experts, on a thread of its own (DuoServe-MoE, section 5.3).
 
 One layer in decode, time to the right:
 
@@ -6,7 +6,7 @@ One layer in decode, time to the right:
     asking thread                      | predict ............ |
     next layer's loads                                        | begin, behind those that this layer waits for
 
-A question ends before the next router is heard, so the predictor's state is one thread's at a time and what it says
+A question ends before the next router is observed, so the predictor's state is one thread's at a time and what it says
 does not depend on when. The computing thread looks for the answer between experts, as soon as it may, or only once the
 first is done, as in the paper, whose loads overwrite that expert (`prefetch_asked`).
 """
@@ -31,11 +31,11 @@ class Asking:
 
     @property
     def is_open(self) -> bool:
-        """Whether a question has been asked whose answer nobody has taken."""
+        """Whether a question has been asked whose answer has not been taken."""
         return self._answer is not None
 
     def begin(self, predictor: Predictor, sight: Sight) -> None:
-        """Ask. Nobody may tell the predictor anything until the answer has been taken."""
+        """Ask. The predictor must not be used until the answer has been taken."""
         assert self._answer is None, "one question at a time"
         if not self._has_begun:
             self._has_begun, count = True, torch.get_num_threads()
@@ -44,7 +44,7 @@ class Asking:
         self._answer = self._worker.submit(_ask, predictor, sight)
 
     def take(self, waits: bool) -> Sequence[Prediction] | None:
-        """The answer; None where nothing was asked, or where it is not there and nobody `waits`.
+        """The answer; None where nothing was asked, or where it is not there and `waits` is false.
 
         What the predictor has raised is raised here.
         """

@@ -1,8 +1,8 @@
 """The engine behind one model: its budget, its slots, its threads. Users know it as `model.offload`.
 
 One thread generates at a time; another waits for its turn (`turns.py`). A forked child may not use it (threads and, on
-a GPU, the context do not survive a fork) and is told so. An engine that is dropped without `close()` gives its memory
-and threads back when Python collects it.
+a GPU, the context do not survive a fork); it gets an error. An engine that is dropped without `close()` gives its
+memory and threads back when Python collects it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Engine:
         self.store = store
         self.budget_reason = budget_reason
         self.reasons = reasons
-        """Where settings come from that nobody gave, by their names."""
+        """Where settings come from that the user left out, by their names."""
         self.context_tokens = context_tokens
         """Positions reserved for every sequence."""
         self._turns, self.eviction_settings = Turns(), eviction
@@ -88,7 +88,7 @@ class Engine:
         self.rotary: RotaryLengths  # set with the seam
         self.rules = rules
         self._logits: dict[int, torch.Tensor] = {}
-        """What the routers said in this pass, until their experts run."""
+        """The routers' logits in this pass, until their experts run."""
         self._leaves_little = leaves_little
         self._arena = arena
         self._transfers = transfers
@@ -215,7 +215,7 @@ class Engine:
             return
         self._is_closing = True
         if self._process != os.getpid():
-            self._shut_down()  # whoever had the turn is not here
+            self._shut_down()  # the thread with the turn is in another process
             return
         self._turns.cancel("this request was cancelled because its model was closed")
         if not self._turns.is_mine:

@@ -1,12 +1,12 @@
 """Carrying out one layer's plan on real hardware: start loads, compute what is here, wait for the rest, sum in fixed
 order.
 
-One layer in decode, time to the right; the CPU's line is there only beside a device with a memory of its own:
+One layer in decode, time to the right; the CPU's line is there only with a device that has memory of its own:
 
     reading threads   | load a ........ | load b ........ |  prefetch ...
     the CPU           | compute c ............ |
     computing thread  | plan | resident experts | look ahead | wait | a | wait | b | c | sum
-    asking thread            | predict ... |  (where a predictor is asked beside the experts: `asking.py`)
+    asking thread            | predict ... |  (where a predictor runs concurrently: `asking.py`)
 
 The sum runs in ascending expert order whatever the order of arrival, so a result never depends on residency (grade E1,
 and E0 on a CPU).
@@ -51,7 +51,7 @@ from smoe.runtime.step import Step
 from smoe.runtime.substitution import EXACTLY, Substitution
 
 _SHADOWS = 8
-"""Layers whose loads may be over only after the host has gone on: no more are kept in mind."""
+"""Layers whose loads may be over only after the host has gone on: no more are remembered."""
 
 
 _GUESSED = Thresholds(low=0.0)
@@ -84,7 +84,7 @@ class LayerExecutor:
         """Says what becomes of the misses of decode steps, in the place of `substitution`; None: that does."""
         self.substitution = substitution
         self.waits = Waits()
-        """For the device, since the engine was made; look-aheads (`Counters.look_aheads`) wait beside them."""
+        """For the device, since the engine was made; look-aheads (`Counters.look_aheads`) wait in addition."""
         self.observers: list[StepObserver] = []
         """Hear every step: `smoe.trace`, measurements."""
         self.shadow = LookAheadTrial()
@@ -158,7 +158,7 @@ class LayerExecutor:
 
     @contextmanager
     def unbalanced(self) -> Iterator[None]:
-        """Inside, the CPU beside the device computes nothing."""
+        """Inside, the CPU computes no experts in parallel with the device."""
         balancer, self._balancer = self._balancer, None
         try:
             yield
@@ -206,7 +206,7 @@ class LayerExecutor:
         on_look = partial(self._look_for_answer, plan) if self._asking.is_open else None
         look_ahead = partial(self._look_ahead, plan, hidden, real)
         output = self.compute.decode(plan, hidden, top_k_weights, look_ahead, on_look)
-        self._take_answer(plan, waits=True)  # the next router is heard by a predictor that nobody else uses
+        self._take_answer(plan, waits=True)  # no other thread uses the predictor when it observes the next router
         self._measure_shadow()
         return output
 
@@ -271,7 +271,7 @@ class LayerExecutor:
         return decision
 
     def _prefetch(self, phase: Phase, sight: Sight, plan: LayerPlan) -> None:
-        """Ask the predictor, where this is its moment, or have it asked beside the experts."""
+        """Ask the predictor, where this is its moment, or let it run concurrently with the experts."""
         predictor = self._predictors.get(phase)
         moments = (Moment.ROUTED, *ON_A_THREAD) if sight.partial is None else (Moment.RESIDENTS_DONE,)
         if predictor is None or predictor.asked not in moments or not self._has_room(phase, plan):
@@ -304,7 +304,7 @@ class LayerExecutor:
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
-        """Begin to load what a predictor that was asked beside the experts has named, once it has."""
+        """Begin to load the predictions of a concurrent predictor, once they are there."""
         asked = self.now()
         predictions = self._asking.take(waits)
         if predictions is None:

@@ -1,7 +1,7 @@
 """The experts of one layer, computed as its plan says: what is here first, then what comes, summed in fixed order.
 
 Few tokens go through all experts that are here at once, a prompt through one expert after the other. What the CPU
-computes beside the device is started first and fetched last.
+computes in parallel with the device is started first and fetched last.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.lifetime import Helpers
 
 _SHORT_PROMPT = 64
-"""Tokens of a prompt that may go through a layer's experts in one piece: all outputs are kept apart until the end."""
+"""Tokens of a prompt that may go through a layer's experts in one piece: all outputs are separate until the end."""
 _HANDED_OVER = 4
-"""Experts of a prompt that a unit beside the device has been given and has not given back."""
+"""Experts of a prompt that another unit has got and not returned."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
 OnLook: TypeAlias = Callable[[int], None]
@@ -57,7 +57,7 @@ class LayerCompute:
         pacing: Pacing,
     ) -> None:
         """`store` has the experts' own copies, `experts` the arithmetic of each layer and format. `units`: what
-        computes beside the device, by the number that plans give it (`Serve.unit`)."""
+        computes in parallel with the device, by the number that plans give it (`Serve.unit`)."""
         self.thread_pool: ThreadPool | None = None
         """What shares resident experts out over several threads (`compute_by`)."""
         self.spinning_pool: SpinningPool | None = None
@@ -203,7 +203,7 @@ class LayerCompute:
         on_residents_done: OnResidentsDone,
         on_look: OnLook | None = None,
     ) -> torch.Tensor:
-        """Few tokens: in the plan's order, outputs kept apart, summed at the end in ascending expert order."""
+        """Few tokens: in the plan's order, outputs separate, summed at the end in ascending expert order."""
         if not plan.serves:
             return torch.zeros_like(hidden)
         counters = self.arrivals.counters
@@ -214,14 +214,14 @@ class LayerCompute:
         return total
 
     def _start_beside(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[ExpertKey, Future[torch.Tensor]]:
-        """What is computed beside the device begins now."""
+        """Start what other units compute."""
         given: dict[int, list[ExpertTask]] = {}
         for serve in plan.serves if self.units else ():
             if serve.unit != DEVICE:
                 given.setdefault(serve.unit, []).append(_wanted(serve, width))
         if not given:
             return {}
-        rows = Fetched(hidden)  # once for all of them, and nobody waits for it here: the device gets its work next
+        rows = Fetched(hidden)  # once for all of them, and no thread waits for it here: the device gets its work next
         found: dict[ExpertKey, Future[torch.Tensor]] = {}
         for unit, wanted in given.items():
             found |= zip((each.key for each in wanted), self.units[unit].submit(wanted, rows), strict=True)
@@ -389,7 +389,7 @@ class LayerCompute:
 
 
 class _HandedOver:
-    """A prompt's experts at other units: each has a few at a time, as what they give is in nobody's workspace."""
+    """A prompt's experts at other units: each has a few at a time, as their results are in no workspace."""
 
     def __init__(self, serves: Sequence[Serve], units: Mapping[int, ComputeUnit], hidden: Fetched, width: int) -> None:
         self.under_way: dict[ExpertKey, Future[torch.Tensor]] = {}

@@ -64,7 +64,7 @@ def _release(process: int, transfers: Transfers, arena: Arena, helpers: Sequence
 
 
 def _release_aside(*parts: Any) -> None:
-    """Whoever collects, maybe one of the engine's own threads, cannot wait for them to end."""
+    """The collecting thread, maybe one of the engine's own, cannot wait for them to end."""
     thread = threading.Thread(target=_release, args=parts, name="smoe-release", daemon=True)
     _releasing.append(thread)
     thread.start()

@@ -12,7 +12,7 @@ from smoe.runtime.substitution import Substitution
 
 
 class Scored(NamedTuple):
-    """What a layer's router said about all experts."""
+    """A layer's router logits and scores for all experts."""
 
     rule: Rule
     scores: torch.Tensor

@@ -3,7 +3,7 @@
 One token, time to the right:
 
     model    x1 -> layer . wait . | layer . wait . | ... -> x2 -> layer . wait . | ...
-    shadow   x1 -> layer | layer | ... -> s2 -> layer | layer | ...      s2 = x2: it has been said already
+    shadow   x1 -> layer | layer | ... -> s2 -> layer | layer | ...      s2 = x2: predicted already
                                        |     `- s2 is not x2: cancelled, taken back, and x2 decoded
                                        `- or waits for x2 (OD-MoE's late departure, section 3.2)
 
@@ -40,7 +40,7 @@ class RunningAhead:
         departure: str = DEPARTURE[0],
         on_said: Callable[[TokenStep, Expected], None] = lambda *_: None,
     ) -> None:
-        """`departure`: one of `DEPARTURE`; `on_said` hears, on the thread, what may be of use."""
+        """`departure`: one of `DEPARTURE`; `on_said` gets predictions, on the thread."""
         self._shadow = shadow
         self._at_once = departure == "at-once"
         self._on_said = on_said
@@ -51,7 +51,7 @@ class RunningAhead:
         self._is_done = True
         """Whether it has."""
         self._unchanged = inf
-        """Positions that were not written anew since the last step."""
+        """Positions that were not written again since the last step."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
@@ -84,7 +84,7 @@ class RunningAhead:
             return self._hearsay.said()
 
     def wait(self, seconds: float) -> bool:
-        """Until it has said all that it will say of what was begun; False where that takes longer."""
+        """Wait until all predictions of the begun step are there; False where that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_idle, seconds)
 

@@ -103,7 +103,7 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         given = kwargs.get("inputs_embeds") if given is None else given
         if given is None:
             return original(**kwargs)  # the library says what is missing
-        with engine.turn():  # before a cache is made: whoever has the turn has the budget
+        with engine.turn():  # before a cache is made: the thread with the turn has the budget
             refuse_gradients(model, given)
             cache = _our_cache(kwargs, engine, model, given.shape[0])
             with engine.forward_pass(given, _padding(kwargs.get("attention_mask"), given.shape[1]), cache):

@@ -1,4 +1,5 @@
-"""A second copy of the model, in fewer bits, that decodes beside it: what its routers choose says which experts come.
+"""A second copy of the model, in fewer bits, that decodes concurrently: its routers' choices predict the model's
+experts.
 
     model     x1 -> layer | layer | ... -> x2 -> layer | layer | ... -> x3
     shadow    s1 -> layer | layer | ... -> s2 -> layer | layer | ... -> s3      runs ahead, as it is smaller
@@ -72,7 +73,8 @@ class Shadow(StepObserver):
     """Decodes one token at a time and says of every layer which experts the model will want; made by `shadowing`."""
 
     def __init__(self, model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> None:
-        """`rules`: how the routers rank, by layer; `spares`: experts named beside those that the router chose."""
+        """`rules`: how the routers rank, by layer; `spares`: experts named in addition to those that the router
+        chose."""
         self.text = Greedy(model)
         self._rules = rules
         self._spares = spares
@@ -125,7 +127,7 @@ class Shadow(StepObserver):
         self.text.take([token])
 
     def unlearn(self, unchanged: float) -> None:
-        """Positions from this one on have been written anew in the cache that is followed."""
+        """Positions from this one on have been written again in the cache that is followed."""
         self._aligned = int(min(self._aligned, unchanged))
 
     def routed(self, step: Step) -> None:
@@ -148,7 +150,7 @@ class Shadow(StepObserver):
 
 @contextmanager
 def shadowing(model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> Iterator[Shadow]:
-    """Inside, `model` (one of `smoe.from_pretrained`) is a shadow, and its routers are heard."""
+    """Inside, `model` (one of `smoe.from_pretrained`) is a draft model, and its routers are observed."""
     shadow = Shadow(model, rules, spares)
     engine = shadow.text.engine
     with routers_heard(model, engine), engine.observed_by(shadow):

@@ -1,11 +1,11 @@
-"""What an engine does, noted for whoever looks: what befalls each expert, and the moment of every pass.
+"""What an engine does, noted for open pages: what befalls each expert, and the moment of every pass.
 
     engine's thread   routed | planned --> note ......... | routed | planned --> note ...
-    whoever looks                      ^ `taken`, some times a second, counts (`report/watched.py`)
+    page                               ^ `taken`, some times a second, counts (`report/watched.py`)
 
 Experts are noted by numbers that run through all layers, in queues that either thread may touch at any time: nothing of
-a plan is kept, so what the engine throws away stays young, and collecting garbage costs it nothing more. Some 2 us a
-layer; while nobody looks the engine hears of nothing.
+a plan is stored, so what the engine throws away stays young, and collecting garbage costs it nothing more. Some 2 us a
+layer; without pages the engine takes no notes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from smoe.runtime.step import Step
 
 EVENTS = ("decoded", "read", "used", "replaced", "right", "wrong", "by_cpu", "by_worker")
 """What befalls an expert: a decode step, or another one, used it; a load began, asked for or guessed; a route of its
-was served by another expert or nobody; it was prefetched and wanted, or not; the CPU beside the device, or a worker,
+was served by another expert or dropped; it was prefetched and used, or not; the CPU, or a worker,
 computed it."""
 _MOST = 1 << 17
-"""Beyond so many of a kind the oldest are dropped: nobody has looked for some hundred tokens."""
+"""Beyond so many of a kind the oldest are dropped: no page has looked for some hundred tokens."""
 
 
 class PassNote(NamedTuple):
@@ -45,7 +45,7 @@ class PassNote(NamedTuple):
 
 
 class Watch(StepObserver):
-    """Notes on one engine. `begin`, `taken` and `end` may be called by one thread beside the engine's."""
+    """Notes on one engine. `begin`, `taken` and `end` may be called by one thread in addition to the engine's."""
 
     def __init__(self, executor: LayerExecutor, first: Mapping[int, int]) -> None:
         """`first`: the number of each layer's first expert."""
@@ -55,18 +55,18 @@ class Watch(StepObserver):
         self._events = {name: deque[int](maxlen=_MOST) for name in EVENTS}
         self._passes: deque[PassNote] = deque(maxlen=_MOST)
         self._staged: frozenset[ExpertKey] = frozenset()
-        """Copies in staging slots when the layer's router had been heard; what is dropped then was guessed wrong."""
+        """Copies in staging slots when the layer's router had been observed; what is dropped then was guessed wrong."""
         self._known: frozenset[ExpertKey] = frozenset()
         """Of these, what was there before."""
 
     def begin(self) -> None:
-        """Somebody looks."""
+        """A page is open."""
         self.taken()
         self._staged = self._known = frozenset()
         self._executor.observers = [*self._executor.observers, self]  # another list: the engine may go through the old
 
     def end(self) -> None:
-        """Nobody looks any more."""
+        """The last page has closed."""
         self._executor.observers = [each for each in self._executor.observers if each is not self]
 
     def taken(self) -> tuple[dict[str, list[int]], list[PassNote]]:

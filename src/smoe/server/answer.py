@@ -52,8 +52,8 @@ class EndpointAnswer(ABC):
         with self._texts as texts:
             try:
                 while not texts.are_over:
-                    for heard in await texts.next(PATIENCE_SECONDS):
-                        self._keep(heard.number, self._choices[heard.number].take(heard.what))
+                    for item in await texts.next(PATIENCE_SECONDS):
+                        self._keep(item.number, self._choices[item.number].take(item.what))
             except Exception as error:
                 raise problem_of(error, self._fields) from error
         return self._ended()
@@ -65,11 +65,11 @@ class EndpointAnswer(ABC):
                 if begun := self._begun():
                     yield begun
                 while not texts.are_over:
-                    news, said = await texts.next(PATIENCE_SECONDS), b""
-                    for heard in news:
-                        said += self._added(heard.number, self._choices[heard.number].take(heard.what))
-                    if said or not news:
-                        yield said or STILL_HERE
+                    news, chunk = await texts.next(PATIENCE_SECONDS), b""
+                    for item in news:
+                        chunk += self._added(item.number, self._choices[item.number].take(item.what))
+                    if chunk or not news:
+                        yield chunk or STILL_HERE
                 if last := self._last():
                     yield last
             except Exception as error:
@@ -78,7 +78,7 @@ class EndpointAnswer(ABC):
                 yield self.done
 
     def _keep(self, index: int, delta: Delta) -> None:
-        """What a text has gained, where nobody is shown it: its choice has it already."""
+        """What a text gains where nothing is streamed: its choice has it already."""
 
     @abstractmethod
     def _ended(self) -> dict[str, Any]:

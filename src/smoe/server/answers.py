@@ -290,7 +290,7 @@ class TextForm(ResponseModel):
 
 
 class ResponseAnswer(ResponseModel):
-    """A response; beside what is written, what was asked."""
+    """A response, with the settings of its request."""
 
     id: str
     object: Literal["response"]
@@ -319,7 +319,7 @@ class ResponseAnswer(ResponseModel):
 
 
 class ResponseEvent(ResponseModel):
-    """The data of an event of a stream; which other fields there are hangs on the type."""
+    """The data of an event of a stream; which other fields there are depends on the type."""
 
     type: Literal[
         "response.created",

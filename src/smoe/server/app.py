@@ -33,7 +33,8 @@ _READ = ["GET", "HEAD"]
 
 
 def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget | None = None) -> ASGIApp:
-    """The application that serves one model. `warn`: tells whoever started it. `bodies`: the memory for bodies."""
+    """The application that serves one model. `warn`: prints for the user who started it. `bodies`: the memory for
+    bodies."""
     app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_models(app, serving)
@@ -67,7 +68,7 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_api(app: FastAPI, serving: Serving) -> None:
-    kept = Responses(serving)
+    stored_responses = Responses(serving)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -79,15 +80,15 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await kept.make(request)
+        return await stored_responses.make(request)
 
     @app.api_route("/v1/responses/{name}", methods=_READ)
     async def one_response(name: str) -> Response:
-        return Response(kept.get(name), media_type=Json.media_type)
+        return Response(stored_responses.get(name), media_type=Json.media_type)
 
     @app.delete("/v1/responses/{name}")
     async def forget_response(name: str) -> Response:
-        return Json(kept.delete(name))
+        return Json(stored_responses.delete(name))
 
 
 def _add_state(app: FastAPI, serving: Serving) -> None:
@@ -106,7 +107,7 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
     @app.api_route("/ready", methods=_READ)
     async def ready() -> Response:
-        """For whoever shares requests out."""
+        """For load balancers."""
         return Json({"status": serving.state}, 200 if serving.state == "ok" else 503)
 
     @app.api_route("/metrics", methods=_READ)
@@ -134,7 +135,7 @@ def _add_errors(app: FastAPI) -> None:
         return Json(problem.body, problem.status, problem.headers)
 
     @app.exception_handler(ApiError)
-    async def told(request: Request, problem: ApiError) -> Response:
+    async def answer_problem(request: Request, problem: ApiError) -> Response:
         return shown(problem)
 
     @app.exception_handler(HTTPException)

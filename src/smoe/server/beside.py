@@ -1,4 +1,4 @@
-"""The page beside a run of the command line: on this machine alone, on a thread of its own, as long as the run."""
+"""The page `/watch` for one run of the command line: on this machine only, on its own thread, during the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smoe.server.watching import LOOK_SECONDS, Watching, add_page
 _START_SECONDS = 10.0
 
 
-class Beside:
+class RunPage:
     """A page that shows one run."""
 
     def __init__(self, address: str, watching: Watching) -> None:
@@ -33,13 +33,13 @@ class Beside:
         self.watching.say(text)
 
     def wait(self, seconds: float) -> bool:
-        """Until somebody looks; False where nobody has within so many seconds."""
+        """Wait until a browser opens the page; False: none did within so many seconds."""
         return self.watching.has_begun.wait(seconds)
 
 
 @contextmanager
-def shown(engine: Engine, name: str, port: int = 0) -> Iterator[Beside]:
-    """Inside, the engine is shown at `address`; afterwards those who look are told that the run is over.
+def shown(engine: Engine, name: str, port: int = 0) -> Iterator[RunPage]:
+    """Inside, the engine is shown at `address`; afterwards open pages show that the run is over.
 
     Raises `ConfigError` where the port is taken.
     """
@@ -55,7 +55,7 @@ def shown(engine: Engine, name: str, port: int = 0) -> Iterator[Beside]:
         thread.start()
         try:
             _wait_until_started(server)
-            yield Beside(address_of(door), watching)
+            yield RunPage(address_of(door), watching)
         finally:
             phase |= {"running": 0, "over": 1}
             if watching.is_watched:

@@ -1,6 +1,6 @@
 """A request's body: from bytes to what is asked, or to why not.
 
-One JSON object in UTF-8, as it is: not compressed, no key twice, no number that is none (NaN, Infinity) or that nobody
+One JSON object in UTF-8, as it is: not compressed, no key twice, no NaN, Infinity or numbers beyond what any field
 needs, no half characters, and not nested without end, so that whatever looks at it later need not think of these.
 """
 
@@ -122,7 +122,7 @@ def _whole(digits: str) -> int:
 
 
 def _number(digits: str) -> float:
-    """2.0 is 2, as JSON schemas have it: whoever asks for whole numbers takes it."""
+    """2.0 is 2, as in JSON schemas: fields of whole numbers accept it."""
     value = float(digits)
     if value in (float("inf"), float("-inf")):
         raise refused(f"the body has {shortened(digits)}, which is too large for a floating-point number")

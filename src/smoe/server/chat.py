@@ -104,7 +104,7 @@ class _ChatAnswer(EndpointAnswer):
         return event({**self._chunk_head(), "choices": [], "usage": usage_of(self._choices)})
 
     def _added(self, index: int, delta: Delta) -> bytes:
-        choice, said = self._choices[index], b""
+        choice, chunk = self._choices[index], b""
         if not delta.is_empty:
             added: dict[str, Any] = {}
             if delta.thought:
@@ -114,10 +114,10 @@ class _ChatAnswer(EndpointAnswer):
             if delta.calls:
                 before = len(choice.calls) - len(delta.calls)
                 added["tool_calls"] = [{"index": before + n, **_call(call)} for n, call in enumerate(delta.calls)]
-            said = self._chunk(index, added, self._logprobs(delta.said))
+            chunk = self._chunk(index, added, self._logprobs(delta.chances))
         if choice.finish_reason is not None:
-            said += self._chunk(index, {}, None, choice.finish_reason)
-        return said
+            chunk += self._chunk(index, {}, None, choice.finish_reason)
+        return chunk
 
     def _chunk_head(self) -> dict[str, Any]:
         head = {**self._head, "object": "chat.completion.chunk"}
@@ -137,14 +137,14 @@ class _ChatAnswer(EndpointAnswer):
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.said),
+            "logprobs": self._logprobs(choice.chances),
             "finish_reason": choice.finish_reason,
         }
 
-    def _logprobs(self, said: list[Any]) -> dict[str, Any] | None:
+    def _logprobs(self, chunk: list[Any]) -> dict[str, Any] | None:
         if not self._form.has_logprobs:
             return None
-        return {"content": [each.in_words(self._tokens) for each in said], "refusal": None}
+        return {"content": [each.in_words(self._tokens) for each in chunk], "refusal": None}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

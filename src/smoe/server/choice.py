@@ -30,12 +30,12 @@ class Delta(NamedTuple):
 
     text: str
     calls: list[ToolCall]
-    said: list[TokenChances]
+    chances: list[TokenChances]
     thought: str = ""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.calls or self.said or self.thought)
+        return not (self.text or self.calls or self.chances or self.thought)
 
 
 @dataclass
@@ -54,7 +54,7 @@ class ChoiceText:
     thought: str = ""
     thought_tokens: int = 0
     calls: list[ToolCall] = field(default_factory=list)
-    said: list[TokenChances] = field(default_factory=list)
+    chances: list[TokenChances] = field(default_factory=list)
     reason: EndReason | None = None
     """Once it has ended."""
 
@@ -69,14 +69,16 @@ class ChoiceText:
             return self._keep(self._read(what.text, [], is_last=True))
         if self.parser.is_full:  # tokens that came before the text could end
             return Delta("", [], [])
-        said = []
+        chances = []
         if what.logprob is not None and what.token not in self.ends:
-            said.append(TokenChances(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top)))
-        added = self._keep(self._read(self.markers.get(what.token, "") + what.text, said))
+            chances.append(
+                TokenChances(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top))
+            )
+        added = self._keep(self._read(self.markers.get(what.token, "") + what.text, chances))
         self.request.has_enough = self.parser.is_full
         return added
 
-    def _read(self, text: str, said: list[TokenChances], is_last: bool = False) -> Delta:
+    def _read(self, text: str, chances: list[TokenChances], is_last: bool = False) -> Delta:
         thought = ""
         if self.thinking is not None:
             self.thought_tokens += self.thinking.is_thinking and not is_last
@@ -87,13 +89,13 @@ class ChoiceText:
         if is_last:
             rest, more = self.parser.flush()
             shown, calls = shown + rest, calls + more
-        return Delta(shown, calls, said, thought)
+        return Delta(shown, calls, chances, thought)
 
     def _keep(self, delta: Delta) -> Delta:
         self.text += delta.text
         self.thought += delta.thought
         self.calls += delta.calls
-        self.said += delta.said
+        self.chances += delta.chances
         return delta
 
     @property

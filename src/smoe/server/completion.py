@@ -60,12 +60,12 @@ class _CompletionAnswer(EndpointAnswer):
     def __init__(self, serving: Serving, form: Form, texts: Texts) -> None:
         super().__init__(texts, [ChoiceText(request, ends=serving.ends) for request in texts.requests], form.settings)
         self._tokens, self._form = serving.tokens, form
-        self._said = [0] * len(self._choices)
+        self._offsets = [0] * len(self._choices)
         """Characters of each text that its tokens have had so far."""
         self._head = head_of(serving, "cmpl-") | {"object": "text_completion"}
 
     def _ended(self) -> dict[str, Any]:
-        choices = [self._choice(index, each.text, each.said, each) for index, each in enumerate(self._choices)]
+        choices = [self._choice(index, each.text, each.chances, each) for index, each in enumerate(self._choices)]
         return {**self._head, "choices": choices, "usage": usage_of(self._choices)}
 
     def _added(self, index: int, delta: Delta) -> bytes:
@@ -73,36 +73,36 @@ class _CompletionAnswer(EndpointAnswer):
         if delta.is_empty and choice.reason is None:
             return b""
         usage = {"usage": None} if self._form.wants_usage else {}
-        return event({**self._head, "choices": [self._choice(index, delta.text, delta.said, choice)], **usage})
+        return event({**self._head, "choices": [self._choice(index, delta.text, delta.chances, choice)], **usage})
 
     def _last(self) -> bytes:
         return event({**self._head, "choices": [], "usage": usage_of(self._choices)}) if self._form.wants_usage else b""
 
-    def _choice(self, index: int, text: str, said: list[TokenChances], choice: ChoiceText) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, chances: list[TokenChances], choice: ChoiceText) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, said) if self._form.has_logprobs else None,
+            "logprobs": self._logprobs(index, chances) if self._form.has_logprobs else None,
             "finish_reason": choice.finish_reason,
         }
 
-    def _logprobs(self, index: int, said: list[TokenChances]) -> dict[str, Any]:
-        texts = [self._tokens.of(each.token)[0] for each in said]
+    def _logprobs(self, index: int, chances: list[TokenChances]) -> dict[str, Any]:
+        texts = [self._tokens.of(each.token)[0] for each in chances]
         offsets = []
         for text in texts:
-            offsets.append(self._said[index])
-            self._said[index] += len(text)
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [max(each.logprob, -9999.0) for each in said],
-            "top_logprobs": [_top(self._tokens, each) for each in said],
+            "token_logprobs": [max(each.logprob, -9999.0) for each in chances],
+            "top_logprobs": [_top(self._tokens, each) for each in chances],
             "text_offset": offsets,
         }
 
 
-def _top(tokens: TokenTexts, said: TokenChances) -> dict[str, float]:
+def _top(tokens: TokenTexts, chances: TokenChances) -> dict[str, float]:
     """The likeliest by their texts; of several with one text the likeliest."""
     found: dict[str, float] = {}
-    for token, logprob in said.top:
+    for token, logprob in chances.top:
         found.setdefault(tokens.of(token)[0], max(logprob, -9999.0))
     return found

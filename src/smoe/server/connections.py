@@ -1,7 +1,7 @@
 """All connections of a server: how many there may be, and which one ends where there is no room for another.
 
 A new connection takes the place of the one that has waited longest for its client: clients that connect and say nothing
-cannot keep others out, since whoever sends a request at once is never the one that has waited longest.
+cannot keep others out, since a client that sends its request at once never waits longest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Connections:
     """Of one server; belongs to its event loop's thread."""
 
     def __init__(self, config: ServerConfig, warn: Callable[[str], None] = _log.warning) -> None:
-        """`warn`: how whoever started the server is told of what they should change."""
+        """`warn`: prints for the user who started the server."""
         self.config, self._warn = config, warn
         opened = psutil.Process().num_fds() if psutil.POSIX else 0
         self.room = room_for(config.max_connections, files_allowed(), opened)

@@ -1,7 +1,7 @@
 """The server's socket, and the addresses by which it is reached. Imports nothing heavy: what cannot be had is refused
 before anything is loaded.
 
-    bound    the port is ours; who knocks is told that nobody is there
+    bound    the port is ours; connections are refused
     opened   who knocks waits until the server looks
 """
 
@@ -15,7 +15,7 @@ from smoe.errors import ConfigError
 from smoe.server.settings import ServerConfig
 
 _ELSEWHERE = "192.0.2.1"
-"""For documents: nobody has it. The way there begins at this machine's own address."""
+"""For documentation only. The route to it begins at this machine's own address."""
 
 
 def bound(config: ServerConfig) -> socket.socket:
@@ -35,13 +35,13 @@ def bound(config: ServerConfig) -> socket.socket:
 
 
 def _alone() -> int:
-    """The option of a port that nobody shares and that is free again at once. On Windows SO_REUSEADDR would give it to
-    whoever asks, a second server too."""
+    """The socket option for a port without sharing that is free again at once. On Windows SO_REUSEADDR would let
+    a second server bind it."""
     return int(getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR))
 
 
 def opened(door: socket.socket, config: ServerConfig) -> None:
-    """Have it listen. Raises `ConfigError` where somebody else, bound as early as we, listens by now."""
+    """Have it listen. Raises `ConfigError` where another process listens on the port by now."""
     try:
         door.listen()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Answers while somebody is there to hear them: streams of server-sent events, and whole ones."""
+"""Responses for connected clients: streams of server-sent events, and whole ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Json(Response):
 
 
 class ClientGoneError(Exception):
-    """Whoever asked has left."""
+    """The client has disconnected."""
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:

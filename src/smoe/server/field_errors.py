@@ -168,7 +168,7 @@ def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place
     path = ""
     for part in loc:
         schema = _resolved(schema, kind)
-        if "oneOf" in schema:  # the part is the role that was said
+        if "oneOf" in schema:  # the part is the role in the message
             schema = schema["discriminator"]["mapping"].get(str(part), {})
             schema = {"$ref": schema} if isinstance(schema, str) else schema
             continue
@@ -189,7 +189,7 @@ def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place
 
 
 def _choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a union chooses between, beside null."""
+    """The types of a union, without null."""
     return [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
 
 

@@ -1,6 +1,6 @@
 """What is asked of the API, field by field, as OpenAI names them.
 
-A field that nobody knows is refused, as OpenAI refuses it. One that OpenAI knows is used, ignored where the answer is
+An unknown field is refused, as OpenAI refuses it. One that OpenAI knows is used, ignored where the answer is
 right without it, or refused where it would not be (`check_unsupported`). So are those of other servers, but for the
 values that change nothing (`neutral_fields.py`). Bounds stand here for readers of the API's
 description; what is no request's affair alone is checked where it is used.
@@ -19,7 +19,7 @@ from smoe.server.problem import refused
 MOST_TEXTS = 128
 """Of one request."""
 MOST_MESSAGES = 10_000
-"""Of one conversation: to validate so many takes some 20 ms, in which the server answers nobody else."""
+"""Of one conversation: to validate so many takes some 20 ms, in which the server answers no other request."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASES = 1024
@@ -178,7 +178,7 @@ class _Message(BaseModel):
 
 
 class GivenMessage(_Message):
-    """What somebody other than the model says."""
+    """A message that is not the model's."""
 
     role: Literal["system", "developer", "user", "tool", "function"]
     content: str | Objects
@@ -186,7 +186,7 @@ class GivenMessage(_Message):
 
 
 class AssistantMessage(_Message):
-    """What the model has said: text, calls of tools, or both."""
+    """A message of the model: text, calls of tools, or both."""
 
     role: Literal["assistant"]
     content: str | Objects | None = None

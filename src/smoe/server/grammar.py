@@ -1,6 +1,6 @@
 """Texts that are JSON, whatever the model would rather say: a grammar narrows its choice at every token.
 
-The grammars are llguidance's. A request's is compiled before it is handed in, so that a schema that cannot be kept is
+The grammars are llguidance's. A request's is compiled before it is handed in, so that a schema that is not supported is
 refused and not discovered later.
 """
 
@@ -37,14 +37,14 @@ class Grammars:
         self._tokens: Any = None
 
     def of_schema(self, schema: dict[str, Any], param: str) -> Grammar:
-        """JSON that keeps to a schema. Raises an `ApiError` that names `param` for one that cannot be kept."""
+        """JSON that keeps to a schema. Raises an `ApiError` that names `param` for one that is not supported."""
         import llguidance
 
         try:
             text = schema_text(schema, param)
             return self.of_rules(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), param)
         except (ValueError, RecursionError) as error:
-            raise _cannot_be_kept(error, param) from error
+            raise _unsupported_schema(error, param) from error
 
     def of_object(self) -> Grammar:
         """Any JSON object."""
@@ -63,7 +63,7 @@ class Grammars:
         tokens = self._known_tokens(param)
         matcher = self._on_a_deep_stack(lambda: llguidance.LLMatcher(tokens, rules))
         if matcher.is_error():
-            raise _cannot_be_kept(matcher.get_error(), param)
+            raise _unsupported_schema(matcher.get_error(), param)
         grammar = Grammar(matcher, self._vocabulary, param)
         grammar.check_first()
         return grammar
@@ -110,7 +110,7 @@ class Grammar:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         if not self._mask.any():
-            raise _cannot_be_kept("no text can match it", self._param)
+            raise _unsupported_schema("no text can match it", self._param)
 
     def narrow(self, logits: torch.Tensor) -> None:
         """logits [V]: those of tokens that may not come next become minus infinity."""
@@ -130,7 +130,7 @@ class Grammar:
         """Rules that turn out too complex in the middle of a text are the request's fault, as those that cannot be
         compiled are."""
         if self._matcher.is_error():
-            raise _cannot_be_kept(self._matcher.get_error(), self._param)
+            raise _unsupported_schema(self._matcher.get_error(), self._param)
 
 
 def schema_text(schema: dict[str, Any], param: str) -> str:
@@ -141,7 +141,7 @@ def schema_text(schema: dict[str, Any], param: str) -> str:
     return text
 
 
-def _cannot_be_kept(why: object, param: str) -> ApiError:
+def _unsupported_schema(why: object, param: str) -> ApiError:
     return refused(f"'{param}' cannot be enforced: {_first_line(str(why))}", param, "invalid_json_schema")
 
 

@@ -2,7 +2,7 @@
 
     Host is ours -> Origin may ask -> body within bounds, in time -> key is right -> the API
 
-A page that somebody's browser shows can send requests to this machine: names that lead to it (DNS rebinding) are told
+A web page in a user's browser can send requests to this machine: names that lead to it (DNS rebinding) are recognised
 by `Host`, other pages by `Origin`.
 """
 
@@ -42,8 +42,8 @@ class Guard:
         warn: Callable[[str], None] = _log.warning,
         bodies: BodyBudget | None = None,
     ) -> None:
-        """`open_paths`: what everybody may have without a key. `warn`: tells whoever started the server. `bodies`: the
-        memory for bodies (None: the configuration's)."""
+        """`open_paths`: paths that need no key. `warn`: prints for the user who started the server. `bodies`:
+        the memory for bodies (None: the configuration's)."""
         self._app, self._config, self._open, self._counted, self._warn = app, config, open_paths, counted, warn
         self._refused: set[str] = set()
         """Origins that were warned of."""

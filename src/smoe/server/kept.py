@@ -13,7 +13,7 @@ MOST_RESPONSES = 1000
 _MOST_BYTES = 32 << 20
 
 
-class KeptResponse(NamedTuple):
+class StoredResponse(NamedTuple):
     """One, and the conversation up to and with it, as JSON: what it was parsed into takes ten times the memory."""
 
     response: bytes
@@ -24,12 +24,12 @@ class KeptResponse(NamedTuple):
         return len(self.response) + len(self.messages)
 
 
-class Kept:
+class ResponseStore:
     """In memory: gone when the server ends."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = _MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._responses: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -37,9 +37,9 @@ class Kept:
 
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         """Keep one; the oldest are forgotten for it."""
-        kept = KeptResponse(to_json(response), to_json(messages))
-        self._responses[response["id"]] = kept
-        self._bytes += kept.nbytes
+        stored = StoredResponse(to_json(response), to_json(messages))
+        self._responses[response["id"]] = stored
+        self._bytes += stored.nbytes
         while len(self._responses) > self._most or self._bytes > self._most_bytes:
             _, oldest = self._responses.popitem(last=False)
             self._bytes -= oldest.nbytes
@@ -53,7 +53,7 @@ class Kept:
         found: list[dict[str, Any]] = json.loads(self._found(name, param).messages)
         return found
 
-    def _found(self, name: str, param: str | None = None) -> KeptResponse:
+    def _found(self, name: str, param: str | None = None) -> StoredResponse:
         found = self._responses.get(name)  # once: prompts are made on another thread
         if found is None:
             message = (

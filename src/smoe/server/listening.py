@@ -1,11 +1,11 @@
 """The server itself, and how it ends.
 
-told to end (SIGTERM, Ctrl-C)  no more connections; who asks is told 503
+first SIGTERM or Ctrl-C        no more connections; new requests get 503
       |  drain_seconds         texts under way go on
       v                        what is left is cancelled: a whole answer becomes 503, a stream ends with an error
       |  _LAST_SECONDS         for that to be written
       v                        who has not taken it is let go
-told once more                 the same, without drain_seconds
+second one                     the same, without drain_seconds
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it would tell 
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains before it ends. `run` returns when it has. It asks for no signals: whoever started it tells
-    it of them by `handle_exit`."""
+    """uvicorn, which drains before it ends. `run` returns when it has. It handles no signals: the caller forwards
+    them by `handle_exit`."""
 
     def __init__(
         self, serving: Serving, tell: Callable[[str], None] = _log.warning, warn: Callable[[str], None] = _log.warning
     ) -> None:
-        """`tell` and `warn`: how whoever started it is told what they should know at once."""
+        """`tell` and `warn`: print for the user who started the server."""
         self._group = Connections(serving.config, warn)
         self.bodies = BodyBudget(serving.config.most_bodies_bytes)
         """What its requests' bodies take of memory now."""
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
-        """It is to end; told once more, at once. In the thread of `run`, between any two steps of it."""
+        """End the server; at the second call at once. In the thread of `run`, between any two steps of it."""
         if self.should_exit and not self._is_in_a_hurry:
             self._is_in_a_hurry = True
             if self._here is not None:

@@ -21,11 +21,11 @@ disable_created_metrics()  # when each counter began: a series more for each, wh
 
 
 class Meters:
-    """Of one server. `heard` is called by the loop's thread, all else by any."""
+    """Of one server. `on_event` is called by the loop's thread, all else by any."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._registry = registry = CollectorRegistry()
-        self._said: dict[int, float] = {}
+        self._last_token_at: dict[int, float] = {}
         """When each request that is decoded last had a token."""
         self.answers = Counter(
             "smoe_http_requests_total",
@@ -54,15 +54,15 @@ class Meters:
         registry.register(_Live(engine, loop))  # type: ignore[arg-type]
         registry.register(_Process())  # type: ignore[arg-type]
 
-    def heard(self, request: Request, what: Piece | End) -> None:
+    def on_event(self, request: Request, what: Piece | End) -> None:
         """One more token of a text, or its end."""
         now = time.perf_counter()
         if isinstance(what, End):
-            self._said.pop(id(request), None)
+            self._last_token_at.pop(id(request), None)
             self._texts.labels(what.reason.value).inc()
             return
         self._new.inc()
-        before = self._said.get(id(request))
+        before = self._last_token_at.get(id(request))
         if before is not None:
             self._gap.observe(now - before)
         else:
@@ -70,7 +70,7 @@ class Meters:
             self._reused.inc(request.reused_tokens)
             self._queued.observe(request.begun - request.asked)
             self._first.observe(request.first - request.asked)
-        self._said[id(request)] = now
+        self._last_token_at[id(request)] = now
 
     def count(self, name: str) -> dict[tuple[str, ...], float]:
         """Of a counter of ours (`smoe_generated_tokens`), each value by its labels' values."""
@@ -88,7 +88,7 @@ class Meters:
 
 
 class _Live:
-    """What the engine and the loop know already, read when somebody asks."""
+    """Values of engine and loop, read at each request of `/metrics`."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._engine, self._loop = engine, loop

@@ -1,6 +1,6 @@
 """What `/openapi.json` says: every path, what it takes and all that it may answer.
 
-Written here and not derived from the functions that answer: errors have one shape whoever finds them, most of them
+Written here and not derived from the functions that answer: errors have one shape, most of them
 before any function is called (`guard.py`), and an answer may be a stream.
 """
 
@@ -48,10 +48,10 @@ class Operation:
     path: str
     summary: str
     content: dict[str, Any]
-    """Of the answer of status 200, by media type: a model, or what is said of it."""
+    """Of the answer of status 200, by media type: a model, or a description."""
     asked: type[RequestFields] | None = None
     refusals: tuple[int, ...] = ()
-    """Statuses beside those that every path can answer."""
+    """Statuses in addition to those of every path."""
     others: dict[int, type[BaseModel]] = field(default_factory=dict)
     """Statuses whose body is no `Refusal`."""
     is_open: bool = False
@@ -138,12 +138,12 @@ def document(model: str, needs_key: bool) -> dict[str, Any]:
 def _described(operation: Operation, needs_key: bool) -> dict[str, Any]:
     statuses = {*_OF_ALL, *operation.refusals, *((401,) if needs_key and not operation.is_open else ())}
     events = operation.content.get(_EVENTS)
-    said = (
+    description = (
         f"The result; with `stream` true, events whose data is a `{events.__name__}`."
         if isinstance(events, type)
         else "The result."
     )
-    responses = {"200": {"description": said, "content": _content(operation.content)}}
+    responses = {"200": {"description": description, "content": _content(operation.content)}}
     responses |= {
         str(status): {"description": _REFUSALS[status], "content": _content({_JSON: operation.others[status]})}
         for status in operation.others

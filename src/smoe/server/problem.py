@@ -24,7 +24,7 @@ _RETRY_SECONDS = 2
 
 
 class ApiError(Exception):
-    """Why a request gets no answer. `message` is shown to whoever asked: no path, no name of this machine."""
+    """Why a request gets no answer. `message` is shown to the client: no path, no name of this machine."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """What was asked cannot be done: status 400. Where a field is named, programs are told at least that it is that."""
+    """What was asked cannot be done: status 400. A named field is in `param` for programs."""
     return ApiError(400, message, param=param, code="invalid_value" if code is None and param is not None else code)
 
 
@@ -84,7 +84,7 @@ def failed(why: Exception) -> ApiError:
 
 
 def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bool = False) -> ApiError:
-    """An error of the library, told to a client. `fields`: what settings are called in its request; one that is not
+    """An error of the library, as a client gets it. `fields`: what settings are called in its request; one that is not
     there is the server's own affair. `is_whole_context`: the model has no more positions than it is served with."""
     if isinstance(error, ApiError):
         return error

@@ -45,7 +45,7 @@ class Prompts:
         source = self._conversations.template.source
         self.takes_tools = self.has_template and self._shows_tools()
         self.tool_form = form_of(source) if self.takes_tools else None
-        """How the model writes calls; None where nobody here knows."""
+        """How the model writes calls; None: unknown."""
         self._thinks = may_think(source)
 
     @property
@@ -124,7 +124,7 @@ class Prompts:
 
     def _check_length(self, text: str) -> None:
         """Refuse by its beginning a text that is much too long: a million characters take the tokenizer seconds, in
-        which nobody else's prompt is looked at, and hundreds of megabytes."""
+        which no other prompt is read, and hundreds of megabytes."""
         beginning, most = text[: _CHARACTERS * self._context_tokens], self._context_tokens
         if len(beginning) == len(text):
             return

@@ -1,4 +1,4 @@
-"""One line of the log for every request, when it is over, for whoever shows the log (`-v`).
+"""One line of the log for every request, when it is over (shown with `-v`).
 
     POST /v1/chat/completions 200 6.51s prompt=34 reused=12 new=200 first=0.12s rate=31.2/s ended=length
     GET /v1/models 200 0.00s

@@ -14,7 +14,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, list[dict[str, Any]]]:
-    """What is to be said, and the conversation that the answer will be kept with: `before` it what was kept."""
+    """The messages of a prompt, and the conversation to store the answer with: `before` is what was stored earlier."""
     messages = before + messages_of(asked.input)
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     effort = (asked.reasoning or {}).get("effort")
@@ -46,7 +46,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             output = item.get("output")
             content = output if isinstance(output, str) else text_of(_parts(output), "input")
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": content})
-        elif kind != "reasoning":  # what a model thought is nothing that it is told again
+        elif kind != "reasoning":  # a model does not get its reasoning again
             raise refused(
                 f"'input' has an item of the type {str(kind)[:40]!r}, which this server does not support", "input"
             )

@@ -16,7 +16,7 @@ from smoe.server.answer import EndpointAnswer
 from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import event, to_json
 from smoe.server.fields import ResponseAsked
-from smoe.server.kept import Kept
+from smoe.server.kept import ResponseStore
 from smoe.server.problem import ApiError
 from smoe.server.response_input import talk_of
 from smoe.server.serving import Serving
@@ -28,7 +28,7 @@ _PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("output_text", {"logprobs": []}),
     "reasoning": ("reasoning_text", {}),
 }
-"""Of an item of text: what its one part is called, and what is said besides."""
+"""Of an item of text: the type of its one part, and its other fields."""
 
 
 class Responses:
@@ -36,15 +36,15 @@ class Responses:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._kept = Kept()
+        self._store = ResponseStore()
 
     def get(self, name: str) -> bytes:
         """One that was given, as JSON."""
-        return self._kept.get(name)
+        return self._store.get(name)
 
     def delete(self, name: str) -> dict[str, Any]:
         """Forget one."""
-        self._kept.delete(name)
+        self._store.delete(name)
         return {"id": name, "object": "response", "deleted": True}
 
     async def make(self, request: Request) -> Response:
@@ -54,14 +54,14 @@ class Responses:
         def work(asked: ResponseAsked) -> tuple[Prepared, _Form]:
             before: list[dict[str, Any]] = []
             if asked.previous_response_id is not None:
-                before = self._kept.messages(asked.previous_response_id, "previous_response_id")
+                before = self._store.messages(asked.previous_response_id, "previous_response_id")
             talk, messages = talk_of(asked, before)
             prepared = prepare(serving, asked, talk, asked.settings)
             return prepared, _form_of(asked, serving.name, messages)
 
         prepared, form = await serving.read(ResponseAsked, request, work)
         texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
-        answer = _ResponsesAnswer(self._kept, form, prepared.choices(texts.requests)[0], texts)
+        answer = _ResponsesAnswer(self._store, form, prepared.choices(texts.requests)[0], texts)
         return await answer.to(request, form.is_streamed)
 
 
@@ -79,16 +79,16 @@ class _Form(NamedTuple):
 
 def _form_of(asked: ResponseAsked, model: str, messages: list[dict[str, Any]]) -> _Form:
     is_stored = asked.store is not False
-    empty, kept = to_json(_empty(asked, model)), to_json(messages if is_stored else [])
-    return _Form(asked.settings, bool(asked.stream), is_stored, empty, kept)
+    empty, stored = to_json(_empty(asked, model)), to_json(messages if is_stored else [])
+    return _Form(asked.settings, bool(asked.stream), is_stored, empty, stored)
 
 
 class _ResponsesAnswer(EndpointAnswer):
     done = b""
 
-    def __init__(self, kept: Kept, form: _Form, choice: ChoiceText, texts: Texts) -> None:
+    def __init__(self, stored: ResponseStore, form: _Form, choice: ChoiceText, texts: Texts) -> None:
         super().__init__(texts, [choice], form.settings)
-        self._kept, self._form, self._choice = kept, form, choice
+        self._store, self._form, self._choice = stored, form, choice
         self._output: list[dict[str, Any]] = []
         self._events = 0
 
@@ -187,7 +187,7 @@ class _ResponsesAnswer(EndpointAnswer):
         return event({"type": type, **what, "sequence_number": self._events - 1}, type)
 
     def _finished(self) -> dict[str, Any]:
-        """The finished response; kept, unless it was not to be."""
+        """The finished response; stored, unless `store` is false."""
         request, is_cut = self._choice.request, self._choice.reason is EndReason.LENGTH
         prompt, new = len(request.ids), len(request.new_ids)
         response = self._response() | {
@@ -204,10 +204,10 @@ class _ResponsesAnswer(EndpointAnswer):
             },
         }
         if self._form.is_stored:
-            self._kept.put(response, [*json.loads(self._form.messages), self._said()])
+            self._store.put(response, [*json.loads(self._form.messages), self._message_of_answer()])
         return response
 
-    def _said(self) -> dict[str, Any]:
+    def _message_of_answer(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self._choice.text}
         if self._choice.calls:
             message["tool_calls"] = [

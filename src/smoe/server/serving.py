@@ -127,7 +127,7 @@ class Serving:
 
     @property
     def busy_seconds(self) -> float:
-        """In which somebody waited for a token."""
+        """In which a request waited for a token."""
         return self._loop.busy_seconds
 
     async def read(self, kind: type[_A], request: HttpRequest, work: Callable[[_A], _T]) -> _T:
@@ -159,7 +159,7 @@ class Serving:
         self.refuse_if_ending()
         self._check_room(len(wanted))
         try:
-            texts = Texts(self._loop, self._bell, wanted, self._heard, is_streamed)
+            texts = Texts(self._loop, self._bell, wanted, self._on_event, is_streamed)
         except Exception as error:
             raise problem_of(error, fields, self._is_whole_context) from error
         self._asked.add(texts)
@@ -213,9 +213,9 @@ class Serving:
             self._loop.close()
             self._bell.say(self._give_up)
 
-    def _heard(self, request: Request, what: Piece | End) -> None:
+    def _on_event(self, request: Request, what: Piece | End) -> None:
         """On the decode loop's thread."""
-        self.meters.heard(request, what)
+        self.meters.on_event(request, what)
         if isinstance(what, End):
             self.health.note(what)
 
@@ -226,6 +226,6 @@ class Serving:
 
 
 def _fingerprint(name: str, engine: Engine) -> str:
-    """What decides, beside the request, what is answered."""
+    """What decides an answer, in addition to the request."""
     decides = (name, __version__, engine.arithmetic, sorted(map(str, engine.config.lossy)))
     return "smoe_" + hashlib.sha256(repr(decides).encode()).hexdigest()[:12]

@@ -14,7 +14,7 @@ FEWEST_CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server. Checked when it is made: nobody listens to more than one machine without saying who may ask."""
+    """One server. Checked when it is made: a server for other machines needs a key or an explicit permission."""
 
     host: str = LOOPBACK
     """An address of this machine; others than loopback need an `api_key`, or `no_auth`."""
@@ -25,9 +25,9 @@ class ServerConfig:
     no_auth: bool = False
     """Let everybody ask who reaches `host`."""
     allow_origin: tuple[str, ...] = ()
-    """Origins of web pages, beside our own, that may ask: `https://chat.example`; `*` for all."""
+    """Origins of other web pages that may send requests: `https://chat.example`; `*` for all."""
     max_waiting: int = 64
-    """Texts that may wait for a place; those who come then are told to come again."""
+    """The length of the queue; further requests get 429."""
     max_body_bytes: int = 4 << 20
     max_bodies_bytes: int | None = None
     """Of all bodies that are being received, or wait until their prompts are rendered; those that come then are refused
@@ -48,7 +48,7 @@ class ServerConfig:
     parses_control_tokens: bool = False
     """Whether the text of a control token in a message becomes that token; else it stays text."""
     drain_seconds: float = 30.0
-    """How long texts that are under way may go on once the server is told to end."""
+    """How long running texts may continue once the server ends."""
 
     def __post_init__(self) -> None:
         for name, holds, allowed in (

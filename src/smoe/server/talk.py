@@ -24,7 +24,7 @@ from smoe.server.tool_rules import must_call
 
 @dataclass
 class Talk:
-    """What is to be said, in our own words."""
+    """A prompt's messages, in our own form."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -99,7 +99,7 @@ def _has_begun_to_think(serving: Serving, talk: Talk, ids: Sequence[int]) -> boo
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tools that the model is told of, and those one of which it must call, if it must."""
+    """The tools that the model gets, and those one of which it must call, if it must."""
     choice, tools = talk.tool_choice, talk.tools
     if choice is None or choice == "auto":
         return tools, []

@@ -22,8 +22,8 @@ Metered = Callable[[Request, Piece | End], None]
 
 
 class Bell:
-    """Wakes whoever waits for texts, in the server's thread. Two threads that wake each other for every token of every
-    text take each other's time: with eight texts a sixth of a step's."""
+    """Wakes coroutines that wait for texts, in the server's thread. Two threads that wake each other for every token of
+    every text take each other's time: with eight texts a sixth of a step's."""
 
     def __init__(self) -> None:
         self._for: deque[Texts] = deque()
@@ -34,7 +34,7 @@ class Bell:
         self._here = asyncio.get_running_loop()
 
     def note(self, texts: Texts) -> None:
-        """Something has been said that somebody waits for; any thread."""
+        """An event has come that a coroutine waits for; any thread."""
         if not texts.is_noted:
             texts.is_noted = True
             self._for.append(texts)
@@ -65,15 +65,15 @@ class TextRequest(NamedTuple):
     constraint: Constraint | None = None
 
 
-class Heard(NamedTuple):
-    """What was said, and of which text."""
+class TextEvent(NamedTuple):
+    """An event, and the number of its text."""
 
     number: int
     what: Piece | End
 
 
 class Texts:
-    """The texts of one HTTP request. Whoever leaves its `with` cancels those that have not ended."""
+    """The texts of one HTTP request. Leaving its `with` cancels those that have not ended."""
 
     def __init__(
         self, loop: DecodeLoop, bell: Bell, wanted: Sequence[TextRequest], metered: Metered, is_in_a_hurry: bool
@@ -81,8 +81,8 @@ class Texts:
         """Hands all of them in, or none: raises what `DecodeLoop.hand_in` does. Who is in no hurry is woken by ends
         alone."""
         self._loop, self._bell, self._metered, self._is_in_a_hurry = loop, bell, metered, is_in_a_hurry
-        self._said: deque[Heard] = deque()
-        """What nobody has taken yet."""
+        self._events: deque[TextEvent] = deque()
+        """Events that have not been taken yet."""
         self._waiter: asyncio.Future[None] | None = None
         self._left = set(range(len(wanted)))
         self.is_noted = False
@@ -102,26 +102,26 @@ class Texts:
     def _request(self, number: int, wanted: TextRequest) -> Request:
         def hear(what: Piece | End) -> None:
             self._metered(request, what)
-            self._hear(Heard(number, what))
+            self._hear(TextEvent(number, what))
 
         request = Request(wanted.ids, wanted.sampling, hear, wanted.logprobs, wanted.constraint)
         return request
 
-    def _hear(self, heard: Heard) -> None:
-        self._said.append(heard)
-        if isinstance(heard.what, End):
-            self.reasons.append(heard.what.reason)
-        if self._is_in_a_hurry or isinstance(heard.what, End):
+    def _hear(self, event: TextEvent) -> None:
+        self._events.append(event)
+        if isinstance(event.what, End):
+            self.reasons.append(event.what.reason)
+        if self._is_in_a_hurry or isinstance(event.what, End):
             self._bell.note(self)
 
     @property
     def are_over(self) -> bool:
-        """Whether every text has ended, and all that was said has been taken."""
+        """Whether every text has ended, and all events have been taken."""
         return not self._left
 
-    async def next(self, patience_seconds: float) -> list[Heard]:
-        """What has been said since the last call; empty where nothing was for so long."""
-        if not self._said:
+    async def next(self, patience_seconds: float) -> list[TextEvent]:
+        """Events since the last call; empty where none came for so long."""
+        if not self._events:
             here = asyncio.get_running_loop()
             self._waiter = here.create_future()
             timer = here.call_later(patience_seconds, self.wake)
@@ -131,16 +131,16 @@ class Texts:
                 timer.cancel()
                 self._waiter = None
         news = []
-        while self._said:
-            heard = self._said.popleft()
-            if heard.number in self._left:
-                news.append(heard)
-                if isinstance(heard.what, End):
-                    self._left.remove(heard.number)
+        while self._events:
+            event = self._events.popleft()
+            if event.number in self._left:
+                news.append(event)
+                if isinstance(event.what, End):
+                    self._left.remove(event.number)
         return news
 
     def wake(self) -> None:
-        """In the server's thread: whoever waits in `next` looks."""
+        """In the server's thread: wake `next`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -152,9 +152,9 @@ class Texts:
             self._loop.wake()
 
     def give_up(self, error: Exception) -> None:
-        """The loop has failed: nobody will say more."""
+        """The loop has failed: no more events will come."""
         for number in range(len(self.requests)):
-            self._hear(Heard(number, End(EndReason.FAILED, "", error)))
+            self._hear(TextEvent(number, End(EndReason.FAILED, "", error)))
 
     def __enter__(self) -> Texts:
         return self

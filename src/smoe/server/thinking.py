@@ -1,5 +1,5 @@
 """What a model thinks before it answers: `<think>` ... `</think>` at the beginning of what it writes, as Qwen3 and
-DeepSeek have it. Clients get it beside the answer, not in it.
+DeepSeek have it. Clients get it in a field of its own, not in the answer.
 
     <think> I see. </think> Yes.     the model begins to think, or does not
     I see. </think> Yes.             the prompt has begun for it, as some templates do
@@ -13,7 +13,7 @@ from smoe.generation.detokenizer import overlap
 
 BEGIN, END = "<think>", "</think>"
 TOKENS = (BEGIN, END)
-"""What is looked for; where texts leave it out, as a special token, whoever pushes writes it."""
+"""What is looked for; where texts leave it out, as a special token, the caller of `push` writes it."""
 
 
 def may_think(template: str) -> bool:
@@ -32,7 +32,7 @@ def is_open(text: str) -> bool:
 
 
 class Thinking:
-    """Reads one text as it comes; `push` and `flush` return what is thought, and what is said."""
+    """Reads one text as it comes; `push` and `flush` return (reasoning, answer)."""
 
     def __init__(self, is_begun: bool) -> None:
         self._held = ""
@@ -68,9 +68,9 @@ class Thinking:
     def _thought(self) -> tuple[str, str]:
         end = self._held.find(END)
         if end >= 0:
-            thought, said = self._inner(self._held[:end].rstrip()), self._held[end + len(END) :]
+            thought, answer = self._inner(self._held[:end].rstrip()), self._held[end + len(END) :]
             self._held, self._is_over, self._is_blank = "", True, True
-            return thought, self._inner(said)
+            return thought, self._inner(answer)
         cut = len(self._held[: len(self._held) - overlap(self._held, END)].rstrip())
         thought, self._held = self._held[:cut], self._held[cut:]
         return self._inner(thought), ""

@@ -1,4 +1,4 @@
-"""Single tokens as clients want to see them beside their probabilities: a text, and the bytes that it stands for."""
+"""Single tokens for clients, with their probabilities: a text, and the bytes that it stands for."""
 
 from __future__ import annotations
 

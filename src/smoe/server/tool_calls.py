@@ -330,7 +330,7 @@ PARSERS: dict[str, type[CallParser]] = {
 
 
 def form_of(template: str) -> str | None:
-    """Whose form a chat template asks for; None where nobody here knows."""
+    """The form that a chat template asks for; None: unknown."""
     if Kimi.marker in template and "<|tool_call_argument_begin|>" in template:
         return "kimi"
     if DeepSeek.marker in template and "<｜tool▁sep｜>" in template:

@@ -28,7 +28,7 @@ class Totals:
     """Of those, tokens that had been read before."""
     new_tokens: int
     busy_seconds: float
-    """In which somebody waited for a token."""
+    """In which a request waited for a token."""
     hit_ratio: float | None
     """Of the experts that decoding used, the share at hand; None where nothing was decoded."""
     bytes_read: int
@@ -39,7 +39,7 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens, of all texts together, in the time in which somebody waited for one."""
+        """New tokens, of all texts together, in the time in which a request waited for one."""
         return self.new_tokens / self.busy_seconds if self.new_tokens and self.busy_seconds > 0 else None
 
     def as_json(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The page at `/`, and what it shows: an engine at work, told to everybody who looks.
+"""The page at `/`, and what it shows: the state of a running engine, for all open pages.
 
     /        the page: files of `page/`, nothing from anywhere else
     /watch   server-sent events: `model` once (what does not change), then `look`, up to ten a second (what has)
 
-One look serves all who look; while nobody does, the engine is not watched. A look is one call of the server's loop and
+One look serves all open pages; without pages the engine is not watched. A look is one call of the server's loop and
 another for each who looks: every time that this thread goes on, the engine's may have to wait for it to get a core.
 """
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOK_SECONDS = 0.1
 _MOST_BEHIND = 100
-"""Looks that somebody may lag behind; who lags more is sent away, and begins anew."""
+"""Looks that a page may lag behind; a slower one is disconnected, and connects again."""
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": (
@@ -46,20 +46,20 @@ class Watching:
     def __init__(
         self, watched: Watched, about: dict[str, Any], state: Callable[[], dict[str, Any]], is_over: Callable[[], bool]
     ) -> None:
-        """`about`: what the page is told beside the engine's own description; `state`: what may change beside it;
-        `is_over`: whether nobody is told anything any more."""
+        """`about`: what the page gets in addition to the engine's description; `state`: further values that change;
+        `is_over`: whether the run has ended."""
         self.looks = 0
         """Made so far."""
         self.has_begun = threading.Event()
-        """Set once somebody has looked."""
+        """Set once a page is open."""
         self._watched, self._about, self._state, self._is_over = watched, about, state, is_over
         self._queues: set[asyncio.Queue[bytes | None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = 0
-        """Looks since something was told."""
-        self._said: deque[str] = deque()
+        """Looks since the last message."""
+        self._texts: deque[str] = deque()
         self._text = ""
-        self._told: dict[str, Any] = {}
+        self._sent_state: dict[str, Any] = {}
 
     @property
     def is_watched(self) -> bool:
@@ -68,15 +68,15 @@ class Watching:
 
     def say(self, text: str) -> None:
         """More of a text that is shown in the place of a chat; from any thread."""
-        self._said.append(text)
+        self._texts.append(text)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What one of those who look is told, until it is over or they leave."""
+        """The messages for one page, until the run is over or the page closes."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_BEHIND)
         if not self._queues:
             self._watched.begin()
             self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_on)
-        self._look()  # the others are told by now what this one is told as a whole
+        self._look()  # the other pages have by now what this one gets as a whole
         self._queues.add(queue)
         self.has_begun.set()
         model, whole = event(self._about | self._watched.described(), "model"), event(self._whole(), "look")
@@ -98,7 +98,7 @@ class Watching:
     def _whole(self) -> dict[str, Any]:
         """How things stand."""
         tiers = [pair for place in enumerate(self._watched.tiers) for pair in place if place[1]]
-        return {"tiers": tiers} | self._told | ({"text": self._text} if self._text else {})
+        return {"tiers": tiers} | self._sent_state | ({"text": self._text} if self._text else {})
 
     def _look_on(self) -> None:
         try:
@@ -117,16 +117,16 @@ class Watching:
             _put(queue, data)
 
     def _look(self) -> None:
-        """One look, told to all who are there."""
+        """One look, sent to all pages."""
         self.looks += 1
         found = self._watched.look()
         state = self._state()
-        found |= {name: value for name, value in state.items() if self._told.get(name) != value}
-        self._told = state
-        said = "".join(self._said.popleft() for _ in range(len(self._said)))
-        if said:
-            self._text += said
-            found["text"] = said
+        found |= {name: value for name, value in state.items() if self._sent_state.get(name) != value}
+        self._sent_state = state
+        news = "".join(self._texts.popleft() for _ in range(len(self._texts)))
+        if news:
+            self._text += news
+            found["text"] = news
         self._quiet += 1
         if found or self._quiet * LOOK_SECONDS >= PATIENCE_SECONDS:
             self._quiet = 0

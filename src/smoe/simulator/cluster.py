@@ -8,7 +8,7 @@ One layer, time to the right; main's port carries one message after the other in
     worker b             named ahead: load ............. | wait .. | compute |
     port down                                                  | message | message |
 
-Who computes what, and who is told ahead, is decided by the product's own `Placement` and `by_turns`. A prediction that
+What each machine computes and prefetches is decided by the product's own `Placement` and `by_turns`. A prediction that
 was right has its load behind it when rows arrive; one that was wrong, or came late, makes the layer wait for a load.
 Faults and several sequences are not simulated.
 """
@@ -41,7 +41,7 @@ class Wire:
     delay: float = 0.0
     """One way, seconds."""
     message: float = 0.0
-    """For which every message holds the port beside its bytes, seconds."""
+    """Seconds for which every message holds the port, in addition to its bytes."""
 
     def seconds(self, nbytes: float) -> float:
         return self.message + nbytes / self.bytes_per_second
@@ -53,7 +53,7 @@ class DecodedToken(NamedTuple):
     chosen: Sequence[Sequence[int]]
     """[L][K]"""
     named: Sequence[Sequence[int]] | None = None
-    """[L][K, or more with spares]; None: nobody names any."""
+    """[L][K, or more with spares]; None: no predictions."""
     own_is_right: bool = True
     """Whether the shadow's own token is this one,"""
     astray: Sequence[Sequence[int]] | None = None
@@ -157,7 +157,7 @@ class _PaperDecoding:
             run.most_held = max(run.most_held, worker.most_held)
         return run
 
-    # -- who is told ahead --------------------------------------------------------------------------------------------
+    # -- announcements ------------------------------------------------------------------------------------------------
 
     def _name_token(self, number: int) -> None:
         """At no cost: what is known in advance."""
@@ -183,7 +183,7 @@ class _PaperDecoding:
     def _shared_out(
         self, number: int, layer: int, experts: Sequence[int]
     ) -> Iterator[tuple[int, int, list[ExpertKey]]]:
-        """(step, worker, what it is told to expect), as the product does (`Cluster.guess`)."""
+        """(step, worker, the experts announced to it), as the product does (`Cluster.guess`)."""
         step, keys = number * self._layers + layer, [(layer, expert, EXACT) for expert in experts]
         if self._setting.placement == "finish":
             at_hand = set[ExpertKey]().union(*(worker.holds(step) for worker in self._workers.values()))
@@ -191,8 +191,8 @@ class _PaperDecoding:
         else:
             chosen = len(self._tokens[number].chosen[layer])
             shares = self._by_turns(step, keys, chosen)
-        for unit, told in shares.items():
-            yield step, unit, told
+        for unit, experts_named in shares.items():
+            yield step, unit, experts_named
 
     def _turn(self, step: int) -> int:
         return step if self._setting.turns_run_on else step % self._layers
@@ -214,7 +214,7 @@ class _PaperDecoding:
         self._kv_due = times.is_early and times.kv_is_due(number)
         if times.kv_is_due(number) and not times.is_early:
             nbytes += times.kv_message_bytes
-        if times.is_early or times.is_told(number):
+        if times.is_early or times.is_sent(number):
             self._events.at(self._up.use(wire.seconds(nbytes)) + wire.delay, partial(shadow.tell, number))
         else:
             shadow.tell(number)  # it goes on by itself, and begins with main
@@ -224,7 +224,7 @@ class _PaperDecoding:
         self._events.at(self._events.now + self._setting.layer, partial(self._routed, number, layer))
 
     def _routed(self, number: int, layer: int) -> None:
-        """The router has spoken: rows go out, and who was told ahead hears what it is to be."""
+        """The router has spoken: rows go out, and workers with announcements get the true choice."""
         step, setting, chosen = number * self._layers + layer, self._setting, self._tokens[number].chosen[layer]
         keys = [(layer, expert, EXACT) for expert in chosen]
         if setting.placement == "finish":
@@ -237,13 +237,13 @@ class _PaperDecoding:
         for unit, share in shares.items():
             answer = partial(self._answered, number, layer, unit, len(share))
             self._main_sends(unit, setting.row_bytes, partial(self._workers[unit].ask, step, share, answer))
-        for unit in others:  # it was told for nothing
-            nothing = partial(self._workers[unit].ask, step, [], _nobody_waits)
+        for unit in others:  # announced in vain
+            nothing = partial(self._workers[unit].ask, step, [], _ignore)
             if setting.shadow is None:
                 nothing()  # a guess of the product's is just forgotten in time
             else:
                 self._main_sends(unit, _NAMES_BYTES, nothing)
-        if self._kv_due and self._setting.shadow is not None:  # after the first rows: nobody waits for it
+        if self._kv_due and self._setting.shadow is not None:  # after the first rows: no thread waits for it
             self._up.use(self._setting.wire.seconds(self._setting.shadow.kv_message_bytes))
             self._kv_due = False
         if self._setting.main_names and layer + 1 < self._layers:
@@ -317,12 +317,12 @@ class _PaperDecoding:
             self._begin_token(number + 1)
 
 
-def _nobody_waits() -> None:
+def _ignore() -> None:
     """For an answer to nothing."""
 
 
 def _by_unit(units: Mapping[ExpertKey, int]) -> dict[int, list[ExpertKey]]:
-    """Ascending, so that messages leave in the same order whoever holds what."""
+    """Ascending, so that messages leave in the same order for every placement."""
     shares: dict[int, list[ExpertKey]] = {unit: [] for unit in sorted({*units.values()})}
     for key, unit in units.items():
         shares[unit].append(key)

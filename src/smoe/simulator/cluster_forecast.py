@@ -1,5 +1,5 @@
 """How long a token will take on a cluster of our own, from pieces that were measured of it, or are known of machines
-that nobody has bought yet.
+that has not been bought yet.
 
 Of each worker what main keeps (`Member`: seconds for a load, an expert, there and back), of main its part of a layer;
 who computes what, and who holds what, is then simulated on a recorded run of the model.
@@ -49,7 +49,7 @@ class MeasuredMain:
     slots: int = 0
     """Of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
     ahead: int = 1
-    """Experts beside them that it can bring in before they are asked for."""
+    """Further experts that it can load before they are requested."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def foretell(
 ) -> OurRun:
     """These tokens on this cluster, whose shadow, if any, runs on main.
 
-    `placement`: one of `PLACEMENT`. Workers are told of what tokens name (`DecodedToken.named`): by the shadow, when it
+    `placement`: one of `PLACEMENT`. Workers get what tokens name (`DecodedToken.named`): by the shadow, when it
     has come to it, or where there is none by main, as soon as the router of the layer before has spoken. `before`: what
     was used before them, the last at the end: it is dealt out to the machines' slots, which are empty where there is
     none. `spread`: by how much one measured load differs from the next, as a share. `everything`: all experts, which a
@@ -102,8 +102,8 @@ def foretell(
 def _dealt_out(
     before: Sequence[ExpertKey], own_slots: int, workers: Sequence[MeasuredWorker], placement: str, chosen: int
 ) -> dict[int, list[ExpertKey]]:
-    """Those used last first, each to whoever has the most room left of those who may be asked for it. By turns anybody
-    of a group may be, sooner or later, so there all get it who have room; else one alone, who is then preferred."""
+    """Those used last first, each to the machine with the most room left of those that may be asked for it. By turns
+    any of a group may be, sooner or later, so there all get it who have room; else one alone, who is then preferred."""
     units = range(FIRST_WORKER, FIRST_WORKER + len(workers))
     room = {unit: worker.slots for unit, worker in zip(units, workers, strict=True)} | {DEVICE: own_slots}
     held: dict[int, dict[ExpertKey, None]] = {unit: {} for unit in room}
@@ -120,8 +120,8 @@ def _dealt_out(
 
 
 def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
-    """The same tokens by somebody who names each expert with this probability, else another one, and who guesses each
-    token as well as all of its experts. The same draws for the same seed."""
+    """The same tokens with predictions that name each expert with this probability, else another one. The next
+    token is predicted as well as its experts. The same draws for the same seed."""
     chance = random.Random(seed)
 
     def named(chosen: Sequence[int], share: float) -> list[int]:

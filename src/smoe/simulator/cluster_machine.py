@@ -1,10 +1,10 @@
 """A worker as it really is (`compute/host_experts.py`, `memory/host.py`), on a clock.
 
-    told ahead   | a ........ |          | b ........ |        one thread that reads what main has told it of,
+    announced    | a ........ |          | b ........ |        one thread that reads what was announced,
     asked        |            | c ...... |            | d ...  one that reads what main waits for; one disk for both,
     computing                            | c |             `   one that computes, in the order in which it was asked
 
-What is asked for keeps its slot until it is computed. What it was told to have stays until then, as far as there is
+What is asked for keeps its slot until it is computed. What was announced stays until then, as far as there is
 anything else to forget; the least recently used goes first.
 """
 
@@ -43,16 +43,16 @@ class SimulatedMachine:
         self._events = events
         self._slots: OrderedDict[ExpertKey, bool] = OrderedDict()
         """Whether it is there, or on its way; least recently used first."""
-        self._kept: Counter[ExpertKey] = Counter()
+        self._pinned: Counter[ExpertKey] = Counter()
         """Waiting to be computed, or on their way."""
         self._expected: set[ExpertKey] = set()
-        self._told: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
+        self._announced: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._asked: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._is_reading = {True: False, False: False}
         """For main, and ahead: each reads one at a time."""
         self._to_compute: deque[tuple[ExpertKey, SimulatedRequest]] = deque()
         self._ready: set[tuple[ExpertKey, int]] = set()
-        """Of these those that have their slots kept; by the request's identity."""
+        """Of these, those whose slots are pinned; by the request's identity."""
         self._is_computing = False
 
     def __contains__(self, key: object) -> bool:
@@ -75,9 +75,9 @@ class SimulatedMachine:
         self._slots.update(dict.fromkeys(keys[-self.times.slots :], True))
 
     def tell(self, keys: Sequence[ExpertKey]) -> None:
-        """It is to have these, until it is told anew: they are forgotten last, and what it has not is brought in."""
+        """Announce these, until the next announcement: they are forgotten last, and what it has not is brought in."""
         self._expected = set(keys)
-        self._told.extend((key, None) for key in keys if key not in self._slots)
+        self._announced.extend((key, None) for key in keys if key not in self._slots)
         self._go_on()
 
     def ask(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None]) -> None:
@@ -96,7 +96,7 @@ class SimulatedMachine:
 
     def _read_next(self, for_main: bool) -> bool:
         """Take the next one of a queue; False where there is none, or it has to wait."""
-        queue = self._asked if for_main else self._told
+        queue = self._asked if for_main else self._announced
         if not queue:
             return False
         key, request = queue[0]
@@ -104,7 +104,7 @@ class SimulatedMachine:
             queue.popleft()  # it is not wanted any more
             return True
         if self._slots.get(key) is False or (key not in self._slots and not self._make_room()):
-            return False  # another is bringing it in, or every slot is kept
+            return False  # another is bringing it in, or every slot is pinned
         queue.popleft()
         if key in self._slots:
             self._slots.move_to_end(key)
@@ -112,7 +112,7 @@ class SimulatedMachine:
                 self._keep(key, request)
             return True
         self._slots[key] = False
-        self._kept[key] += 1
+        self._pinned[key] += 1
         self._is_reading[for_main] = True
         self.loads.append(max(self._events.now, self.disk.free))
         if request is not None:
@@ -121,18 +121,18 @@ class SimulatedMachine:
         return True
 
     def _keep(self, key: ExpertKey, request: SimulatedRequest) -> None:
-        self._kept[key] += 1
+        self._pinned[key] += 1
         self._ready.add((key, id(request)))
 
     def _let_go(self, key: ExpertKey) -> None:
-        self._kept[key] -= 1
-        if not self._kept[key]:
-            del self._kept[key]
+        self._pinned[key] -= 1
+        if not self._pinned[key]:
+            del self._pinned[key]
 
     def _make_room(self) -> bool:
         if len(self._slots) < self.times.slots:
             return True
-        free = [key for key in self._slots if key not in self._kept]
+        free = [key for key in self._slots if key not in self._pinned]
         victim = next((key for key in free if key not in self._expected), next(iter(free), None))
         if victim is not None:
             del self._slots[victim]

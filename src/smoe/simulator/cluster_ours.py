@@ -3,11 +3,11 @@
     main        | its part | plan | rows out |  own experts  | wait | its part ...
     main's port                   | up | up |                | down |
     workers     what main tells them is read ahead; what rows come for is read, computed, sent (`cluster_machine.py`)
-    shadow      | layer | layer | ...  on main: whatever it says is told at once
+    shadow      | layer | layer | ...  on the coordinator: predictions are sent at once
 
-Who computes what is decided by `Placement`, who is told ahead by `AheadSchedule`, as `cluster/remote.py` asks them.
+`Placement` decides what each machine computes, `AheadSchedule` what is announced, as `cluster/remote.py` asks them.
 What main knows of its workers it has measured, so times waver a little, and equal workers are not equal to it
-(`spread`). One sequence, decode steps; nobody fails.
+(`spread`). One sequence, decode steps; no machine fails.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OurCluster:
     row_bytes: float
     """Of a hidden state; one goes to each worker that computes, one comes back for each expert."""
     workers: Sequence[WorkerTimes]
-    """`away`: half of what there and back takes beside the wire."""
+    """`away`: half of the round trip without the wire's own time."""
     placement: str
     """One of `PLACEMENT`."""
     here: WorkerTimes | None = None
@@ -138,7 +138,7 @@ class _OurDecoding:
         for unit, machine in self._machines.items():
             machine.begin_with(cluster.held.get(unit, ()))
         self._rule = Placement(cluster.placement, "score", (), inf, 0.0, 0)
-        here = Here(self._here_load, self._here_kept, self._is_at_hand, cluster.here_ahead)
+        here = Here(self._here_load, self._here_retained, self._is_at_hand, cluster.here_ahead)
         turns, clock = {layer: layer for layer in range(self._layers)}, partial(getattr, self._events, "now")
         self._ahead = AheadSchedule(
             cluster.placement, turns, 0, here, self._costs_later, self._tell, clock, nullcontext()
@@ -180,7 +180,7 @@ class _OurDecoding:
     def _is_at_hand(self, key: ExpertKey) -> bool:
         return self._here is not None and key in self._here
 
-    def _here_kept(self) -> float:
+    def _here_retained(self) -> float:
         assert self._here is not None
         return max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
 
@@ -189,11 +189,11 @@ class _OurDecoding:
         uses = sum(known.uses for known in self._known.values())
         if self._here is None or not uses:
             return 0.0
-        kept = max(0.0, 1.0 - sum(known.brought for known in self._known.values()) / uses)
+        held_share = max(0.0, 1.0 - sum(known.brought for known in self._known.values()) / uses)
         loads = [known.load for known in self._known.values()]
-        return (kept - self._here_kept()) * sum(loads) / len(loads)
+        return (held_share - self._here_retained()) * sum(loads) / len(loads)
 
-    # -- who is told ahead --------------------------------------------------------------------------------------------
+    # -- announcements ------------------------------------------------------------------------------------------------
 
     def _says(self, number: int, layer: int, is_right: bool) -> None:
         token = self._tokens[number]
@@ -227,7 +227,7 @@ class _OurDecoding:
         self._events.at(self._events.now + self._cluster.layer, partial(self._routed, number, layer))
 
     def _routed(self, number: int, layer: int) -> None:
-        """The router has spoken: rows go out, and who can be told of a later layer is."""
+        """The router has spoken: rows go out, and later layers are announced."""
         chosen = self._tokens[number].chosen[layer]
         self._ahead.asked(layer, set(chosen))
         keys = [(layer, expert, EXACT) for expert in chosen]

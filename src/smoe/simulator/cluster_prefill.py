@@ -4,7 +4,7 @@
     piped     load of the next layer ...............................
               main's part | rows out, batch after batch ..... |
                            compute | compute | compute | ...
-                           rows back, beside those that go out ......... |
+                           rows back, while others go out .............. |
 
 *Serial*: each waits for what is left of it. *Piped*: a second slot takes the next layer's expert meanwhile, rows go in
 batches, the port works in both directions.

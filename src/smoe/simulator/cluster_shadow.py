@@ -4,7 +4,7 @@
     late                    a token and its keys and values travel |----> S S S S S S
     early     S S S S S S (n + 1, from its own token) S S            right: goes on; wrong: |-> S S S S S S
 
-*Late* is the paper's: it begins a token when main has told it what is due (token, keys and values); where nothing is
+*Late* is the paper's: it begins a token when it has what is due (token, keys and values); where nothing is
 due, with main. *Early*, ours: it begins the next token from its own as soon as it is free, one token ahead at most,
 and begins again where main's turns out to be another.
 """
@@ -25,7 +25,7 @@ class ShadowTimes:
     layer: float
     """Seconds."""
     token_period: int = 1
-    """After how many tokens it is told main's token; 0: never."""
+    """After how many tokens it gets the coordinator's token; 0: never."""
     kv_period: int = 1
     """The same of keys and values."""
     kv_bytes: float = 0.0
@@ -35,7 +35,7 @@ class ShadowTimes:
     is_early: bool = False
     """Keys and values then follow when the port is free, and are not waited for."""
 
-    def is_told(self, token: int) -> bool:
+    def is_sent(self, token: int) -> bool:
         """Whether it waits for main before this token."""
         return _is_due(self.token_period, token) or self.kv_is_due(token)
 
@@ -52,8 +52,8 @@ def _is_due(period: int, token: int) -> bool:
 
 
 class SimulatedShadow:
-    """`says` hears (token, layer, whether its own token was right) when a layer is done; `unsays` that what it said of
-    a token was nothing."""
+    """`says` gets (token, layer, whether its own token was right) when a layer is done; `unsays` when the
+    predictions for a token are withdrawn."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SimulatedShadow:
         """(when, token, layer) of every layer begun."""
         self._events, self._times, self._layers = events, times, layers
         self._own_is_right, self._says, self._unsays = own_is_right, says, unsays
-        self._told = -1
+        self._last_sent = -1
         """The last token that it may begin with main's word."""
         self._next = 0
         self._attempt = 0
@@ -78,7 +78,7 @@ class SimulatedShadow:
 
     def tell(self, token: int) -> None:
         """Main has come to this token, and what was due has arrived."""
-        self._told = token
+        self._last_sent = token
         begun = self._next - 1
         if begun == token and token > 0 and not self._own_is_right[token]:
             self._unsays(token)
@@ -89,9 +89,9 @@ class SimulatedShadow:
         if self._under_way is not None:
             return
         ahead = 1 if self._times.is_early else 0
-        if self._next <= self._told + ahead and self._next < len(self._own_is_right):
+        if self._next <= self._last_sent + ahead and self._next < len(self._own_is_right):
             self._under_way = token = self._next
-            self._is_right = token <= self._told or self._own_is_right[token]
+            self._is_right = token <= self._last_sent or self._own_is_right[token]
             self._next += 1
             self._attempt += 1
             self._layer(self._attempt, token, 0)

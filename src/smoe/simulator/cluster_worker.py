@@ -26,7 +26,7 @@ class WorkerTimes:
     """To compute one for a row."""
     slots: int = 1
     away: float = 0.0
-    """One way, beside the wire's own delay."""
+    """One way, without the wire's own delay."""
     chunk: float | None = None
     """Of a load that proves wrong the rest is not brought in, but for the chunk under way; None: all of it is."""
 
@@ -68,7 +68,7 @@ class SimulatedWorker:
         return {*self._held, *(key for at, key in self._expected if at <= step)}
 
     def name(self, step: int, keys: Sequence[ExpertKey]) -> None:
-        """These will be asked for, somebody thinks; of no use once main itself has asked."""
+        """These are announced; of no use once they are requested."""
         if step <= self._step:
             return
         self._expected.extend((step, key) for key in keys)
@@ -92,7 +92,7 @@ class SimulatedWorker:
         self._go_on()
 
     def _give_up(self) -> None:
-        """The load under way, if nobody wants it, at the end of its chunk."""
+        """End the load in flight, if it is not needed, at the end of its chunk."""
         if self._loading is None or self.times.chunk is None or self._is_wanted(self._loading[0]):
             return
         key, begin = self._loading

@@ -1,5 +1,5 @@
 """Predictors for traces: one that knows, for what any prefetch could bring at best, or at a given recall and depth; and
-one that repeats what another has said."""
+one that repeats another one's predictions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from smoe.routing import Phase, Routing
 
 
 class Recorded(Predictor):
-    """Says again what a predictor has said at each routing of a trace, as it was recorded."""
+    """Repeats a predictor's recorded predictions at each routing of a trace."""
 
-    def __init__(self, said: Sequence[Sequence[Prediction]], asked: Moment = Moment.ROUTED) -> None:
-        """`said`: for each routing of the trace, the answer, or nothing."""
+    def __init__(self, recorded: Sequence[Sequence[Prediction]], asked: Moment = Moment.ROUTED) -> None:
+        """`recorded`: for each routing of the trace, the answer, or nothing."""
         self.asked = asked
-        self._said = said
-        self._heard = 0
+        self._recorded = recorded
+        self._observed = 0
 
     def observe(self, routing: Routing) -> None:
-        self._heard += 1
+        self._observed += 1
 
     def predict(self, sight: Sight) -> Sequence[Prediction]:
-        return self._said[self._heard - 1]
+        return self._recorded[self._observed - 1]
 
 
 class Foresight(Predictor):

@@ -1,7 +1,7 @@
 """Replay a recorded routing through the engine's own planner and count hits and loads.
 
 The limit that a run is measured against (`docs/metrics.md`) uses the misses that this replay counts for the run's
-own trace; Belady's replay beside it says what no policy could beat.
+own trace; Belady's replay shows what no policy could beat.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def stack_distances(keys: np.ndarray) -> np.ndarray:
 
 def _at_most_left(values: np.ndarray) -> np.ndarray:
     """[n]: how many numbers left of each one are at most as large. Every block is halved, and how many of its left
-    half are at most as large is looked up for its right half; blocks are told apart by what is added to them."""
+    half are at most as large is looked up for its right half; blocks are separated by what is added to them."""
     count = len(values)
     found = np.zeros(count, np.int64)
     if not count:

@@ -1,4 +1,4 @@
-"""Many simulations beside each other: a process for each core, results in order; what was kept is not made again."""
+"""Many simulations in parallel: a process for each core, results in order; stored ones are not made again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Protocol, TypeVar
 
 Setting = TypeVar("Setting")
 Result = TypeVar("Result")
-Kept = TypeVar("Kept")
+Stored = TypeVar("Stored")
 
 _MOST_PROCESSES = 61 if sys.platform == "win32" else 10_000
 """That one process can wait for there."""
 
 
-class ResultStore(Protocol[Kept]):
+class ResultStore(Protocol[Stored]):
     """Where results outlive an interrupt."""
 
-    def find(self, setting: object) -> Kept | None:
-        """The result of a setting, if it was kept."""
+    def find(self, setting: object) -> Stored | None:
+        """The result of a setting, if it was stored."""
 
-    def keep(self, setting: object, result: Kept) -> None:
-        """Whole or not at all; where nothing can be kept, nothing happens."""
+    def keep(self, setting: object, result: Stored) -> None:
+        """Whole or not at all; where nothing can be stored, nothing happens."""
 
 
 def sweep(
@@ -41,11 +41,11 @@ def sweep(
 ) -> list[Result]:
     """What `simulate`, a function of a module, makes of every setting; `tick` hears of each that is done.
 
-    `processes`: so many at most, with 1 none but this one; None: one for each core of the machine. Results are kept by
-    `keeping` as they come, and those that it has are not made again. The first exception of a simulation, or an
+    `processes`: so many at most, with 1 none but this one; None: one for each core of the machine. Results are stored
+    by `keeping` as they come, and those that it has are not made again. The first exception of a simulation, or an
     interrupt, ends them all.
     """
-    found = {} if keeping is None else _kept(keeping, settings, tick)
+    found = {} if keeping is None else _stored(keeping, settings, tick)
     missing = [number for number in range(len(settings)) if number not in found]
     most = min(len(missing), processes or os.cpu_count() or 1, _MOST_PROCESSES)
     if most <= 1:
@@ -74,7 +74,9 @@ def sweep(
     return [found[number] for number in range(len(settings))]
 
 
-def _kept(keeping: ResultStore[Result], settings: Sequence[Setting], tick: Callable[[int], None]) -> dict[int, Result]:
+def _stored(
+    keeping: ResultStore[Result], settings: Sequence[Setting], tick: Callable[[int], None]
+) -> dict[int, Result]:
     """By the numbers of their settings."""
     found = {}
     for number, setting in enumerate(settings):

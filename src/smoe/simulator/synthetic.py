@@ -1,4 +1,4 @@
-"""Traces that nobody recorded: routing drawn at random, with the habits of a recorded run.
+"""Synthetic traces: routing drawn at random, with the habits of a recorded run.
 
 For models that are not here. What a token's routers say is drawn from logits, one for every expert:
 
@@ -132,8 +132,8 @@ def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[i
     if not scores:
         return routing
     weights = scaled([[of_row[e] for e in row] for (row, _), of_row in zip(rows, scores, strict=True)])
-    kept = scores if phase is Phase.DECODE else [scores[row] for row in last_rows(routing)]
-    return routing._replace(scores=kept, weights=weights)
+    scores_of_phase = scores if phase is Phase.DECODE else [scores[row] for row in last_rows(routing)]
+    return routing._replace(scores=scores_of_phase, weights=weights)
 
 
 def moments(trace: Sequence[Routing], steps: int) -> Moments:

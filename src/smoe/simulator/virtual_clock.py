@@ -9,7 +9,7 @@ the right:
 
 The link does one load after the other, those that a layer waits for first; a load that has begun is not interrupted.
 Link and CPU do not slow each other down here. What substitution would change in later routing is not seen: the trace
-says what the routers said.
+says what the routers chose.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepTimes:
     layer: Callable[[int], float]
     """The rest of a layer, for so many tokens."""
     host: Callable[[int], float] | None = None
-    """One expert on the CPU beside the device; None: there is none, or it computes nothing."""
+    """One expert on the CPU of a machine with a device; None: there is none, or it computes nothing."""
     deciding: float = 0.0
     """Our own Python, in every layer."""
     asking: float = 0.0
@@ -53,8 +53,8 @@ class StepTimes:
     low_load: float = 0.0
     """Of a low copy, where there are such."""
     in_chunks: float = 1.0
-    """How many times longer a load takes that nobody waited for when it was asked for: in chunks, between which others
-    pass."""
+    """How many times longer a load takes that no thread waited for when it was asked for: in chunks, between which
+    others pass."""
     alone: float = 1.0
     """How many times longer an expert of a decode step takes that had to be waited for: those that are resident are
     computed in one piece, these one by one."""
@@ -114,7 +114,7 @@ class _Link:
         return found
 
     def wait(self, key: ExpertKey, now: float) -> float:
-        """When this load ends, which goes before all that nobody waits for."""
+        """When this load ends, which goes before all that no thread waits for."""
         self._run(now)
         for entry in [entry for entry in self._expected if entry[0] == key]:
             self._expected.remove(entry)
@@ -193,7 +193,7 @@ class VirtualClock:
         self._link = _Link(times.load, times.low_load, times.in_chunks)
         self._now = 0.0
         self._answer_at: tuple[Iterable[Prediction], float] | None = None
-        """Of a predictor that is asked beside the experts, and when it has answered."""
+        """Of a predictor that is asked concurrently with the experts, and when it has answered."""
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
         """Of the decode step before; infinity: a new step begins in any case."""
@@ -291,7 +291,7 @@ class VirtualClock:
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
-        """What was asked beside the experts, once it is there."""
+        """What was asked concurrently with the experts, once it is there."""
         if self._answer_at is None or not (waits or self._answer_at[1] <= self._now):
             return
         (predictions, there), self._answer_at = self._answer_at, None

@@ -187,7 +187,7 @@ class CurveBends(NamedTuple):
 
 
 def turns(found: Curves, policy: str) -> CurveBends:
-    """The plateau of a policy's curve, and the point before it that hangs lowest below the line to there."""
+    """The plateau of a policy's curve, and the point before it that is furthest below the line to there."""
     shares, misses = found.shares, found.misses[policy]
     plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= LITTLE * found.uses)
     width, height = shares[plateau] - shares[0], misses[0] - misses[plateau]
@@ -202,7 +202,7 @@ def in_words(found: Curves, policy: str, experts_bytes: int | None = None) -> st
     """What more memory saves, as one sentence.
 
     `auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 3.00 GiB); from ...`
-    `experts_bytes`: what all experts take; None: nobody knows.
+    `experts_bytes`: what all experts take; None: unknown.
     """
     turn, misses, shares = turns(found, policy), found.per_step(policy), found.shares
     unit, rest = "token" if found.steps_are_tokens else "step", misses[turn.plateau] - misses[-1]

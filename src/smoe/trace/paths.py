@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smoe.prediction.activation_path import NOBODY, Paths, RoutedLayer
+from smoe.prediction.activation_path import NO_EXPERT, Paths, RoutedLayer
 from smoe.trace.file import Trace
 from smoe.trace.record import TraceHeader
 
@@ -21,7 +21,7 @@ def paths_in(trace: Trace, tokens: int | None = None) -> Paths:
     places = [np.flatnonzero(layer_of == each.layer) for each in layers]
     index, first = trace.rows["top_k_index"], places[0]
     real = np.flatnonzero(index[first].min(axis=1) < layers[0].experts)[:tokens]
-    chosen = np.full((len(real), len(layers), max(each.top_k for each in layers)), NOBODY, dtype=np.int64)
+    chosen = np.full((len(real), len(layers), max(each.top_k for each in layers)), NO_EXPERT, dtype=np.int64)
     for place, each in enumerate(layers):
         chosen[:, place, : each.top_k] = index[places[place][real], : each.top_k]
     return Paths(layers, chosen, trace.rows["sequence"][first[real]].astype(np.int64))

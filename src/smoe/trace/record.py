@@ -47,7 +47,7 @@ class TraceHeader:
     smoe: str = __version__
     """The version that wrote the trace."""
     expert_bytes: tuple[int, ...] | None = None
-    """Memory that a resident expert takes, layer by layer; None where nobody has said."""
+    """Memory that a resident expert takes, layer by layer; None: unknown."""
 
     @property
     def experts(self) -> int:

@@ -34,7 +34,7 @@ def recording(
 ) -> Iterator[Recorder]:
     """Inside, every pass of `model` (one of `smoe.from_pretrained`) is written to `path`; after an error nothing is.
 
-    `name`: what the header calls the model. Raises `UnsupportedModelError` for routers whose logits cannot be heard,
+    `name`: what the header calls the model. Raises `UnsupportedModelError` for routers whose logits cannot be observed,
     and what `TraceWriter` raises.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -56,7 +56,7 @@ class Recorder(StepObserver):
         self.steps = 0
         """Whole steps written."""
         self.sequences = 0
-        """Sequences heard."""
+        """Sequences observed."""
         self.first_sequence = 0
         """Number, in the trace, of the sequence in row 0 of the passes to come."""
         self._engine = engine

@@ -56,7 +56,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class TraceSurvey:
-    """None where something cannot be said; `left_out` then has the reason, by the field's name."""
+    """None where a value is missing; `left_out` then has the reason, by the field's name."""
 
     header: TraceHeader
     """Of the first trace."""

@@ -2,7 +2,7 @@
 
 No single rule is good everywhere. A decode token walks through all layers, so LRU hits next to nothing where slots
 are fewer than layers x top-k: a cyclic scan. LFU never forgets what was used for a topic that is over. Counts over a
-window (`score.py` where no scores are heard) forget at once what is good for longer. Counts that fade, by half in
+window (`score.py` without scores) forget at once what is good for longer. Counts that fade, by half in
 `HALF_LIFE` tokens (LRFU: D. Lee et al., IEEE Transactions on Computers 50(12), 2001), were the best on every text that
 was tried (docs/evictions.md), so they lead at first; the others are there for what was not tried.
 
@@ -74,11 +74,11 @@ class Adaptive(Eviction):
         self._uncounted: list[np.ndarray] = []
         """Places used in steps that `_USES` does not have yet."""
         self._clock = 0
-        """Routings heard."""
+        """Routings observed."""
         self._steps = 0
         """Passes over the layers, as far as their numbers tell."""
         self._layer = -1
-        """The layer heard last."""
+        """The layer observed last."""
         self._is_full = False
         """Whether anything has ever been given up: until then there is nothing to choose."""
         self._trial: _Trial | None = None
@@ -95,7 +95,7 @@ class Adaptive(Eviction):
 
     @property
     def _is_counting(self) -> bool:
-        """Whether somebody looks at plain counts: otherwise they are made up later, all at once."""
+        """Whether a policy looks at plain counts: otherwise they are made up later, all at once."""
         return self._trial is not None or self._leader in (_USES, _RECENT_USES)
 
     def insert(self, key: ExpertKey) -> None:
@@ -139,7 +139,7 @@ class Adaptive(Eviction):
         return lowest_residents(self._values[self._leader], self._is_resident, self._width, count, shield)
 
     def worth(self, key: ExpertKey) -> float:
-        """By the leader's rule; 0 for a layer or an expert that was never heard of."""
+        """By the leader's rule; 0 for a layer or an expert that was never observed."""
         place, values = key[0] * self._width + key[1], self._values[self._leader]
         return float(values[place]) if key[1] < self._width and place < len(values) else 0.0
 

@@ -29,10 +29,10 @@ FADING = 2.0 ** (-1.0 / np.array(HORIZONS))
 FEATURES = 3 + 2 * len(HORIZONS)
 """F: what `features` says of an expert."""
 _PRIOR = 2.0
-"""Tokens that an expert's share of the uses counts for, before any is heard."""
+"""Tokens that an expert's share of the uses counts for, before any is observed."""
 DISCOUNT = 0.8
 """D. From 0.5 to 0.95 misses differ by some 2 %: smaller ones are better for small caches."""
-KEPT = 0.5
+DECAY = 0.5
 """Of the context, by the next token."""
 _LEAST = 0.02
 """Of the first part's estimate, that the second leaves at least: no estimate is 0."""
@@ -92,7 +92,7 @@ def chance(found: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def spread(estimate: np.ndarray) -> np.ndarray:
-    """By how much estimates are off, if they are right on average: what the second part is told in."""
+    """By how much estimates are off, if they are right on average: the unit of the second part."""
     off: np.ndarray = np.sqrt(estimate * (1.0 - estimate))
     return off
 
@@ -104,7 +104,7 @@ class Learned(Ranked):
     name = "learned"
 
     def __init__(self, learned: NextUse | None = None) -> None:
-        """None: as for a model that nobody has trained it for."""
+        """None: as for a model without training."""
         super().__init__(numbers=len(HORIZONS) + 2)
         """The fading counts, all uses, and the first part's estimate."""
         self._learned = learned if learned is not None else untrained()
@@ -112,9 +112,9 @@ class Learned(Ranked):
         self._context = np.zeros((layers, rank), dtype=np.float32)
         """[L, R] what the choices of every layer have added."""
         self._steps: dict[int, int] = {}
-        """Of every layer, as far as they were heard."""
+        """Of every layer observed so far."""
         self._layer = 0
-        """The layer heard last."""
+        """The layer observed last."""
         if layers:
             self._fit(layers - 1, width)
 
@@ -141,8 +141,8 @@ class Learned(Ranked):
         if layer < len(self._context):
             source, context = self._learned.source[layer], self._context[layer]
             added = source[[expert for row in rows for expert in row]].sum(axis=0) / len(rows)
-            context *= KEPT
-            context += (1.0 - KEPT) * (added - self._learned.usual[layer])
+            context *= DECAY
+            context += (1.0 - DECAY) * (added - self._learned.usual[layer])
         return used
 
     def _estimate(self, layer: int, used: Sequence[int]) -> None:

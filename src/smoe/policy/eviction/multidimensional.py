@@ -9,8 +9,8 @@ The priority of an expert t is a weighted sum of four numbers between 0 and 1, a
     l_t  its layer, l_i the layer whose router     l_n  layers, up to the last that has experts
          has spoken last
 
-Experts of layers that come soon are kept (FLD, the farthest layer distance), and those that are asked for in high
-precision, because they cost most to bring in again (LHU). R, F, H and T begin anew with every prompt, for what a
+Experts of layers that come soon stay (FLD, the farthest layer distance), and those that are asked for in high
+precision, because they cost most to bring in again (LHU). R, F, H and T start again with every prompt, for what a
 sequence prefers is not what the model prefers. The paper leaves the weights to a search on recorded traces:
 `smoe tune --cache` is one.
 """
@@ -25,7 +25,7 @@ from smoe.policy.eviction.base import Ranked
 from smoe.routing import Phase, Routing
 
 WEIGHTS = (0.25, 0.125, 0.5, 0.125)
-"""(lru, lfu, lhu, fld) of a model that nobody has fitted them for: between what was fitted for one of many small
+"""(lru, lfu, lhu, fld) of a model without fitted ones: between what was fitted for one of many small
 experts and for one of few (docs/evictions.md)."""
 
 _USES, _HIGH_USES, _RECORDED = range(3)
@@ -39,7 +39,7 @@ class Multidimensional(Ranked):
     name = "multidimensional"
 
     def __init__(self, weights: Sequence[float] = WEIGHTS, of_sequence: bool = True) -> None:
-        """`of_sequence`: records begin anew with every prompt; else they are of all since the model was loaded."""
+        """`of_sequence`: records start again with every prompt; else they are of all since the model was loaded."""
         assert len(weights) == 4, weights
         super().__init__(numbers=3)
         self._weights = weights
@@ -51,7 +51,7 @@ class Multidimensional(Ranked):
         self._layer = 0
         """l_i"""
         self._phase: Phase | None = None
-        """Of the routing heard last."""
+        """Of the routing observed last."""
 
     def observe(self, routing: Routing) -> None:
         layer, experts, phase, rows = routing.layer, routing.experts, routing.phase, routing.top_k_index

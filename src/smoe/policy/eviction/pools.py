@@ -29,7 +29,7 @@ class LayerPools(Eviction):
         self._pools: dict[int, Eviction] = {}
         self._sizes: Counter[int] = Counter()
         self._running = 0
-        """The layer whose router has spoken last: whoever asks for victims asks for it."""
+        """The layer whose router was observed last: victims are chosen for it."""
 
     @property
     def rule(self) -> str:
@@ -94,7 +94,7 @@ class SizePools(Eviction):
         self._pools = pools
         self._all = list({id(pool): pool for pool in pools.values()}.values())
         self._running = self._all[0]
-        """Of the layer whose router has spoken last: whoever asks for victims asks for it."""
+        """Of the layer whose router was observed last: victims are chosen for it."""
 
     @property
     def rule(self) -> str:

@@ -11,7 +11,7 @@ SEED = 13
 
 
 class RandomChoice(Ranked):
-    """Lots are drawn anew whenever a router has spoken, for all experts, from a fixed seed: asking draws nothing."""
+    """Lots are drawn again whenever a router has spoken, for all experts, from a fixed seed: asking draws nothing."""
 
     name = "random"
 
