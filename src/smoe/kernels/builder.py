@@ -100,6 +100,10 @@ class Code:
         """Bytes of a table of 16 by codes [32 or 64], which are below 16."""
         return self._own.looked_up_bytes(self, table, codes)
 
+    def picked_bytes(self, table: Sequence[int], places: Value) -> Value:
+        """Bytes of a table of 128 by places [64], of which the lowest seven bits count; where a CPU has that."""
+        return self._own.picked_bytes(self, table, places)
+
     def looked_up(self, table: Sequence[float], codes: Value) -> Value:
         """Numbers of a table of 16 by codes, of which the lowest four bits count; each must be exact in bf16."""
         return self._own.looked_up(self, table, codes)

@@ -15,14 +15,14 @@ set (grade E1). Rows are rounded as `byte_rows.py` describes; nothing else is ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from llvmlite import ir
 
 from smoe.formats.base import Format, Group, Points, Run
-from smoe.kernels.block_columns import PIECE, Columns
+from smoe.kernels.block_columns import PIECE, Columns, is_in_planes
 from smoe.kernels.builder import Code
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.byte_rows import ByteRow, parts_of
@@ -118,6 +118,7 @@ class _Products:
         self.form = form
         self.layout = Layout.of(form)
         self.codes = codes_of(code.isa, form)
+        self.is_in_planes = is_in_planes(code.isa, form)
         self.has_offsets = form.minimum is not None
         self.given, self.w, _, self.bias, self.first, self.end, self.columns = code.arguments
         build, lanes = code.build, code.isa.lanes
@@ -217,8 +218,9 @@ class _Products:
             sums = code.dot_sum(kind.most, kind.is_signed)
             for run in group.runs:
                 for i in range(0, run.numbers, PIECE):
+                    words = self._words(code.at(x.numbers, k))
                     for codes in columns.codes(run.fields, i):
-                        sums.add(self._as_bytes(codes), self._copied(code.at(x.numbers, k)))
+                        sums.add(self._as_bytes(codes), next(words))
                         k += 4
                         if k % _PINNED == 0:
                             sums.pin()
@@ -252,6 +254,18 @@ class _Products:
         """Four bytes of a row, for every output: [4 * lanes]."""
         code = self.code
         return code.build.bitcast(code.splat(code.load(WORD, x)), code.registers(BYTE, 4 * code.isa.lanes))
+
+    def _words(self, x: Value) -> Iterator[Value]:
+        """16 bytes of a row, four at a time, each for every output, as `Columns.codes` gives what they multiply."""
+        code = self.code
+        if not self.is_in_planes:
+            yield from (self._copied(code.at(x, n)) for n in range(0, PIECE, 4))
+            return
+        turned = code.pick(code.load(code.registers(BYTE, PIECE), x), [n % 4 * 4 + n // 4 for n in range(PIECE)])
+        words = code.build.bitcast(turned, code.registers(WORD, PIECE // 4))
+        for n in range(PIECE // 4):
+            every = code.pick(words, [n] * code.isa.lanes)
+            yield code.build.bitcast(every, code.registers(BYTE, 4 * code.isa.lanes))
 
     def _places(self, n: Value, b: Value) -> list[Value]:
         """Where block b of outputs n, n + 1, ... begins; past the last output that one comes again."""
@@ -391,8 +405,11 @@ class _Products:
         """codes . bytes of one group, row by row and strip by strip: int32 [lanes] each."""
         code, lanes, kind = self.code, self.code.isa.lanes, self.codes
         sums = [code.dot_sum(kind.most, kind.is_signed) for _ in range(len(xs) * STRIPS)]
+        words: list[Iterator[Value]] = []
         for k in range(0, self.layout.group, 4):
-            bytes_ = [self._copied(code.at(x, k)) for x in xs]
+            if k % PIECE == 0:
+                words = [self._words(code.at(x, k)) for x in xs]
+            bytes_ = [next(each) for each in words]
             for strip in range(STRIPS):
                 codes = code.load(
                     code.registers(BYTE, 4 * lanes), code.at(tile, strip * self.tile_strip + k * lanes), 4 * lanes

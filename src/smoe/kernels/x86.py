@@ -25,6 +25,12 @@ def looked_up_bytes(code: Code, table: Sequence[int], codes: Value) -> Value:
     return code.intrinsic(name, ir.FunctionType(codes.type, [codes.type] * 2), [whole, codes])
 
 
+def picked_bytes(code: Code, table: Sequence[int], places: Value) -> Value:
+    low, high = (code.bytes(table[n : n + 64]) for n in (0, 64))
+    kind = ir.FunctionType(places.type, [places.type] * 3)
+    return code.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", kind, [low, places, high])
+
+
 def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
     whole = ir.Constant(ir.VectorType(FLOAT, len(table)), [ir.Constant(FLOAT, each) for each in table])
     if code.isa.lanes == 16:
