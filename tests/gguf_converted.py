@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from tests import families, gguf_toy, zoo
 
@@ -75,7 +83,9 @@ def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) 
     config = AutoConfig.for_model(**{**base, "rms_norm_eps": 1e-4, **family.config, **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = families.eager(AutoModelForCausalLM.from_config, config, dtype)
+        writes_text = family.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        own = AutoModelForCausalLM if writes_text else AutoModelForImageTextToText
+        model = families.eager(own.from_config, config, dtype)
     zoo.fill(model, dtype)
     _only_signs(model)
     ready: PreTrainedModel = model.eval()
@@ -103,7 +113,7 @@ def tensors_of(family: Architecture, model: PreTrainedModel) -> dict[str, torch.
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        layer = re.fullmatch(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.(.*)", name)
         if layer is None:
             found |= dict(family.convert(name, weight, model.config))
         else:
@@ -1053,7 +1063,7 @@ def _bailing_metadata(config: PretrainedConfig) -> dict[str, Any]:
         "expert_shared_feed_forward_length": config.n_shared_experts * config.moe_intermediate_size,
         "expert_weights_norm": config.norm_topk_prob,
         "expert_weights_scale": config.routed_scaling_factor,
-        "leading_dense_block_count": config.first_k_dense_replace,
+        "leading_dense_block_count": getattr(config, "first_k_dense_replace", 0),
         "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
     }
 
@@ -1133,7 +1143,139 @@ LLAMA4 = Architecture(
 )
 LLAMA4_MAVERICK = LLAMA4._replace(config={**_LLAMA4, **_THETA, "num_local_experts": 128, "use_qk_norm": False})
 
-ALL: dict[str, Architecture] = {
+MISTRAL4 = Architecture(
+    "mistral4",
+    "mistral4",
+    {
+        **_LATENT,
+        "head_dim": 40,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1},
+    },
+    _latent,
+    lambda config: {**_latent_metadata(config), "expert_weights_norm": True, "leading_dense_block_count": 0},
+    "tekken",
+)
+
+
+def _afmoe(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    yield from ((_AFMOE_NAMES[rest], weight),) if rest in _AFMOE_NAMES else usual(rest, weight, config)
+
+
+_AFMOE_NAMES = {
+    "self_attn.gate_proj.weight": "attn_gate.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_mlp_layernorm.weight": "ffn_norm.weight",
+    "post_mlp_layernorm.weight": "post_ffw_norm.weight",
+    "mlp.expert_bias": "exp_probs_b.bias",
+    "mlp.router.gate.weight": "ffn_gate_inp.weight",
+}
+
+
+def _afmoe_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config.route_scale),
+        "leading_dense_block_count": config.num_dense_layers,
+        "rope.dimension_count": config.head_dim,
+    }
+
+
+AFMOE = Architecture(
+    "afmoe",
+    "afmoe",
+    {
+        **_THETA,
+        "intermediate_size": 96,
+        "global_attn_every_n_layers": 4,
+        "layer_types": None,
+        "mup_enabled": True,
+        "num_dense_layers": 1,
+        "num_shared_experts": 2,
+        "route_scale": 2.5,
+    },
+    _afmoe,
+    _afmoe_metadata,
+    "afmoe",
+)
+
+
+def _solar(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    for key, each in usual(rest, weight, config):
+        yield ("post_attention_norm.weight" if key == "ffn_norm.weight" else key), each
+
+
+SOLAR = Architecture(
+    "glm4moe",
+    "solar_open",
+    {
+        "head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
+    },
+    _solar,
+    _bailing_metadata,
+    "solar-open",
+)
+
+_DBRX_NAMES = {
+    "transformer.wte.weight": "token_embd.weight",
+    "transformer.norm_f.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "norm_attn_norm.norm_1.weight": "attn_norm.weight",
+    "norm_attn_norm.norm_2.weight": "attn_output_norm.weight",
+    "norm_attn_norm.attn.Wqkv.weight": "attn_qkv.weight",
+    "norm_attn_norm.attn.out_proj.weight": "attn_output.weight",
+    "ffn.router.layer.weight": "ffn_gate_inp.weight",
+    "ffn.experts.mlp.w1": "ffn_gate_exps.weight",
+    "ffn.experts.mlp.v1": "ffn_up_exps.weight",
+    "ffn.experts.mlp.w2": "ffn_down_exps.weight",
+}
+
+
+def _dbrx(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    if ".experts." in rest:
+        weight = weight.view(config.ffn_config.moe_num_experts, -1, config.d_model)
+    yield _DBRX_NAMES[rest], weight.transpose(1, 2) if rest.endswith("w2") else weight
+
+
+def _dbrx_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.clamp_kqv": float(config.attn_config.clip_qkv),
+        "attention.head_count_kv": config.attn_config.kv_n_heads,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.layer_norm_rms_epsilon": None,
+        "expert_count": config.ffn_config.moe_num_experts,
+        "expert_used_count": config.ffn_config.moe_top_k,
+        "feed_forward_length": config.ffn_config.ffn_hidden_size,
+        "rope.freq_base": float(config.attn_config.rope_theta),
+    }
+
+
+DBRX = Architecture(
+    "dbrx",
+    "dbrx",
+    {**_THETA, "attn_config": {"kv_n_heads": 2, "rope_theta": 5000.0, "clip_qkv": 2.0}},
+    _dbrx,
+    _dbrx_metadata,
+    "dbrx",
+    frozenset({"rms_norm_eps", "ffn_config", "attn_config"}),
+)
+
+_ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2 V2": DEEPSEEK_V2,
     "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
     "deepseek2 V3": DEEPSEEK_V3,
@@ -1157,5 +1299,11 @@ ALL: dict[str, Architecture] = {
     "bailingmoe2": BAILING,
     "llama4 Scout": LLAMA4,
     "llama4 Maverick": LLAMA4_MAVERICK,
+    "mistral4": MISTRAL4,
+    "afmoe": AFMOE,
+    "glm4moe Solar-Open": SOLAR,
+    "dbrx": DBRX,
 }
-"""By architecture, and the published family where one architecture has several."""
+ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING_NAMES}
+"""By architecture, and the published family where one architecture has several: those that the installed transformers
+has."""

@@ -45,7 +45,7 @@ UNSAID = {
 UNSAID |= {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "vocab_size", "output_router_logits"}
 UNSAID |= {"router_aux_loss_coef"}
 
-IN_16_BITS = ("llama4_text",)
+IN_16_BITS = ("dbrx", "llama4_text")
 """Families whose plain experts are computed as the library does it in 16 bits only (docs/families.md)."""
 
 
@@ -216,3 +216,13 @@ def test_entries_that_are_missing_or_odd_are_errors_or_harmless(name: str, tmp_p
             changed = entries._replace(values=others if odd is None else {**others, key: odd})
             with suppress(SmoeError):
                 gguf_fields(header, family_of(changed), changed)
+
+
+def test_parts_of_a_matrix_take_its_bytes_together(tmp_path: Path) -> None:
+    """Queries, keys and values of Ling, which files have in one."""
+    family = converted.BAILING
+    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), Type.Q8_0)
+    dense, whole = read_spec(path, configure(context_tokens=32)).dense, checkpoint_at(path).tensors()
+    parts = [dense[f"model.layers.0.self_attn.{kind}_proj.weight"] for kind in "qkv"]
+    assert [part.shape for part in parts] == [(64, 64), (32, 64), (32, 64)]
+    assert sum(part.nbytes for part in parts) == whole["blk.0.attn_qkv.weight"].nbytes

@@ -45,6 +45,31 @@ def _ernie(entries: Entries, fields: dict[str, Any]) -> None:
     fields["moe_layer_end_index"] = fields["num_hidden_layers"] - 1
 
 
+def _dbrx(entries: Entries, fields: dict[str, Any]) -> None:
+    """In two configurations within one, by names of their own."""
+    fields["attn_config"] = {
+        "clip_qkv": entries.number("attention.clamp_kqv"),
+        "kv_n_heads": fields.pop("num_key_value_heads"),
+        "rope_theta": fields["rope_parameters"]["rope_theta"],
+    }
+    fields["ffn_config"] = {
+        "ffn_hidden_size": fields.pop("intermediate_size"),
+        "hidden_size": fields["hidden_size"],
+        "moe_num_experts": entries.number("expert_count"),
+        "moe_top_k": fields.pop("num_experts_per_tok"),
+    }
+    for ours, theirs in _DBRX.items():
+        fields[theirs] = fields.pop(ours)
+
+
+_DBRX = {
+    "hidden_size": "d_model",
+    "max_position_embeddings": "max_seq_len",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+}
+
+
 def _dots(entries: Entries, fields: dict[str, Any]) -> None:
     fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
 
@@ -111,6 +136,22 @@ def _llama4_frequencies(config: Any) -> list[float]:
 
 
 FAMILIES: Mapping[str, GgufFamily] = {
+    "afmoe": GgufFamily(
+        "afmoe",
+        {
+            "attention.key_length": "head_dim",
+            "attention.sliding_window": "sliding_window",
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "num_shared_experts",
+            "expert_weights_scale": "route_scale",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        fixed={"global_attn_every_n_layers": 4, "mup_enabled": True, "num_dense_layers": 0},
+        allowed={"expert_gating_func": SIGMOID},
+        names={"mlp.expert_bias": "exp_probs_b.bias"},
+        split="afmoe",
+    ),
     "bailingmoe2": GgufFamily(
         "glm4_moe",  # transformers has no class for Ling 2; this one computes the same
         {
@@ -133,6 +174,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         names={"post_attention_layernorm.weight": "ffn_norm.weight"},
         split="bailingmoe2",
     ),
+    "dbrx": GgufFamily("dbrx", {}, read=frozenset({"attention.clamp_kqv"}), complete=_dbrx, split="dbrx"),
     "dots1": GgufFamily(
         "dots1",
         {

@@ -90,6 +90,12 @@ def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
     fields["partial_rotary_factor"] = entries.number("rope.dimension_count") / fields["head_dim"]
 
 
+def _mistral4(entries: Entries, fields: dict[str, Any]) -> None:
+    """Queries grow with the position beyond the length of training, by a factor that most files leave out."""
+    latent_attention(entries, fields)
+    fields["rope_parameters"]["llama_4_scaling_beta"] = entries.number("attention.temperature_scale", 0.1)
+
+
 _HYPER = {
     f"{part}_hc.{kind}": f"hc_{part}_{kind}.weight" for part in ("attn", "ffn") for kind in ("fn", "base", "scale")
 }
@@ -149,5 +155,20 @@ FAMILIES: Mapping[str, GgufFamily] = {
         },
         unread=r"exp_probs_b_vl\.bias$",
         split="deepseek-v3",
+    ),
+    "mistral4": GgufFamily(
+        "mistral4",
+        {**DEEPSEEK_SIZES, "expert_weights_norm": "norm_topk_prob"},
+        fixed={
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+        read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
+        complete=_mistral4,
+        arrangements=KEYS_AND_VALUES,
+        split="tekken",
     ),
 }
