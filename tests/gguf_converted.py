@@ -1275,6 +1275,53 @@ DBRX = Architecture(
     frozenset({"rms_norm_eps", "ffn_config", "attn_config"}),
 )
 
+_INDEXER_NAMES = {
+    "self_attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+    "self_attn.indexer.wk.weight": "indexer.attn_k.weight",
+    "self_attn.indexer.k_norm.weight": "indexer.k_norm.weight",
+    "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
+    "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
+}
+
+
+def _indexed(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    yield from ((_INDEXER_NAMES[rest], weight),) if rest in _INDEXER_NAMES else _latent(rest, weight, config)
+
+
+def _indexed_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        **_latent_sigmoid(config),
+        "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim,
+        "attention.indexer.top_k": config.index_topk,
+    }
+
+
+GLM_DSA = Architecture(
+    "glm-dsa",
+    "glm_moe_dsa",
+    {
+        **_LATENT,
+        **_THETA,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 8,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
+    _indexed,
+    _indexed_metadata,
+    "glm4",
+)
+DEEPSEEK_V32 = GLM_DSA._replace(
+    name="deepseek32",
+    model_type="deepseek_v32",
+    config={**GLM_DSA.config, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
+    split="deepseek-v3",
+    unsaid=frozenset({"indexer_types"}),
+)
+
 _ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2 V2": DEEPSEEK_V2,
     "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
@@ -1303,6 +1350,8 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": AFMOE,
     "glm4moe Solar-Open": SOLAR,
     "dbrx": DBRX,
+    "glm-dsa": GLM_DSA,
+    "deepseek32": DEEPSEEK_V32,
 }
 ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING_NAMES}
 """By architecture, and the published family where one architecture has several: those that the installed transformers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from smoe.models.gguf_arrangements import KEYS_AND_VALUES
@@ -90,6 +91,32 @@ def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
     fields["partial_rotary_factor"] = entries.number("rope.dimension_count") / fields["head_dim"]
 
 
+def _indexed(entries: Entries, fields: dict[str, Any]) -> None:
+    """Layers without an indexer of their own use the choice of one before."""
+    latent_attention(entries, fields)
+    count, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
+    has_indexer = [f"blk.{layer}.indexer.attn_k.weight" in entries.tensors for layer in range(count)]
+    fields["indexer_types"] = ["full" if each else "shared" for each in has_indexer]
+    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
+
+
+_INDEXED = GgufFamily(
+    "glm_moe_dsa",
+    {
+        **_DEEPSEEK_V3.sizes,
+        "attention.indexer.head_count": "index_n_heads",
+        "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    },
+    fixed=_DEEPSEEK_V3.fixed,
+    allowed={"expert_gating_func": SIGMOID},
+    read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
+    complete=_indexed,
+    arrangements=KEYS_AND_VALUES,
+    split="glm4",
+)
+
+
 def _mistral4(entries: Entries, fields: dict[str, Any]) -> None:
     """Queries grow with the position beyond the length of training, by a factor that most files leave out."""
     latent_attention(entries, fields)
@@ -171,4 +198,6 @@ FAMILIES: Mapping[str, GgufFamily] = {
         arrangements=KEYS_AND_VALUES,
         split="tekken",
     ),
+    "deepseek32": replace(_INDEXED, model_type="deepseek_v32", named_as="glm-dsa", split="deepseek-v3"),
+    "glm-dsa": _INDEXED,
 }
