@@ -1,0 +1,149 @@
+"""What the process of each command holds at its peak: the table of `docs/metrics.md`, made or checked.
+
+    python -m bench.process_table [--write]
+
+Every command runs in a process of its own, on the embedded model, and says what it held most (`VmHWM`). *Libraries* is
+what a process holds that has imported the third-party packages of the command and done nothing with them; *ours* is the
+rest beside the budget: our modules, kernels, the code of the libraries that computing brings in, and what they keep.
+`--write` puts the table into the page. Linux alone. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.serve.server import Server, running
+from smoe.units import parse_bytes
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+HEAD = "| command | libraries, MiB | ours, MiB | budget, MiB | peak, MiB |\n| --- | --- | --- | --- | --- |\n"
+_MIB = 2**20
+_SHELL = ("typer", "rich.console", "pydantic", "numpy", "psutil")
+_MODEL = (*_SHELL, "torch", "transformers.models.qwen2_moe.modeling_qwen2_moe", "tokenizers", "safetensors")
+_SERVER = (*_MODEL, "fastapi", "uvicorn", "prometheus_client", "jinja2")
+_PEAK = """
+import sys
+
+def say():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmHWM:"):
+            print("peak", line.split()[1], file=sys.stderr)
+"""
+_COMMAND = """
+import atexit, sys
+atexit.register(say)
+sys.argv[0] = "smoe"
+from smoe.cli import main
+main()
+"""
+
+
+class Row(NamedTuple):
+    """A command, and the packages that it loads."""
+
+    line: str
+    libraries: tuple[str, ...]
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of memory that the command itself holds: a plan holds none."""
+        words = self.line.split()
+        return 0 if words[1] == "plan" else parse_bytes(words[words.index("--memory") + 1], "memory")
+
+
+ROWS = (
+    Row("smoe plan demo --memory 20MiB", _SHELL),
+    Row("smoe generate demo --memory 20MiB", _MODEL),
+    Row("smoe generate demo --memory 48MiB", _MODEL),
+    Row("smoe serve demo --memory 60MiB", _SERVER),
+)
+
+
+class Measured(NamedTuple):
+    """MiB of one command."""
+
+    libraries: float
+    ours: float
+    budget: float
+    peak: float
+
+
+def measure(rows: Sequence[Row] = ROWS) -> dict[str, Measured]:
+    """By command line."""
+    with tempfile.TemporaryDirectory() as folder:  # nothing that other runs have stored
+        environment = {**os.environ, "XDG_CACHE_HOME": folder}
+        libraries = {names: _imports(names, environment) for names in {row.libraries for row in rows}}
+        found = {}
+        for row in rows:
+            peak, budget, base = _peak(row, environment), row.budget_bytes / _MIB, libraries[row.libraries]
+            found[row.line] = Measured(base, peak - base - budget, budget, peak)
+    return found
+
+
+def _imports(names: Sequence[str], environment: Mapping[str, str]) -> float:
+    lines = "".join(f"import {name}\n" for name in ("smoe", *names))  # smoe first: it sets how threads wait
+    return _run([sys.executable, "-c", f"{_PEAK}{lines}say()"], environment)
+
+
+def _peak(row: Row, environment: Mapping[str, str]) -> float:
+    words = row.line.split()[1:]
+    if words[0] == "serve":
+        with running(words[1], 4, words[2:]) as process:
+            Server(process.port, None).ask("Once upon a time", 40)
+            return _held(process.pid)
+    more = ["-p", "Once upon a time", "--max-new-tokens", "40"] if words[0] == "generate" else []
+    return _run([sys.executable, "-c", _PEAK + _COMMAND, *words, *more], environment)
+
+
+def _run(line: list[str], environment: Mapping[str, str]) -> float:
+    done = subprocess.run(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    peaks = [words[1] for words in map(str.split, done.stderr.splitlines()) if words[:1] == ["peak"]]
+    if done.returncode or not peaks:
+        raise SystemExit(f"{line[-1]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return int(peaks[-1]) / 1024
+
+
+def _held(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(pid)
+
+
+def table(found: Mapping[str, Measured]) -> str:
+    """In Markdown."""
+    return HEAD + "".join(
+        f"| `{line}` | {' | '.join(f'{number:.0f}' for number in measured)} |\n" for line, measured in found.items()
+    )
+
+
+def written(page: str) -> dict[str, Measured]:
+    """What the page says."""
+    lines = page.partition(HEAD)[2].partition("\n\n")[0].splitlines()
+    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {command.strip("`"): Measured(*map(float, numbers)) for command, *numbers in cells}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into the page")
+    asked = parser.parse_args()
+    found = measure()
+    print(table(found), file=sys.stderr)
+    if asked.write:
+        page = PAGE.read_text(encoding="utf8")
+        before, _, after = page.partition(HEAD)
+        PAGE.write_text(before + table(found) + "\n" + after.partition("\n\n")[2], encoding="utf8")
+    print(json.dumps({"bench": "process_table", "mib": {line: each._asdict() for line, each in found.items()}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The table of what processes hold: complete, and what is measured within 15 % of it.
+
+Would catch a library that a command has begun to load, and a figure that nobody has measured again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from bench.process_table import PAGE, ROWS, measure, table, written
+from smoe.machine.process_memory import LIBRARIES_BYTES
+
+WITHIN = 0.15
+PRINTED = written(PAGE.read_text(encoding="utf8"))
+RUN = "smoe generate demo --memory 20MiB"
+
+
+def test_the_page_has_every_command_and_its_sums() -> None:
+    assert list(PRINTED) == [row.line for row in ROWS]
+    for row in ROWS:
+        libraries, ours, budget, peak = PRINTED[row.line]
+        assert peak == pytest.approx(libraries + ours + budget, abs=2) and budget == row.budget_bytes >> 20
+    assert table(PRINTED) in PAGE.read_text(encoding="utf8"), "as the command writes it"
+
+
+def test_a_plan_takes_its_figure_of_the_libraries_from_there() -> None:
+    assert pytest.approx(PRINTED[RUN].libraries, rel=WITHIN) == LIBRARIES_BYTES / 2**20
+
+
+def test_what_was_promised_of_it() -> None:
+    """A plan within 120 MiB, a run of the embedded model within 100 beyond the libraries, budget included."""
+    assert PRINTED["smoe plan demo --memory 20MiB"].peak <= 120
+    assert PRINTED[RUN].peak - PRINTED[RUN].libraries <= 100
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_what_is_measured_is_near_the_table() -> None:
+    for line, measured in measure().items():
+        assert measured.peak == pytest.approx(PRINTED[line].peak, rel=WITHIN), line
+        assert measured.libraries == pytest.approx(PRINTED[line].libraries, rel=WITHIN), line
