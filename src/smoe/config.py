@@ -35,7 +35,7 @@ from smoe.policy.registry import (
 from smoe.units import format_bytes
 
 DEFAULT_ALPHA = 0.3
-"""Of a model that has not been priced: the papers use 0.25 to 0.35."""
+"""The alpha of a model without a measured quality cost: the papers use 0.25 to 0.35."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class EngineConfig:
     """Lower copies of the experts, from the file that `smoe pack --precision` wrote, for missing experts of little
     importance (HOBBIT, arXiv 2411.01433); none: there are no such copies."""
     low_share: float = DEFAULT_LOW_SHARE
-    """Of the bytes that slots get, those of low copies."""
+    """The share of the slots' bytes for low copies."""
     low_threshold: float = 1.0
     """HOBBIT's T1: a missing expert comes as its low copy where the routing weights that are larger than its own, of
     the token's choices, sum up to more than this share. 1: never. Lossy below it."""
@@ -234,7 +234,7 @@ class EngineConfig:
 
     @property
     def lossy(self) -> list[str]:
-        """By what the text may differ from the unmodified model's, by more than rounding."""
+        """What makes the text differ from the unmodified model's, by more than rounding."""
         low, by_shares = f"missing experts in {self.low_precision}", self.precision_shares is not None
         reasons = {
             f"alpha {self.alpha:g}": self.alpha > 0,

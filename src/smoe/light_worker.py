@@ -34,7 +34,7 @@ class Task(NamedTuple):
     place: str
     """The model's folder."""
     memory_bytes: int | None
-    """For experts; None: room for so many `slots`."""
+    """Bytes for experts; None: room for so many `slots`."""
     slots: int | None
     threads: int | None
 
@@ -57,8 +57,8 @@ def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
 
 
 def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[Callable[[], None]], None]) -> None:
-    """Until Ctrl-C, or main refuses us. `say` hears, in words, how it goes, and `serving` how it is ended from then on:
-    what is raised meanwhile a library's callback may swallow."""
+    """Run until Ctrl-C, or until the coordinator refuses. `say` hears, in words, how it goes, and `serving` how it is
+    ended from then on: what is raised meanwhile a library's callback may swallow."""
     from smoe.cluster.described import ask
     from smoe.cluster.worker import WorkerProcess
     from smoe.load.light_experts import fields_of, open_described

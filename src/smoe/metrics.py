@@ -15,7 +15,7 @@ class Counters:
     decode_uses: int = 0
     """Expert uses in decode steps: one for each expert, layer and step."""
     decode_hits: int = 0
-    """Of those, experts that were resident or under way when the layer's plan was made."""
+    """Those whose experts were resident or under way when the layer's plan was made."""
     prefill_uses: int = 0
     prefill_hits: int = 0
     loads: int = 0
@@ -23,7 +23,7 @@ class Counters:
     low_score: int = 0
     """Routes of decode steps whose expert was low-score by the substitution threshold."""
     low_score_missing: int = 0
-    """Of those, routes whose expert was not at hand."""
+    """Those of them whose expert was not in memory."""
     top_score_missing: int = 0
     """Routes of decode steps whose expert was top-score and not at hand."""
     substituted: int = 0
@@ -31,9 +31,9 @@ class Counters:
     routes: int = 0
     """Routes of decode steps on which substitution was asked to decide."""
     low_served: int = 0
-    """Of the decode uses, experts that low copies served, where importance decides."""
+    """Decode uses that low copies served, where importance decides."""
     low_loads: int = 0
-    """Of the demand loads of decode steps, those of low copies."""
+    """Demand loads of low copies in decode steps."""
     skipped: int = 0
     """Experts that decode steps left out for their little importance."""
     upgrades: int = 0
@@ -42,35 +42,35 @@ class Counters:
     prefetches_used: int = 0
     """Prefetched experts that their layer then wanted."""
     prefetches_top_score: int = 0
-    """Of the prefetched, experts that were top-score when their layer came; counted where substitution decides."""
+    """Prefetched experts that were top-score when their layer came; counted where substitution decides."""
     bytes_read: int = 0
     """Bytes read from disk for experts, alignment included."""
     read_busy_seconds: float = 0.0
     """Time during which at least one read was running."""
     forward_seconds: float = 0.0
     wait_seconds: float = 0.0
-    """Of the forward time: waiting for an expert to arrive."""
+    """Forward time spent waiting for an expert to arrive."""
     compute_seconds: float = 0.0
-    """Of the forward time: computing experts."""
+    """Forward time spent computing experts."""
     late_seconds: float = 0.0
     """On an emulated device: reported time by which this machine was slower than the profile."""
     host_computed: int = 0
-    """Of the decode uses, experts that the CPU computed in parallel with the device."""
+    """Decode uses that the CPU computed in parallel with the device."""
     prefill_host_computed: int = 0
-    """Of the prefill uses, likewise."""
+    """Prefill uses, likewise."""
     host_seconds: float = 0.0
     """Time that the CPU spent on them."""
     host_wait_seconds: float = 0.0
-    """Of the forward time: waiting for what the CPU computes in parallel with the device."""
+    """Forward time spent waiting for what the CPU computes in parallel with the device."""
     device_wait_seconds: float = 0.0
-    """Of the forward time: the host waited for a GPU to reach a layer's router and say what it chose."""
+    """Forward time in which the host waited for a GPU to reach a layer's router and say what it chose."""
     look_aheads: int = 0
     """Layers of decode steps that looked ahead; the others had no time for it, or nothing to wait for."""
     look_ahead_seconds: float = 0.0
-    """Of the forward time: running the next layer's attention and router ahead, or waiting for a predictor that is
+    """Forward time spent running the next layer's attention and router ahead, or waiting for a predictor that is
     asked concurrently with the experts and beginning its loads."""
     plan_seconds: float = 0.0
-    """Of the forward time: our own Python around planning and bookkeeping."""
+    """Forward time spent in our own Python for planning and bookkeeping."""
 
     @property
     def hit_ratio(self) -> float:
@@ -79,7 +79,7 @@ class Counters:
 
     @property
     def kept_share(self) -> float:
-        """Of the experts computed here the share that needed no load at all: what was loaded before was still there."""
+        """The share of the experts computed here that needed no load: what was loaded before was still there."""
         elsewhere = self.host_computed + self.prefill_host_computed
         uses = self.decode_uses + self.prefill_uses - elsewhere
         return max(0.0, 1.0 - (self.loads + self.prefetches) / uses) if uses else 0.0

@@ -42,7 +42,7 @@ _COMMANDS = {
     "Ctrl-C": "stops an answer",
 }
 _MOST_NEW_TOKENS = 512
-"""Of an answer, where neither user nor model says."""
+"""The most new tokens of an answer by default."""
 
 
 def command(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MOST_WORKERS = 1024
 _PANEL = "On Ray"
 Room = tuple[int | None, int | None, str]
-"""Of a worker, in bytes or in experts, and the precision of these."""
+"""A worker's room in bytes or experts, and their precision."""
 _TURN_SECONDS = 0.5
 """How long a signal may have to wait."""
 

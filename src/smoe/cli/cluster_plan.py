@@ -111,7 +111,7 @@ def _check(name: str | None, profile: str | None, memory: str | None, slots: int
 
 
 def _profile(name: str) -> DeviceProfile:
-    """As `read_profile`, for workers."""
+    """Like `read_profile`, for workers."""
     from smoe.memory.emulation import read_profile
 
     try:
@@ -195,7 +195,7 @@ def _print(found: ClusterOutlook, link: str) -> None:
 
 
 def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
-    """From the least to the most, where they are not the same."""
+    """The range from the least to the most, where they are not the same."""
     least, most = words(min(values)), words(max(values))
     return least if least == most else f"{least} to {most}"
 

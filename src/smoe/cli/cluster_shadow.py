@@ -38,7 +38,7 @@ def check_alone(given: Mapping[str, Any]) -> None:
 
 
 def be_shadow(me: Worker, model: str, threads: int | None) -> None:
-    """Until Ctrl-C, SIGTERM, or main refuses us."""
+    """Run a draft model until Ctrl-C, SIGTERM, or a refusal of the coordinator."""
     from dataclasses import replace
 
     from smoe.cli.cluster_work import serve_until_signal

@@ -33,7 +33,7 @@ class WorkerRoom(NamedTuple):
 
     @classmethod
     def of(cls, worker_memory: str | None, slots: int | None) -> WorkerRoom:
-        """As options say it; raises `ConfigError` for both."""
+        """The room that the options give; raises `ConfigError` for both."""
         if slots is None:
             return cls(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
         if worker_memory is not None:
@@ -48,7 +48,7 @@ class WorkerRoom(NamedTuple):
 
     @property
     def as_given(self) -> list[str]:
-        """As a command line says it."""
+        """The room as command line options."""
         return ["--worker-memory", str(self.memory_bytes)] if self.slots is None else ["--slots", str(self.slots)]
 
 
@@ -70,7 +70,7 @@ def check(model: str, room: WorkerRoom, precision: str, torch: bool | None) -> N
 def be_worker(
     me: Worker, model: str, room: WorkerRoom, threads: int | None, precision: str, torch: bool | None
 ) -> None:
-    """Until Ctrl-C, SIGTERM, or main refuses us."""
+    """Run a worker until Ctrl-C, SIGTERM, or a refusal of the coordinator."""
     from smoe.cli.console import note, warn
     from smoe.cluster.address import to_connect_to
     from smoe.machine.available_memory import shortage
@@ -99,7 +99,7 @@ def _has_torch(torch: bool | None) -> bool:
 
 
 def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precision: str) -> None:
-    """With torch, in this process."""
+    """Run a worker with torch, in this process."""
     from dataclasses import replace
 
     from smoe.cli.console import note
@@ -126,8 +126,8 @@ def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precis
 
 
 def serve_until_signal(talking: Talking) -> None:
-    """Until a signal, which ends it between two turns: raised within one it may be a library's callback that swallows
-    it, and the signal would be lost. A second one is raised wherever it is."""
+    """Serve until a signal, which ends it between two turns: raised within one it may be a library's callback that
+    swallows it, and the signal would be lost. A second one is raised wherever it is."""
     from smoe.cli.interrupts import answered_by, check
 
     def on_signal(_: int) -> None:

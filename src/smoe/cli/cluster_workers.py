@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smoe.cluster.identity import Main
 
 _ENDING_SECONDS = 10.0
-"""For a worker to end in order."""
+"""Seconds for a worker to end in order."""
 _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not started again."""
 

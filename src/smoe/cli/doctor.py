@@ -28,7 +28,7 @@ cache folder (XDG_CACHE_HOME sets its place).
 """
 
 _LEAST_BYTES, _MOST_BYTES = 2**12, 2**31
-"""Of an expert: a page; two experts of the most still fit an ordinary machine's memory."""
+"""The sizes of an expert: at least a page; two experts of the most still fit an ordinary machine's memory."""
 _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad": "[red]bad [/red]"}
 
 

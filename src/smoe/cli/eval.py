@@ -56,7 +56,7 @@ are done, and say where.
 """
 
 TOKENS, MOST_QUESTIONS = 2000, 100
-"""Of the text, and of the questions, at most, where the user does not say."""
+"""The default limits of the text and of the questions."""
 
 
 def command(

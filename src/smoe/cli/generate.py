@@ -216,7 +216,7 @@ def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:
 
 
 def _show_prompt(texts: list[str]) -> None:
-    """On a terminal, a short prompt in front of its continuation; never on stdout, which is the text alone."""
+    """Print on a terminal a short prompt in front of its continuation; never on stdout, which is the text alone."""
     from smoe.cli.console import errors, is_quiet
 
     if is_quiet():

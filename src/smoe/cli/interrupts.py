@@ -45,7 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class _State:
-    """Of the process, since `listening` began."""
+    """The process's state since `listening` began."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -165,7 +165,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave(number: int) -> NoReturn:
-    """At once. No library is asked to write: it may be what was cut."""
+    """End at once. No library is asked to write: it may be what was cut."""
     if _state.is_leaving:  # one more, in the middle of the word
         os._exit(128 + number)
     _state.is_leaving, words = True, "interrupted"

@@ -323,7 +323,7 @@ class EngineOptions:
 
 
 MOST_INCREASE = 0.5
-"""Of perplexity; who asks for more has left out the per cent sign."""
+"""The largest accepted increase of perplexity; more means that the per cent sign was left out."""
 _AS_GIVEN = (
     "threads",
     "dtype",

@@ -214,7 +214,7 @@ def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
 
 
 def _mark(ids: Sequence[int]) -> str | None:
-    """By which a file says what it was calibrated with."""
+    """The mark in a file that says what it was calibrated with."""
     from hashlib import sha256
 
     return sha256(repr(list(ids)).encode()).hexdigest() if ids else None

@@ -39,7 +39,7 @@ headers are read. Run smoe doctor once for measured rates.
 
 
 _LEAST_GAIN = 0.01
-"""Of speed, by faster reads: less is no advice."""
+"""The least gain of speed that is worth an advice."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _print(result: Forecast) -> None:
 
 
 def _print_expected(outlook: Outlook, console: Console) -> None:
-    """Of the budget and settings asked for."""
+    """Print the forecast of the given budget and settings."""
     from smoe.report.on_clock import PROMPT_TOKENS
 
     run, (slowest, fastest) = outlook.asked.run, map(_rate, outlook.tokens_per_second)
@@ -200,7 +200,7 @@ def _first(outlook: Outlook, case: Case) -> str:
 
 
 def _roughly(number: float) -> float:
-    """With two digits, as an end of a range has no more to say."""
+    """The number with two digits, as an end of a range has no more to say."""
     return float(f"{number:.2g}")
 
 
@@ -238,7 +238,7 @@ def _slots(ledger: Ledger) -> str:
 
 
 def _bytes(choice: Choice) -> str:
-    """From typical to uniform routing; one figure where they are the same."""
+    """The bytes from typical to uniform routing; one figure where they are the same."""
     return _span(format_bytes(choice.typical.bytes_per_token), format_bytes(choice.uniform.bytes_per_token))
 
 

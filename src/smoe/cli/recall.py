@@ -236,7 +236,7 @@ def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> N
 
 
 def _of_shadow(config: EngineConfig, name: str) -> EngineConfig:
-    """As the model's, in another precision, with every expert in memory."""
+    """The configuration of a draft model: the model's, in another precision, with every expert in memory."""
     whole = replace(config, memory_bytes=None, resident_share=1.0)
     return replace(whole, precision=name) if name in PRECISION else replace(whole, dtype=name)
 

@@ -117,7 +117,7 @@ def _print_claims(of_case: list[Claim], what: str) -> None:
 
 
 def _hardly_differs(ours: tuple[float, float]) -> bool:
-    """From once, where a figure says which of two is better."""
+    """Whether a figure hardly differs from 1, where it says which of two is better."""
     return any(0 < abs(value - 1) < 0.01 for value in ours)
 
 

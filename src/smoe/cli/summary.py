@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NONE = "-"
 _MET = 1.1
-"""Of a time per token that is asked for, within which it counts as met."""
+"""The tolerance within which a requested time per token counts as met."""
 
 
 def print_summary(report: RunReport) -> None:
@@ -132,7 +132,7 @@ def _experts(report: RunReport) -> str:
 
 
 def _workers(report: RunReport) -> str:
-    """Of a cluster: how many, what they have computed, and who was lost."""
+    """The lines about a cluster's workers: how many, what they computed, and which were lost."""
     if report.workers is None:
         return ""
     if not report.workers:
@@ -160,7 +160,7 @@ def _loss(lost: dict[str, Any], came_back: bool) -> str:
 
 
 def _shadow(report: RunReport) -> str:
-    """Of a cluster's, where one was followed or came."""
+    """The line about a cluster's draft model, if there was one."""
     if report.shadow is None:
         return ""
     from smoe.cli.cluster_shadow import shadow_line

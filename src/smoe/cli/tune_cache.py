@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from smoe.config import EngineConfig
 
 STEPS = 300
-"""Of every trace, where the user does not say."""
+"""The default steps of every trace."""
 
 
 def tune_cache(

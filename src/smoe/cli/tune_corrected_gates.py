@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from smoe.eval.learn_corrections import FittedCorrections
 
 TOKENS = 8000
-"""Of the text, where the user does not say: twice as many give half a point of recall more."""
+"""The default tokens of the text: twice as many give half a point of recall more."""
 
 
 def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
@@ -36,7 +36,7 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
 
 
 def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> FittedCorrections:
-    """From a text that the model itself reads: no copies in fewer bits, and no substitutes."""
+    """Learn from a text that the model itself reads: no copies in fewer bits, and no substitutes."""
     from dataclasses import replace
 
     from smoe.cli.console import progress

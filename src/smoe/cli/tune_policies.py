@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from smoe.load.winners import Winner
 
 TOKENS = 400
-"""Of the text, where the user does not say."""
+"""The default tokens of the text."""
 
 
 def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
@@ -136,7 +136,7 @@ def _interrupted_in_words() -> Iterator[None]:
 
 
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
-    """As it is remembered; who serves without a tournament as `auto`, so that nothing is decided."""
+    """The winner as it is stored; who serves without a tournament as `auto`, so that nothing is decided."""
     from smoe.load.winners import Winner
 
     first, second = found.winner, found.entrants[min(1, len(found.entrants) - 1)]

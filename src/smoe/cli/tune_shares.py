@@ -44,7 +44,7 @@ def tune_shares(
 
 
 def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> ImportanceProfile:
-    """Of a text that the model itself reads: no copies in fewer bits, and no substitutes."""
+    """The profile of a text that the model itself reads: no copies in fewer bits, and no substitutes."""
     from dataclasses import replace
 
     from smoe.cli.console import progress
@@ -66,7 +66,7 @@ def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> 
 
 
 def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> ImportanceProfile:
-    """Of a run of this model that was recorded."""
+    """The profile of a recorded run of this model."""
     from itertools import takewhile
 
     from smoe.eval.profile_importance import profile_recorded

@@ -79,7 +79,8 @@ def to_connect_to(address: str) -> Endpoint:
 
 
 def reach_of(address: str, everywhere: bool) -> str:
-    """In words: where main listens, and from where it can be reached. Raises `ClusterError` as `to_listen_at`."""
+    """A sentence that says where the coordinator listens, and from where it can be reached. Raises `ClusterError` as
+    `to_listen_at`."""
     bound, _ = to_listen_at(address, everywhere)
     if everywhere:
         return (

@@ -27,10 +27,10 @@ from smoe.kernels.experts import Bits
 NUMBER = "*"
 """Stands for an expert's number in a key; a key without it is of a tensor that has all experts, row by row."""
 MOST_BYTES = 1 << 22
-"""Of a description."""
+"""The size limit of a description."""
 _VALUES = 1 << 16
 _MOST = 1 << 24
-"""Of any size."""
+"""The limit of any size in it."""
 _MOST_PIECES = 16
 _ASK_SECONDS = 0.5
 _TURN_SECONDS = 0.1
@@ -60,7 +60,7 @@ class Description(NamedTuple):
 
 
 def experts(description: Description) -> list[Any]:
-    """As a message."""
+    """The message with a description."""
     fields = description._asdict()
     table: Any = np.ascontiguousarray(fields.pop("table"), "<u2")
     return [*frames.alone(FrameKind.EXPERTS), json.dumps(fields).encode(), memoryview(table).cast("B")]

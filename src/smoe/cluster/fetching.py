@@ -48,7 +48,7 @@ class Course(NamedTuple):
     done: int
     total: int
     skipped: int = 0
-    """Of what is done, what was here before."""
+    """The part of the finished bytes that was here before."""
 
 
 class Coming:
@@ -57,7 +57,7 @@ class Coming:
     def __init__(self, first: int, nbytes: int) -> None:
         self.data = bytearray(nbytes)
         self.missing = set(range(first, first + -(-nbytes // PIECE_BYTES)))
-        """By their number in the file."""
+        """Missing chunks by their number in the file."""
 
 
 class Fetcher:
@@ -85,7 +85,7 @@ class Fetcher:
         self._chunks: deque[tuple[int, int]] = deque()
         """(file, chunk) of which nothing was asked for yet."""
         self._pieces: deque[PiecePosition] = deque()
-        """To be asked for next."""
+        """Pieces to request next."""
         self._under_way: set[PiecePosition] = set()
         self._damaged: dict[tuple[int, int], int] = {}
         self._skipped = 0
@@ -102,8 +102,8 @@ class Fetcher:
         return self._landing is not None and not self._landing.missing
 
     def fetch(self) -> None:
-        """Until everything is there, or `end`. Raises `ClusterError` where main refuses us, or sends what cannot be or
-        is damaged again and again; `DiskSpaceError`, `OSError`."""
+        """Run until everything is there, or `end`. Raises `ClusterError` where main refuses us, or sends what cannot be
+        or is damaged again and again; `DiskSpaceError`, `OSError`."""
         context = zmq.Context()
         try:
             with context.socket(zmq.DEALER) as dealer, watched(dealer, self.me) as check_known:

@@ -30,7 +30,7 @@ CHUNK_BYTES = 1 << 22
 PIECE_BYTES = 1 << 18
 SUM_BYTES = hashlib.sha256().digest_size
 MOST_BYTES = 1 << 26
-"""Of a part of a message: the checksums of 8 TiB."""
+"""The size limit of a part of a message: the checksums of 8 TiB."""
 _MOST_TEXT = 1 << 20
 _MOST_FILES = 4096
 _MOST_FILE_BYTES = 1 << 43
@@ -38,7 +38,7 @@ _PIECE_BITS = 32
 _NAME = re.compile(r"config\.json|model\.safetensors\.index\.json|[^.].*\.(safetensors|gguf|GGUF|smoe)")
 _MOST_NAME_BYTES = 200
 _SEPARATORS = frozenset('/\\:*?"<>|')
-"""In the names of files on some system or other."""
+"""Characters that separate folders in names of some system."""
 _SUM = re.compile(r"[0-9a-f]{64}")
 
 
@@ -82,7 +82,7 @@ class Manifest:
 
     @cached_property
     def mark(self) -> str:
-        """By which two of them are known to be equal."""
+        """A checksum that is equal for equal manifests."""
         return hashlib.sha256(b"".join(map(bytes, manifest(self)[1:]))).hexdigest()
 
 
@@ -94,7 +94,7 @@ class PiecePosition(NamedTuple):
 
     @property
     def number(self) -> int:
-        """As a request's."""
+        """The position as a request number."""
         return self.file << _PIECE_BITS | self.piece
 
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Following:
-    """In the place of a shadow's thread on main (`Ahead`)."""
+    """Replaces a draft model's thread on the coordinator (`Ahead`)."""
 
     def __init__(
         self, wanted: Mapping[str, Any], experts: Mapping[int, int], named: Mapping[int, int], capacity: int

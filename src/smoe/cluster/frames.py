@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 MOST_BYTES = 1 << 30
-"""Of a part of a message, whatever the model; a longer one is not received."""
+"""The size limit of a part of a message for every model; a longer one is not received."""
 _MOST_TALK = 1 << 16
 _OVERHEAD = 1 << 10
 """What encryption adds to a part, and more."""
@@ -105,7 +105,7 @@ class RowFormat(NamedTuple):
     """What goes to workers, hidden states, and comes back, outputs of experts."""
 
     numbers: int
-    """In a row (H)."""
+    """Numbers in a row (H)."""
     dtype: Any
     """torch's; without it, numpy's of the bits."""
     most: int
@@ -119,7 +119,7 @@ class RowFormat(NamedTuple):
 
     @property
     def fitting(self) -> RowFormat:
-        """With no more rows than a message may have."""
+        """The same format with at most as many rows as fit a message."""
         row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return self._replace(most=min(self.most, (MOST_BYTES - _OVERHEAD) // row_bytes))
 
@@ -131,7 +131,7 @@ class Frame(NamedTuple):
     request: int
     rows: int
     dtype: str
-    """As safetensors names it."""
+    """The dtype's name in safetensors."""
     body: Sequence[Any]
     """The parts after the header: `bytes` or memory views."""
 
@@ -148,9 +148,9 @@ class Times(NamedTuple):
     """What a request took at the worker, in seconds."""
 
     whole: float
-    """From its arrival, or the end of the one before it, to its last result."""
+    """Seconds from its arrival, or the end of the request before it, to its last result."""
     computing: float
-    """Of them, arithmetic."""
+    """The part of them that was arithmetic."""
     loading: float = 0.0
     """Experts loaded for it, partly while others were computed, so the request may have waited less."""
     loads: int = 0
@@ -208,8 +208,8 @@ def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> li
 
 
 def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: bool = False) -> WorkFrame:
-    """For a model whose layers have so many `experts`, and rows of so many numbers, which are to come as `Bits` where
-    there is no torch; raises `FrameError`."""
+    """Parse the WORK of a model whose layers have so many `experts`, and rows of so many numbers, which are to come as
+    `Bits` where there is no torch; raises `FrameError`."""
     asks_part, tokens_part, rows_part = _parts(frame, 3)
     asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
     if len(memoryview(rows_part)) != frame.rows * hidden * ITEM_BYTES[frame.dtype]:

@@ -40,7 +40,7 @@ _KEY = re.compile(r"[!-~]{40}")
 
 @dataclass(frozen=True)
 class KeyPair:
-    """Of CURVE (Curve25519), in Z85."""
+    """A key pair of CURVE (Curve25519), in Z85."""
 
     public: str
     secret: str
@@ -62,11 +62,11 @@ class Main:
     workers: dict[str, str] = field(default_factory=dict)
     """Public keys of those who are let in, by name."""
     invitations: dict[str, float] = field(default_factory=dict)
-    """Until when, in seconds since 1970, by the code's checksum."""
+    """When each invitation ends, in seconds since 1970, by the code's checksum."""
     everywhere: bool = False
     """It listens at all of the machine's interfaces, not at that address alone."""
     shadows: list[str] = field(default_factory=list)
-    """Of the workers those that are none, but run ahead with a copy of the model, by name."""
+    """Names of the workers that are draft models."""
 
     def with_worker(self, name: str, key: str) -> Main:
         """A worker more; one of that name that there was is let in no longer."""
@@ -91,7 +91,7 @@ class Main:
         return replace(self, invitations={each: end for each, end in self.invitations.items() if each != digest})
 
     def who_may_come(self, now: float | None = None) -> str:
-        """In words: whose connections are taken."""
+        """A sentence that says which connections are accepted."""
         known = format_count(len(self.workers), "known worker")
         if not self.expects_someone(now):
             return f"{known} by their keys, no others"
@@ -113,7 +113,7 @@ class Worker:
     main_key: str
     keys: KeyPair
     code: str | None = None
-    """Of the invitation, until it has been let in."""
+    """The invitation's code, until the worker is admitted."""
 
 
 def clusters_folder() -> Path:

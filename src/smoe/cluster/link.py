@@ -44,7 +44,7 @@ _QUIET_SECONDS, _SILENCE_SECONDS = 0.5, 1.0
 MOST_STRIKES = 2
 """Times that a worker may be late without having answered between."""
 _CHECKING_SECONDS = 2.0
-"""For answers that are still to be recomputed when main ends."""
+"""Seconds for recomputing the remaining samples when the coordinator ends."""
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class ClusterLink:
         self._try_next(found, iter(self._doorkeeper.proof(found)))
 
     def _drop_former(self, found: Member) -> None:
-        """Of a worker that joins repeatedly, keep the last entry and the sum of its work."""
+        """For a worker that joins repeatedly, keep the last entry and the sum of its work."""
         for unit, member in list(self.members.items()):
             if member.name == found.name and member.state is WorkerState.OUT and not self.under_way.owes(member):
                 found.earlier = found.earlier.plus(member.done)

@@ -25,7 +25,7 @@ from smoe.policy.balance import FLAT
 from smoe.policy.placement import WorkerView
 
 _WEIGHT = 0.2
-"""Of the last measurement in a moving average."""
+"""The weight of the last measurement in a moving average."""
 _LEAST_DEADLINE, _MOST_DEADLINE = 0.025, 30.0
 _DEADLINE_FACTOR = 3.0
 _UNKNOWN_SECONDS = 2.0
@@ -103,7 +103,7 @@ class Member:
     experts: int = 0
     """Computed so far."""
     checked: int = 0
-    """Of them, recomputed by main."""
+    """How many of them the coordinator has recomputed."""
     uses: int = 0
     """Experts asked for,"""
     brought: int = 0
@@ -114,13 +114,13 @@ class Member:
     missed: int = 0
     """Deadlines."""
     strikes: int = 0
-    """Of them, since the last answer."""
+    """How many of them since the last answer."""
     has_answered: bool = False
     has_proven: bool = False
     earlier: WorkerTotals = NOTHING
     """What it had done when it was here before."""
     most_rows: float = inf
-    """Of one expert that it computes: without torch, as many as its kernels have been tried with."""
+    """The most rows of one expert that it computes: without torch, as many as its kernels have been tried with."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
     _expected: set[ExpertKey] = field(default_factory=set)
     """It is to have these, and forgets others before them."""
@@ -150,7 +150,7 @@ class Member:
         return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows
 
     def view(self) -> WorkerView:
-        """As plans see it."""
+        """The member's values for plans."""
         return WorkerView(
             self.unit, self._holds, self.load, self.expert, self.row, self.hop, 0.0, self.brought_at, self.most_rows
         )

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from smoe.cluster.worker import Served, WorkerProcess
 
 _PLACING_SECONDS = 60.0
-"""For Ray to find a place for every worker."""
+"""Seconds for Ray to find a place for every worker."""
 _ENDING_SECONDS = 5.0
-"""For the workers to end in order."""
+"""Seconds for the workers to end in order."""
 _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not started again."""
 _PAUSE_SECONDS = 2.0
@@ -90,7 +90,8 @@ class Actor:
         return here | {"key": self._me.keys.public, "slots": self._served.alone.slots}
 
     def serve(self, key: str) -> str | None:
-        """Until `end`, or main refuses: why it has ended. None where `key` was another process's, that has died."""
+        """Run until `end`, or until the coordinator refuses; returns the reason. None where `key` was another
+        process's, that has died."""
         from smoe.cluster.worker import WorkerProcess
 
         if self._served is None or key != self._me.keys.public:
@@ -257,7 +258,7 @@ class OnRay:
 
     @property
     def names(self) -> list[str]:
-        """Of the workers that have not been given up."""
+        """The names of the workers that have not been given up."""
         return [each.name for each in self._workers]
 
     def turn(self, seconds: float) -> None:

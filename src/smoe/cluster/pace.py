@@ -16,7 +16,7 @@ class SendRate:
         self._free_at = clock()
 
     def left_seconds(self) -> float:
-        """Until the next bytes may go; 0 where they may go now."""
+        """Seconds until the next bytes may be sent; 0 where they may go now."""
         return max(0.0, self._free_at - self._clock())
 
     def book(self, nbytes: int) -> None:

@@ -20,7 +20,7 @@ from smoe.cluster.sending import FILE_KINDS, Courier
 
 _TURN_SECONDS = 0.1
 _MOST_BYTES = 1 << 16
-"""Of a part of a message: workers send words and numbers of pieces."""
+"""The size limit of a part of a message: workers send words and numbers of pieces."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +35,7 @@ class Post(Admission):
         rate: float | None = None,
         on_whole: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """As `Courier` has them; `on_whole` hears the names of workers that have got everything."""
+        """Arguments as for `Courier`; `on_whole` hears the names of workers that have got everything."""
         super().__init__(main)
         self.courier = Courier(paths, precision, self.admitted, rate)
         self._on_whole = on_whole
@@ -44,12 +44,12 @@ class Post(Admission):
         self._is_ending = False
 
     def end(self) -> None:
-        """From any thread: `serve` returns soon."""
+        """End `serve`; from any thread."""
         self._is_ending = True
         self._bell.put(None)
 
     def serve(self) -> None:
-        """Until `end`, or until all workers of the cluster have all files and no invitation is valid. Raises
+        """Run until `end`, or until all workers of the cluster have all files and no invitation is valid. Raises
         `ClusterError` where the address cannot be listened at."""
         keys = self.main.keys
         try:

@@ -69,13 +69,13 @@ class Cluster(Admission):
         `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
         super().__init__(main)
         self.units: dict[int, ComputeUnit] = {}
-        """By the number in plans."""
+        """The units by their numbers in plans."""
         self._alone = alone
         self._asked = asked
         self._rule = Placement(method, order, (), inf, 0.0, 0)
         self._here = here
         self._last_here_load = inf
-        """As planned with, for the link's thread."""
+        """The load that plans use, for the link's thread."""
         turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         own = here._replace(load=self._seconds_here)
         self._ahead = AheadSchedule(
@@ -97,7 +97,7 @@ class Cluster(Admission):
         self.courier: Courier | None = None
         """Sends workers the files that they have not got; None where they must have them."""
         self.seat: Seat | None = None
-        """For a shadow that is not on main."""
+        """The connection of a draft model on another machine."""
 
     def open(self, arithmetic: str) -> None:
         """Let workers in, which are to compute by this one of `KERNELS`, as main does."""
@@ -142,7 +142,7 @@ class Cluster(Admission):
         return [] if self.link is None else [each._asdict() for each in self.link.losses]
 
     def described(self) -> list[dict[str, Any]]:
-        """Of every worker what people and programs want to know; times in seconds."""
+        """The state of every worker, for `status` and the summary; times in seconds."""
         return [_described(member) for member in self.members]
 
     @property
@@ -180,7 +180,7 @@ class Cluster(Admission):
         self._ahead.begin(position, self._views, {member.unit: member.slots for member in self._ready})
 
     def balance(self, routing: Routing, under_way: float) -> Placement | None:
-        """For one layer, with so many loads in flight here; None: there are no workers."""
+        """A balance for one layer, with so many loads in flight here; None: there are no workers."""
         self._ahead.asked(routing.layer, set(chain.from_iterable(routing.top_k_index)))
         if not self._ready:
             return None
@@ -209,7 +209,7 @@ class Cluster(Admission):
         return named._replace(experts=[expert for expert in named.experts if expert in named.low or expert in here])
 
     def expect(self, position: int, named: Prediction) -> None:
-        """As `guess`, at once and from any thread."""
+        """Like `guess`, at once and from any thread."""
         self._ahead.expect({TokenLayer(position, named.layer): _own(named)})
 
     def withdraw(self, position: int) -> None:
@@ -224,7 +224,7 @@ class Cluster(Admission):
             self.link.fetch(unit, keys)
 
     def _views(self) -> list[WorkerView]:
-        """Of those who can be asked, in the order of their names."""
+        """The views of available workers, in the order of their names."""
         return [member.view() for member in self._ready if member.is_here]
 
     def _seconds_here(self) -> float:
@@ -285,7 +285,7 @@ class Cluster(Admission):
         return {"arithmetic": arithmetic, "rows": self._rows.most}
 
     def _unfit(self, fields: dict[str, Any]) -> str:
-        """In what a worker's model, or its smoe, is another; empty: in nothing."""
+        """How a worker's model or version differs; empty: not at all."""
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if fields.get(what) != mine:
                 return f"its {what} is {str(fields.get(what))[:80]!r}, the coordinator has {mine!r}"
@@ -359,7 +359,7 @@ class RemoteUnit:
         return futures
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Nothing: members keep their own times."""
+        """Not used: members have their own times."""
         return iter(())
 
     def drain(self) -> None:
@@ -367,16 +367,16 @@ class RemoteUnit:
         self._link.forget(list(self._under_way))
 
     def start_anew(self) -> None:
-        """As `drain`."""
+        """Like `drain`."""
         self.drain()
 
     def close(self) -> None:
-        """As `drain`: the connections are the cluster's."""
+        """Like `drain`: the connections are the cluster's."""
         self.drain()
 
 
 def _own(named: Prediction) -> list[int]:
-    """Of the experts that a prediction names those that are not to come as low copies, which main alone has."""
+    """The predicted experts without those that come as low copies, which main alone has."""
     return [expert for expert in named.experts if expert not in named.low]
 
 

@@ -18,14 +18,14 @@ now. The system's own figure follows its clock, which may be set."""
 
 
 def main_process(name: str) -> int | None:
-    """Of the main that runs; None where none does."""
+    """The process of the running coordinator; None where none does."""
     stored = read_status(name)
     is_running = stored is not None and time.time() - stored["at"] < _STATUS_SECONDS
     return stored["process"] if stored is not None and is_running and psutil.pid_exists(stored["process"]) else None
 
 
 def keeper_process(name: str) -> int | None:
-    """Of `smoe cluster up`, where it keeps workers of this cluster running."""
+    """The process of `smoe cluster up`, where it keeps workers of this cluster running."""
     stored = read_keeper(name)
     if stored is None:
         return None
@@ -37,8 +37,8 @@ def keeper_process(name: str) -> int | None:
 
 
 def become_keeper(name: str) -> None:
-    """From now on this process keeps this cluster's workers running, until it ends. Raises `ClusterError` where another
-    one does."""
+    """Register this process as the supervisor of this cluster's workers, until it ends. Raises `ClusterError` where
+    another one does."""
     other = keeper_process(name)
     if other not in (None, os.getpid()):
         raise ClusterError(

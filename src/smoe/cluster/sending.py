@@ -92,7 +92,7 @@ class Courier:
         self._busy = -CALM_SECONDS
         """When a thread last waited for an expert."""
         self._has_sent = False
-        """In the gap that we are in."""
+        """Whether a piece was sent in the present gap."""
         self._ring: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="smoe-courier", daemon=True)
 

@@ -19,9 +19,9 @@ from smoe.cluster import frames
 from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 PART_BYTES = 1 << 17
-"""Of keys and values in one message, unless those of one position are more."""
+"""The size of keys and values in one message, unless those of one position are more."""
 MOST_BYTES = 1 << 24
-"""Of a part of a message to a shadow: keys and values of one position, whatever the model."""
+"""The size limit of a part of a message to a draft model: keys and values of one position, whatever the model."""
 MOST_PREDICTIONS = 64
 """Layers in one message."""
 _WHOLE = np.dtype("<u4")
@@ -82,7 +82,8 @@ def keys(text: int, begin: int, end: int, rows: memoryview) -> list[Any]:
 
 
 def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
-    """Of a model whose positions take so many bytes, in a text of so many positions at most. Raises `FrameError`."""
+    """Parse KEYS of a model whose positions take so many bytes, in a text of so many positions at most. Raises
+    `FrameError`."""
     found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
     begin, end = found[0] if len(found) == 1 else (0, 0)
     if not begin < end <= capacity or len(memoryview(rows)) != (end - begin) * position_bytes:
@@ -96,7 +97,7 @@ def taken(text: int) -> list[Any]:
 
 
 def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
-    """Of `MOST_PREDICTIONS` layers at most."""
+    """The EXPECTED message of at most `MOST_PREDICTIONS` layers."""
     heads = [(each.position, each.token, each.layer, len(each.experts)) for each in predictions]
     return [
         *frames.alone(FrameKind.EXPECTED, text),
@@ -106,7 +107,8 @@ def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
 
 
 def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int, int]) -> list[ExpectedExperts]:
-    """For a model whose layers have so many `experts`, of which so many are `named`. Raises `FrameError`."""
+    """Parse the EXPECTED of a model whose layers have so many `experts`, of which so many are `named`. Raises
+    `FrameError`."""
     heads = _table(frame, 1, 4, parts=2)
     every = [n for (n,) in _table(frame, 2, 1, parts=2)]
     if not 0 < len(heads) <= MOST_PREDICTIONS or sum(count for *_, count in heads) != len(every):

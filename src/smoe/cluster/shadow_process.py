@@ -41,11 +41,11 @@ class Along(Protocol):
 
     @property
     def position_bytes(self) -> int:
-        """Of keys and values of one position, all layers'."""
+        """Bytes of keys and values of one position in all layers."""
 
     @property
     def nbytes(self) -> int:
-        """Of all memory that it takes."""
+        """Bytes of memory that it takes."""
 
     def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
         """Keys and values of these positions of a text, as bytes. Raises `ValueError` where some before them are
@@ -189,7 +189,7 @@ class ShadowProcess(Talking):
             self._bell.put([])
 
     def _hear_shadow(self, step: TokenStep, expected: Expected) -> None:
-        """On the thread that it runs on: layers go together where more than one is known by the time that they go."""
+        """Collect predictions, on the draft model's thread; layers that are known together are sent together."""
         with self._lock:
             self._unsaid.append(ExpectedExperts(step.position, step.token, expected.layer, expected.experts))
             is_first = len(self._unsaid) == 1

@@ -187,5 +187,5 @@ def _whole(fields: Any) -> int:
 
 
 def _words(text: Any) -> str:
-    """As far as it is printable."""
+    """The printable part of a text."""
     return "".join(c for c in text[:500] if c.isprintable()) if isinstance(text, str) else ""

@@ -18,7 +18,7 @@ from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 1
 _READ_BYTES = 1 << 20
-"""At a time: between two reads others have their turn."""
+"""Bytes read at a time: between two reads others have their turn."""
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def forget_sums(path: Path) -> None:
 
 
 def identity(path: Path) -> FileIdentity:
-    """Of a file that need not be open. Raises `OSError`."""
+    """The identity of a file that need not be open. Raises `OSError`."""
     with path.open("rb", buffering=0) as file:
         return identity_of(file.fileno())
 

@@ -44,12 +44,12 @@ class Talking(ABC):
         """Whether it was asked to end."""
 
     def end(self) -> None:
-        """From any thread: `serve` returns soon."""
+        """End `serve`; from any thread."""
         self.is_ending = True
         self._bell.put([])
 
     def serve(self) -> None:
-        """Until `end`. Raises `WorkerRefusedError` where main refuses us."""
+        """Run until `end`. Raises `WorkerRefusedError` where the coordinator refuses this machine."""
         context = zmq.Context()
         try:
             with context.socket(zmq.DEALER) as dealer, watched(dealer, self._me) as check_known:

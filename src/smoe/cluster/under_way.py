@@ -29,7 +29,7 @@ from smoe.policy.placement import Placement
 from smoe.policy.plan import DEVICE, Serve
 
 PROOF_SECONDS = 30.0
-"""For a proof: a worker compiles its kernels first."""
+"""Seconds for a proof: a worker compiles its kernels first."""
 
 
 class UnderWay:
@@ -113,7 +113,7 @@ class UnderWay:
             self.begin(request.part(unit, places))
 
     def cancel(self) -> None:
-        """Nothing comes any more."""
+        """Cancel everything: no answers will come."""
         for request in self._requests.values():
             for future in request.futures:
                 future.cancel()

@@ -52,9 +52,9 @@ class Served(NamedTuple):
     """The checkpoint's checksum."""
     precision: str
     dtype: Any
-    """Of rows: torch's; without it, numpy's of the bits."""
+    """The dtype of rows: torch's; without it, numpy's of the bits."""
     dtype_name: str
-    """As torch says it."""
+    """The dtype's name in torch."""
 
     @property
     def has_torch(self) -> bool:

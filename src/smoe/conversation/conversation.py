@@ -46,7 +46,7 @@ class Conversation:
     """As chat completions have them."""
 
     def with_messages(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Conversation:
-        """With every message changed."""
+        """The conversation with every message changed."""
         return replace(self, messages=[change(message) for message in self.messages])
 
 

@@ -14,7 +14,7 @@ class Written(NamedTuple):
     """A conversation as the template has written it."""
 
     text: str
-    """With marks in the text of control tokens that the messages have."""
+    """The prompt, with marks in the text of control tokens that the messages have."""
     mark: str
     """Nothing where there are none."""
 
@@ -25,7 +25,7 @@ class Written(NamedTuple):
 
 
 class ConversationPrompts:
-    """Of one tokenizer."""
+    """Makes the prompts of one tokenizer."""
 
     def __init__(self, tokenizer: Any, context_tokens: int, *, parses_control_tokens: bool = False) -> None:
         """`parses_control_tokens`: text of control tokens in messages becomes those tokens."""

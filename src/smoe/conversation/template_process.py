@@ -38,7 +38,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self.seconds = SECONDS
-        """For one conversation."""
+        """The time limit of one conversation."""
         self._turn = threading.Lock()
         self._is_closed = False
         self._child = _Child()

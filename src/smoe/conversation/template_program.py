@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SECONDS = 10.0
-"""For one conversation, its attempts together. Real templates take milliseconds."""
+"""The time limit of one conversation, its attempts together. Real templates take milliseconds."""
 MEMORY_BYTES = 512 << 20
 """Address space of the process; on Linux."""
 MOST_CHARACTERS = 64 << 20
-"""Of a rendered conversation."""
+"""The most characters of a rendered conversation."""
 RENDERED, FAILED = b"R", b"F"
 LENGTH_BYTES = 8
 _SPARE_SECONDS = 5.0

@@ -36,14 +36,14 @@ from smoe.runtime.stand_in import LayerExperts, answered_by
 WINDOW_TOKENS = 128
 """Long enough for what a change does to later tokens: nearly all of it is within some dozens."""
 TRIALS = 8
-"""Of every layer and answer, each on another window."""
+"""Trials of every layer and resolution, each on another window."""
 _SUBSTITUTES = 8
 """A substitute is one of so many experts behind the chosen ones, as chance has it: so are those that are resident."""
 _LOGITS = 2**23
 """Numbers of logits at a time."""
 _TINY = 1e-30
 _TOLERANCE = 0.02
-"""Of logits made from the output head's input against the model's own."""
+"""The tolerance of logits made from the output head's input against the model's own."""
 
 
 class RouteTrial(NamedTuple):
@@ -76,7 +76,7 @@ class AnswerPrices:
     rounding: dict[int, float]
     """Nats a token that a change in the last bits of a layer sets off; taken off what was measured."""
     tokens: int
-    """Of text."""
+    """Tokens of text."""
     has_low: bool
     """Whether there were low copies to measure; if not, they are priced like leaving out."""
     shown: Mapping[RouteTrial, Shown]
@@ -276,7 +276,8 @@ def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> li
 
 
 def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
-    """By what a model multiplies what its output head gives; raises `UnsupportedModelError` where it does more."""
+    """The factor by which a model multiplies what its output head gives; raises `UnsupportedModelError` where it does
+    more."""
     scale = float((logits * of_head).sum() / of_head.square().sum().clamp_min(1e-30))
     error = float((logits - scale * of_head).norm() / logits.norm().clamp_min(1e-30))
     if error > _TOLERANCE:
@@ -288,7 +289,7 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
 
 
 def _priced(engine: Engine, shown: dict[RouteTrial, Shown], width: int, tokens: int) -> AnswerPrices:
-    """Of every layer what a change of its output costs, and by how much each answer changes it."""
+    """For every layer what a change of its output costs, and by how much each answer changes it."""
     layers, errors, rounding = dict[int, LayerPrices](), dict[int, LayerPrices](), dict[int, float]()
     has_low = engine.config.has_low
     for layer in sorted(engine.store.layers):

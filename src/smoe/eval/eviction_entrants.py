@@ -26,7 +26,7 @@ class Refused(NamedTuple):
 
 
 def refused_by(error: Exception) -> Refused:
-    """As an error of loading says it."""
+    """The reason, as an error of loading gives it."""
     cause = error.__cause__
     return Refused(str(error), str(cause) if isinstance(cause, NotLearnedError) else "")
 

@@ -71,7 +71,7 @@ class RunListener(StepObserver):
         self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
         self._wide = max(layer.top_k for layer in self.layers)
         self._counts = [np.zeros(layer.experts, dtype=np.int64) for layer in self.layers]
-        """Of every expert, in all observations so far: popularity as known at this token."""
+        """Uses of every expert in all observations so far: popularity as known at this token."""
         self._last: dict[int, np.ndarray] = {}
         """[K] by place: what the layer chose for the token before."""
         self._gates, self._corrected = self._asked(model, spec)
@@ -144,7 +144,7 @@ class RunListener(StepObserver):
         return gates, corrected
 
     def _best(self, place: int, logits: torch.Tensor) -> np.ndarray:
-        """As a router with these logits [1, E] would rank its experts."""
+        """The best experts by a router with these logits [1, E]."""
         layer = self.layers[place]
         rule = self._rules[layer.layer]
         most = min(layer.top_k + SPARES, layer.experts)

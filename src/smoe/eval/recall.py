@@ -16,7 +16,7 @@ import numpy as np
 from smoe.prediction.activation_path import NO_EXPERT
 
 _DIGITS = 6
-"""Of a share in JSON: there are never a million choices."""
+"""The digits of a share in JSON: there are never a million choices."""
 
 
 def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:

@@ -15,7 +15,7 @@ _SMOOTH_TOKENS = 8
 _MOST_LINES = 5
 _PANEL_INCHES = 4.2
 _LEAST_INCHES = 8.0
-"""Of a picture's width: titles and legends are no shorter for one panel."""
+"""The least width of a picture: titles and legends are no shorter for one panel."""
 
 
 def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:

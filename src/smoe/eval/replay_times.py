@@ -23,7 +23,7 @@ from smoe.runtime.engine import Engine
 from smoe.simulator.virtual_clock import StepTimes, Timed, replay_on_clock
 
 WARM_SHARE = 1 / 3
-"""Of the steps, that only fill the cache."""
+"""The share of the steps that only fill the cache."""
 _HALVINGS = 8
 
 

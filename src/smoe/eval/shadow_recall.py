@@ -43,7 +43,7 @@ class RecallComparison:
     refused: Mapping[str, str]
     """Predictors that could not be asked, and why."""
     prompt_tokens: tuple[int, ...]
-    """Of every prompt that was gone on with."""
+    """The tokens of every prompt that was continued."""
     tokens: tuple[int, ...]
     """Decoded after each."""
 

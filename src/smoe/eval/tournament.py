@@ -59,8 +59,8 @@ ROUNDS, MOST_ROUNDS = 3, 7
 """Rounds by which an entrant must lead to take the baseline's place, and turns of each finalist at most: more than the
 first where the fastest has not won all of these."""
 FINALISTS = 3
-"""Of each kind: the best of the simulation, with `ALWAYS` and the baseline in the last ones' place where they are not
-among them."""
+"""The finalists of each kind: the best of the simulation, with `ALWAYS` and the baseline in the last ones' place where
+they are not among them."""
 ALWAYS = {"prefetch": "none", "eviction": "auto"}
 LEAD = 0.02
 """A round is an entrant's where it was faster than the baseline by more than this share."""
@@ -83,9 +83,9 @@ class Entrant:
     asking_seconds: float = 0.0
     """One question to the predictor."""
     recall: float | None = None
-    """Of the experts that the next layer chose, those that were predicted."""
+    """The share of the next layer's experts that was predicted."""
     precision: float | None = None
-    """Of those predicted for it, the chosen ones."""
+    """The share of the predicted experts that was chosen."""
 
     @property
     def seconds(self) -> float:

@@ -24,9 +24,9 @@ from smoe.routing import Phase, Routing
 RANK = 64
 """R, at most: 32 miss 0.5 % more, 128 no less (embedded model)."""
 PENALTY = 1000.0
-"""Of the ridge regression, in tokens: what rests on much fewer does not count."""
+"""The penalty of the ridge regression, in tokens: what rests on much fewer does not count."""
 LEAST_TOKENS = 200
-"""Of all traces together."""
+"""The least tokens of all traces."""
 _UNSEEN = 20
 """Last tokens of a trace that nothing is fitted to: their next use is not known."""
 _MOMENTS = 4

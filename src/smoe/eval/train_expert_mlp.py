@@ -41,7 +41,7 @@ class Training:
 
     fitted: Fitted
     losses: list[tuple[float, float]]
-    """Of every epoch: on what is trained on, and on the last tenth."""
+    """The losses of every epoch: on what is trained on, and on the last tenth."""
     core_seconds: float
     """That all epochs took of one core."""
 

@@ -56,7 +56,7 @@ class Tuning:
     circumstances: dict[str, Any]
     alphas: list[float]
     rounds: list[list[Timing]]
-    """For each round and alpha."""
+    """One entry for each round and alpha."""
     bytes_per_second: float | None
     """The rate of reading that all times are given for; None: they do not depend on it."""
 
@@ -72,17 +72,17 @@ class Tuning:
 
     @property
     def measured_seconds(self) -> list[float]:
-        """Of every alpha, the median of the rounds as the clock showed it."""
+        """The median of the rounds of every alpha, as the clock showed it."""
         return [median(timing.seconds for timing in timings) for timings in zip(*self.rounds, strict=True)]
 
     @property
     def rates(self) -> list[float]:
-        """Of every turn that read, bytes per second."""
+        """Bytes per second of every turn that read."""
         return [t.bytes_per_second for timings in self.rounds for t in timings if t.bytes_per_second is not None]
 
     @property
     def half_range_seconds(self) -> list[float]:
-        """Of every alpha, half of what lies between its fastest and its slowest round."""
+        """For every alpha half of the difference between its fastest and its slowest round."""
         return half_ranges(self.seconds)
 
     @property

@@ -35,7 +35,7 @@ class CacheTuning:
     records: str
     weights: CacheWeights
     decode_steps: int
-    """Of the traces that the weights were fitted on."""
+    """The decode steps of the traces that the weights were fitted on."""
     penalties: dict[str, float]
     """By policy, on these traces: misses in loads of the model's own copies."""
     held_out: dict[str, float] | None

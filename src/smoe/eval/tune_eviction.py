@@ -41,7 +41,7 @@ class EvictionTuning:
     slots: int
     resident_share: float
     uses: int
-    """Of the traces that it was trained on, in the decode steps that are counted."""
+    """Uses in the counted decode steps of the traces that it was trained on."""
     misses: dict[str, int]
     """By policy, on these traces."""
     held_out_uses: int

@@ -37,7 +37,7 @@ PAPER = {
 LEAST_TOKENS = 40
 """Fewer tell nothing, and leave too few to see when to stop."""
 _JUDGED_TOKENS = 1000
-"""Of every trace: a network takes about a millisecond a layer."""
+"""The judged tokens of every trace: a network takes about a millisecond a layer."""
 _TIMED = 200
 """Predictions by which the time of one is measured."""
 
@@ -49,9 +49,9 @@ class PredictionRates:
     exact: float
     at_least_one: float
     recall: float
-    """Of the experts that were chosen, the share that was named."""
+    """The share of the chosen experts that was predicted."""
     seconds: float
-    """Of one prediction, the median."""
+    """The median seconds of one prediction."""
     predictions: int
 
 
@@ -63,7 +63,7 @@ class PredictorTuning:
     training: Training | None
     """None for a predictor that is counted."""
     rates: dict[str, dict[str, PredictionRates]]
-    """By trace, then by predictor."""
+    """Rates by trace, then by predictor."""
 
     def as_json(self) -> dict[str, Any]:
         losses = [] if self.training is None else self.training.losses

@@ -44,7 +44,7 @@ class Chat:
         self._loop = DecodeLoop(model, tokenizer)
         self._turns = 0
         self.reused_tokens = 0
-        """Of the last turn's tokens, those that the cache had already."""
+        """Tokens of the last turn that the cache had already."""
 
     @property
     def has_template(self) -> bool:

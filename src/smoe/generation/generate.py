@@ -48,16 +48,17 @@ class Generation:
     ended: float
     counters: Counters
     decode_counters: Counters
-    """From the first token on."""
+    """Counters from the first token on."""
     was_interrupted: bool
     notes: list[str]
     """What the user should know: a limit that was lowered, and why."""
     reused_tokens: int = 0
-    """Of the prompts, those that had been read before."""
+    """Prompt tokens that had been read before."""
     waited_seconds: float | None = None
-    """In which this thread was ready and other threads had the cores; None where the system does not count it."""
+    """Seconds in which this thread was ready and other threads had the cores; None where the system does not count
+    it."""
     first_step_counters: Counters = field(default_factory=Counters)
-    """Of the decode steps, the first one's: of a process's first text it makes what the others use."""
+    """Counters of the first decode step: in a process's first text it includes one-time work."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -69,7 +70,7 @@ class Generation:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """From the call to the first token; None where there is none."""
+        """Seconds from the call to the first token; None where there is none."""
         return self.token_times[0] - self.started if self.token_times else None
 
     @property
@@ -83,7 +84,7 @@ class Generation:
 
     @property
     def later_counters(self) -> Counters:
-        """Of the decode steps from the second on."""
+        """Counters of the decode steps from the second on."""
         return self.decode_counters - self.first_step_counters
 
     @property
@@ -93,7 +94,7 @@ class Generation:
 
     @property
     def waited_share(self) -> float | None:
-        """Of the whole time, that in which other threads had the cores."""
+        """The share of the time in which other threads had the cores."""
         whole = self.ended - self.started
         return None if self.waited_seconds is None or whole <= 0 else min(1.0, self.waited_seconds / whole)
 

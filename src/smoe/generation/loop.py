@@ -36,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeLoop:
-    """Of one model. `hand_in` and `close` may be called from any thread; one thread at a time calls `step` or `run`."""
+    """The decode loop of one model. `hand_in` and `close` may be called from any thread; one thread at a time calls
+    `step` or `run`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
@@ -54,11 +55,11 @@ class DecodeLoop:
         self._reading: list[_Text] = []
         """One, or several that are read together."""
         self._decoding: list[_Text] = []
-        """In the order of their rows, from 0 on."""
+        """Texts that are decoded, in the order of their rows, from 0 on."""
         self._seconds_of = {"reading": 0.0, "decoding": 0.0}
         """Spent while both were wanted."""
         self.busy_seconds = 0.0
-        """In which a request waited for a token; of the time until `run` last had nothing to do."""
+        """Seconds in which a request waited for a token, until `run` last had nothing to do."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class End(NamedTuple):
     text: str
     """What was held back until now."""
     error: Exception | None = None
-    """With `FAILED`."""
+    """The error, with `FAILED`."""
 
 
 Hear = Callable[[Piece | End], None]
@@ -84,7 +84,7 @@ class Request:
     """Set it from any thread: what is wanted has come, and the text ends before the next step, as at a stop string."""
     # the loop's
     reused_tokens: int = 0
-    """Of the prompt, those that need not be read, as another text began with them."""
+    """Prompt tokens that need not be read, as another text began with them."""
     new_ids: list[int] = field(default_factory=list)
     asked: float = 0.0
     """Moments on the engine's clock: when it was handed in,"""

@@ -8,7 +8,7 @@ from smoe.models.rotary import Factors
 
 
 class RowText:
-    """Of one row."""
+    """The text of one row."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

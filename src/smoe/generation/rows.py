@@ -20,14 +20,14 @@ from smoe.models.text_rows import TextRows
 from smoe.runtime.engine import Engine
 
 _NEAR = 0.05
-"""Of the largest logit, by which a text may differ from itself alone: rounding is a tenth of it, another's keys are far
-more."""
+"""The share of the largest logit by which a text may differ from the same text alone: rounding is a tenth of it,
+another's keys are far more."""
 
 _log = logging.getLogger(__name__)
 
 
 class Rows:
-    """As many as `max_sequences`, of `context_tokens` each."""
+    """The rows of one cache: as many as `max_sequences`, of `context_tokens` each."""
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
         self._model = model
@@ -89,7 +89,7 @@ class Rows:
         return row, common[row]
 
     def _common(self, ids: Sequence[int]) -> list[int]:
-        """Of every row, how many tokens a prompt has in common with its text, one short of all at most: of those whose
+        """How many tokens a prompt has in common with each row's text, at most all but one, of those whose
         positions were turned as the prompt's are."""
         factors = self._rotary.rule.factors(len(ids))
         common = [min(held.in_common(ids, factors), len(ids) - 1) for held in self._held]

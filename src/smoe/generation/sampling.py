@@ -27,7 +27,7 @@ class Sampling:
     """0: all tokens."""
     repetition_penalty: float | None = 1.0
     min_p: float | None = None
-    """Of the most likely token's probability, the share that another token must have to be chosen; 0: none."""
+    """The share of the most likely token's probability that another token must have to be chosen; 0: none."""
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""

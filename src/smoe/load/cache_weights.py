@@ -19,9 +19,9 @@ class FittedWeights:
     weights: tuple[float, ...]
     """(lru, lfu, lhu, fld)"""
     resident_share: float
-    """Of the experts, in the simulated cache."""
+    """The share of the experts in the simulated cache."""
     decode_steps: int
-    """Of all traces together."""
+    """The decode steps of all traces."""
 
 
 def cache_weights_of(folder: Path) -> tuple[tuple[float, ...], str]:

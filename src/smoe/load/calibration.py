@@ -42,8 +42,8 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
 
 
 def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
-    """Of one expert and one row on the CPU of a machine with a device: on one thread, without our kernel, while others
-    are others."""
+    """Seconds of one expert and one row on the CPU of a machine with a device: on one thread, without our kernel, while
+    others are others."""
     host = engine.executor.compute.units.get(HOST)
     if host is None:
         return 2 * guess
@@ -55,7 +55,7 @@ def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float
 
 
 def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
-    """As many sequences at once as the engine is made for."""
+    """Run as many sequences at once as the engine allows."""
     rows = engine.config.max_sequences
     tokens = torch.arange(1, rows + 1).unsqueeze(1)  # different ones: other experts for each
     for _ in range(steps):
@@ -63,7 +63,7 @@ def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
 
 
 def _copy_seconds(slots: torch.Tensor, slot_bytes: int) -> float:
-    """Of one expert, in RAM, from memory to memory; the middle of a few."""
+    """Seconds for copying one expert in RAM; the median of a few."""
     source = torch.ones(slot_bytes, dtype=torch.uint8)
     target = slots[:slot_bytes]
     seconds = []

@@ -51,7 +51,7 @@ class ClusterInputs(NamedTuple):
     weights: str
     """The checkpoint's checksum, which workers must have, too."""
     seconds_per_byte: Callable[[], float]
-    """Of recent loads here."""
+    """Seconds per byte of recent loads here."""
     demand: Demand
     files: Mapping[str, Path]
     """What workers without the checkpoint are sent, by name."""
@@ -140,7 +140,7 @@ def cluster_of(
 def _movable_math(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, store: ExpertStore
 ) -> dict[int, ExpertMath]:
-    """By layer. Raises `ConfigError` for experts that no other machine can compute."""
+    """The arithmetic by layer. Raises `ConfigError` for experts that no other machine can compute."""
     math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, torch.device("cpu")))
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
@@ -187,7 +187,7 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
 
 
 def _most_rows(spec: ModelSpec, config: EngineConfig) -> int:
-    """Of one request to a worker: a piece of a prompt through one expert, or every sequence's token through all that it
-    chooses."""
+    """The most rows of one request to a worker: a piece of a prompt through one expert, or every sequence's token
+    through all that it chooses."""
     piece = min(config.prefill_tokens, spec.context_tokens * config.max_sequences)
     return max(piece, config.max_sequences * max(spec.anatomy.top_k.values()))

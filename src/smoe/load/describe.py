@@ -25,9 +25,9 @@ _PLAIN = "BF16"
 def describe(
     weights: str, stored: Mapping[int, StoredLayer], math: Mapping[int, ExpertMath], arithmetic: str, threads: int
 ) -> LightWorker:
-    """Of experts as the checkpoint has them (`stored`), which main computes with by `math`, few rows by `arithmetic`,
-    one of `KERNELS`. On a thread of its own, as proving takes up to a second. Raises `UnsupportedModelError`
-    where our kernels alone cannot compute them as main does."""
+    """The description of experts as the checkpoint has them (`stored`), which main computes with by `math`, few rows by
+    `arithmetic`, one of `KERNELS`. On a thread of its own, as proving takes up to a second. Raises
+    `UnsupportedModelError` where our kernels alone cannot compute them as main does."""
     any_math = next(iter(math.values()))
     table = None if isinstance(any_math, QuantisedMath) else any_math.gate_table()
     if table is None or not all(_is_alike(each, any_math, table) for each in math.values()):

@@ -28,7 +28,7 @@ class LearnedCorrections:
     """Corrections, and what they were learned on."""
 
     corrections: Mapping[tuple[int, int], Correction]
-    """By the layer asked at and the layer asked for."""
+    """Corrections by (the layer of the input, the predicted layer)."""
     tokens: int
     text: str
 

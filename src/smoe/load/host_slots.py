@@ -19,7 +19,7 @@ def host_sizes(classes: Sequence[SlotClass], budget: int, least: int) -> list[tu
 
 
 def size_of(classes: Sequence[SlotClass]) -> Callable[[ExpertKey], int]:
-    """Of a copy, the number of its class."""
+    """The number of a copy's size class."""
     found = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
     return lambda key: found[key[0], key[2]]
 

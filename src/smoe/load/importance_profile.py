@@ -18,7 +18,7 @@ from smoe.policy.importance import Thresholds
 from smoe.user_cache import keep, of_model, read_stored
 
 FILE_NAME = "smoe-thresholds.json"
-"""In a model's folder."""
+"""The file's name in a model's folder."""
 _FORMAT = 1
 _PARTS = 200
 """The distance of the stored quantiles: half a per cent."""

@@ -24,11 +24,11 @@ class ResolvedSettings(NamedTuple):
     reasons: dict[str, str]
     """Where settings come from that the user left out, by their names."""
     prices: PriceTable | None = None
-    """Of answers to misses, where they are answered within a budget."""
+    """Quality costs of miss resolutions, where these have a budget."""
 
 
 def known_of(config: EngineConfig, place: Path, resident_share: float) -> ResolvedSettings:
-    """For the model in `place` with so many of its experts resident.
+    """Resolve the settings of the model in `place` with so many of its experts resident.
 
     Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known.
     """

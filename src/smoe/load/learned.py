@@ -23,9 +23,9 @@ class LearnedValues(NamedTuple):
     fitted: Fitted | None = None
     """The predictor of decode that was fitted on traces."""
     corrections: Mapping[tuple[int, int], Correction] | None = None
-    """Of the routers, where they predict."""
+    """The routers' corrections, where they predict."""
     next_use: NextUse | None = None
-    """Of the experts, where it is what residents are ranked by."""
+    """The estimates of the next use, where residents are ranked by them."""
 
     @property
     def nbytes(self) -> int:
@@ -34,8 +34,8 @@ class LearnedValues(NamedTuple):
 
 
 def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Of memory, of a predictor that the settings ask for and that has not been fitted yet; 0 for those that are counts
-    alone."""
+    """Bytes of memory of a predictor that the settings ask for and that has not been fitted yet; 0 for those that are
+    counts alone."""
     if config.prefetch != EXPERT_MLP:
         return 0
     from smoe.load.learned_tensors import expert_mlp_bytes

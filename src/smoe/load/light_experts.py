@@ -62,8 +62,8 @@ def open_described(
     slots: int | None,
     threads: int | None,
 ) -> Served:
-    """For a worker: nothing but experts is read. Room as in `open_experts`. Raises `CheckpointError` where the files
-    and what main says do not fit, `BudgetError`."""
+    """Open the experts of a worker; nothing else is read. Room as in `open_experts`. Raises `CheckpointError` where the
+    files and what main says do not fit, `BudgetError`."""
     store = _store(place, description)
     alone = {
         layer: SlotClass(nbytes, 1, store.layers[layer].experts, (layer,)) for layer, nbytes in store.slot_bytes.items()

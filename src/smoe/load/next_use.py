@@ -24,9 +24,9 @@ class TrainedNextUse:
 
     next_use: NextUse
     experts: dict[int, int]
-    """Of every layer that has some."""
+    """The experts of every layer that has some."""
     decode_steps: int
-    """Of all traces together."""
+    """The decode steps of all traces."""
 
 
 def remember(folder: Path, trained: TrainedNextUse) -> Path:

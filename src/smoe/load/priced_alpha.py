@@ -15,7 +15,7 @@ from smoe.config import DEFAULT_ALPHA
 from smoe.user_cache import keep, of_model, read_stored
 
 FILE_NAME = "smoe-alpha.json"
-"""In a model's folder."""
+"""The file's name in a model's folder."""
 _FORMAT = 1
 
 
@@ -30,7 +30,7 @@ class PricedAlpha:
     high: float
     """The interval of 95 % of the change."""
     resident_share: float
-    """Of the experts, in memory meanwhile."""
+    """The share of the experts in memory during the measurement."""
     tokens: int
     text: str
 

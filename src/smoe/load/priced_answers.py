@@ -15,7 +15,7 @@ from smoe.policy.prices import PriceTable
 from smoe.user_cache import keep, of_model, read_stored
 
 FILE_NAME = "smoe-prices.json"
-"""In a model's folder."""
+"""The file's name in a model's folder."""
 _FORMAT = 1
 
 
@@ -27,7 +27,7 @@ class PricedAnswers:
     errors: PriceTable
     """Standard errors of the table's figures."""
     low_precision: str
-    """Of the low copies; `none`: there were none, and a low copy is priced like none at all."""
+    """The precision of the low copies; `none`: there were none, and a low copy is priced like none at all."""
     tokens: int
     text: str
 

@@ -61,8 +61,8 @@ class PlannedShadow(NamedTuple):
         return not self.spec.dense
 
     def open(self, model: PreTrainedModel | None, computing: int = _THREADS) -> Shadow:
-        """On so many threads; with `model`, whose weights are loaded and which has no engine yet, or
-        with weights of its own."""
+        """Open the draft model on so many threads; with `model`, whose weights are loaded and which has no engine yet,
+        or with weights of its own."""
         with threads(computing):
             shadow = self.checkpoint.load_dense(self.spec, self.device)
             if model is not None and self._shares_weights:
@@ -83,7 +83,7 @@ class PlannedShadow(NamedTuple):
         return shadow_routing
 
     def on_thread(self, model: PreTrainedModel) -> ShadowRouting:
-        """On a thread, with `model` as `open` takes it."""
+        """Run the draft model on a thread, with `model` as `open` takes it."""
         return ShadowRouting(RunningAhead(self.open(model), self.departure))
 
 

@@ -36,7 +36,8 @@ _WANTED = {"context_tokens", "dtype", "activations", "shadow_precision", "shadow
 
 
 def placed_shadow(config: EngineConfig) -> EngineConfig:
-    """With a place for the shadow, where one is asked for: in the cluster, if one belongs to it, else on main."""
+    """The configuration with a place for the draft model, where one is requested: in the cluster, if one belongs to it,
+    else on main."""
     if config.prefetch != SHADOW or config.shadow_on is not None:
         return config
     place = "main"

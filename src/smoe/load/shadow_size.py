@@ -25,7 +25,7 @@ def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig,
 
 
 def shadow_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
-    """Of the shadow itself."""
+    """The configuration of the draft model itself."""
     return replace(
         EngineConfig(
             precision=config.shadow_precision or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True

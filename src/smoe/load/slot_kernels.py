@@ -169,7 +169,7 @@ def _is_no_slower(compute: LayerCompute, kernels: dict[tuple[int, int], SlotExpe
 
 
 def _seconds(compute: LayerCompute, layer: int, kind: ExpertKind) -> float:
-    """Until the device is done: what a token takes where it binds, and where Python does."""
+    """Seconds until the device is done: what a token takes where it binds, and where Python does."""
     hidden = torch.zeros(1, kind.hidden, dtype=getattr(torch, kind.dtype), device=compute.device)
     _finish(compute.device)
     started = perf_counter()

@@ -75,6 +75,6 @@ def _note_of(path: Path) -> Path:
 
 
 def _identity(path: Path) -> list[int]:
-    """Of a file as it is: what changes where it is written, or another takes its place."""
+    """The identity of a file: what changes where it is written, or another takes its place."""
     found = path.stat()
     return [found.st_size, found.st_ino, found.st_mtime_ns]

@@ -47,7 +47,7 @@ class Winner:
     resident_share: float
     text: str
     machine: str
-    """As `where` tells it."""
+    """The machine, as `where` describes it."""
 
     def __str__(self) -> str:
         how = "stayed the choice after" if self.name == "auto" else "won"
@@ -62,7 +62,7 @@ class Winner:
 
 
 def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
-    """By setting, those of the tournaments of the model in `folder` on such a machine, of any size."""
+    """The winners by setting, of the tournaments of the model in `folder` on such a machine, of any size."""
     stored = _stored(of_model("winners", folder))
     by_setting = {setting: _winners(stored, setting) for setting in CHOICES}
     of_machine = {
@@ -118,7 +118,7 @@ def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
 
 
 def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """As they stand in the file."""
+    """The entries of the file."""
     found = stored.get(setting)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 

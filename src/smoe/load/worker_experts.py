@@ -22,9 +22,9 @@ _CPU = torch.device("cpu")
 
 
 def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConfig, slots: int | None = None) -> Served:
-    """For a worker: nothing but experts is read. It has room for as many experts as the memory holds, or for `slots` of
-    every size (one of the two is None). Raises `ModelError`, `ConfigError`, and `BudgetError` where the memory holds
-    fewer than it takes to read one while another is computed."""
+    """Open the experts of a worker; nothing else is read. It has room for as many experts as the memory holds, or for
+    `slots` of every size (one of the two is None). Raises `ModelError`, `ConfigError`, and `BudgetError` where the
+    memory holds fewer than it takes to read one while another is computed."""
     spec = read_spec(model, config)
     checkpoint = whole_checkpoint(model, None)
     store = open_store(checkpoint, spec, checkpoint.experts(spec), _CPU)

@@ -11,11 +11,11 @@ from smoe.units import format_bytes
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 """Under which names families have the number of layers that guess further tokens."""
 _NOTED_DIFFERENCE = 0.02
-"""By which share memory and files may differ without a word."""
+"""The share by which memory and files may differ without a remark."""
 
 
 def read_as(fields: Mapping[str, Any], family: str) -> str:
-    """Of a family that the library lacks."""
+    """The remark about a family that the library lacks."""
     return (
         f"config.json names the family {fields.get('model_type')!r:.40}, which transformers does not have; read as "
         f"{family!r} by its architecture, without the code in the repository"
@@ -23,7 +23,7 @@ def read_as(fields: Mapping[str, Any], family: str) -> str:
 
 
 def doubts_of(fields: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
-    """Of a model whose weights are not here."""
+    """Remarks about a model whose weights are not here."""
     found = [_of_further_layers(fields, spec), _of_type(fields, spec), _of_tied(fields, spec)]
     return tuple(doubt for doubt in (*found, _of_lists(spec) if is_quantised else None) if doubt is not None)
 

@@ -82,7 +82,7 @@ class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
 
     @classmethod
     def from_config(cls, config: DbrxConfig, **options: Any) -> ChoosingDbrxForCausalLM:
-        """As an Auto class does it."""
+        """Make the model as an Auto class does."""
         made: ChoosingDbrxForCausalLM = cls._from_config(config, **options)
         return made
 

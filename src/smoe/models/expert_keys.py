@@ -39,9 +39,9 @@ class Sorted(NamedTuple):
     """A checkpoint's tensors, by what they are."""
 
     experts: Mapping[tuple[str, int], Pieces]
-    """By module and expert."""
+    """Keys by module and expert."""
     others: Mapping[str, StoredTensor]
-    """By the library's names."""
+    """Other tensors by the library's names."""
 
 
 def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[int, StoredLayer]:

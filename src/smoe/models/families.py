@@ -269,5 +269,5 @@ FAMILIES: Mapping[str, Family] = {
         usual={"attention_bias": False, "mlp_bias": False},
     ),
 }
-"""By `model_type`."""
+"""The families by `model_type`."""
 # fmt: on

@@ -70,7 +70,7 @@ def gpt_oss(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _qwen_block(name: str, c: PlainConfig, layer: int, has_shared: bool) -> Weights:
-    """Of Qwen's families: experts in every so many layers."""
+    """The block of Qwen's families: experts in every so many layers."""
     if not c.num_experts or layer in (c.mlp_only_layers or ()) or (layer + 1) % c.decoder_sparse_step:
         yield from gated(f"{name}.mlp", c, c.intermediate_size)
         return
@@ -117,7 +117,7 @@ def _linear_widths(c: PlainConfig) -> tuple[int, int]:
 
 
 def _deepseek_block(name: str, c: PlainConfig, layer: int, shared: int | None, is_sparse: bool) -> Weights:
-    """Of DeepSeek's kind: dense layers first, then routed experts and shared ones."""
+    """The block of DeepSeek's kind: dense layers first, then routed experts and shared ones."""
     if not is_sparse:
         yield from gated(f"{name}.mlp", c, c.intermediate_size)
         return

@@ -123,7 +123,7 @@ def _buffers(c: PlainConfig, family: Family, sites: list[ExpertsSite]) -> dict[s
 
 
 def _turned_share(c: PlainConfig, family: Family) -> float:
-    """Of a head, what positions turn."""
+    """The share of a head that positions rotate."""
     share = c.rope_parameters.get("partial_rotary_factor", c.get("partial_rotary_factor"))
     if share is None and c.get("rotary_dim") is not None:
         share = c.rotary_dim / c.head_dim

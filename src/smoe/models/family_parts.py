@@ -56,13 +56,13 @@ def heads(
 
 
 def head_norms(name: str, c: PlainConfig, of_query: str = "q_norm", of_key: str = "k_norm") -> Weights:
-    """Of each head by itself."""
+    """Norms of each head by itself."""
     yield from norm(f"{name}.{of_query}", head_dim(c))
     yield from norm(f"{name}.{of_key}", head_dim(c))
 
 
 def whole_norms(name: str, c: PlainConfig) -> Weights:
-    """Of all heads together."""
+    """Norms of all heads together."""
     yield from norm(f"{name}.q_norm", c.num_attention_heads * head_dim(c))
     yield from norm(f"{name}.k_norm", c.num_key_value_heads * head_dim(c))
 

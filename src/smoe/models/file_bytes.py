@@ -19,7 +19,7 @@ class FileBytes(NamedTuple):
 
     together: int
     experts: int | None = None
-    """Of them, those of the routed experts; None where the files were counted as a whole."""
+    """The bytes of the routed experts; None where the files were counted as a whole."""
 
 
 def bytes_of_files(paths: Iterable[Path]) -> FileBytes:

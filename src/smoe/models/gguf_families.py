@@ -18,7 +18,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_latent_families.FAMILIES,
     **gguf_state_families.FAMILIES,
 }
-"""By the architecture's name in the file."""
+"""The families by the architecture's name in the file."""
 
 
 _NO_CLASS = "transformers has no class for it"

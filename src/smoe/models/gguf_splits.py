@@ -113,4 +113,4 @@ _RULES: Mapping[str, Split] = {
     "viking": Split((_BLOOM, r"\p{N}")),
 }
 SPLITS: Mapping[str, Split] = {name: split for names, split in _RULES.items() for name in names.split()}
-"""By the name in the file."""
+"""The splits by the name in the file."""

@@ -62,7 +62,7 @@ class RowCache(DynamicCache):
         self.ended: torch.Tensor | None = None
         """[rows], True where a row's text has ended and its results are not used; None: nowhere."""
         self.given: list[int] | None = None
-        """Of the next pass, how many tokens are each row's own, the last ones; None: all of every row's."""
+        """How many tokens of the next pass are each row's own, the last ones; None: all of every row's."""
         self._pending = 0
         self._is_retired = False
         self.layers = [_positioned(layer, self) for layer in self.layers]
@@ -96,7 +96,7 @@ class RowCache(DynamicCache):
         return 0 if self._is_retired else sum(self._backed)
 
     def give_back(self, row: int, end: int) -> None:
-        """Nothing of a row is needed from the place `end` of its storages on: let the system have that memory."""
+        """Return a row's memory from the place `end` of its storages on to the system."""
         blocks = min(-(-end // BLOCK_TOKENS) * BLOCK_TOKENS, self.capacity_tokens)
         if not GIVES_BACK or self._backed[row] <= blocks:
             return
@@ -136,7 +136,7 @@ class RowCache(DynamicCache):
         self._pending, self.given = 0, None
 
     def row_keys(self, tokens: int) -> list[int]:
-        """Of every row whose text is its own, how many tokens it has with those of a pass over `tokens` columns."""
+        """How many tokens every row whose text is its own has with those of a pass over `tokens` columns."""
         assert self.row_lengths is not None
         given = self.given or [tokens] * self.rows
         return [length + new for length, new in zip(self.row_lengths, given, strict=True)]
@@ -220,13 +220,13 @@ class RowCache(DynamicCache):
 
     @property
     def position_bytes(self) -> int:
-        """Of one position's keys and values in all layers; 0 before anything was written."""
+        """Bytes of one position's keys and values in all layers; 0 before anything was written."""
         ones = [each[:, :, :1] for store in self._stores for each in store]
         return sum(each.numel() * each.element_size() for each in ones)
 
     @property
     def _stores(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of the layers that have written something."""
+        """The storages of layers that have written something."""
         stores = (getattr(layer, "_store", None) for layer in self.layers)
         return [store for store in stores if store is not None]
 
@@ -263,7 +263,7 @@ class RowCache(DynamicCache):
             )
 
     def end_rows(self, done: torch.Tensor) -> None:
-        """From now on the rows where `done` [rows] is True ask for no experts."""
+        """Mark rows where `done` [rows] is True: they need no experts any more."""
         self.ended = done if self.ended is None else self.ended | done
 
     @property

@@ -88,7 +88,7 @@ class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> ChoosingLlama4ForCausalLM:
-        """Of a configuration of text, or of text and images, as an Auto class does it."""
+        """Make the model of a configuration of text, or of text and images, as an Auto class does it."""
         made: ChoosingLlama4ForCausalLM = cls._from_config(config.get_text_config(), **options)
         return made
 

@@ -22,7 +22,7 @@ from smoe.memory.store import StoredLayer
 FAMILIES = ("gpt_oss",)
 _CODES, _SCALES = "_blocks", "_scales"
 _CODE_BYTES = 16
-"""Of a block."""
+"""Bytes of the codes of a block."""
 
 
 def has_mxfp4_experts(config: Mapping[str, Any]) -> bool:

@@ -35,9 +35,9 @@ class Weight(NamedTuple):
 
     shape: tuple[int, ...]
     is_linear: bool = False
-    """Of a linear layer."""
+    """Whether it belongs to a linear layer."""
     is_plain: bool = False
-    """Of a linear layer or an embedding that is the library's own, whose place a quantised one can take."""
+    """Whether it belongs to a linear layer or an embedding of the library, whose place a quantised one can take."""
     is_wide: bool = False
     """In float32, whatever the model's dtype."""
 
@@ -53,7 +53,7 @@ class Buffer(NamedTuple):
     item_bytes: int = F32.itemsize
     """At least those of float32: the library's loader does not narrow it."""
     is_stored: bool = False
-    """In checkpoints, too."""
+    """Whether checkpoints have it, too."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Anatomy:
     routers: Mapping[int, str]
     """Module path of each layer's router, where it could be found."""
     gates: Mapping[int, str]
-    """Of those, the routers that need nothing but hidden states, and so can be applied to another layer's."""
+    """The routers of these that need nothing but hidden states, and so can be applied to another layer's."""
     top_k: Mapping[int, int]
     """Experts a token uses, by layer."""
 
@@ -77,10 +77,10 @@ class Outline:
     """A model of one dtype."""
 
     weights: Mapping[str, Weight]
-    """By the library's names, tied ones once."""
+    """Weights by the library's names, tied ones once."""
     buffers: Mapping[str, Buffer]
     sites: list[ExpertsSite]
-    """In layer order."""
+    """The experts modules in layer order."""
     anatomy: Anatomy
     embedding: str | None = None
     """The name of the input embedding, where the output matrix is another weight."""

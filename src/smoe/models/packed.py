@@ -79,7 +79,7 @@ class Contents:
     """What is not quantised, by its safetensors name; quantised numbers are read as it, too."""
     sites: Sequence[ExpertsSite]
     parts: Mapping[int, tuple[PackedPart, ...]]
-    """By layer."""
+    """The parts by layer."""
     calibration: str | None = None
     """What it was quantised for, where it was for the inputs of a text: the text's mark. A reader does not mind."""
 
@@ -90,7 +90,7 @@ class Contents:
 
     @property
     def stride(self) -> int:
-        """From one expert to the next."""
+        """Bytes from one expert to the next."""
         return page_ceil(max(map(self.expert_bytes, self.parts)))
 
     @property
@@ -233,7 +233,7 @@ class Packed(NamedTuple):
     path: Path
     layers: dict[int, StoredLayer]
     records: list[dict[str, Any]]
-    """Of every layer: `sha256` of its experts, and of a precision the `relative_error` of its weights."""
+    """For every layer: `sha256` of its experts, and of a precision the `relative_error` of its weights."""
     start: int
     """Where the experts begin."""
     calibration: str | None

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 
 def count_whole(model: PreTrainedModel, shell: PreTrainedModel) -> None:
-    """From now on `model.num_parameters()` counts what is on disk, and what is no parameter here because its weights
+    """Let `model.num_parameters()` count what is on disk, and what is no parameter here because its weights
     stay quantised, as in `shell`, the same model whole on the meta device. None of these can be trained."""
     original: Callable[..., int] = model.num_parameters
     elsewhere = {

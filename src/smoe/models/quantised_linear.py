@@ -69,7 +69,7 @@ class QuantisedWeight(nn.Module):
 
 
 class QuantisedLinear(QuantisedWeight):
-    """In the place of an `nn.Linear`."""
+    """Replaces an `nn.Linear`."""
 
     def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
         super().__init__(form, codes, dtype)
@@ -192,7 +192,7 @@ def share_inputs(model: nn.Module) -> None:
 
 
 class QuantisedEmbedding(QuantisedWeight):
-    """In the place of an `nn.Embedding`."""
+    """Replaces an `nn.Embedding`."""
 
     def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype, padding_idx: int | None) -> None:
         super().__init__(form, codes, dtype)
@@ -210,7 +210,7 @@ class QuantisedEmbedding(QuantisedWeight):
 
 
 class StoredEmbedding(nn.Module):
-    """In the place of an `nn.Embedding`: rows are read from the file when they are asked for."""
+    """Replaces an `nn.Embedding`: rows are read from the file when they are asked for."""
 
     def __init__(self, form: Format, rows: StoredRows, dtype: torch.dtype, padding_idx: int | None) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ def _turned(
     bits: int,
     group: torch.Tensor,
 ) -> torch.Tensor:
-    """Of GPTQ and AWQ, whose matrices lie column by column."""
+    """Transpose matrices of GPTQ and AWQ, which are stored column by column."""
     outputs, columns = matrix.shape
     is_awq = matrix.scheme == "awq"
     whole = _words(codes, bits, _AWQ_PLACES).flatten(1) if is_awq else _words(codes.t(), bits).flatten(1).t()

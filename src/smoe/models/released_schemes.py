@@ -41,7 +41,7 @@ class Scheme:
     """What a config.json says of its quantised matrices."""
 
     method: str
-    """Of `METHODS`."""
+    """One of `METHODS`."""
     bits: int = 8
     is_float: bool = False
     """Numbers of eight bits are E4M3, those of four E2M1."""
@@ -63,8 +63,8 @@ class Scheme:
     experts: Scheme | None = None
     """How routed experts are stored, where that differs from other layers."""
     layers: Mapping[str, Scheme] = field(default_factory=dict)
-    """By the names of layers, from their number on, where every layer has its own; those that are not named are in
-    full."""
+    """Schemes by the names of layers, from their number on, where every layer has its own; those that are not named are
+    in full."""
 
     @property
     def is_float4(self) -> bool:

@@ -97,7 +97,7 @@ class _Names:
 
 _NONE = ".none"
 _OF_ALL = _Names("", "_scale_inv", _NONE)
-"""Of matrices of all experts, which the library's keys know without `.weight`."""
+"""The pattern of matrices of all experts, which the library's keys know without `.weight`."""
 
 
 def _names_of(scheme: Scheme) -> _Names:
@@ -166,7 +166,7 @@ class _Matrix:
 
     @property
     def keys(self) -> list[str]:
-        """Of what it is made of."""
+        """The keys of its tensors."""
         return [each.key for each in (self._codes, self._scales, self._zeros) if each is not None]
 
     def joined(self) -> StoredTensor:
@@ -257,7 +257,7 @@ class _Float4(_Matrix):
         self._divides = scheme.method != "modelopt"
         ending = ".weight_global_scale" if self._divides else ".weight_scale_2"
         self._factor = self._other(tensors, ending) if self._has_factor else None
-        """Of the whole matrix."""
+        """The factor of the whole matrix."""
 
     @property
     def keys(self) -> list[str]:

@@ -52,7 +52,7 @@ def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, LengthRule]]:
 
 
 def length_rule(model: nn.Module) -> LengthRule:
-    """Of all rotary embeddings of a model together."""
+    """The rule of all rotary embeddings of a model."""
     whole = LengthRule()
     for _, rule in rotary_modules(model):
         whole |= rule

@@ -19,7 +19,8 @@ from smoe.models.rotary import Factors, LengthRule, length_rule, reads_again, ro
 
 
 class RotaryLengths:
-    """Of one model: the rule by which it turns positions, and how long the texts of the pass under way will be."""
+    """The state of one model: the rule by which it turns positions, and how long the texts of the pass under way will
+    be."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Replaces the forward of the model's rotary embeddings, where the length decides."""

@@ -35,7 +35,7 @@ class RouterMatrix(NamedTuple):
 
 
 def matrices_of(model: nn.Module, spec: ModelSpec) -> dict[int, RouterMatrix]:
-    """Of every MoE layer except the first, which is not predicted; the model's own parameters.
+    """The matrices of every MoE layer except the first, which is not predicted; the model's own parameters.
 
     Raises `UnsupportedModelError` where a router is no plain product.
     """

@@ -59,13 +59,13 @@ class ModelSpec:
     context_tokens: int
     """Positions reserved for every sequence."""
     precision: str = "auto"
-    """Of the routed experts (`EngineConfig.precision`)."""
+    """The precision of the routed experts (`EngineConfig.precision`)."""
     stored_bytes: Mapping[int, int] | None = None
     """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
     low: ModelSpec | None = None
     """The same model with its experts' low copies, where it is served with such."""
     form: int = EXACT
-    """Of what its experts are: their own copies, or low ones."""
+    """The form of its experts: their own copies, or low ones."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Weights beside the experts that are quantised and stay so, by the library's names."""
     embedding_on_disk: bool = False
@@ -93,7 +93,7 @@ class ModelSpec:
 
     @property
     def dense_bytes_read(self) -> int:
-        """Of that, what a decode step reads: all of it, of an untied input embedding just a row."""
+        """The part of it that a decode step reads: all of it, of an untied input embedding just a row."""
         name = self.outline.embedding
         if name is None:
             return self.weights_bytes

@@ -71,5 +71,5 @@ def _of_modelopt(place: Path) -> Stated | None:
 
 
 def _states_nothing(fields: Mapping[str, Any]) -> bool:
-    """Of modelopt: keys and values may be all that it quantises."""
+    """Whether modelopt states nothing: keys and values may be all that it quantises."""
     return fields.get("quant_method") == "modelopt" and "quant_algo" in fields and fields["quant_algo"] is None

@@ -29,11 +29,11 @@ class TextRows:
 
     @property
     def capacity_tokens(self) -> int:
-        """Of every row."""
+        """Positions of every row."""
         return self.whole.capacity_tokens
 
     def window(self, first: int, rows: int = 1) -> KVWindow:
-        """Of rows `first` and following, which must end at the same place; the next token has room."""
+        """A window of rows `first` and following, which must end at the same place; the next token has room."""
         lengths = self.lengths[first : first + rows]
         if self.starts[first] + lengths[0] >= self.capacity_tokens:
             self._move_to_front(range(first, first + rows))
@@ -46,7 +46,8 @@ class TextRows:
         return window
 
     def new_window(self, first: int, given: Sequence[int]) -> KVWindow:
-        """Of rows `first` and following, whose texts begin with the next pass: with its last tokens, so many each."""
+        """A window of rows `first` and following, whose texts begin with the next pass: with its last tokens, so many
+        each."""
         rows = range(first, first + len(given))
         for row in rows:
             self.starts[row] = self.lengths[row] = 0

@@ -21,9 +21,9 @@ from smoe.memory.safetensors_index import MAX_HEADER_BYTES, shard_paths
 
 SAMPLE_BYTES = 4096
 APART_BYTES = 16 * 2**20
-"""From one sample to the next, at most: a disk that has to seek reads those of 60 GB in half a minute."""
+"""Bytes from one sample to the next, at most: a disk that has to seek reads those of 60 GB in half a minute."""
 _LEAST_SAMPLES = 64
-"""Of a file so small that samples this far apart would be few."""
+"""The samples of a file so small that samples this far apart would be few."""
 
 
 def checksum(place: Path) -> str:

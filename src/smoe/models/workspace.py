@@ -19,7 +19,7 @@ _HIDDEN_COPIES = 10
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
 PIECE_ELEMENTS = 2**22
-"""Of a quantised layer's weights, unpacked at a time (`quantised_linear.py`)."""
+"""Numbers of a quantised layer's weights that are unpacked at a time (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
 """What the CPU library keeps for the shapes it has met: compiled kernels and scratch (docs/log/memory.md). Reserved in
 full for models of 4 GiB and more; for a model so small that this would dwarf it, what is not reserved is a line of the
@@ -32,7 +32,7 @@ class Workspace(NamedTuple):
     fixed: int
     """Whatever the step."""
     position: int
-    """For each of its positions."""
+    """Bytes for each of its positions."""
     square: int
     """More, times the square of its positions."""
 
@@ -68,7 +68,7 @@ def workspace_of(
 
 
 def reserved_kernel_bytes(experts_bytes: int) -> int:
-    """Of what the CPU library keeps, the part inside the budget, for a model with so many bytes of routed experts."""
+    """The part of the CPU library's caches inside the budget, for a model with so many bytes of routed experts."""
     return min(KERNEL_CACHE_BYTES, experts_bytes // 32)
 
 

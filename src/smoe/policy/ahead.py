@@ -24,14 +24,14 @@ from smoe.policy.plan import DEVICE
 _EARLY = 1.5
 """Times the seconds that it takes, an expert is brought in before it is wanted."""
 _WEIGHT = 0.02
-"""Of a layer that took longer than usual in what is usual."""
+"""The weight of a slow layer in the usual time."""
 
 
 class TokenLayer(NamedTuple):
     """A layer of a token."""
 
     position: int
-    """Of the token in its text."""
+    """The token's position in its text."""
     layer: int
 
 
@@ -41,7 +41,7 @@ class Here(NamedTuple):
     load: Callable[[], float]
     """Seconds that it takes to bring in an expert."""
     retained: Callable[[], float]
-    """Of the experts that it computes the share that it need not load."""
+    """The share of its computed experts that it need not load."""
     is_at_hand: Callable[[ExpertKey], bool]
     """Whether it has one, or is loading it."""
     room: int
@@ -49,7 +49,8 @@ class Here(NamedTuple):
 
 
 class AheadSchedule:
-    """Of the token under way and the next one. Any thread may call, as far as `lock` is one."""
+    """Assigns the experts of the present token and the next one to machines. Any thread may call, as far as `lock` is
+    one."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class AheadSchedule:
             self._go_on()
 
     def place(self, layer: int, is_next: bool) -> TokenLayer:
-        """Of the token under way, or of the one after it."""
+        """The place of a layer of the present token, or of the one after it."""
         return TokenLayer(self._now.position + is_next, layer)
 
     def turn(self, place: TokenLayer) -> int:
@@ -118,7 +119,7 @@ class AheadSchedule:
         return place.position * len(self._turns) + self._turns.get(place.layer, -1)
 
     def expect(self, places: Mapping[TokenLayer, Sequence[int]]) -> None:
-        """Of these layers these experts, best first, in the place of what was expected before."""
+        """Expect these experts in these layers, best first, instead of earlier predictions."""
         with self._lock:
             is_new = False
             for place, experts in places.items():

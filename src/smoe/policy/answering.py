@@ -36,7 +36,7 @@ class Assigned(NamedTuple):
     """Missing experts whose answer is known, where `Balance` would split them."""
 
     answers: dict[int, Resolution]
-    """By expert, the most important first."""
+    """Resolutions by expert, the most important first."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
         """(to be loaded, most important first; to be computed by the CPU)."""
@@ -58,7 +58,7 @@ class Answering:
         self.nats = 0.0
         """Spent so far, by the prices."""
         self.waited_seconds = 0.0
-        """For missing experts, in this step, as predicted."""
+        """Predicted seconds for missing experts in this step."""
 
     def answer(self, routing: Routing, table: SlotTable, costs: AnswerCosts) -> Answered:
         """The choice of one layer of a decode step; `routing` has scores and weights."""

@@ -42,7 +42,7 @@ BARE_UP_TO = 2
 """Bare tokens for which it is weighed which expert each keeps; in larger batches each keeps what costs least to keep,
 taken alone."""
 SHARES_TRIED = 3
-"""Of a low load's seconds, that the layer may be taken to wait for: none, a third, two, all."""
+"""The shares of a low load's seconds for which the layer is assumed to wait: none, a third, two, all."""
 
 HIGH, HOST, LOW, SUBSTITUTE, SKIP = (
     Resolution.HIGH,
@@ -57,9 +57,9 @@ class AnswerCosts(NamedTuple):
     """Seconds, of one expert each."""
 
     high: float
-    """To load its own copy."""
+    """Seconds to load its own copy."""
     low: float | None = None
-    """To load its low copy; None where there is none."""
+    """Seconds to load its low copy; None where there is none."""
     host: float | None = None
     """Computed by the CPU of a machine with a device; None where there is no such CPU."""
     under_way: float = 0.0
@@ -148,7 +148,7 @@ class _Option(NamedTuple):
     answer: Resolution | None = None
     """HIGH stands for HIGH and HOST; None where each route has an answer of its own."""
     taken: Sequence[bool] = ()
-    """Of each route whether its substitute serves it; else it is dropped."""
+    """For each route whether its substitute serves it; else it is dropped."""
 
 
 ZERO_PRICED, LOW_LOAD, FIRST_BARE = 1, 1 << 4, 1 << 8
@@ -296,7 +296,7 @@ def _together(
 
 
 def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: float) -> int:
-    """Of (state, price) the state that costs least; of equal ones the first."""
+    """The state of (state, price) that costs least; of equal ones the first."""
     best, best_state = inf, -1
     for state, price in states:
         priced = rate * price

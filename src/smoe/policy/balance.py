@@ -117,10 +117,11 @@ class Sharing(Protocol):
     """How one layer's misses are shared out between loading and the units that compute in parallel with the device."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """Of a decode step: (to be loaded, most important first; to be computed elsewhere, with the unit of each)."""
+        """Split a decode step: (to be loaded, most important first; to be computed elsewhere, with the unit of
+        each)."""
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Of a prompt's experts those that are computed elsewhere, and by which unit; `ahead` loads come in any
+        """The experts of a prompt that are computed elsewhere, and by which unit; `ahead` loads come in any
         case."""
 
     @property
@@ -143,7 +144,7 @@ class Balance(NamedTuple):
         return ranked[:loaded], [serve._replace(unit=HOST) for serve in ranked[loaded:]]
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Of a prompt's experts those that the CPU computes: of the fewest tokens, and as many as shorten the layer.
+        """The experts of a prompt that the CPU computes: of the fewest tokens, and as many as shorten the layer.
 
         `ahead` loads come in any case. The best split, whatever the method: only the CPU's time grows with the tokens
         (first version, section 5.6), and never to load would leave the device idle for the whole prompt.

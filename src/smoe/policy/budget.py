@@ -109,18 +109,18 @@ class Demand:
     read_buffer_bytes: int = 0
     """Buffers of the reading threads, where experts cannot be read straight into their slots."""
     embedding_bytes: int = 0
-    """Of the weights, an input embedding that can stay on disk: a token asks for one row of it."""
+    """Bytes of an input embedding that can stay on disk: a token asks for one row of it."""
     predictor_bytes: int = 0
     """What a predictor keeps of weights: a second copy of the routers, or corrected ones."""
     learned_bytes: int = 0
     """What was learned of the model: a fitted predictor, an estimate of next uses."""
     shadow_bytes: int = 0
-    """Of a copy in fewer bits that runs ahead: its experts, activations and KV cache; it has the model's other weights.
+    """Bytes of a draft model: its experts, activations and KV cache; it has the model's other weights.
     """
     low: tuple[SlotClass, ...] = ()
     """Where low copies go; empty: there are none."""
     low_share: float = 0.0
-    """Of the bytes that are left for slots, those of low copies."""
+    """The share of the slots' bytes for low copies."""
     position_bytes: int = 0
     """Activations of each position of a step."""
     square_bytes: int = 0
@@ -135,7 +135,8 @@ class Demand:
 
     @property
     def reserve_bytes(self) -> int:
-        """Of workspace and KV cache, what is in use only at times: by the largest step and the longest texts."""
+        """The part of workspace and KV cache that is in use only at times: by the largest step and the longest
+        texts."""
         return self.kv_cache_bytes + self.step_bytes(self.step_tokens)
 
     @property
@@ -244,13 +245,13 @@ class Ledger:
 
     @property
     def most_experts_bytes(self) -> int:
-        """Of experts' own copies, in as many slots."""
+        """Bytes of experts' own copies, in as many slots."""
         pools = zip(self.pools, self.demand.all_classes, strict=True)
         return sum((pool.cache + pool.spare) * each.slot_bytes for pool, each in pools if pool.form == EXACT)
 
     @property
     def cache_slots(self) -> int:
-        """For experts' own copies."""
+        """Cache slots for experts' own copies."""
         return sum(pool.cache for pool in self.pools if pool.form == EXACT)
 
     @property

@@ -22,7 +22,7 @@ class Expected(NamedTuple):
     experts: tuple[int, ...]
     """Those that its own router chose, best first, and then the spares."""
     scores: tuple[float, ...] = ()
-    """Of each, what the router ranks by; empty for a prediction of another machine."""
+    """The router's value of each; empty for a prediction of another machine."""
 
 
 class TokenStep(NamedTuple):
@@ -43,7 +43,7 @@ class Hearsay:
         self.listener: Listener | None = None
         """Hears everything at once."""
         self._predicted: dict[TokenStep, dict[int, Expected]] = {}
-        """By layer."""
+        """Predictions by layer."""
 
     def __contains__(self, step: TokenStep) -> bool:
         """Whether the shadow has begun with it."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from smoe.routing import Routing
 
 _ROUNDING = 1e-6
-"""Of sums of weights: a threshold of a whole share is met by it."""
+"""The rounding error of sums of weights: a threshold of a whole share is met by it."""
 
 
 class Thresholds(NamedTuple):
@@ -34,7 +34,8 @@ ALL_IMPORTANT = Thresholds()
 
 
 def unimportance(weights: Sequence[float]) -> list[float]:
-    """Of one token's choices, in their order: the sum of the weights that are larger; of equal ones the first is.
+    """The unimportance of one token's choices, in their order: the sum of the weights that are larger; of equal ones
+    the first is.
 
     `weights` [K] are scaled to sum 1.
     """
@@ -46,7 +47,7 @@ def unimportance(weights: Sequence[float]) -> list[float]:
 
 
 def least_unimportance(routing: Routing) -> dict[int, float]:
-    """Of every expert that a step uses, its unimportance to the token that it matters most to.
+    """The unimportance of every expert that a step uses, to the token that it matters most to.
 
     `routing.weights` must be there.
     """

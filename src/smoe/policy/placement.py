@@ -22,7 +22,7 @@ PLACEMENT = ("finish", "round-robin")
 
 
 _HARDLY = 0.1
-"""Of a load: who is done so little later is as good."""
+"""The share of a load by which a later end counts as equal."""
 
 
 class WorkerView(NamedTuple):
@@ -33,19 +33,19 @@ class WorkerView(NamedTuple):
     holds: Container[ExpertKey]
     """The experts in its memory, as far as is known."""
     load: float
-    """To bring in one expert."""
+    """Seconds to load one expert."""
     expert: float
-    """To compute one expert for few rows."""
+    """Seconds to compute one expert for few rows."""
     row: float
-    """To compute each of many rows."""
+    """Seconds to compute each of many rows."""
     hop: float
     """There and back."""
     busy: float = 0.0
-    """Until it has read what was announced before."""
+    """Seconds until it has read what was announced before."""
     brought_at: float = -inf
     """When it was last given something to bring in: of equal ones all are to have what their slots hold of late."""
     most_rows: float = inf
-    """Of one expert that it computes."""
+    """The most rows of one expert that it computes."""
 
 
 class Placement(NamedTuple):
@@ -56,7 +56,7 @@ class Placement(NamedTuple):
     order: str
     """Which experts are the most important (`EngineConfig.balance_order`)."""
     workers: Sequence[WorkerView]
-    """In the order of their numbers; empty: everything is loaded here."""
+    """The workers in the order of their numbers; empty: everything is loaded here."""
     here_load: float
     """Seconds to load one expert here; infinite: none is."""
     here_under_way: float
@@ -82,7 +82,7 @@ class Placement(NamedTuple):
         return [serve for serve in ranked if serve.key not in units], given
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Of a prompt's experts those that workers compute, and which; `ahead` loads come here in any case. Those of
+        """The experts of a prompt that workers compute, and which worker; `ahead` loads come here in any case. Those of
         the most tokens are placed first."""
         ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
         waits = self.here_under_way + ahead * _finite(self.here_load)

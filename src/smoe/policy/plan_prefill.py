@@ -103,8 +103,8 @@ def _staying(
     layer_share: int,
     keep: str,
 ) -> _Staying:
-    """Of the copies in one format. Within the layer's share free slots are filled, first by what the last tokens use
-    most. Then residents of less value give way, if their layer does not want them any more when the newcomer has
+    """The copies of one format that stay. Within the layer's share free slots are filled, first by what the last tokens
+    use most. Then residents of less value give way, if their layer does not want them any more when the newcomer has
     served: by last uses those of this layer, by the eviction policy any."""
     layer, ready, staged = routing.layer, residency.ready, residency.staged
     pool, own = residency.pool(layer, form), residency.pool(layer)

@@ -66,7 +66,7 @@ class Listener(Protocol):
     """Gets predictions as soon as they are made, on any thread."""
 
     def expect(self, position: int, named: Prediction) -> None:
-        """Of the token at this position of the text."""
+        """Expect these experts for the token at this position of the text."""
 
     def withdraw(self, position: int) -> None:
         """Predictions for this position, and for later ones, belonged to another text."""

@@ -39,9 +39,9 @@ class LayerPrices(NamedTuple):
 
     low: float
     substitute: float
-    """For a substitute of no weight of its own."""
+    """The quality cost of a substitute of no weight of its own."""
     skip: float
-    """Of a route that is left out, the weights of the others as they were."""
+    """The quality cost of a dropped route, the weights of the others as they were."""
 
     def price(self, answer: Resolution, weight: float, gap: float = 0.0) -> float:
         """Nats, of one route with so much of its token's routing weight (0 to 1).

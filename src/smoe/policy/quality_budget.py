@@ -24,13 +24,13 @@ from smoe.errors import ConfigError
 BURST_TOKENS = 8
 """Tokens whose nats may be saved up."""
 LEAST_GAIN = 0.005
-"""By which an error of 1 in one token moves the logarithm of a settled rate; noise of 30 % from token to token then
-moves the rate by some 2 %."""
+"""The amount by which an error of 1 in one token moves the logarithm of a settled rate; noise of 30 % from token to
+token then moves the rate by some 2 %."""
 FIRST_GAINS, SETTLED_AFTER = 4.0, 8
 """Before that the gain is FIRST_GAINS / (SETTLED_AFTER + tokens). What is spent falls about as the rate to the power of
 -0.4; with half these gains a rate begun 20 times too high is still 8 % off after 600 tokens."""
 MOST_GAIN = 0.25
-"""In one step, however many tokens it has."""
+"""The largest change in one step, however many tokens it has."""
 MOST_ERROR = 3.0
 RANGE = 1e4
 """The rate stays within this factor of the one it began with; where it is that high, it is infinite: exact."""

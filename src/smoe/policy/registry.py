@@ -65,10 +65,10 @@ ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {
 """Policies that can serve live requests."""
 
 SCORED_EVICTION = ("score",)
-"""Of these, the ones that need every expert's score."""
+"""The ones of these that need every expert's score."""
 
 ORDERLESS_EVICTION = ("auto", "score", MULTIDIMENSIONAL, LEARNED)
-"""Of these, the ones that rank by what the routers chose alone, whatever order loads arrive in."""
+"""The ones of these that rank by what the routers chose alone, whatever order loads arrive in."""
 
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "random": _random, "belady": Belady}
 """All policies, with those that only serve comparisons in the simulator."""
@@ -79,7 +79,7 @@ CACHE_RECORDS = ("sequence", "model")
 """What the multidimensional cache counts: the uses in this sequence, or all since the model was loaded."""
 
 _ROUNDING = 1e-3
-"""By which such weights may fail to sum to 1: people write 0.33."""
+"""The amount by which such weights may fail to sum to 1: people write 0.33."""
 
 WHOLE_LAYER = "whole-layer"
 """The prefetch that brings in all experts of the next layer."""
@@ -114,7 +114,7 @@ input; the same with a correction learned from text; every expert of the next la
 ahead; what the layer chose for the token before; the fitted ones; auto: what pays."""
 
 SCORED_PREFETCH = ("stacked-gates", "corrected-gates", SHADOW)
-"""Of these, the ones that need to know how routers come from logits to a choice."""
+"""The ones of these that need to know how routers come from logits to a choice."""
 
 PREFETCH_WHAT = ("top-score", "chosen")
 """SMoE's second version, and its first."""
@@ -156,7 +156,7 @@ def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], exper
 
 
 def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
-    """For slots of one format."""
+    """Make the policy for slots of one format."""
     if len(sizes) == 1:
         return make_pools(wanted, sizes[0].cache, len(experts), sum(experts.values()))
     by_layer: dict[int, Eviction] = {}

@@ -164,7 +164,7 @@ class ChatDelta(ResponseModel):
     """What is added."""
 
     role: Literal["assistant"] = "assistant"
-    """In the first chunk of a choice."""
+    """Only in the first chunk of a choice."""
     content: str = ""
     reasoning_content: str = ""
     tool_calls: list[CallDelta] = Field(default=[], min_length=1)

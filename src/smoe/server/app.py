@@ -102,7 +102,7 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
     @app.api_route("/healthz", methods=_READ)
     async def live() -> Response:
-        """For a supervisor that starts a program again that is not: one that ends is."""
+        """For supervisors that restart a program that is not alive; one that is ending is alive."""
         return Json({"status": serving.state}, 503 if serving.state == "failed" else 200)
 
     @app.api_route("/ready", methods=_READ)

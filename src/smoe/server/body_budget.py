@@ -16,7 +16,7 @@ _IN_SCOPE = "smoe.body"
 
 
 class BodyBudget:
-    """Of one server; belongs to its event loop's thread."""
+    """The memory for bodies of one server; belongs to its event loop's thread."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes

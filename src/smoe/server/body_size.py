@@ -15,7 +15,7 @@ MOST_CONTAINERS = 50_000
 MOST_VALUES = 500_000
 """Values of one body, such as the tokens of a prompt."""
 MOST_FIELDS = 4096
-"""Of one object: validation makes an error of each that is wrong."""
+"""The most fields of one object: validation makes an error of each that is wrong."""
 _CHUNK_BYTES = 1 << 16
 _BRACES = re.compile(rb"[{}]")
 

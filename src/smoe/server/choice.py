@@ -20,7 +20,7 @@ class TokenChances(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
     def in_words(self, texts: TokenTexts) -> dict[str, Any]:
-        """As chat completions have it."""
+        """The form of chat completions."""
         top = [_one(texts, token, logprob) for token, logprob in self.top]
         return {**_one(texts, self.token, self.logprob), "top_logprobs": top}
 
@@ -100,7 +100,7 @@ class ChoiceText:
 
     @property
     def finish_reason(self) -> str | None:
-        """In OpenAI's words; None while it goes on."""
+        """The reason in OpenAI's words; None while it goes on."""
         if self.reason is None:
             return None
         if self.reason is EndReason.LENGTH and not self.parser.is_full:

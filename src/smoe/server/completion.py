@@ -18,7 +18,7 @@ from smoe.server.texts import TextRequest, Texts
 from smoe.server.token_text import TokenTexts
 
 _USUAL_TOKENS = 16
-"""As OpenAI has it."""
+"""OpenAI's default."""
 
 
 async def completions(serving: Serving, request: Request) -> Response:

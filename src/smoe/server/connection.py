@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 10.0
 _MOST_DROPPED_BYTES = 64 << 20
-"""Of a body that nothing reads any more."""
+"""The most bytes of a body that nothing reads any more."""
 _SLICE_BYTES = 8 << 10
-"""Of what has come, so much is parsed in one turn of the event loop. A body in chunks of one byte takes 15 us for six
+"""Received bytes that are parsed in one turn of the event loop. A body in chunks of one byte takes 15 us for six
 bytes of it: 256 KiB, which the event loop reads at once, would take 0.6 s."""
 _PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """A peer that has vanished without a word is noticed after two minutes, where the system lets a program say so."""

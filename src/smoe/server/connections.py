@@ -57,7 +57,7 @@ def files_allowed() -> int | None:
 
 
 class Connections:
-    """Of one server; belongs to its event loop's thread."""
+    """The connections of one server; belongs to its event loop's thread."""
 
     def __init__(self, config: ServerConfig, warn: Callable[[str], None] = _log.warning) -> None:
         """`warn`: prints for the user who started the server."""

@@ -69,7 +69,8 @@ def _url(host: str, port: int) -> str:
 
 
 def _own_address(family: int) -> str | None:
-    """By which other machines see this one, as far as its routes say; nothing is sent. None where it has none."""
+    """The address by which other machines see this one, as far as its routes say; nothing is sent. None where it has
+    none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE, 9))

@@ -33,7 +33,7 @@ class _Place(NamedTuple):
     """Where an error is."""
 
     name: str
-    """As OpenAI writes it: `messages[0].role`."""
+    """The field's name as OpenAI writes it: `messages[0].role`."""
     shown: str
     """The same, with keys that the client chose."""
     schema: dict[str, Any]

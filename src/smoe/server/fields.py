@@ -17,14 +17,15 @@ from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import refused
 
 MOST_TEXTS = 128
-"""Of one request."""
+"""The most texts of one request."""
 MOST_MESSAGES = 10_000
-"""Of one conversation: to validate so many takes some 20 ms, in which the server answers no other request."""
+"""The most messages of one conversation: to validate so many takes some 20 ms, in which the server answers no other
+request."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASES = 1024
 _HOTTEST = 2.0
-"""As OpenAI has it."""
+"""OpenAI's limit."""
 
 Tokens = Annotated[int | None, Field(ge=1)]
 Likeliest = Annotated[int | None, Field(ge=0, le=20)]
@@ -38,7 +39,7 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """In a schema: what fields that are not supported may be."""
+    """Describe in a schema the values that unsupported fields may have."""
     for name, harmless in (NEUTRAL | getattr(kind, "unsupported", {})).items():
         schema["properties"][name] = {
             "enum": [None, *harmless],
@@ -93,7 +94,7 @@ class RequestFields(NeutralFields):
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """As JSON has it: true is not 1."""
+    """Equality as in JSON: true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 

@@ -17,7 +17,8 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 
 
 def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
-    """By a decode loop of its own: what is read here no later text begins with. Raises what the model fails with."""
+    """Run a first pass in a decode loop of its own, so that no later text continues it. Raises what the model fails
+    with."""
     engine: Any = model.offload
     vocabulary = int(model.config.get_text_config().vocab_size)
     count = min(_PROMPT_TOKENS, engine.context_tokens - _NEW_TOKENS, vocabulary)

@@ -20,7 +20,7 @@ from smoe.server.problem import ApiError, refused
 _LONGEST_SCHEMA = 200_000
 """Characters."""
 _STACK_BYTES = 256 << 20
-"""Of the thread that compiles a grammar: llguidance goes down by recursion, from reference to reference. The deepest
+"""The stack of the thread that compiles a grammar: llguidance recurses, from reference to reference. The deepest
 schema that is read, 4,300 references one after the other, takes 150 MiB of it, and 8 MiB, which threads usually have,
 end the process after some hundreds. The system gives what is touched."""
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 
 class Grammars:
-    """Of one model's tokens. Made when the first is asked for: a large vocabulary takes a second."""
+    """Grammars for one model's tokens. Made when the first is asked for: a large vocabulary takes a second."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)

@@ -8,11 +8,11 @@ _OUTSIDE = re.compile(r"[ \t\r\n0-9truefalsnE.,:+-]*")
 """What may stand between brackets and strings: space, numbers, `true`, `false`, `null`, separators."""
 _IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _DEEPEST = 100
-"""As deep as the body of a request may be: a client sends back what it was given."""
+"""The deepest nesting: as deep as the body of a request may be: a client sends back what it was given."""
 
 
 class JsonEnd:
-    """Of one value, which begins with a bracket."""
+    """Finds the end of one value that begins with a bracket."""
 
     def __init__(self, begin: int) -> None:
         """`begin`: where the value begins."""

@@ -25,7 +25,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """In memory: gone when the server ends."""
+    """Stored responses, in memory: gone when the server ends."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = _MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes

@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(_LAST_SECONDS, self._let_go)
 
     def _let_go(self) -> None:
-        """Of clients that do not take what they have been sent."""
+        """Disconnect clients that do not take what they have been sent."""
         for connection in list(self.server_state.connections):
             _log.info("closing the connection of a client that has not read its response")
             connection.transport.abort()

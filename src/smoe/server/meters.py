@@ -21,7 +21,7 @@ disable_created_metrics()  # when each counter began: a series more for each, wh
 
 
 class Meters:
-    """Of one server. `on_event` is called by the loop's thread, all else by any."""
+    """The counters of one server. `on_event` is called by the loop's thread, all else by any."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._registry = registry = CollectorRegistry()
@@ -73,7 +73,7 @@ class Meters:
         self._last_token_at[id(request)] = now
 
     def count(self, name: str) -> dict[tuple[str, ...], float]:
-        """Of a counter of ours (`smoe_generated_tokens`), each value by its labels' values."""
+        """The values of a counter of ours (`smoe_generated_tokens`), each value by its labels' values."""
         found = [each for each in self._registry.collect() if each.name == name]
         return {
             tuple(sample.labels.values()): sample.value

@@ -18,7 +18,7 @@ _ENDED_WELL = (EndReason.END, EndReason.STOP, EndReason.LENGTH)
 
 
 class ModelHealth:
-    """Of one model. `note` belongs to the decode loop's thread; what it finds may be read by any."""
+    """The health of one model. `note` belongs to the decode loop's thread; what it finds may be read by any."""
 
     def __init__(self) -> None:
         self.lost: Exception | None = None

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
-"""By name, the values that change nothing; null is one for all."""
+"""Fields and the values that change nothing; null is one for all."""
 
 
 class NeutralFields(BaseModel):

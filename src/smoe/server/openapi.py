@@ -48,7 +48,7 @@ class Operation:
     path: str
     summary: str
     content: dict[str, Any]
-    """Of the answer of status 200, by media type: a model, or a description."""
+    """The contents of the answer of status 200, by media type: a model, or a description."""
     asked: type[RequestFields] | None = None
     refusals: tuple[int, ...] = ()
     """Statuses in addition to those of every path."""
@@ -57,7 +57,7 @@ class Operation:
     is_open: bool = False
     """Whether no key is asked for."""
     takes_head: bool = True
-    """Of a GET: whether it takes HEAD as well."""
+    """For a GET: whether it takes HEAD as well."""
 
 
 def _probe(path: str, summary: str) -> Operation:

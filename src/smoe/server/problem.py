@@ -110,7 +110,7 @@ def in_fields(message: str, fields: Mapping[str, str]) -> str:
 
 
 def _about_context(error: ContextError, is_whole: bool) -> str:
-    """In the words that clients look for."""
+    """The message in the words that clients look for."""
     given = re.search(r"has (\d+) tokens", str(error))
     tokens = f", and the prompt has {given[1] if given else 'many more'}"
     more = "" if is_whole else ", or start the server with a longer context"

@@ -16,7 +16,8 @@ from smoe.server.thinking import is_begun, may_think
 from smoe.server.tool_calls import form_of
 
 _LAST_TOKENS = 16
-"""Of a prompt: among them the mark that begins a thought, in one token or several, and the space after it."""
+"""The last tokens of a prompt: among them the mark that begins a thought, in one token or several, and the space after
+it."""
 _CHARACTERS, _MARGIN = 16, 16
 """Of a prompt so many characters for each token that there is room for are looked at first. Where these are too many
 tokens already, and more than the last few, which more characters might join, so is the whole."""
@@ -28,7 +29,7 @@ _A_TOOL = {
 
 
 class Prompts:
-    """Of one tokenizer."""
+    """Makes prompts with one tokenizer."""
 
     def __init__(
         self, tokenizer: Any, vocabulary: int, context_tokens: int, *, parses_control_tokens: bool = False

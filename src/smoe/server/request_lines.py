@@ -30,7 +30,7 @@ _ENDED = {
     EndReason.CANCELLED: "cut_off",
 }
 _asked: ContextVar[list[Texts] | None] = ContextVar("asked", default=None)
-"""By the request at hand, where its line is wanted."""
+"""The fields of the present request, where its line is wanted."""
 
 
 def note_asked(texts: Texts) -> None:

@@ -13,7 +13,7 @@ from smoe.server.fields import Completing, RequestFields
 from smoe.server.problem import refused
 
 _ANY_SEED = -1
-"""As vLLM and llama.cpp have it: the same as no seed."""
+"""The value of vLLM and llama.cpp: the same as no seed."""
 
 
 def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: int) -> Sampling:

@@ -127,7 +127,7 @@ class Serving:
 
     @property
     def busy_seconds(self) -> float:
-        """In which a request waited for a token."""
+        """Seconds in which a request waited for a token."""
         return self._loop.busy_seconds
 
     async def read(self, kind: type[_A], request: HttpRequest, work: Callable[[_A], _T]) -> _T:
@@ -214,7 +214,7 @@ class Serving:
             self._bell.say(self._give_up)
 
     def _on_event(self, request: Request, what: Piece | End) -> None:
-        """On the decode loop's thread."""
+        """Called on the decode loop's thread."""
         self.meters.on_event(request, what)
         if isinstance(what, End):
             self.health.note(what)

@@ -30,8 +30,8 @@ class ServerConfig:
     """The length of the queue; further requests get 429."""
     max_body_bytes: int = 4 << 20
     max_bodies_bytes: int | None = None
-    """Of all bodies that are being received, or wait until their prompts are rendered; those that come then are refused
-    (429). None: eight times `max_body_bytes`."""
+    """The memory of all bodies that are being received, or wait until their prompts are rendered; those that come then
+    are refused (429). None: eight times `max_body_bytes`."""
     max_connections: int = 512
     """Fewer where the process may not open so many files. A new one takes the place of the one that has waited longest
     for its request."""

@@ -58,7 +58,7 @@ class Prepared:
     """Within the prompt; None: this model, or this answer, has no thoughts."""
 
     def choices(self, requests: Sequence[Request]) -> list[ChoiceText]:
-        """For the requests that were made of `wanted`."""
+        """The choices of the requests that were made of `wanted`."""
         begun = self.has_begun_to_think
         return [
             ChoiceText(request, self.parser(), self.markers, self.ends, None if begun is None else Thinking(begun))
@@ -126,13 +126,13 @@ def _parser(form: str | None, offered: Sequence[dict[str, Any]], is_single: bool
 
 
 def _added(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
-    """Of these texts, those that are an added token of the tokenizer, special or not."""
+    """The texts that are an added token of the tokenizer, special or not."""
     added = tokenizer.added_tokens_decoder
     tokens = {text: tokenizer.convert_tokens_to_ids(text) for text in texts}
     return {text: token for text, token in tokens.items() if token in added and added[token].content == text}
 
 
 def _left_out(tokenizer: Any, tokens: Mapping[str, int]) -> dict[int, str]:
-    """Of these tokens, the special ones: decoded texts leave them out."""
+    """The special ones of these tokens: decoded texts leave them out."""
     added = tokenizer.added_tokens_decoder
     return {token: text for text, token in tokens.items() if added[token].special}

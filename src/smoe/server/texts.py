@@ -30,7 +30,7 @@ class Bell:
         self._here: asyncio.AbstractEventLoop | None = None
 
     def hang(self) -> None:
-        """In the server's thread, before anything is asked."""
+        """Attach it, in the server's thread, before any request."""
         self._here = asyncio.get_running_loop()
 
     def note(self, texts: Texts) -> None:

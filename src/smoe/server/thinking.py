@@ -38,7 +38,7 @@ class Thinking:
         self._held = ""
         self._is_begun, self._is_over = is_begun, False
         self._is_blank = True
-        """Nothing but space has come of the part at hand."""
+        """Whether the present part has only blanks so far."""
 
     @property
     def is_thinking(self) -> bool:

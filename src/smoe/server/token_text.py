@@ -10,7 +10,7 @@ _NO_CHARACTER = "\ufffd"
 
 
 class TokenTexts:
-    """Of one tokenizer. What has been asked once is known."""
+    """The texts of one tokenizer's tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -297,7 +297,7 @@ class Kimi(_InSection):
     head, partial_head = _sectioned(marker, next_marker, "<|tool_call_argument_begin|>")
 
     def _calls_in(self, text: str, name: str | None) -> list[ToolCall]:
-        """With the model's own ids, which its template writes as they are."""
+        """The calls in a text, with the model's own ids, which its template writes unchanged."""
         assert name is not None
         plain = name.removeprefix("functions.").rpartition(":")[0] or name
         return [call._replace(id=name) for call in super()._calls_in(text, plain)]

@@ -14,25 +14,25 @@ _ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 @dataclass(frozen=True)
 class Totals:
-    """Of one server, from its start."""
+    """The totals of one server, from its start."""
 
     requests: int
-    """For text, whatever came of them."""
+    """Requests for text, whatever their result."""
     refused_requests: int
-    """Of those, what was answered with 4xx."""
+    """Those that were answered with 4xx."""
     failed_requests: int
-    """Of those, what was answered with 5xx."""
+    """Those that were answered with 5xx."""
     prompt_tokens: int
-    """Of prompts whose reading began."""
+    """Tokens of prompts whose reading began."""
     reused_tokens: int
-    """Of those, tokens that had been read before."""
+    """Those of them that had been read before."""
     new_tokens: int
     busy_seconds: float
-    """In which a request waited for a token."""
+    """Seconds in which a request waited for a token."""
     hit_ratio: float | None
-    """Of the experts that decoding used, the share at hand; None where nothing was decoded."""
+    """The share of the experts used in decoding that was in memory; None where nothing was decoded."""
     bytes_read: int
-    """Of experts, from disk."""
+    """Bytes of experts read from disk."""
     peak_memory_bytes: int
     memory_budget_bytes: int
     process_peak_bytes: int | None
@@ -47,7 +47,7 @@ class Totals:
 
 
 def totals_of(serving: Serving) -> Totals:
-    """Of a server whose model is still there."""
+    """The totals of a server whose model is still open."""
     engine, meters = serving.engine, serving.meters
     answers = {labels: int(n) for labels, n in meters.count("smoe_http_requests").items() if labels[0] in _ASKING}
     counters = engine.stats() - serving.before

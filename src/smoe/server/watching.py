@@ -41,7 +41,7 @@ HEADERS = {
 
 
 class Watching:
-    """Of one engine. All but `say` belongs to the server's own thread."""
+    """Watches one engine for all open pages. All but `say` belongs to the server's own thread."""
 
     def __init__(
         self, watched: Watched, about: dict[str, Any], state: Callable[[], dict[str, Any]], is_over: Callable[[], bool]
@@ -134,7 +134,7 @@ class Watching:
 
 
 def _put(queue: asyncio.Queue[bytes | None], data: bytes | None) -> None:
-    """For one of those who look; who has not taken the last hundred is sent away."""
+    """Queue a message for one page; a page that is a hundred behind is disconnected."""
     if queue.full():
         while not queue.empty():
             queue.get_nowait()

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from smoe.policy.eviction.learned import NextUse
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Of all experts, in the cache; besides as many as one layer and as one token want."""
+"""The shares of all experts in the cache; besides as many as one layer and as one token want."""
 BOUND = "belady"
 """The policy that knows the future."""
 MOST_PROCESSES = 8
 """Each takes some hundred megabytes."""
 LITTLE = 0.02
-"""Of the uses: what more memory saves beyond the plateau at most."""
+"""The share of the uses: what more memory saves beyond the plateau at most."""
 _BEND = 0.05
-"""By how much of its height a curve must hang below its chord to have a knee."""
+"""The part of its height by which a curve must hang below its chord to have a knee."""
 _INLINE_ROUTINGS = 40_000
 """Replayed by this process alone: some seconds, as long as others take to start."""
 
@@ -51,12 +51,12 @@ class Curves:
     slots: tuple[int, ...]
     """Sizes of the cache, ascending; the last holds all experts."""
     experts: int
-    """Of all layers."""
+    """The experts of all layers."""
     steps: int
     """Decode steps."""
     uses: int
     misses: dict[str, tuple[int, ...]]
-    """By policy, at every size; `BOUND` is the last."""
+    """Misses by policy, at every size; `BOUND` is the last."""
     steps_are_tokens: bool
     """Every step has one token."""
     left_out: dict[str, str]
@@ -89,7 +89,7 @@ def curves(
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
 ) -> Curves:
-    """Of the first `passes` steps of every trace, each from an empty cache; all are of one model.
+    """The curves of the first `passes` steps of every trace, each from an empty cache; all are of one model.
 
     `next_use`: what `learned` has learned of it; None leaves that policy out. `tick` hears how many points are done.
     `processes`: so many at most; None: one for each core. Raises `ConfigError` where no trace has decode steps.

@@ -84,7 +84,7 @@ class TraceWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of the file, so far."""
+        """Bytes of the file so far."""
         return self._start + (self.count + self._pending) * self.header.row.itemsize
 
     def append(self, rows: np.ndarray) -> None:

@@ -237,7 +237,7 @@ PICTURES: dict[str, Callable[[TraceSurvey], Figure | None]] = {
     "affinity": affinity,
     "entropy": entropy,
 }
-"""By file name, without its ending."""
+"""The pictures by file name, without its ending."""
 
 
 def drawn(survey: TraceSurvey, form: str) -> dict[str, bytes]:
@@ -282,7 +282,7 @@ def _finished(figure: Figure, title: str, survey: TraceSurvey, columns: int = 4)
 
 
 def _all_axes(figure: Figure) -> list[Any]:
-    """Of a figure and the figures in it."""
+    """The axes of a figure and of the figures in it."""
     found = [axes for inner in figure.subfigs for axes in inner.axes]
     return [*(axes for axes in figure.axes if axes not in found), *found]
 

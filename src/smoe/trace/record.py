@@ -38,7 +38,7 @@ class TraceHeader:
     """What was recorded, and with what."""
 
     model: str
-    """As the user named it."""
+    """The model's name, as the user gave it."""
     model_type: str
     alpha: float
     """The substitution threshold of the run; above 0 the routers saw what substitutes had computed."""

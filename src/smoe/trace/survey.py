@@ -42,7 +42,7 @@ class Ranks:
     """[E] each, rank 1 first."""
 
     share: np.ndarray
-    """Of the router's scores, the mean over tokens and layers (SMoE, figure 4)."""
+    """The mean share of the router's scores over tokens and layers (SMoE, figure 4)."""
     low: np.ndarray
     """Its 10th percentile."""
     high: np.ndarray
@@ -59,7 +59,7 @@ class TraceSurvey:
     """None where a value is missing; `left_out` then has the reason, by the field's name."""
 
     header: TraceHeader
-    """Of the first trace."""
+    """The header of the first trace."""
     files: tuple[str, ...]
     names: tuple[str, ...]
     """What the traces call the model: one name, or several for the same layers."""
@@ -138,8 +138,8 @@ def survey(
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
 ) -> TraceSurvey:
-    """Of the first `tokens` of every trace, and of so many steps where misses are counted; None: 1000, or fewer where
-    there are many layers.
+    """A survey of the first `tokens` of every trace, and of so many steps where misses are counted; None: 1000, or
+    fewer where there are many layers.
 
     `experts_bytes`: what all experts take; None: as the traces say. The rest as for `curves`. Raises `ConfigError` for
     traces of different models, and for traces without a token.

@@ -28,7 +28,7 @@ class Entropy:
     """How evenly experts are used, in bits; log2 E where all are used alike. [L] each."""
 
     used: np.ndarray
-    """Of an expert's share in its layer's choices."""
+    """The distribution of an expert's share in its layer's choices."""
     of_a_token: np.ndarray | None
     """Of the router's scores, the mean over tokens; None where they are not known."""
     most: np.ndarray
@@ -42,7 +42,7 @@ class NextToken:
     heaviest: np.ndarray
     """Share of tokens whose expert of the largest weight is used again."""
     share: np.ndarray
-    """Of a token's experts, the share that is used again."""
+    """The share of a token's experts that is used again."""
     some: np.ndarray
     """Share of tokens of which at least one expert is used again."""
     chance: np.ndarray
@@ -114,7 +114,7 @@ def entropy(paths: Paths, parts: Iterable[Stretch] | None) -> Entropy:
 
 
 def next_token(traces: Sequence[Trace], tokens: int | None = None) -> NextToken:
-    """Of the first `tokens` of every trace; raises `ConfigError` where no sequence has two."""
+    """The figures of the first `tokens` of every trace; raises `ConfigError` where no sequence has two."""
     layers = traces[0].header.layers
     sums, pairs = np.zeros((3, len(layers))), np.zeros(len(layers))
     for trace in traces:
@@ -178,6 +178,6 @@ def _two(paths: Paths, place: int) -> np.ndarray:
 
 
 def _named(scores: np.ndarray, wanted: np.ndarray, top_k: int) -> float:
-    """Of the wanted experts [N, E], the share among the K of the highest scores [N, E]; ties by number."""
+    """The share of the wanted experts [N, E] that is among the K of the highest scores [N, E]; ties by number."""
     best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
     return float(np.take_along_axis(wanted, best, axis=1).sum() / wanted.sum())

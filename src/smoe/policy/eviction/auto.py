@@ -139,7 +139,7 @@ class Adaptive(Eviction):
         return lowest_residents(self._values[self._leader], self._is_resident, self._width, count, shield)
 
     def worth(self, key: ExpertKey) -> float:
-        """By the leader's rule; 0 for a layer or an expert that was never observed."""
+        """An expert's value by the leader's rule; 0 for a layer or an expert that was never observed."""
         place, values = key[0] * self._width + key[1], self._values[self._leader]
         return float(values[place]) if key[1] < self._width and place < len(values) else 0.0
 

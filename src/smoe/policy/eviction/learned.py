@@ -33,9 +33,9 @@ _PRIOR = 2.0
 DISCOUNT = 0.8
 """D. From 0.5 to 0.95 misses differ by some 2 %: smaller ones are better for small caches."""
 DECAY = 0.5
-"""Of the context, by the next token."""
+"""The decay of the context from token to token."""
 _LEAST = 0.02
-"""Of the first part's estimate, that the second leaves at least: no estimate is 0."""
+"""The least share of the first part's estimate that the second leaves: no estimate is 0."""
 
 
 class NextUse(NamedTuple):
@@ -56,7 +56,7 @@ class NextUse(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory."""
         return sum(part.nbytes for part in self[1:])
 
 
@@ -98,8 +98,8 @@ def spread(estimate: np.ndarray) -> np.ndarray:
 
 
 class Learned(Ranked):
-    """By an estimate of the next use. A prompt's tokens are steps one after the other; a step of a batch is one token,
-    whose rows together are the context."""
+    """Ranks residents by an estimate of the next use. A prompt's tokens are steps one after the other; a step of a
+    batch is one token, whose rows together are the context."""
 
     name = "learned"
 

@@ -33,8 +33,8 @@ _USES, _HIGH_USES, _RECORDED = range(3)
 
 
 class Multidimensional(Ranked):
-    """By last use, uses, uses in high precision and distance of the layer. A prompt's tokens are steps one after the
-    other; a step of a batch is one token."""
+    """Ranks residents by last use, uses, uses in high precision and distance of the layer. A prompt's tokens are steps
+    one after the other; a step of a batch is one token."""
 
     name = "multidimensional"
 

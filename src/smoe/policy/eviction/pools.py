@@ -117,7 +117,7 @@ class SizePools(Eviction):
         return self._pools[layer]
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Of the running layer's pool only: fewer where it has no more."""
+        """Victims of the running layer's pool only: fewer where it has no more."""
         return self._running.victims(count, shield)
 
     def worth(self, key: ExpertKey) -> float:
