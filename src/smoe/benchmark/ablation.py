@@ -65,7 +65,7 @@ ABLATIONS: dict[str, list[Step]] = {
         _step("CE + CR + Pre", "score", "look-ahead", alpha=_ALPHA),
     ],
 }
-"""By paper, on a machine whose only compute unit is the CPU."""
+"""The steps by paper, on a machine whose only compute unit is the CPU."""
 
 DEVICE_ABLATIONS: dict[str, list[Step]] = {
     "smoe": [
@@ -91,10 +91,10 @@ DEVICE_ABLATIONS: dict[str, list[Step]] = {
         _step("  lossless", "score", "look-ahead", "optimal"),
     ],
 }
-"""By paper, with a device that has memory of its own. The first is the papers' baseline: what prefill has left on the
-device stays, the CPU computes what is missing (llama.cpp); the second places the experts that were used most, as
-Fiddler does from a profile. Every step prefetches only while that pays, but for the one that says so. The preset is all
-four, each as far as it pays."""
+"""The steps by paper, with a device that has memory of its own. The first is the papers' baseline: what prefill has
+left on the device stays, the CPU computes what is missing (llama.cpp); the second places the experts that were used
+most, as Fiddler does from a profile. Every step prefetches only while that pays, but for the one that says so. The
+preset is all four, each as far as it pays."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ class Turn:
     first_serial_seconds: float
     """What it would have taken with every expert brought in on demand: loading and computing one after the other."""
     seconds: list[float]
-    """Of every timed token."""
+    """Seconds of every timed token."""
     counters: Counters
     resident_share: float
     alpha: float
     """What the step was served with: the model's own where it has been priced."""
     dilation: float
-    """Of an emulated device; else 1."""
+    """The dilation of an emulated device; else 1."""
 
     @property
     def mean_seconds(self) -> float:
@@ -185,13 +185,13 @@ class Line:
         }
 
     def _top_score_share(self) -> float | None:
-        """Of the experts prefetched, those that were top-score (figure 17); None where nothing tells them apart."""
+        """The share of prefetched experts that was top-score (figure 17); None where nothing tells them apart."""
         if not self.step.switches.get("alpha"):
             return None
         return self.share(lambda c: c.prefetches_top_score, lambda c: c.prefetches)
 
     def _active_among_others(self) -> float | None:
-        """Of the experts prefetched that were not top-score, those that were active all the same."""
+        """The share of the other prefetched experts that was used."""
         if not self.step.switches.get("alpha"):
             return None
         return self.share(

@@ -24,7 +24,7 @@ from smoe.memory.streams import on_device
 _PROOF_EXPERTS = 8
 
 Routes = Sequence[Sequence[int]]
-"""Of every expert in the order of the plan, its flat positions t * K + k in the choice [T, K]."""
+"""For every expert in the order of the plan its flat positions t * K + k in the choice [T, K]."""
 
 
 class DecodeExperts(Protocol):
@@ -67,7 +67,7 @@ def decode_experts(
 
 
 def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of every expert, its routes [n] and their tokens [n] where the device computes: one transfer for all of them."""
+    """Every expert's routes [n] and their tokens [n] on the device: one transfer for all of them."""
     flat = on_device([route for some in routes for route in some], device)
     counts = [len(some) for some in routes]
     return list(zip(flat.split(counts), (flat // width).split(counts), strict=True))
@@ -155,7 +155,7 @@ class _SeveralByOperations:
         self._gains = top_k_weights.reshape(-1, 1)
         self._ascending = ascending
         self._routes = routes_on_device(routes, top_k_weights.shape[1], hidden.device)
-        """Of every expert, its routes and their tokens."""
+        """Every expert's routes and their tokens."""
         self._outputs: list[torch.Tensor | None] = [None] * len(routes)
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
@@ -178,7 +178,7 @@ class _SeveralByOperations:
 
 
 class _InOnePiece:
-    """By our kernel; the sum follows the last expert without coming back to Python.
+    """Computes by our kernel; the sum follows the last expert without coming back to Python.
 
     Outputs lie token after token, and within a token in ascending expert order.
     """
@@ -202,7 +202,7 @@ class _InOnePiece:
         ordered = _by_token(tokens, width, routes, ascending)
         row_of = {route: row for row, route in enumerate([route for token in ordered for route in token])}
         self._places = [[(route // width, row_of[route]) for route in some] for some in routes]
-        """Of every expert, its routes in their order: (token, row of the outputs)."""
+        """Every expert's routes in their order: (token, row of the outputs)."""
         self._gains = [given[route] for route in row_of]
         spans = [(row_of[token[0]] if token else 0, len(token)) for token in ordered]
         self._rows = hidden.new_empty(len(self._gains), hidden.shape[1])
@@ -248,7 +248,7 @@ class _InOnePiece:
 
 
 def _by_token(tokens: int, width: int, routes: Routes, ascending: Sequence[int]) -> list[list[int]]:
-    """Of every token, its routes in the order of the sum."""
+    """Every token's routes in the order of the sum."""
     if tokens == 1:
         return [[route for n in ascending for route in routes[n]]]
     found: list[list[int]] = [[] for _ in range(tokens)]

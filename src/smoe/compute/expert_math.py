@@ -127,8 +127,8 @@ class ExpertMath:
         self.inner = down[0] if self._down_is_transposed else down[1]
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """From now on single rows by our kernels: `pool` multiplies them, `kernel` takes one token through several
-        experts. Without a pool the library does both."""
+        """Compute single rows by our kernels from now on: `pool` multiplies them, `kernel` takes one token through
+        several experts. Without a pool the library does both."""
         self.multiply = library_products if pool is None else pool.multiply
         self._own_order = pool if pool is not None and pool.own_order is not None else None
         self.kernel = kernel
@@ -145,7 +145,7 @@ class ExpertMath:
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
-        """Of the two matrices."""
+        """The shapes of the two matrices."""
         up, down = not self._up_is_transposed, not self._down_is_transposed  # the family's word is for its own layout
         return MatrixShape(self.hidden, self.up_width, up), MatrixShape(self.inner, self.hidden, down)
 
@@ -209,7 +209,8 @@ class ExpertMath:
         return ExpertKind(self.hidden, self.inner, dtype, layouts[:-1], layouts[-1], found, self._has_bias)
 
     def _layouts(self, alignment: int) -> tuple[MatrixLayout, ...] | None:
-        """Of the matrices in a slot, in the order of `Weights.addresses`; None where a kernel could not read them."""
+        """The layouts of the matrices in a slot, in the order of `Weights.addresses`; None where a kernel could not
+        read them."""
         if alignment % self._dtype.itemsize:
             return None
         up = MatrixLayout(self.up_width, self.hidden, None, self._up_is_transposed, alignment)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_SLOTS = 2
-"""With which an expert is read while another is computed. One will do: then both take turns."""
+"""The fewest slots with which an expert is read while another is computed. One is enough: then both take turns."""
 
 
 class ExpertsAlone:
@@ -57,7 +57,7 @@ class ExpertsAlone:
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """Bytes of all slots."""
         return self._host.arena.nbytes
 
     @property
@@ -87,7 +87,7 @@ class ExpertsAlone:
             self.experts.bring(key)
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
-        """As a `ComputeUnit`: what is asked for is expected no longer."""
+        """The same as in `ComputeUnit`: what is asked for is expected no longer."""
         futures = self.experts.submit(wanted, hidden)
         for each, future in zip(wanted, futures, strict=True):
             future.add_done_callback(partial(self._used, each.key))

@@ -246,7 +246,7 @@ class Balancer:
         """The CPU is always there."""
 
     def balance(self, routing: Routing, under_way: float) -> Balance | None:
-        """For one layer, with so many loads under way; None where the device computes everything."""
+        """A balance for one layer, with so many loads under way; None where the device computes everything."""
         if not self._pacing.is_paced or (routing.phase is Phase.PREFILL and not self.shares_prompts):
             return None
         return Balance(self._method, self._order, self.costs(under_way))
@@ -256,7 +256,7 @@ class Balancer:
         return predictions
 
     def costs(self, under_way: float) -> Costs:
-        """As last measured, with so many loads under way."""
+        """The costs as last measured, with so many loads under way."""
         for seconds, nbytes in self._link.measured():
             self._recent.note_load(seconds * self._own_bytes / nbytes)
         for seconds, rows in self._host.measured():

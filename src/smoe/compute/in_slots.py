@@ -21,7 +21,7 @@ from smoe.gpu_kernels.source import MOST_TOKENS
 from smoe.memory.streams import on_device
 
 NONE = -1
-"""In the order of a sum: nothing."""
+"""The entry of a sum's order for no expert."""
 
 
 def kernels_for(maths: Sequence[ExpertMath], tokens: int) -> list[SlotExperts] | None:

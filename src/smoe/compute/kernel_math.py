@@ -48,7 +48,7 @@ class KernelMath:
         return all(fits_shape(each.columns, each.outputs) for each in weights)
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """By `pool`; layers that share this share the kernel, too."""
+        """Compute by `pool`; layers that share this share the kernel, too."""
         if pool is None:
             self._kernel = None
         elif self._kernel is None or self._kernel.pool is not pool:

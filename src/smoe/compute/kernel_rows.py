@@ -16,10 +16,10 @@ from smoe.kernels.row_product import fits_shape
 from smoe.kernels.spinning_pool import Product, SpinningPool
 
 MOST_ROWS = 2048
-"""As many as anybody sends at once, but for settings beyond the default."""
+"""The most rows that are sent at once with default settings."""
 _FEW_ROWS = 8
 _MOST_OUTPUTS = 4096
-"""Of a larger matrix as many: it would take a gigabyte to try all."""
+"""The outputs of a larger matrix that are tested: it would take a gigabyte to try all."""
 _PROOF_OPERATIONS = 60e9
 """Multiplications and additions at most, about a second: of larger experts fewer rows are tried."""
 

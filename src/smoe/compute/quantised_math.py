@@ -143,13 +143,13 @@ class QuantisedMath(ExpertMath):
         return self.kernel if has_kernel and all(self._are_in_bytes()) else None
 
     def _are_in_bytes(self) -> list[bool]:
-        """Of every matrix, whether it is multiplied with rows in 8 bits."""
+        """For every matrix whether it is multiplied with rows in 8 bits."""
         products = [products_of(each.form, self._activations) for each in self._stored]
         return [each is not None and each.in_bytes is not None for each in products]
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
-        """Of the two matrices once they are unpacked, which is row by row as they are stored."""
+        """The shapes of the two matrices once they are unpacked, which is row by row as they are stored."""
         return MatrixShape(self.hidden, self.up_width, True), MatrixShape(self.inner, self.hidden, True)
 
     @property
@@ -189,7 +189,7 @@ class QuantisedMath(ExpertMath):
         return within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
-        """As many as the kernel knows: its bits are its own anyway."""
+        """The most rows that the kernel takes: its bits are its own anyway."""
         return most_quantised_rows(weights.matrices)
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:

@@ -35,7 +35,7 @@ def filled_up(rows: int) -> int:
 
 
 class MatrixShape(NamedTuple):
-    """Of a matrix [K, N] that rows are multiplied by."""
+    """The shape of a matrix [K, N] that rows are multiplied by."""
 
     columns: int
     """K"""
@@ -46,7 +46,7 @@ class MatrixShape(NamedTuple):
 
 
 class Filling:
-    """For which products it is allowed: those of matrices of these shapes, on as many threads as are set now.
+    """The products for which filling is allowed: those of matrices of these shapes, on as many threads as are set now.
 
     It is proven octave by octave, when a number of rows first needs it: every proof leaves the library some kernels,
     25 MiB for all octaves, of which short prompts need few.
@@ -58,7 +58,7 @@ class Filling:
         self._dtype = dtype
         self._most_rows = _most_rows(shapes)
         self._proven: dict[int, bool] = {}
-        """By the octave's exponent."""
+        """Results by the octave's exponent."""
 
     def allows(self, rows: int) -> bool:
         """Whether the library's bits of a row are the same with so many rows and with `filled_up(rows)`; False for few
@@ -118,5 +118,5 @@ def _is_the_same(shape: MatrixShape, numbers: tuple[int, ...], dtype: torch.dtyp
 
 
 def _multiply(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """As the library does it, [n, K] @ [K, N]."""
+    """Multiply as the library does, [n, K] @ [K, N]."""
     return x @ matrix

@@ -45,7 +45,7 @@ class Arithmetic(Protocol):
         """Whether `pool` may multiply such weights."""
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """From now on by these."""
+        """Compute by these kernels from now on."""
 
     def forward(self, x: Any, weights: Any) -> Any:
         """[n, H] -> [n, H], before the routing weight."""
@@ -116,7 +116,7 @@ class Sharer(Protocol):
         next one."""
 
     def balance(self, routing: Routing, under_way: float) -> Sharing | None:
-        """For one layer, with so many loads under way; None where the device computes everything."""
+        """A balance for one layer, with so many loads under way; None where the device computes everything."""
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
         """What later layers are expected to want: of it what is to be brought in here. The rest, if any, units have

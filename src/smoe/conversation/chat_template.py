@@ -15,7 +15,8 @@ _DEVELOPER = Conversation([{"role": "developer", "content": _INSTRUCTION}, {"rol
 
 
 class ChatTemplate:
-    """Of one tokenizer. A conversation that it cannot write is given in other forms (`conversation.py`)."""
+    """The chat template of one tokenizer. A conversation that it cannot write is given in other forms
+    (`conversation.py`)."""
 
     def __init__(self, tokenizer: Any, process: TemplateProcess | None = None) -> None:
         self._tokenizer = tokenizer
@@ -23,7 +24,7 @@ class ChatTemplate:
         template = tokenizer.chat_template
         self.exists = template is not None
         self.source = "\n".join(template.values()) if isinstance(template, dict) else template or ""
-        """Of several templates (one for tools), all."""
+        """The source; of several templates (one for tools) all."""
         self._knows_developer: bool | None = None
         self._has_ended = True
 
@@ -46,7 +47,7 @@ class ChatTemplate:
         self._process.close()
 
     def _written(self, conversation: Conversation, variables: dict[str, Any], ending: Ending) -> str:
-        """Of the other forms, those count with which the template gets further: it ends, or fails for another
+        """Try the other forms; those count with which the template gets further: it ends, or fails for another
         reason."""
         deadline = self._process.deadline()
         try:
@@ -112,7 +113,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_ended(conversation: Conversation) -> Conversation:
-    """With a mark behind the text of the last message, which is to be continued."""
+    """The conversation with a mark behind the text of the last message, which is to be continued."""
     *before, last = conversation.messages
     text = last.get("content")
     if not isinstance(text, str):

@@ -130,7 +130,8 @@ def _pattern(tree: dict[str, Any]) -> str:
 
 
 def _cut(text: str, mark: str) -> list[str]:
-    """At each mark, also where the template has written it as JSON's or Python's escape. One piece at least."""
+    """Cut the text at each mark, also where the template has written it as JSON's or Python's escape. One piece at
+    least."""
     first, *others = text.replace(json.dumps(mark)[1:-1], mark).split(mark)
     return [first, *(piece for piece in others if piece)]
 

@@ -130,4 +130,4 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 OTHER_FORMS = (developer_as_system, system_in_user, tools_in_full, short_ids, arguments_as_text)
-"""In the order in which they are tried."""
+"""Other forms, in the order in which they are tried."""

@@ -242,7 +242,7 @@ class _Routes(NamedTuple):
 
 
 def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> list[float]:
-    """Of every row but the first: nats from the first's distributions, summed over the window.
+    """The divergences of every row but the first: nats from the first's distributions, summed over the window.
 
     Logits of all positions would be many times the rest of a pass, so they are made a few positions at a time, of what
     the output head was given.

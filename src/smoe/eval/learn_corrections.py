@@ -62,9 +62,9 @@ class FittedCorrections:
     """What a text has taught."""
 
     corrections: Mapping[tuple[int, int], Correction]
-    """By the layer asked at and the layer asked for, in the model's dtype."""
+    """Corrections by (the layer of the input, the predicted layer), in the model's dtype."""
     judged: tuple[Judged, ...]
-    """By distance, the nearest first."""
+    """Results by distance, the nearest first."""
     tokens: int
     """Read, all parts together."""
     seconds_per_layer: float
@@ -153,7 +153,7 @@ class _Pair:
         self._judged = slice(int(_CALIBRATED * tokens), tokens)
 
     def learned(self) -> Correction:
-        """By the first part of the text, and how sure by the second."""
+        """Learn corrections from the first part of the text, and their confidence from the second."""
         of = self._fitted
         known = (self._hidden[of].cpu(), self._before[of].cpu(), self._has_before[of].cpu())
         correction = fitted(*known, self._logits[of].cpu(), self._matrix.weight.cpu())
@@ -162,7 +162,7 @@ class _Pair:
         return with_confidence(correction, margin, self._chosen(of).cpu())
 
     def judged(self, correction: Correction, distance: int) -> Judged:
-        """Of the last part of the text."""
+        """Results on the last part of the text."""
         of = self._judged
         wanted = self._chosen(of)
         guessed = self._guessed(correction, of)
@@ -207,7 +207,7 @@ class _RouterInputCollector(StepObserver):
 
 
 def _mean(of: Sequence[Judged]) -> Judged:
-    """Of the layers, at one distance."""
+    """The mean of the layers at one distance."""
     return Judged(of[0].distance, *(sum(values) / len(of) for values in list(zip(*of, strict=True))[1:]))
 
 

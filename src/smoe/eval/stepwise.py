@@ -30,7 +30,7 @@ Exam = Callable[[PreTrainedModel, Any, Tick], list[bool]]
 
 
 class Numbers(NamedTuple):
-    """In how many bits the experts' weights are, the activations that they meet, and what is missing."""
+    """The number formats: bits of the experts' weights, the activations that they meet, and what is missing."""
 
     precision: str = "auto"
     """`EngineConfig.precision`"""

@@ -208,7 +208,7 @@ def _context_and_missing(
 
 
 def _by_number(second: _Second, shape: LayersShape, rate: float, weights: np.ndarray) -> NextUse:
-    """With rows of zeros for layers without experts."""
+    """The array with rows of zeros for layers without experts."""
     spread_out = []
     for part in second:
         rows = np.zeros((shape.layers[-1] + 1, *part.shape[1:]), dtype=np.float32)

@@ -47,7 +47,7 @@ class Training:
 
     @property
     def best_epoch(self) -> int:
-        """From 1; its weights are used."""
+        """The best epoch, from 1; its weights are used."""
         return 1 + min(range(len(self.losses)), key=lambda epoch: self.losses[epoch][1])
 
 

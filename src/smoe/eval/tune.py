@@ -168,7 +168,7 @@ class AlphaChoice:
     is_within_noise: bool
     predicted_seconds: float
     measured_seconds: float
-    """As the clock showed it."""
+    """Seconds as the clock showed them."""
     measured_bytes_per_second: float | None
     """The rate of reading meanwhile."""
     rescaled_seconds: float

@@ -37,7 +37,7 @@ class CacheTuning:
     decode_steps: int
     """The decode steps of the traces that the weights were fitted on."""
     penalties: dict[str, float]
-    """By policy, on these traces: misses in loads of the model's own copies."""
+    """Penalties by policy on these traces: misses in loads of the model's own copies."""
     held_out: dict[str, float] | None
     """The same on the others; None: there were none."""
 

@@ -43,7 +43,7 @@ class EvictionTuning:
     uses: int
     """Uses in the counted decode steps of the traces that it was trained on."""
     misses: dict[str, int]
-    """By policy, on these traces."""
+    """Misses by policy on these traces."""
     held_out_uses: int
     held_out: dict[str, int] | None
     """Misses on the others; None: there were none."""

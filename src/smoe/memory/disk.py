@@ -47,7 +47,7 @@ class DiskReader:
         self._identities: dict[Path, FileIdentity] = {}
 
     def expect(self, identities: Mapping[Path, FileIdentity]) -> None:
-        """From now on a file that is not as it was then is refused, before and after its bytes are read."""
+        """Refuse a file that changes from now on, before and after its bytes are read."""
         self._identities.update(identities)
 
     @property

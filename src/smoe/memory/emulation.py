@@ -50,7 +50,7 @@ class DeviceProfile:
     """Where the figures come from."""
     link_bytes_per_second: float
     link_latency_seconds: float
-    """Of one copy."""
+    """Seconds of latency of one copy."""
     device_bytes_per_second: float
     device_flops: float
     device_expert_seconds: float
@@ -58,7 +58,7 @@ class DeviceProfile:
     device_layer_seconds: float
     """Launches of a layer's other kernels."""
     host_bytes_per_second: float
-    """Of RAM: what the CPU reads an expert with, and what link and CPU have together."""
+    """The rate of RAM: what the CPU reads an expert with, and what link and CPU have together."""
     host_flops: float
     host_expert_seconds: float
     """Handing one expert's rows to the CPU and the result back."""
@@ -67,7 +67,7 @@ class DeviceProfile:
     figures: str = ""
     """`PUBLISHED` or `MEASURED`; empty: unknown."""
     disk_bytes_per_second: float | None = None
-    """Of reads of an expert's size, past the page cache. This and what follows is for `smoe plan` alone."""
+    """The rate of reads of an expert's size, past the page cache. This and what follows is for `smoe plan` alone."""
     device_memory_bytes: float | None = None
     host_memory_bytes: float | None = None
     has_link: bool = True
@@ -113,7 +113,7 @@ class Emulation(Pacing):
         """`expert_bytes` are those of the real experts, `as_if_bytes` those of the experts that they stand for."""
         self.profile = profile
         self.layer_bytes = layer_bytes
-        """Of the non-expert weights, a layer's share."""
+        """A layer's share of the non-expert weights."""
         self.expert_bytes = as_if_bytes or expert_bytes
         self.scale = self.expert_bytes / expert_bytes
         """Bytes that one of a real expert stands for."""
@@ -206,7 +206,7 @@ class Emulation(Pacing):
         _wait_until(flow.ended + constant * self.dilation)
 
     def choose_dilation(self, copy: float, expert: float, host: float, layer: float) -> None:
-        """As slow as the slowest of the real machine's times, against the profile's, asks for."""
+        """The dilation that the slowest of the real machine's times, against the profile's, asks for."""
         profile = self.profile
         ratios = (
             copy / profile.link_seconds(self.expert_bytes),
@@ -218,7 +218,7 @@ class Emulation(Pacing):
 
 
 def _wait_until(due: float) -> None:
-    """To the microsecond: what the system oversleeps would otherwise be added to every piece of work."""
+    """Wait to the microsecond: what the system oversleeps would otherwise be added to every piece of work."""
     left = due - time.perf_counter()
     if left > OVERSLEPT_SECONDS:
         time.sleep(left - OVERSLEPT_SECONDS)
@@ -276,9 +276,9 @@ def _why_unread(name: str, error: OSError | ValueError) -> str:
 
 
 _ENTRIES = {field.name: str(field.type) for field in fields(DeviceProfile)}
-"""Of a profile, with their types."""
+"""The entries of a profile, with their types."""
 _NEEDED = [field.name for field in fields(DeviceProfile) if field.default is MISSING]
-"""Of these, the ones that no profile can do without."""
+"""The entries that every profile needs."""
 
 
 def _wrong_entries(entries: Any) -> str | None:

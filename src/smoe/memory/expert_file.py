@@ -21,7 +21,7 @@ class ExpertFile(Protocol):
     """Open for reading; several threads may read at once, each its own bytes."""
 
     descriptor: int
-    """For `fstat`: which file it is, and in which state."""
+    """The descriptor for `fstat`: which file it is, and in which state."""
     is_direct: bool
     """Whether what is read stays out of the page cache."""
 
@@ -32,7 +32,7 @@ class ExpertFile(Protocol):
         """
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Of a file that is not direct: these bytes need not stay in the page cache, where the system takes such
+        """For a file that is not direct: these bytes need not stay in the page cache, where the system takes such
         advice."""
 
     def close(self) -> None: ...
@@ -43,7 +43,7 @@ Opening = Callable[[Path, bool], ExpertFile]
 
 
 class PosixFile:
-    """By a descriptor, on any system that is not Windows."""
+    """Reads by a descriptor, on any system that is not Windows."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0) if direct else 0

@@ -46,7 +46,7 @@ class GgufArray:
     """An array of the metadata, where it lies: its values are read when they are wanted."""
 
     offset: int
-    """Of its first value."""
+    """The offset of its first value."""
     kind: int
     count: int
 
@@ -64,7 +64,7 @@ class TensorEntry(NamedTuple):
     kind: int
     """ggml's number of the type."""
     offset: int
-    """From the beginning of the data."""
+    """The offset from the beginning of the data."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Reader:
         self._is_cut = size <= position + _MAX_HEADER_BYTES
         self._window = b""
         self._begin = position
-        """Of the window, in the file."""
+        """The window's offset in the file."""
         self.position = position
 
     @property

@@ -26,7 +26,7 @@ FILE_FLAG_NO_BUFFERING, FILE_FLAG_OVERLAPPED = 0x20000000, 0x40000000
 FILE_STORAGE_INFO = 16
 FSCTL_SET_SPARSE = 0x000900C4
 EXTENDED_LIMITS, MEMORY_USAGE = 9, 28
-"""Of a job: JobObjectExtendedLimitInformation, JobObjectMemoryUsageInformation."""
+"""Kinds of information about a job: JobObjectExtendedLimitInformation, JobObjectMemoryUsageInformation."""
 LIMITS_PROCESS, LIMITS_JOB = 0x100, 0x200
 """JOB_OBJECT_LIMIT_PROCESS_MEMORY, JOB_OBJECT_LIMIT_JOB_MEMORY"""
 ERROR_HANDLE_EOF, ERROR_IO_PENDING = 38, 997
@@ -138,7 +138,7 @@ class Kernel32:
         self._words = words
 
     def error(self, code: int | None = None) -> OSError:
-        """Of the calling thread's last call, or of this number of the system's."""
+        """The error of the calling thread's last call, or of this number of the system's."""
         number = self.last_error() if code is None else code
         return OSError(_ERRNO.get(number, errno.EIO), f"{self._words(number).strip()} (Windows' error {number})")
 

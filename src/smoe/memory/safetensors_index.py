@@ -77,10 +77,10 @@ class StoredTensor:
     identity: FileIdentity | None = None
     """The file as it was when its header was read."""
     made_of: tuple[Ingredient, ...] = ()
-    """Of a quantised matrix whose codes and scales lie apart: codes, scales and what else there is, as they are stored.
-    The other fields are then the codes', but for `dtype` and `shape`, which are the matrix's."""
+    """The tensors of a quantised matrix whose codes and scales lie apart: codes, scales and what else there is, as they
+    are stored. The other fields are then the codes', but for `dtype` and `shape`, which are the matrix's."""
     scheme: str = ""
-    """Of such a matrix: whose they are (`models/released_schemes.py`)."""
+    """The scheme of such a matrix (`models/released_schemes.py`)."""
 
     @property
     def is_packed(self) -> bool:

@@ -69,7 +69,7 @@ class SharedBandwidth:
                 self._move_on()
 
     def _share(self) -> float:
-        """Of its own rate, what every flow gets at present."""
+        """The share of its own rate that every flow gets at present."""
         return min(1.0, self._total / sum(flow.rate for flow in self._flows))
 
     def _move_on(self) -> None:

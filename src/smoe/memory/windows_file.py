@@ -20,7 +20,7 @@ from smoe.memory.store import PAGE
 
 
 class WindowsFile:
-    """By a handle, which a descriptor of the C library's owns."""
+    """Reads by a handle, which a descriptor of the C library's owns."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         self._system = k32.kernel32()

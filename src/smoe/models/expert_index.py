@@ -26,7 +26,8 @@ from smoe.models.released_schemes import METHODS
 
 _MERGING = {"MergeModulelist", "Concatenate", "ExpertsOfRows"}
 _TURNING = {"Transpose"}
-"""Of fused tensors: they are used as they are stored, if the products have the same bits (`load/selftest.py`)."""
+"""The transposed conversions of fused tensors: they are used as they are stored, if the products have the same bits
+(`load/selftest.py`)."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 

@@ -31,7 +31,7 @@ PAIRED_ROWS = {
     for matrix, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads"))
     for suffix in ("weight", "bias")
 }
-"""Of families whose query and key matrices are turned in pairs."""
+"""The arrangement of families whose query and key matrices are turned in pairs."""
 
 
 def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
@@ -43,7 +43,7 @@ def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
 
 
 KEYS_AND_VALUES = {"self_attn.kv_b_proj.weight": Arrangement(_latent_values, ("attn_k_b.weight", "attn_v_b.weight"))}
-"""Of multi-head latent attention: files have the matrix of keys and values in two parts."""
+"""The arrangement of multi-head latent attention: files have the matrix of keys and values in two parts."""
 
 
 def _less_one(parts: Tensors, config: Any) -> torch.Tensor:

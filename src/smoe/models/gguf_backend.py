@@ -81,7 +81,7 @@ def _merges_by_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _space_decoder(has_prefix: bool) -> decoders.Decoder:
-    """From pieces to a text: without the space that was put before it."""
+    """Decodes pieces to a text: without the space that was put before it."""
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
 

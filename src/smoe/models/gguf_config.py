@@ -33,7 +33,7 @@ _SIZES = {
 """The library's names, in all families, of what files say; each family has more (`gguf_families.py`)."""
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
 _ROUTER = ".ffn_gate_inp."
-"""In the names of every router's tensors."""
+"""A part of the names of every router's tensors."""
 _WIDTHS = {
     "expert_count": ("blk.0.ffn_gate_inp.weight", -2),
     "expert_feed_forward_length": ("blk.0.ffn_down_exps.weight", -1),
@@ -131,7 +131,8 @@ def _check_computed(family: GgufFamily, entries: Entries) -> None:
 def _shapes(
     path: Path, family: GgufFamily, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
-    """From the tensors: the vocabulary, whether the output matrix is the embedding, and sizes that are not stated."""
+    """Fields from the tensors: the vocabulary, whether the output matrix is the embedding, and sizes that are not
+    stated."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")

@@ -64,7 +64,7 @@ class Arrangement(NamedTuple):
     """How a weight of the library is made of a file's tensors, where it is not one of them as it lies."""
 
     whole: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
-    """From the tensors and the library's configuration to the weight."""
+    """Makes the weight from the tensors and the library's configuration."""
     sources: tuple[str, ...] = ()
     """The tensors' names in a layer; empty: the one that the weight's own name stands for. Where a file lacks one of
     them, it has the weight under its own name, as the library has it."""
@@ -101,7 +101,7 @@ class GgufFamily:
     named_as: str = ""
     """The architecture whose names the gguf package has for this one, which it does not know."""
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
-    """By the library's name in a layer, or outside of layers by the whole name."""
+    """Arrangements by the library's name in a layer, or outside of layers by the whole name."""
     unread: str = "$^"
     """A regular expression: tensors that the library's model has no place for and that texts do not need."""
     implied: Mapping[str, Callable[[Any], Sequence[float]]] = field(default_factory=dict)

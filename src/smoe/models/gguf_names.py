@@ -14,7 +14,8 @@ from smoe.memory.gguf_header import part_names, part_stem
 
 _QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32)$", re.ASCII | re.IGNORECASE)
 _COMPANION = re.compile(r"mmproj|imatrix|^mtp-", re.IGNORECASE)
-"""In the names of files that only go with a model: its image part, a quantiser's notes, layers for further tokens."""
+"""Parts of the names of files that accompany a model: its image part, a quantiser's notes, layers for further
+tokens."""
 
 
 def models_of(wanted: str, names: Iterable[str]) -> list[str]:

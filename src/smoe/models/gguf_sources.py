@@ -25,7 +25,7 @@ class WeightSource(NamedTuple):
     """What a weight is made of."""
 
     keys: tuple[str, ...]
-    """Of the tensors."""
+    """The keys of the tensors."""
     arrangement: Arrangement | None = None
     """How; None: it is the one tensor, as it lies."""
 

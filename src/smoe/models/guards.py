@@ -59,7 +59,7 @@ def without_backward(output: Any) -> Any:
 
 
 class _WithoutBackward(Function):
-    """Nothing, and an error in the place of gradients. The second input is what asks for some."""
+    """Passes its input on, and raises an error instead of gradients. The second input is what asks for some."""
 
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, wanting: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _say_uncompiled() -> None:
 
 
 def _unchanged(module: nn.Module) -> Callable[..., nn.Module]:
-    """For `.to()`, `.float()`, `.cuda()` and all others that send every weight through a function."""
+    """The check for `.to()`, `.float()`, `.cuda()` and all others that send every weight through a function."""
 
     def apply(change: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
         tensors = itertools.chain(module.parameters(), module.buffers())
@@ -134,7 +134,7 @@ def _fixed(now: torch.Tensor, why: str) -> EngineStateError:
 
 
 def not_copied(*_: Any) -> NoReturn:
-    """For `copy` and `pickle` of a model or an engine."""
+    """The refusal for `copy` and `pickle` of a model or an engine."""
     raise EngineStateError(_WHY_NOT_COPIED)
 
 

@@ -324,8 +324,8 @@ class Positioned(_Storage, DynamicLayer):
         return keys[:, :, start:end], values[:, :, start:end]
 
     def place(self) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
-        """For machine code that writes one position of a cache of one row itself: the storages, where in them the row
-        begins, and that position. None before anything was written."""
+        """The place for machine code that writes one position of a cache of one row itself: the storages, where in them
+        the row begins, and that position. None before anything was written."""
         owner, store = self._owner, self._store
         if store is None:
             return None

@@ -39,7 +39,7 @@ class Weight(NamedTuple):
     is_plain: bool = False
     """Whether it belongs to a linear layer or an embedding of the library, whose place a quantised one can take."""
     is_wide: bool = False
-    """In float32, whatever the model's dtype."""
+    """Whether it is float32 in every dtype of the model."""
 
     @property
     def numbers(self) -> int:
@@ -51,7 +51,7 @@ class Buffer(NamedTuple):
 
     shape: tuple[int, ...]
     item_bytes: int = F32.itemsize
-    """At least those of float32: the library's loader does not narrow it."""
+    """Bytes of a number, at least those of float32: the library's loader does not narrow it."""
     is_stored: bool = False
     """Whether checkpoints have it, too."""
 

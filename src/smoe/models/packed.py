@@ -237,7 +237,7 @@ class Packed(NamedTuple):
     start: int
     """Where the experts begin."""
     calibration: str | None
-    """As `Contents` has it."""
+    """The same as in `Contents`."""
 
 
 def bytes_in_precision(spec: ModelSpec) -> dict[int, int]:

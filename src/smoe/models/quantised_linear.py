@@ -103,7 +103,7 @@ class QuantisedLinear(QuantisedWeight):
         return is_known and input.numel() <= MOST_BYTE_ROWS * self.in_features
 
     def target(self, out: torch.Tensor) -> Target:
-        """For the pool: this matrix, with products that go to out [M, out_features]."""
+        """This matrix for the pool, with products that go to out [M, out_features]."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return Target(self.matrix, out.data_ptr(), 2 * self.out_features, bias)
 

@@ -39,8 +39,8 @@ class Calibration:
             file.write(top_k_index.detach().cpu().numpy().astype(np.int32).tobytes())
 
     def compensations(self, layer: int, expert: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, Compensation]:
-        """For the two matrices of an expert, by their parts' names. `parameters` [1, ...]: its own, as the library has
-        them."""
+        """Compensations for the two matrices of an expert, by their parts' names. `parameters` [1, ...]: its own, as
+        the library has them."""
         if self._open is None or self._open[0] != layer:
             self._open = layer, self.read(layer)
         inputs, module = self._open[1], self._modules[layer]
@@ -69,7 +69,7 @@ class LayerInputs:
 
     @cached_property
     def moments(self) -> list[torch.Tensor]:
-        """Of all rows, whichever expert they went to."""
+        """The moments of all rows, whichever expert they went to."""
         return moments(self._hidden)
 
     def of(self, expert: int) -> torch.Tensor:

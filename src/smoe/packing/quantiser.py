@@ -32,12 +32,12 @@ _TINY = 1e-30
 
 class _Search(NamedTuple):
     widths: tuple[float, ...]
-    """Of the grids begun with, as shares of a group's whole range."""
+    """The widths of the first grids, as shares of a group's whole range."""
     turns: int
 
 
 _SEARCHES = {2: _Search((1.0, 0.85, 0.7, 0.55), 6), 3: _Search((1.0, 0.85, 0.7), 4), 4: _Search((1.0, 0.8), 3)}
-"""By bits of a code. More of either changes the third digit of the error."""
+"""Searches by bits of a code. More of either changes the third digit of the error."""
 _REFITS = 3
 """Turns between a block's own scales and its codes, once its groups' scales are codes, too."""
 

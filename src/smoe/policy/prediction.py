@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
     experts: Sequence[int]
     """Best first."""
     low: Container[int] = frozenset()
-    """Of these, those whose predicted importance asks for no more than a low copy."""
+    """Those whose predicted importance asks for no more than a low copy."""
     is_next: bool = False
     """Whether it is of the token after the one under way, whose own layers come first."""
 

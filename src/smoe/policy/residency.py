@@ -55,7 +55,7 @@ class SlotPool:
 
     @property
     def cache_slots(self) -> int:
-        """In use at present."""
+        """The cache slots in use at present."""
         return self.end - self.first - self.staging_slots - len(self.withdrawn)
 
     def give(self, slots: int) -> None:
@@ -231,7 +231,7 @@ class ExpertsAtHand:
 
 
 class ExpertsUnderWay(ExpertsAtHand):
-    """Of the experts at hand, those that have to be waited for."""
+    """The experts at hand that are still in flight."""
 
     __slots__ = ()
 

@@ -47,7 +47,7 @@ class Selection(NamedTuple):
     low_score: int
     """Routes whose expert is low-score."""
     low_score_missing: int
-    """Of those, routes whose expert was neither resident nor top-score for another token."""
+    """Those of them whose expert was neither resident nor top-score for another token."""
     top_score_missing: int
     """Routes whose expert is top-score and not resident."""
     top: frozenset[int] = frozenset()

@@ -39,7 +39,7 @@ class Timing:
     reading_seconds: float = 0.0
     """During which at least one read was running."""
     waiting_seconds: float = 0.0
-    """For an expert to arrive."""
+    """Seconds of waiting for experts."""
     bytes_per_second: float | None = None
     """While a read was running; None where the time does not depend on reading."""
     first_bytes_per_second: float | None = None

@@ -30,7 +30,7 @@ from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
-"""Of a message that names experts, or a token."""
+"""Bytes of a message that names experts, or a token."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,16 @@ class ClusterSetting:
     """Main's part of a layer: everything but the experts."""
     wire: Wire
     row_bytes: float
-    """Of a hidden state; one goes to each worker that computes, one comes back for each expert."""
+    """Bytes of a hidden state; one goes to each worker that computes, one comes back for each expert."""
     workers: Sequence[WorkerTimes]
     placement: str = "round-robin"
     """One of `PLACEMENT`."""
     group_size: int | None = None
     """Workers of a group by turns: as many as a token chooses, and perhaps spares; None: as many as it chooses."""
     turns_run_on: bool = False
-    """From token to token, so that each group has all the turns of the others to load; else a layer's turn is always
-    the same group's, as in the product, and where groups do not divide the layers some come too soon."""
+    """Whether turns continue from token to token, so that each group has all the turns of the others to load; else a
+    layer's turn is always the same group's, as in the product, and where groups do not divide the layers some come too
+    soon."""
     shadow: ShadowTimes | None = None
     """None: what is named is known in advance, as far ahead as slots allow."""
     main_names: bool = False
@@ -160,7 +161,7 @@ class _PaperDecoding:
     # -- announcements ------------------------------------------------------------------------------------------------
 
     def _name_token(self, number: int) -> None:
-        """At no cost: what is known in advance."""
+        """Name a token's experts at no cost: what is known in advance."""
         named = self._tokens[number].named
         for layer, experts in enumerate(named or ()):
             for step, unit, keys in self._shared_out(number, layer, experts):
@@ -250,7 +251,7 @@ class _PaperDecoding:
             self._name_layer(number, layer + 1)
 
     def _name_layer(self, number: int, layer: int) -> None:
-        """By main, after the rows."""
+        """Name a layer's experts, by the coordinator, after the rows."""
         named = self._tokens[number].named
         for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
             self._main_sends(unit, _NAMES_BYTES, partial(self._workers[unit].name, step, keys))
@@ -266,7 +267,7 @@ class _PaperDecoding:
         return self._setting.wire.delay + self._workers[unit].times.away
 
     def _by_turns(self, step: int, keys: Sequence[ExpertKey], chosen: int) -> dict[int, list[ExpertKey]]:
-        """As one of the group holds them, or in their order."""
+        """Divide experts as one of the group holds them, or in their order."""
         views = [self._view(unit, step) for unit in self._units]
         return _by_unit(by_turns(keys, self._setting.group_size or chosen, self._turn(step), views))
 
@@ -318,7 +319,7 @@ class _PaperDecoding:
 
 
 def _ignore() -> None:
-    """For an answer to nothing."""
+    """Ignores an answer without a request."""
 
 
 def _by_unit(units: Mapping[ExpertKey, int]) -> dict[int, list[ExpertKey]]:

@@ -22,7 +22,7 @@ from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.cluster_worker import WorkerTimes
 
 SPREAD = 0.05
-"""Of loads as they were measured (docs/log/cluster.md)."""
+"""The spread of measured loads (docs/log/cluster.md)."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class MeasuredMain:
     layer: float
     """All but the experts."""
     message: float = 0.0
-    """To send or take in one, which others wait for."""
+    """Seconds to send or receive a message, for which others wait."""
     load: float = 0.0
     expert: float = 0.0
     slots: int = 0
-    """Of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
+    """The slots of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
     ahead: int = 1
     """Further experts that it can load before they are requested."""
 
@@ -58,7 +58,7 @@ class Port:
 
     bytes_per_second: float = inf
     row_bytes: float = 0.0
-    """Of a hidden state."""
+    """Bytes of a hidden state."""
 
 
 def foretell(
@@ -141,7 +141,7 @@ def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: 
 
 
 def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
-    """Of a trace the decode steps of one sequence; each must have all layers, in their order. `named`: for each routing
+    """The decode steps of one sequence of a trace; each must have all layers, in their order. `named`: for each routing
     of these steps the experts that main's predictor named beforehand; None: none."""
     steps: list[list[Sequence[int]]] = []
     guesses: list[list[Sequence[int]]] = []

@@ -49,14 +49,14 @@ class SimulatedMachine:
         self._announced: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._asked: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._is_reading = {True: False, False: False}
-        """For main, and ahead: each reads one at a time."""
+        """Whether each of the two readers (requests, announcements) is reading: each reads one at a time."""
         self._to_compute: deque[tuple[ExpertKey, SimulatedRequest]] = deque()
         self._ready: set[tuple[ExpertKey, int]] = set()
-        """Of these, those whose slots are pinned; by the request's identity."""
+        """The requested experts whose slots are pinned; by the request's identity."""
         self._is_computing = False
 
     def __contains__(self, key: object) -> bool:
-        """In a slot, or on its way to one."""
+        """Whether an expert is in a slot, or on its way to one."""
         return key in self._slots
 
     @property

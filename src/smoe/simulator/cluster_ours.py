@@ -32,9 +32,9 @@ from smoe.simulator.cluster_worker import WorkerTimes
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
-"""Of a message that names experts."""
+"""Bytes of a message that names experts."""
 _WEIGHT = 0.2
-"""Of the last measurement in what main knows (`cluster/members.py`)."""
+"""The weight of the last measurement (`cluster/members.py`)."""
 _LATE_USES = 512
 """After so many what was counted before counts half; the same."""
 
@@ -47,7 +47,7 @@ class OurCluster:
     """Main's part of a layer: everything but the experts."""
     wire: Wire
     row_bytes: float
-    """Of a hidden state; one goes to each worker that computes, one comes back for each expert."""
+    """Bytes of a hidden state; one goes to each worker that computes, one comes back for each expert."""
     workers: Sequence[WorkerTimes]
     """`away`: half of the round trip without the wire's own time."""
     placement: str
@@ -57,11 +57,12 @@ class OurCluster:
     here_ahead: int = 1
     """Experts that main can bring in ahead."""
     shadow: ShadowTimes | None = None
-    """On main; None: main names a layer's experts when the router of the layer before has spoken."""
+    """The draft model's times; None: the coordinator names a layer's experts when the router of the layer before has
+    spoken."""
     held: Mapping[int, Sequence[ExpertKey]] = field(default_factory=dict)
     """What machines have in their slots from the beginning, by unit, those used last at the end."""
     spread: float = 0.0
-    """By how much a measured load differs from the next, as a share."""
+    """The share by which a measured load differs from the next, as a share."""
 
 
 class TokenWaits(NamedTuple):
@@ -74,7 +75,7 @@ class TokenWaits(NamedTuple):
     computing: float = 0.0
     """The experts of that answer, one after the other."""
     loads: float = 0.0
-    """At its worker: until they were there, and others before them computed."""
+    """Seconds at its worker until experts were there, and others before them computed."""
     own_loads: float = 0.0
     """The same at main."""
 
@@ -85,7 +86,7 @@ class OurRun:
 
     token_seconds: list[float] = field(default_factory=list)
     waits: list[TokenWaits] = field(default_factory=list)
-    """Of every token."""
+    """The waits of every token."""
     loads: dict[int, list[float]] = field(default_factory=dict)
     """When each load began, by unit."""
 
@@ -185,7 +186,7 @@ class _OurDecoding:
         return max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
 
     def _costs_later(self) -> float:
-        """As `Cluster` has it."""
+        """The same as in `Cluster`."""
         uses = sum(known.uses for known in self._known.values())
         if self._here is None or not uses:
             return 0.0

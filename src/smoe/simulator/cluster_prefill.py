@@ -21,13 +21,13 @@ from smoe.simulator.events import Events, Resource
 
 @dataclass(frozen=True)
 class PromptTimes:
-    """Of one prompt, all layers alike. Times in seconds."""
+    """The times of one prompt, all layers alike. Times in seconds."""
 
     layers: int
     layer: float
     """Main's part of a layer, for the whole prompt."""
     load: float
-    """Of each worker's expert."""
+    """Seconds to load each worker's expert."""
     expert: float
     """One expert, for the rows of one batch."""
     rows: int
@@ -36,7 +36,7 @@ class PromptTimes:
     row_bytes: float
     wire: Wire
     slots: int = 1
-    """Of each worker: 1, or 2 where the next layer's expert comes meanwhile."""
+    """The slots of each worker: 1, or 2 where the next layer's expert comes meanwhile."""
     batch_rows: int | None = None
     """Rows of a message; None: all of a worker's."""
     is_serial: bool = False
@@ -45,7 +45,7 @@ class PromptTimes:
 
 
 def prefill_seconds(times: PromptTimes) -> float:
-    """From the first load to the last row of the last layer."""
+    """Seconds from the first load to the last row of the last layer."""
     return _serial(times) if times.is_serial else _Piped(times).seconds()
 
 
@@ -69,7 +69,7 @@ class _Piped:
         self._done = [0] * times.workers
         """Batches computed, of all layers."""
         self._waiting: list[list[int]] = [[] for _ in range(times.workers)]
-        """Of rows that have come before their expert: how many, batch by batch."""
+        """Rows that have come before their expert: how many, batch by batch."""
         self._awaited = 0
         self._layer = 0
         self._ended = 0.0

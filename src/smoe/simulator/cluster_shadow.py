@@ -29,7 +29,7 @@ class ShadowTimes:
     kv_period: int = 1
     """The same of keys and values."""
     kv_bytes: float = 0.0
-    """Of one position, all layers."""
+    """Bytes of keys and values of one position in all layers."""
     kv_since: bool = True
     """Those of all positions since the last time; else of the newest alone."""
     is_early: bool = False

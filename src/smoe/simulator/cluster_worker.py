@@ -21,14 +21,14 @@ class WorkerTimes:
     """Seconds."""
 
     load: float
-    """Of one expert, into a slot."""
+    """Seconds to load one expert into a slot."""
     expert: float
-    """To compute one for a row."""
+    """Seconds to compute one for a row."""
     slots: int = 1
     away: float = 0.0
     """One way, without the wire's own delay."""
     chunk: float | None = None
-    """Of a load that proves wrong the rest is not brought in, but for the chunk under way; None: all of it is."""
+    """Bytes of a chunk: a wrong load stops after the chunk in flight; None: all of it is."""
 
 
 class _Request:
@@ -52,7 +52,7 @@ class SimulatedWorker:
         self._held: OrderedDict[ExpertKey, bool] = OrderedDict()
         """Whether it is there; least recently used first."""
         self._named: dict[ExpertKey, int] = {}
-        """Of those in slots, the step that each was named for and that main has not come to yet."""
+        """The step for which each expert in a slot was named and that main has not come to yet."""
         self._expected: deque[tuple[int, ExpertKey]] = deque()
         """Named, not begun."""
         self._requests: list[_Request] = []
@@ -64,7 +64,7 @@ class SimulatedWorker:
         """That main asked for last."""
 
     def holds(self, step: int) -> set[ExpertKey]:
-        """In its slots, on their way there, or expected for that step or one before."""
+        """Whether experts are in its slots, on their way there, or expected for that step or one before."""
         return {*self._held, *(key for at, key in self._expected if at <= step)}
 
     def name(self, step: int, keys: Sequence[ExpertKey]) -> None:
@@ -75,7 +75,7 @@ class SimulatedWorker:
         self._go_on()
 
     def unname(self, step: int) -> None:
-        """Nothing is expected any more from that step on."""
+        """Drop the expectations from that step on."""
         self._expected = deque(each for each in self._expected if each[0] < step)
         self._named = {key: at for key, at in self._named.items() if at < step}
         self._give_up()

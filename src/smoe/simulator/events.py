@@ -24,7 +24,7 @@ class Events:
         heappush(self._coming, (when, next(self._number), happen))
 
     def run(self) -> None:
-        """Until nothing more is to come."""
+        """Run until no event is left."""
         while self._coming:
             self.now, _, happen = heappop(self._coming)
             happen()
@@ -40,7 +40,7 @@ class Resource:
         self._free = 0.0
 
     def use(self, seconds: float) -> float:
-        """For so long, as soon as what was asked for before is done; returns when it will have ended."""
+        """Use it for so long, after all earlier uses; returns when it will have ended."""
         begin = max(self._events.now, self._free)
         self._free = begin + seconds
         self.spans.append((begin, self._free))

@@ -31,7 +31,7 @@ PARTS = 12
 """Weights are found in twelfths."""
 _COARSE = 4
 _STEPS = (2, 1)
-"""In twelfths: between the points of the grid, and from a point to its neighbours."""
+"""Steps in twelfths: between the points of the grid, and from a point to its neighbours."""
 _GRID = [point for point in product(range(0, PARTS + 1, _COARSE), repeat=4) if sum(point) == PARTS]
 _DIRECTIONS = list(permutations(range(4), 2))
 
@@ -43,13 +43,13 @@ class MixedCache(NamedTuple):
     """A cache for copies of two formats, and what asks for which."""
 
     slots: int
-    """For experts as the model has them."""
+    """Slots for full copies."""
     low_slots: int
-    """For low copies; 0: there are none."""
+    """Slots for low copies; 0: there are none."""
     low_cost: float
     """What bringing in a low copy costs, as a share of what the model's own copy does: the ratio of their bytes."""
     switches: Switches
-    """With the thresholds of importance."""
+    """The switches, with the thresholds of importance."""
 
 
 def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: Make) -> float:

@@ -26,7 +26,7 @@ class ReplayCounts:
     uses: int
     misses: int
     low_misses: int = 0
-    """Of the misses, those that a low copy was loaded for."""
+    """Misses for which a low copy was loaded."""
 
     @property
     def hit_ratio(self) -> float:

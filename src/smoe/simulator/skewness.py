@@ -18,7 +18,7 @@ LEAST, MOST = 0.25, 4.0
 """Times the usual skew, between which it is looked for."""
 _HALVINGS = 6
 _CHANCE = 0.02
-"""By so much two traces of the same habits differ."""
+"""The difference by which two traces of the same habits differ."""
 _TELLING = 0.1
 """Hit ratios of the two ends lie at least so far apart: else chance decides what is between them."""
 

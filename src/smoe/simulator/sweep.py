@@ -77,7 +77,7 @@ def sweep(
 def _stored(
     keeping: ResultStore[Result], settings: Sequence[Setting], tick: Callable[[int], None]
 ) -> dict[int, Result]:
-    """By the numbers of their settings."""
+    """Stored results by the numbers of their settings."""
     found = {}
     for number, setting in enumerate(settings):
         result = keeping.find(setting)

@@ -64,8 +64,8 @@ class Moments(NamedTuple):
     reuse: float
     """Share of a token's experts that the last token has used, too."""
     lift: float
-    """By how much the partner of an expert (who follows it most often, in the first half of the trace) is more frequent
-    behind it than elsewhere (in the second half)."""
+    """The factor by which the partner of an expert (who follows it most often, in the first half of the trace) is more
+    frequent behind it than elsewhere (in the second half)."""
     gap: float | None
     """Mean of log(score of the choice / score of rank K+1); None where there are no scores."""
 
@@ -73,9 +73,9 @@ class Moments(NamedTuple):
 TYPICAL = Habits(skew=1.0, reuse=0.5, affinity=3.2, sharpness=0.5)
 """Between the fits of the embedded model's four recorded texts (docs/evictions.md)."""
 LEAST_REPETITIVE = Habits(skew=0.6, reuse=0.5, affinity=2.8, sharpness=0.55)
-"""Of its own stories."""
+"""The habits of its own stories."""
 MOST_REPETITIVE = Habits(skew=1.43, reuse=0.25, affinity=3.7, sharpness=0.44)
-"""Of code, which is strange to it."""
+"""The habits of code, which is strange to it."""
 
 
 def synthesise(
@@ -137,7 +137,7 @@ def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[i
 
 
 def moments(trace: Sequence[Routing], steps: int) -> Moments:
-    """Of the first `steps` decode steps of `trace` (their first sequence), whose layers must be alike."""
+    """The moments of the first `steps` decode steps of `trace` (their first sequence), whose layers must be alike."""
     chosen, gaps = _decoded(trace, steps)
     tokens, layers, top_k = chosen.shape
     experts = 1 + int(chosen.max())
@@ -169,7 +169,7 @@ def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | 
 
 
 def _lift(uses: np.ndarray) -> float:
-    """Of `uses` [T, L, E]; `Moments.lift`."""
+    """The lift of `uses` [T, L, E]; `Moments.lift`."""
     half = len(uses) // 2
     first, second = uses[:half].astype(float), uses[half:].astype(float)
     behind = elsewhere = 0.0
@@ -216,5 +216,5 @@ def fit(trace: Sequence[Routing], steps: int = 400, seed: int = 0) -> Habits:
 
 
 _HALVINGS = 8
-"""To a sixty-fourth of a logit."""
+"""Halvings down to a sixty-fourth of a logit."""
 _ROUNDS = 3

@@ -39,7 +39,7 @@ class StepTimes:
     """Seconds of pieces of work."""
 
     load: float
-    """Of one expert, its own copy."""
+    """Seconds to load the full copy of one expert."""
     expert: Callable[[int], float]
     """One expert on the device, for so many tokens."""
     layer: Callable[[int], float]
@@ -51,7 +51,7 @@ class StepTimes:
     asking: float = 0.0
     """A predictor, every time that it is asked."""
     low_load: float = 0.0
-    """Of a low copy, where there are such."""
+    """Seconds to load a low copy, where there are such."""
     in_chunks: float = 1.0
     """How many times longer a load takes that no thread waited for when it was asked for: in chunks, between which
     others pass."""
@@ -65,18 +65,18 @@ class Timed:
     """What became of a trace; of decode steps but for `prefill_seconds`."""
 
     step_seconds: list[float] = field(default_factory=list)
-    """Of every step."""
+    """Seconds of every step."""
     prefill_seconds: float = 0.0
     uses: int = 0
     loads: int = 0
     computed_by_host: int = 0
     prefetches: int = 0
-    """Of the decode steps."""
+    """Prefetches of the decode steps."""
     prefetches_used: int = 0
     computed_alone: int = 0
-    """Of the uses, those on the device that came after its residents."""
+    """Uses on the device that came after its residents."""
     link_seconds: float = 0.0
-    """In which the link was at work, prompts included: the sum of all loads that have begun."""
+    """Seconds in which the link was busy, prompts included: the sum of all loads that have begun."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -193,10 +193,10 @@ class VirtualClock:
         self._link = _Link(times.load, times.low_load, times.in_chunks)
         self._now = 0.0
         self._answer_at: tuple[Iterable[Prediction], float] | None = None
-        """Of a predictor that is asked concurrently with the experts, and when it has answered."""
+        """The answer of a concurrent predictor, and when it is there."""
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
-        """Of the decode step before; infinity: a new step begins in any case."""
+        """The last layer of the decode step before; infinity: a new step begins in any case."""
 
     def serve(self, routing: Routing) -> None:
         """One layer of one step."""

@@ -92,7 +92,7 @@ def chance(found: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def spread(estimate: np.ndarray) -> np.ndarray:
-    """By how much estimates are off, if they are right on average: the unit of the second part."""
+    """The error of estimates, if they are right on average: the unit of the second part."""
     off: np.ndarray = np.sqrt(estimate * (1.0 - estimate))
     return off
 
@@ -112,7 +112,7 @@ class Learned(Ranked):
         self._context = np.zeros((layers, rank), dtype=np.float32)
         """[L, R] what the choices of every layer have added."""
         self._steps: dict[int, int] = {}
-        """Of every layer observed so far."""
+        """The steps of every layer observed so far."""
         self._layer = 0
         """The layer observed last."""
         if layers:

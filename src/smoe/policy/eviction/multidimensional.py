@@ -51,7 +51,7 @@ class Multidimensional(Ranked):
         self._layer = 0
         """l_i"""
         self._phase: Phase | None = None
-        """Of the routing observed last."""
+        """The phase of the routing observed last."""
 
     def observe(self, routing: Routing) -> None:
         layer, experts, phase, rows = routing.layer, routing.experts, routing.phase, routing.top_k_index

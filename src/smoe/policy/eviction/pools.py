@@ -94,7 +94,7 @@ class SizePools(Eviction):
         self._pools = pools
         self._all = list({id(pool): pool for pool in pools.values()}.values())
         self._running = self._all[0]
-        """Of the layer whose router was observed last: victims are chosen for it."""
+        """The pool of the layer whose router was observed last: victims are chosen for it."""
 
     @property
     def rule(self) -> str:
