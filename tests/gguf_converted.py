@@ -113,6 +113,7 @@ def tensors_of(family: Architecture, model: PreTrainedModel) -> dict[str, torch.
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
+        weight = weight.float() if weight.is_floating_point() else weight  # as the converter computes
         layer = re.fullmatch(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.(.*)", name)
         if layer is None:
             found |= dict(family.convert(name, weight, model.config))

@@ -51,7 +51,8 @@ class GgufFile(GgufSizes):
             name: source for name, source in self._sources(spec).items() if all(key in stored for key in source.keys)
         }
         # torch's own memory begins at a cache line, where our kernels want matrices to begin
-        state = {name: _room(weights[name], name in spec.dense) for name in sources}
+        wide = {name for name, weight in spec.outline.weights.items() if weight.is_wide}
+        state = {name: _room(weights[name], name in spec.dense, name in wide) for name in sources}
         for name in sources.keys() - spec.dense.keys():
             self._read(sources[name], spec.config, state[name])
         with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {self.place}"):
@@ -120,8 +121,9 @@ def _key_of(sources: Mapping[str, WeightSource], name: str) -> str:
     return ", ".join(sources[name].keys) if name in sources else name
 
 
-def _room(weight: torch.Tensor, stays_quantised: bool) -> torch.Tensor:
+def _room(weight: torch.Tensor, stays_quantised: bool, is_wide: bool) -> torch.Tensor:
     """Where a weight is read to; nothing behind it where another layer will take its place."""
+    dtype = torch.float32 if is_wide else weight.dtype
     if stays_quantised:
-        return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-    return torch.empty(weight.shape, dtype=weight.dtype)
+        return torch.zeros((), dtype=dtype).expand(weight.shape)
+    return torch.empty(weight.shape, dtype=dtype)
