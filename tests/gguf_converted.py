@@ -1323,6 +1323,43 @@ DEEPSEEK_V32 = GLM_DSA._replace(
     unsaid=frozenset({"indexer_types"}),
 )
 
+
+def _exaone_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "expert_count": config.num_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_gating_func": 2,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_shared_count": config.num_shared_experts,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "leading_dense_block_count": 1,
+        "rope.scaling.type": "none",
+    }
+
+
+EXAONE = Architecture(
+    "exaone-moe",
+    "exaone_moe",
+    {
+        **_THETA,
+        "head_dim": 16,
+        "first_k_dense_replace": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_shared_experts": 2,
+    },
+    usual,
+    _exaone_metadata,
+    "exaone-moe",
+    frozenset({"sliding_window_pattern"}),
+)
+
 _ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2 V2": DEEPSEEK_V2,
     "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
@@ -1353,6 +1390,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "dbrx": DBRX,
     "glm-dsa": GLM_DSA,
     "deepseek32": DEEPSEEK_V32,
+    "exaone-moe": EXAONE,
 }
 ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING_NAMES}
 """By architecture, and the published family where one architecture has several: those that the installed transformers

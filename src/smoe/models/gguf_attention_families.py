@@ -12,6 +12,17 @@ from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
 SIGMOID = (0, 2)
 """How a router's scores are made: by a sigmoid, also where a file does not say it."""
 
+_ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+"""Sizes of families whose routers are as DeepSeek-V3's."""
 
 GRANITE_SIZES = {
     "attention.scale": "attention_multiplier",
@@ -39,6 +50,13 @@ _QWEN3_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_weights_norm": "norm_topk_prob",
 }
+
+
+def _exaone(entries: Entries, fields: dict[str, Any]) -> None:
+    count, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
+    is_sliding = entries.numbers("attention.sliding_window_pattern", count)
+    fields["layer_types"] = ["sliding_attention" if each else "full_attention" for each in is_sliding]
+    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
 
 
 def _ernie(entries: Entries, fields: dict[str, Any]) -> None:
@@ -155,15 +173,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "bailingmoe2": GgufFamily(
         "glm4_moe",  # transformers has no class for Ling 2; this one computes the same
         {
+            **_ROUTED,
             "attention.key_length": "head_dim",
-            "expert_count": "n_routed_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_weights_scale": "routed_scaling_factor",
-            "leading_dense_block_count": "first_k_dense_replace",
             "nextn_predict_layers": NEXT_TOKEN_LAYERS,
         },
         fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": False, NEXT_TOKEN_LAYERS: 0, "use_qk_norm": True},
@@ -178,15 +189,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "dots1": GgufFamily(
         "dots1",
         {
+            **_ROUTED,
             "attention.key_length": "head_dim",
-            "expert_count": "n_routed_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_weights_scale": "routed_scaling_factor",
-            "leading_dense_block_count": "first_k_dense_replace",
         },
         fixed={"sliding_window": None},
         allowed={"expert_gating_func": SIGMOID},
@@ -205,6 +209,20 @@ FAMILIES: Mapping[str, GgufFamily] = {
         complete=_ernie,
         from_tensors={"use_bias": "blk.0.attn_q.bias"},
         split=None,
+    ),
+    "exaone-moe": GgufFamily(
+        "exaone_moe",
+        {
+            **_ROUTED,
+            "attention.key_length": "head_dim",
+            "attention.sliding_window": "sliding_window",
+            "expert_count": "num_experts",
+            "expert_shared_count": "num_shared_experts",
+        },
+        fixed={"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+        allowed={"expert_gating_func": SIGMOID},
+        complete=_exaone,
+        split="exaone-moe",
     ),
     "gemma4": GgufFamily(
         "gemma4_text",
@@ -232,15 +250,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "glm4moe": GgufFamily(
         "glm4_moe",
         {
+            **_ROUTED,
             "attention.key_length": "head_dim",
-            "expert_count": "n_routed_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_weights_scale": "routed_scaling_factor",
-            "leading_dense_block_count": "first_k_dense_replace",
             "nextn_predict_layers": NEXT_TOKEN_LAYERS,
         },
         fixed={NEXT_TOKEN_LAYERS: 0},
