@@ -20,6 +20,7 @@ import openai
 import psutil
 import pytest
 
+from smoe.cli import serve
 from smoe.cli.serve import ServerOptions
 from tests import forked
 from tests.cli.conftest import Run
@@ -275,3 +276,18 @@ def test_what_is_missing_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "uvicorn" else object())
     ran = run(*DEMO)
     assert ran.code == 2 and "uvicorn" in ran.err and "smoe[serve]" in ran.err and "fastapi" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [("link.gguf", "link"), (".", "folder"), ("own/..", "folder"), ("org/id", "org/id")]
+)
+def test_a_model_is_named_after_its_path_as_it_was_given(
+    given: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a link, as hub caches have them, not after the file that it leads to."""
+    folder = tmp_path / "folder"
+    (folder / "own").mkdir(parents=True)
+    (tmp_path / "0123abcd").write_text("")
+    (folder / "link.gguf").symlink_to(tmp_path / "0123abcd")
+    monkeypatch.chdir(folder)
+    assert serve._name(None, given) == named

@@ -323,5 +323,6 @@ def _name(given: str | None, model: str) -> str:
         raise ConfigError.out_of_bounds("name", given, "a name that can be read")
     if given is not None:
         return given
-    path = Path(model)
-    return (path.resolve().name.removesuffix(".gguf") or model) if path.exists() else model
+    path = Path(model).absolute()  # not resolved: a link has a name of its own, its file in a cache may have a hash
+    name = path.resolve().name if path.name in ("", "..") else path.name
+    return (name.removesuffix(".gguf") or model) if path.exists() else model
