@@ -1360,6 +1360,55 @@ EXAONE = Architecture(
     frozenset({"sliding_window_pattern"}),
 )
 
+
+def _bailing3(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """Ling 3: decays as exp, and the gate of attention under another name than that of a state."""
+    if rest == "self_attn.forget_gate.A_log":
+        yield "ssm_a", weight.exp().reshape(-1, 1)
+    elif rest == "self_attn.forget_gate.f_proj.weight":
+        yield "ssm_f_a.weight", weight
+    elif rest == "self_attn.g_proj.weight":
+        is_of_state = len(weight) == config.num_attention_heads * config.linear_head_dim
+        yield "ssm_g_a.weight" if is_of_state else "attn_gate.weight", weight
+    else:
+        yield from _kimi_linear(rest, weight, config)
+
+
+def _bailing3_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        **_kimi_linear_metadata(config),
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_weights_norm": config.norm_topk_prob,
+        "kda.gate_lower_bound": config.kda_lower_bound,
+        "kda.safe_gate": config.kda_safe_gate,
+        "ssm.conv_kernel": config.short_conv_kernel_size,
+    }
+
+
+BAILING3 = Architecture(
+    "bailingmoe3",
+    "bailing_hybrid",
+    {
+        **{key: value for key, value in _LATENT.items() if key != "q_lora_rank"},
+        **_THETA,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "head_dim": 32,
+        "kda_lower_bound": -3.0,
+        "short_conv_kernel_size": 3,
+        "linear_conv_kernel_dim": 3,
+        "linear_head_dim": 32,
+        "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "mlp_layer_types": None,
+    },
+    _bailing3,
+    _bailing3_metadata,
+    "bailingmoe2",
+    frozenset({"head_dim", "layer_group_size", "num_nextn_predict_layers", "rope_theta"}),
+)
+
 _ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2 V2": DEEPSEEK_V2,
     "deepseek2 V2-Lite": DEEPSEEK_V2_LITE,
@@ -1391,6 +1440,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "glm-dsa": GLM_DSA,
     "deepseek32": DEEPSEEK_V32,
     "exaone-moe": EXAONE,
+    "bailingmoe3": BAILING3,
 }
 ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING_NAMES}
 """By architecture, and the published family where one architecture has several: those that the installed transformers

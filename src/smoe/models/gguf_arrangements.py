@@ -60,6 +60,8 @@ RESHAPED = Arrangement(lambda parts, config: parts[0])
 LESS_ONE = Arrangement(_less_one)
 """A norm's weight to which the library adds one, and files have it added."""
 LOGARITHM = Arrangement(_logarithm)
+POSITIVE_LOGARITHM = Arrangement(lambda parts, config: parts[0].float().log())
+"""A state's decay, of which files have exp(A)."""
 
 
 def _query_key_value_gate(parts: Tensors, config: Any) -> torch.Tensor:
@@ -134,3 +136,6 @@ def _rows_of(kind: str) -> Arrangement:
 
 SPLIT_ATTENTION = {f"self_attn.{kind}_proj.weight": _rows_of(kind) for kind in "qkv"}
 """Queries, keys and values, which files have in one matrix."""
+
+STATE_GATE = Arrangement(lambda parts, config: parts[0], ("ssm_g_a.weight",), moves_rows=True)
+"""A gate that files call so in layers with a state, and by another name in layers with attention."""

@@ -27,7 +27,7 @@ _DEPENDS_ON_NUMBERS = (
 )
 _REFUSED = {
     **dict.fromkeys(
-        ("arctic", "bailingmoe", "bailingmoe3", "grok", "grovemoe", "kimi-k3", "llada-moe", "maple", "smallthinker"),
+        ("arctic", "bailingmoe", "grok", "grovemoe", "kimi-k3", "llada-moe", "maple", "smallthinker"),
         _NO_CLASS,
     ),
     "clip": "it is the part of another model that sees images (mmproj): give that model's own file",

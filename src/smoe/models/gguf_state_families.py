@@ -17,11 +17,13 @@ from smoe.models.gguf_arrangements import (
     LESS_ONE,
     LOGARITHM,
     PAIRED_ROWS,
+    POSITIVE_LOGARITHM,
     QUERY_KEY_VALUE_GATE,
     RESHAPED,
+    STATE_GATE,
 )
 from smoe.models.gguf_attention_families import GRANITE_NAMES, GRANITE_SIZES, SIGMOID
-from smoe.models.gguf_family import Entries, GgufFamily
+from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
 from smoe.models.gguf_latent_families import DEEPSEEK_SIZES, latent_attention
 
 
@@ -139,7 +141,55 @@ def _kimi_linear(entries: Entries, fields: dict[str, Any]) -> None:
     fields["linear_num_heads"] = fields["num_attention_heads"]
 
 
+def _bailing3(entries: Entries, fields: dict[str, Any]) -> None:
+    _kimi_linear(entries, fields)
+    fields["kda_safe_gate"] = bool(entries.values.get("kda.safe_gate", True))
+    count = fields["num_hidden_layers"]
+    if any(any(entries.numbers(f"swiglu_clamp_{kind}", count, 0.0)) for kind in ("exp", "shexp")):
+        raise UnsupportedModelError(
+            f"{entries.path} limits the outputs of its experts' gates ('swiglu_clamp_exp'), which transformers' "
+            "'bailing_hybrid' does not"
+        )
+
+
 FAMILIES: Mapping[str, GgufFamily] = {
+    "bailingmoe3": GgufFamily(
+        "bailing_hybrid",
+        {
+            **DEEPSEEK_SIZES,
+            "expert_count": "num_experts",
+            "expert_weights_norm": "norm_topk_prob",
+            "kda.gate_lower_bound": "kda_lower_bound",
+            "kda.head_dim": "head_dim",
+            "nextn_predict_layers": NEXT_TOKEN_LAYERS,
+            "ssm.conv_kernel": "short_conv_kernel_size",
+        },
+        fixed={
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+            NEXT_TOKEN_LAYERS: 0,
+        },
+        allowed={"expert_gating_func": SIGMOID},
+        read=frozenset({"attention.head_count_kv"}),
+        complete=_bailing3,
+        named_as="kimi-linear",
+        names={
+            "self_attn.forget_gate.A_log": "ssm_a",
+            "self_attn.forget_gate.dt_bias": "ssm_dt.bias",
+            "self_attn.forget_gate.f_proj.weight": "ssm_f_a.weight",
+            "self_attn.g_proj.weight": "attn_gate.weight",
+        },
+        arrangements={
+            **KEYS_AND_VALUES,
+            "self_attn.forget_gate.A_log": POSITIVE_LOGARITHM,
+            "self_attn.conv1d.weight": JOINED_CONVOLUTIONS,
+            "self_attn.g_proj.weight": STATE_GATE,
+        },
+        split="bailingmoe2",
+    ),
     "granitehybrid": GgufFamily(
         "granitemoehybrid",
         {
