@@ -230,3 +230,21 @@ def test_parts_of_a_matrix_take_its_bytes_together(tmp_path: Path) -> None:
     parts = [dense[f"model.layers.0.self_attn.{kind}_proj.weight"] for kind in "qkv"]
     assert [part.shape for part in parts] == [(64, 64), (32, 64), (32, 64)]
     assert sum(part.nbytes for part in parts) == whole["blk.0.attn_qkv.weight"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("bailingmoe3", {"swiglu_clamp_exp": [0.0, 0.0, 7.0, 0.0]}, "limits the outputs of its experts' gates"),
+        ("jamba", {"attention.head_count_kv": [2, 2, 0, 2]}, r"attention in the layers \[0, 1, 3\]"),
+        ("llama4 Scout", {"attention.sliding_window": 0}, "'llama4.attention.sliding_window' is 0"),
+        ("deepseek4", {"expert_gating_func": 2}, "'deepseek4.expert_gating_func' is 2"),
+    ],
+)
+def test_what_the_librarys_class_does_not_compute_is_refused(
+    name: str, changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    family = converted.ALL[name]
+    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), metadata=changed)
+    with pytest.raises(UnsupportedModelError, match=message):
+        checkpoint_at(path).config()
