@@ -102,6 +102,7 @@ class Process:
         self.pid = self._process.pid
         self.said: deque[str] = deque(maxlen=_MOST_LINES)
         """Its newest words."""
+        self._reader: threading.Thread | None = None
         try:
             self.port = self._port()
         except SystemExit:
@@ -116,7 +117,12 @@ class Process:
         """By SIGTERM, which nobody starts it without hearing, as Ctrl-C in the background; returns its exit code."""
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(_ENDING_SECONDS)
+        code = self._process.wait(_ENDING_SECONDS)
+        if self._reader is not None:
+            self._reader.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        return code
 
     def _port(self) -> int:
         """What it says once it listens; what it says later is kept, so that it does not wait for a reader."""
@@ -126,7 +132,8 @@ class Process:
             self.said.append(line)
             found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
             if found:
-                threading.Thread(target=self.said.extend, args=(self._process.stderr,), daemon=True).start()
+                self._reader = threading.Thread(target=self.said.extend, args=(self._process.stderr,), daemon=True)
+                self._reader.start()
                 return int(found[1])
         raise SystemExit(f"smoe serve did not begin:\n{''.join(self.said)}")
 
