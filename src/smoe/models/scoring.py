@@ -134,8 +134,8 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
             if scale is not None:
                 return ScoringRule(rule.score, rule.weight, scale, rule.bias, rule.groups)
     raise UnsupportedModelError(
-        f"the router of layer {layer} ({type(router).__name__}) follows no rule that smoe knows, so nobody can say "
-        "what a substitute would weigh; without `alpha`, and with an eviction other than score "
+        f"the router of layer {layer} ({type(router).__name__}) follows no rule that smoe knows, so the "
+        "weights of substitutes are unknown; without `alpha`, and with an eviction other than score "
         "and a prefetch other than stacked-gates, the model works"
     )
 
