@@ -79,7 +79,7 @@ def test_listening_is_no_time_of_the_engine() -> None:
     listener = tournament._RoutingCollector({}, lambda: float(next(seconds)))
     for routing in (chosen(0, 1, 2), chosen(1, 3, 4)):
         listener.planned(routing, None)  # type: ignore[arg-type]
-        listener.computed(SimpleNamespace(phase=Phase.DECODE, layer=0), None, None)  # type: ignore[arg-type]
+        listener.computed(SimpleNamespace(phase=Phase.DECODE, layer=0, hidden=None), None)  # type: ignore[arg-type]
     listener.planned(chosen(2, 1, 2), None)  # type: ignore[arg-type]
     left = listener.less_listening(Counters(plan_seconds=10.0, forward_seconds=50.0, compute_seconds=20.0))
     assert (left.plan_seconds, left.forward_seconds, left.dense_seconds) == (7.0, 45.0, 18.0)

@@ -36,7 +36,7 @@ def test_logits_are_near_those_of_the_dequantised_model(mixture: str, tmp_path: 
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
     full, minimum = (steps(open_model(path, budget, activations=INT8), oracle.PROMPT) for budget in ("full", "minimum"))
     assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
-    assert_near(full, steps(theirs, oracle.PROMPT), 0.08, others=2)
+    assert_near(full, steps(theirs, oracle.PROMPT), 0.08, others=4)
     as_they_are = steps(open_model(path, "full", activations=BF16), oracle.PROMPT)
     assert not all(map(torch.equal, full, as_they_are)), "nothing was rounded"
 

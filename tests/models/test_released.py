@@ -210,7 +210,7 @@ BAD: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "mixed": (
         "fp8",
         lambda t: (t.pop(f"{FIRST}.weight_scale_inv"), t.update({f"{FIRST}.weight": torch.ones(128, 128).bfloat16()})),
-        "BF16",
+        "different formats",
     ),
 }
 

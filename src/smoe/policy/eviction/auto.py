@@ -21,7 +21,8 @@ from math import inf
 import numpy as np
 
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.eviction.base import Eviction, lowest, lowest_residents
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.ranked import lowest, lowest_residents
 from smoe.policy.eviction.score import WINDOW
 from smoe.routing import Phase, Routing
 

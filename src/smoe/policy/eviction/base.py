@@ -19,15 +19,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container
 
-import numpy as np
-
-from smoe.expert import EXACT, ExpertKey
+from smoe.expert import ExpertKey
 from smoe.routing import Routing
-
-_SORTED = 128
-"""So many residents are sorted faster than searched."""
-_SPARE = 4
-"""Victims looked for beyond those asked for at first: some may be shielded."""
 
 
 class Eviction(ABC):
@@ -80,76 +73,3 @@ def used_copies(routing: Routing, precision: int = 0) -> list[ExpertKey]:
     layer, experts = routing.layer, routing.experts
     used = {expert for row in routing.top_k_index for expert in row if expert != experts}
     return [(layer, expert, precision) for expert in sorted(used)]
-
-
-class Ranked(Eviction):
-    """Residents and numbers in arrays [L, E], which grow as layers and experts are heard of. O(L x E) a question."""
-
-    def __init__(self, numbers: int) -> None:
-        self._numbers = np.zeros((numbers, 0, 0))
-        """[numbers, L, E] of all experts."""
-        self._is_resident = np.zeros((0, 0), dtype=bool)
-
-    @abstractmethod
-    def _values(self) -> np.ndarray:
-        """[L, E] what experts are worth at present; changes nothing."""
-
-    def insert(self, key: ExpertKey) -> None:
-        self._fit(key[0], key[1] + 1)
-        self._is_resident[key[0], key[1]] = True
-
-    def remove(self, key: ExpertKey) -> None:
-        self._is_resident[key[0], key[1]] = False
-
-    def residents(self) -> set[ExpertKey]:
-        layers, experts = self._is_resident.nonzero()
-        return {(layer, expert, EXACT) for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True)}
-
-    def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        resident = self._is_resident
-        if count <= 0 or not resident.size:
-            return []
-        return lowest_residents(self._values().reshape(-1), resident.reshape(-1), resident.shape[1], count, shield)
-
-    def worth(self, key: ExpertKey) -> float:
-        layers, width = self._is_resident.shape
-        return float(self._values()[key[0], key[1]]) if key[0] < layers and key[1] < width else 0.0
-
-    def _fit(self, layer: int, experts: int) -> bool:
-        """Make room for a layer and an expert; whether they are seen for the first time."""
-        layers, width = self._is_resident.shape
-        if layer < layers and experts <= width:
-            return False
-        more = ((0, max(0, layer + 1 - layers)), (0, max(0, experts - width)))
-        self._numbers = np.pad(self._numbers, ((0, 0), *more))
-        self._is_resident = np.pad(self._is_resident, more)
-        return True
-
-
-def lowest_residents(
-    values: np.ndarray, resident: np.ndarray, width: int, count: int, shield: Container[ExpertKey]
-) -> list[ExpertKey]:
-    """At most `count` residents outside `shield`, of the lowest value first; ties break by (layer, expert).
-
-    `values`, `resident`: [L x E], expert e of layer l at place l * width + e.
-    """
-    held = int(np.count_nonzero(resident))
-    asked = min(count, held)
-    while asked > 0:
-        places = (divmod(place, width) for place in lowest(values, resident, asked).tolist())
-        found = [key for key in ((*place, EXACT) for place in places) if key not in shield]
-        if len(found) >= count or asked == held:
-            return found[:count]
-        asked = min(held, 2 * asked + _SPARE)
-    return []
-
-
-def lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """The places of the `count` lowest of `values` where `among` is true, lowest first, the first of equals first."""
-    places = among.nonzero()[0]
-    left = values.take(places)
-    if len(places) > _SORTED:
-        bound = np.partition(left, count - 1)[count - 1]
-        low = (left <= bound).nonzero()[0]
-        places, left = places[low], left[low]
-    return places[left.argsort(kind="stable")[:count]]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from smoe.policy.eviction.base import Ranked
+from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 HORIZONS = (2, 8, 32, 128, 512)

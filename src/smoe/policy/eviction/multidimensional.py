@@ -21,7 +21,7 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
-from smoe.policy.eviction.base import Ranked
+from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 WEIGHTS = (0.25, 0.125, 0.5, 0.125)

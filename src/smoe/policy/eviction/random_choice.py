@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smoe.policy.eviction.base import Ranked
+from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Routing
 
 SEED = 13

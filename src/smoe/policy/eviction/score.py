@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from smoe.policy.eviction.base import Ranked
+from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 WINDOW = 64
