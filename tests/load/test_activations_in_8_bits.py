@@ -6,7 +6,8 @@ taken and does nothing, a kernel that is used though it was found to be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from smoe.kernels.threads import threads
 from smoe.load.activations import activations_of
 from smoe.models.quantised_linear import QuantisedLinear
 from smoe.presets import configure
+from smoe.routing import Routing
 from tests import gguf_toy, oracle
 from tests.load.test_precision import packed_toy
 from tests.models.test_gguf_quantised import assert_near, steps
@@ -30,13 +32,57 @@ Open = Callable[..., PreTrainedModel]
 needs_kernels = pytest.mark.skipif(widest(INT8) is None, reason="this CPU has no instruction set that kernels are for")
 
 
+TIE = 0.02
+"""Of two probabilities: a router that stood between two experts may take the other one after rounding."""
+
+
+@contextmanager
+def watched_routers(model: PreTrainedModel) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Inside, the library's probabilities of all experts are collected by layer: [E] for each position."""
+    found: dict[int, list[torch.Tensor]] = {}
+    with ExitStack() as hooks:
+        for n, layer in enumerate(model.model.layers):
+
+            def collect(_: Any, __: Any, output: tuple[torch.Tensor, ...], of: int = n) -> None:
+                found.setdefault(of, []).extend(output[0].float().softmax(-1))
+
+            hooks.callback(layer.mlp.gate.register_forward_hook(collect).remove)
+        yield found
+
+
+def rerouted(ours: Sequence[Routing], theirs: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+    """Positions whose experts differ from the library's in some layer: bool [positions].
+
+    Rounding may exchange two experts only where the router stood between them: in the first such layer of a position
+    they are as probable as each other, up to `TIE`.
+    """
+    chosen: dict[int, list[set[int]]] = {}
+    for routing in ours:
+        chosen.setdefault(routing.layer, []).extend(map(set, routing.top_k_index))
+    found = torch.zeros(len(chosen[0]), dtype=torch.bool)
+    for layer in sorted(chosen):
+        for n, (mine, probable) in enumerate(zip(chosen[layer], theirs[layer], strict=True)):
+            best = probable.topk(len(mine) + 1)
+            if mine != set(best.indices[:-1].tolist()) and not found[n]:
+                assert float(best.values[-2] - best.values[-1]) <= TIE, (layer, n)
+                found[n] = True
+    return found
+
+
 @needs_kernels
 @pytest.mark.parametrize("mixture", gguf_toy.MIXTURES)
 def test_logits_are_near_those_of_the_dequantised_model(mixture: str, tmp_path: Path, open_model: Open) -> None:
     path, theirs = gguf_toy.quantised(tmp_path / "toy.gguf", mixture)
-    full, minimum = (steps(open_model(path, budget, activations=INT8), oracle.PROMPT) for budget in ("full", "minimum"))
-    assert all(map(torch.equal, full, minimum)), "a result that hangs on the budget"
-    assert_near(full, steps(theirs, oracle.PROMPT), 0.08, others=4)
+    model = open_model(path, "full", activations=INT8)
+    with model.offload.recording() as ours:
+        full = steps(model, oracle.PROMPT)
+    minimum = steps(open_model(path, "minimum", activations=INT8), oracle.PROMPT)
+    assert all(map(torch.equal, full, minimum)), "a result that depends on the budget"
+    with watched_routers(theirs) as probabilities:
+        wanted = steps(theirs, oracle.PROMPT)
+    alike = ~rerouted(ours, probabilities)
+    assert alike.sum() >= alike.numel() * 3 / 4
+    assert_near([torch.cat(full, 1)[:, alike]], [torch.cat(wanted, 1)[:, alike]], 0.08)
     as_they_are = steps(open_model(path, "full", activations=BF16), oracle.PROMPT)
     assert not all(map(torch.equal, full, as_they_are)), "nothing was rounded"
 

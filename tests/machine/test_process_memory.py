@@ -40,22 +40,21 @@ def test_long_prompts_and_random_requests_grow_the_process_by_little(case, dtype
 
 
 def test_a_run_stays_inside_what_its_plan_says():
-    """Line by line, each in a new process: a forked one does not count the pages of program files that it shares.
-
-    How many pages of a program file the system maps with the one that is needed differs by a tenth between two
-    environments of the same packages.
-    """
+    """Line by line, each in a new process: a forked one does not count the pages of program files that it shares."""
     asked = ["--memory", "20MiB", "--context", "512", "--json"]
     plan = by_command("plan", "demo", *asked)
-    ran = by_command("generate", "demo", *asked, "-p", "Once upon a time " * 60, "--max-new-tokens", "8")["process"]
+    run = ["generate", "demo", *asked, "-p", "Once upon a time " * 60, "--max-new-tokens", "8"]
+    by_command(*run)  # compiles modules, which takes memory of its own
+    ran = by_command(*run)["process"]
     libraries, code, scratch = plan["beside_budget_bytes"].values()
-    assert ran["libraries_bytes"] <= 1.15 * (libraries + code)
+    assert ran["libraries_bytes"] <= libraries + code
     assert ran["budget_bytes"] <= 20 << 20
     assert ran["scratch_bytes"] <= scratch
 
 
 def by_command(*words: str) -> dict:
     line = [sys.executable, "-m", "smoe", *words]
-    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
