@@ -30,7 +30,7 @@ from bench.versions import TEXT
 from smoe import from_pretrained
 from smoe.machine.processor import processor_name
 from smoe.models.checkpoint import whole_checkpoint
-from smoe.server.beside import shown
+from smoe.server.run_page import shown
 
 PROMPT_TOKENS, WARM_TOKENS, CONTEXT_TOKENS = 64, 24, 512
 

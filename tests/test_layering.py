@@ -171,7 +171,7 @@ def test_values_import_nothing_heavy() -> None:
 LIGHT = ["smoe", "smoe.config", "smoe.errors", "smoe.units", "smoe.metrics"]
 LIGHT += [m for m in ALL if package_of(m) in ("policy", "simulator")]
 LIGHT += ["smoe.trace", "smoe.trace.record", "smoe.trace.file"]
-LIGHT += ["smoe.server.door", "smoe.server.installed", "smoe.server.settings"]
+LIGHT += ["smoe.server.listening_socket", "smoe.server.installed", "smoe.server.settings"]
 
 
 def loaded_by(module: str) -> set[str]:

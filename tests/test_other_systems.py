@@ -112,7 +112,7 @@ def run_toy(folder: Path, copy: Path) -> tuple[list[Any], dict[str, Any]]:
     """Inside another system: (steps at two budgets, what else was found)."""
     from smoe.machine.available_memory import least_room
     from smoe.machine.process_memory import process_memory
-    from smoe.server.door import bound
+    from smoe.server.listening_socket import bound
     from smoe.server.settings import ServerConfig
     from smoe.user_cache import keep
     from tests import oracle, packs

@@ -66,7 +66,7 @@ class Dials:
     def lies(self, does: bool) -> None:
         self._values[2] = does
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """A new process has read nothing, and does as it should."""
         for n in range(len(self._values)):
             self._values[n] = 0.0

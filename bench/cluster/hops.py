@@ -22,8 +22,8 @@ from bench.cluster.network import LINKS, Network, address
 from bench.cluster.results import spread, write
 from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
-from smoe.cluster.door import Door
 from smoe.cluster.identity import KeyPair
+from smoe.cluster.listening_sockets import ListeningSockets
 
 _HOPS = 32
 _MACHINES = (1, 2)
@@ -164,9 +164,9 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytearray:
 
 @contextmanager
 def _by_zmq(keys: KeyPair, machines: int) -> Iterator[Hop]:
-    everybody: Any = SimpleNamespace(may_knock=lambda _: True)
+    everybody: Any = SimpleNamespace(may_connect=lambda _: True)
     at = Endpoint(f"tcp://{address(0)}:{_PORT}", is_ipv6=False)
-    with closing(Door(at, keys.public, keys.secret, everybody, frames.MOST_BYTES)) as door:
+    with closing(ListeningSockets(at, keys.public, keys.secret, everybody, frames.MOST_BYTES)) as door:
         routes = [door.router.recv_multipart()[0] for _ in range(machines)]
 
         def hop(message: bytes) -> None:

@@ -17,7 +17,7 @@ import torch
 from bench.cluster.acting import Dials
 from bench.cluster.decoding import Decoding, open_model, text_tokens
 from smoe.expert import EXACT, ExpertKey
-from smoe.policy.hearsay import Expected
+from smoe.policy.draft_predictions import Expected
 from smoe.routing import Phase
 from smoe.runtime.observer import RoutingList
 from smoe.runtime.shadow import Greedy, Shadow

@@ -128,7 +128,7 @@ class Workers:
         return line
 
     def _start(self, n: int, invited: str) -> None:
-        self.dials[n].start_anew()
+        self.dials[n].reset()
 
         def as_acted() -> None:
             act(self._times, self.dials[n])

@@ -11,7 +11,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from smoe.server.kept import MOST_RESPONSES
+from smoe.server.response_store import MOST_RESPONSES
 
 _WORDS, _PROMPTS = 20_000, 80
 _CHARACTERS = 600

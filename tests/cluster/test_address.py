@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("zmq")
 
 from smoe.cluster.address import Endpoint, checked_address, reach_of, to_connect_to, to_listen_at
-from smoe.cluster.door import Door
 from smoe.cluster.identity import KeyPair
+from smoe.cluster.listening_sockets import ListeningSockets
 from smoe.errors import ClusterError
 from tests.cluster.conftest import a_free_port, has_ipv6
 
@@ -97,7 +97,7 @@ def test_who_can_reach_it_is_said(names: dict[str, list[str]]) -> None:
 
 
 class Nobody:
-    def may_knock(self, key: str) -> bool:
+    def may_connect(self, key: str) -> bool:
         return False
 
 
@@ -114,8 +114,8 @@ class Nobody:
 def test_it_listens_where_it_says(given: str, everywhere: bool, seen: set[str]) -> None:
     port, keys, nobody = a_free_port(), KeyPair.new(), Nobody()
     at = to_listen_at(checked_address(f"[{given}]:{port}" if ":" in given else f"{given}:{port}"), everywhere)
-    doorkeeper: Any = nobody
-    door = Door(at, keys.public, keys.secret, doorkeeper, 1 << 20)
+    membership: Any = nobody
+    sockets = ListeningSockets(at, keys.public, keys.secret, membership, 1 << 20)
     found = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.laddr.port == port}
-    door.close()
+    sockets.close()
     assert found and found <= seen

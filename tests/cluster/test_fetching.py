@@ -17,10 +17,10 @@ import pytest
 from smoe.cluster import fetching, files, frames
 from smoe.cluster.admission import Admission
 from smoe.cluster.fetching import Course, Fetcher
+from smoe.cluster.file_sender import FileSender
 from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, PiecePosition, SentFile
 from smoe.cluster.frames import FrameKind
 from smoe.cluster.identity import KeyPair, Main, Worker, keep_main, read_main
-from smoe.cluster.post import Post
 from smoe.errors import ClusterError, DiskSpaceError
 from tests.cluster.conftest import member
 
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> dict[str, Path]:
 class Sending(NamedTuple):
     """A main that sends files."""
 
-    post: Post
+    post: FileSender
     thread: threading.Thread
     whole: list[str]
 
@@ -59,7 +59,7 @@ def send(main: Main, model: dict[str, Path]) -> Iterator[Callable[[], Sending]]:
 
     def begin() -> Sending:
         whole: list[str] = []
-        post = Post(read_main("test"), model, "auto", None, whole.append)
+        post = FileSender(read_main("test"), model, "auto", None, whole.append)
         thread = threading.Thread(target=post.serve, daemon=True)
         thread.start()
         begun.append(Sending(post, thread, whole))
@@ -197,9 +197,9 @@ def test_a_disk_that_forgets_is_noticed(
     send: Callable[[], Sending], model: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks that were verified and written are read once more before the file gets its name."""
-    from smoe.cluster import landing
+    from smoe.cluster import received_files
 
-    original, lost = landing._write_at, list[int]()
+    original, lost = received_files._write_at, list[int]()
 
     def lose(file: Any, data: Any, offset: int) -> int:
         if offset == CHUNK_BYTES and not lost:
@@ -207,7 +207,7 @@ def test_a_disk_that_forgets_is_noticed(
             data = bytes(len(data))
         return original(file, data, offset)
 
-    monkeypatch.setattr(landing, "_write_at", lose)
+    monkeypatch.setattr(received_files, "_write_at", lose)
     send()
     fetch(member("shelf"), tmp_path / "worker")
     assert lost
@@ -225,7 +225,7 @@ def test_a_stranger_gets_nothing(send: Callable[[], Sending], sent: Counter[Piec
     main = read_main("test")
     assert not main.workers
     keep_main(Main(main.name, main.address, main.keys))
-    assert not Admission(read_main("test")).may_knock(stranger.keys.public), "nobody is expected any more"
+    assert not Admission(read_main("test")).may_connect(stranger.keys.public), "nobody is expected any more"
 
 
 def test_too_little_disk_is_refused_before(
@@ -253,14 +253,14 @@ def test_a_file_of_the_users_is_not_touched(
 
 
 def test_two_do_not_write_to_one_folder(send: Callable[[], Sending], model: dict[str, Path], tmp_path: Path) -> None:
-    from smoe.cluster.landing import Landing
+    from smoe.cluster.received_files import ReceivedFiles
 
     manifest = Manifest([SentFile("config.json", 5, "a" * 64, bytes(32))])
-    first = Landing(tmp_path / "worker", manifest)
+    first = ReceivedFiles(tmp_path / "worker", manifest)
     with pytest.raises(ClusterError, match="another process is fetching into"):
-        Landing(tmp_path / "worker", manifest)
+        ReceivedFiles(tmp_path / "worker", manifest)
     first.close()
-    Landing(tmp_path / "worker", manifest).close()
+    ReceivedFiles(tmp_path / "worker", manifest).close()
 
 
 class Dealer:

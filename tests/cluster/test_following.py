@@ -42,7 +42,7 @@ def following(heard: Heard) -> Following:
     """A shadow is there; two layers of four experts, two named."""
     found = Following({}, {0: 4, 1: 4}, {0: 2, 1: 2}, 50)
     found.tell(heard)
-    found.start_anew(True)
+    found.reset(True)
     return found
 
 
@@ -113,10 +113,10 @@ def test_nothing_is_sent_where_nobody_is_or_there_is_no_room(following: Followin
     cache.length = 50
     following.begin(7, cache)
     assert sent(following) == [None] and following.said() == ([], [])
-    following.start_anew(False)
+    following.reset(False)
     following.begin(7, cache_of(3))
     assert sent(following) == []
-    following.start_anew(True)
+    following.reset(True)
     assert sent(following) == [(0, 3), (3, 7)]
 
 
@@ -165,7 +165,7 @@ def test_who_has_gone_has_said_nothing(following: Following, heard: Heard) -> No
     following.begin(7, cache_of(3))
     says(following, ExpectedExperts(3, 7, 0, (2, 1)))
     heard.said.clear()
-    following.start_anew(False)
+    following.reset(False)
     assert heard.said == [(3,)] and following.said() == ([], [])
     following.close()
     following.close()

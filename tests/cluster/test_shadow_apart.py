@@ -268,7 +268,7 @@ def test_garbage_is_refused_by_name(
     start(folder, 1)
     shadow = shade(folder)
     model = open_model(folder, "minimum", **APART)
-    shadow._bell.put(parts)
+    shadow._queue.put(parts)
     assert until(lambda: cluster_of(model).shadow["state"] == "out")
     assert "sent an invalid message" in cluster_of(model).shadow["why"]
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=4), oracle.greedy(oracle.reference(folder), new_tokens=4))

@@ -45,15 +45,15 @@ def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
     assert begun.wait(10)
     threading.Timer(0.05, goes_on.set).start()
     worker._welcomed({"arithmetic": "torch"})
-    assert worker._bell.take() == []
+    assert worker._queue.take() == []
     worker._work(frames.parse(frames.work(8, [ExpertTask((0, 1, EXACT), [0])], hidden)))
     experts.drain()
     until = time.monotonic() + 10
-    while not (sent := worker._bell.take()) and time.monotonic() < until:
+    while not (sent := worker._queue.take()) and time.monotonic() < until:
         time.sleep(0.01)
     assert [frames.parse(parts).request for parts in sent] == [8]
     worker._ahead.shutdown()
-    worker._bell.close()
+    worker._queue.close()
     served.alone.close()
 
 

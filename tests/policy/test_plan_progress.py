@@ -116,7 +116,7 @@ def test_an_interrupt_anywhere_is_undone(steps, last, cache_slots, data) -> None
     progress.recover()
     assert not progress.table.inflight and not progress.table.staged
     assert_agreement(progress)
-    progress.start_anew(OnceEach())
+    progress.reset(OnceEach())
     assert not known(progress) and not progress.table.ready
     progress.table.check()
 

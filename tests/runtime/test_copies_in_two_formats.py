@@ -141,7 +141,7 @@ def test_at_thresholds_of_0_only_first_experts_serve_themselves(
     executor = model.offload.executor
     executor._predictors = {}  # nothing is here before it is asked for
     ids = oracle.PROMPT.reshape(sequences, -1) if sequences > 1 else oracle.PROMPT[:, :12]
-    ours = steps_of(model, ids, lambda: executor.start_anew(model.offload.fresh_eviction()))
+    ours = steps_of(model, ids, lambda: executor.reset(model.offload.fresh_eviction()))
     counted = executor.counters
     assert (counted.skipped > 0) is (precision is None) and (counted.low_served > 0) is (precision is not None)
     assert_near(ours, steps_of(serving_low(folder, precision), ids), 1e-4)
@@ -158,7 +158,7 @@ def test_a_low_copy_that_cannot_be_read_loses_one_request(
     engine = model.offload
     executor, number = engine.executor, itertools.count(1)
     expected = oracle.greedy(model, new_tokens=2).prefill.shape
-    executor.start_anew(engine.fresh_eviction())
+    executor.reset(engine.fresh_eviction())
     mover = engine._transfers._mover
     move = mover.move
 

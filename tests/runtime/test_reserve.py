@@ -92,7 +92,7 @@ def test_a_pool_of_loads_under_way_shrinks(toy: Callable[..., Path], open_model:
     engine = engine_of(model)
     generated(model, prompt(20))
     arrivals, pool = engine.executor.arrivals, engine.executor.table.pools[0]
-    arrivals.start_anew(engine.fresh_eviction())
+    arrivals.reset(engine.fresh_eviction())
     arrivals.preload()
     least = engine.ledger.pools[0].cache
     arrivals.resize(pool, least)

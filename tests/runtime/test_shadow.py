@@ -18,7 +18,7 @@ from smoe.errors import EngineStateError
 from smoe.load.assembly import scoring_rules
 from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
-from smoe.policy.hearsay import Expected
+from smoe.policy.draft_predictions import Expected
 from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
 from tests import oracle, zoo
 from tests.packs import pack_folder

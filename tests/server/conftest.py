@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from smoe import from_pretrained
 from smoe.generation.sampler import Sampler
 from smoe.models.files import DEMO_FOLDER
-from smoe.server.door import address_of, bound
 from smoe.server.listening import Server
+from smoe.server.listening_socket import address_of, bound
 from smoe.server.serving import Serving
 from smoe.server.settings import ServerConfig
 
@@ -86,13 +86,13 @@ def eventually(holds: Callable[[], bool]) -> None:
 def served(model: PreTrainedModel, tokenizer: Any, **config: Any) -> Iterator[Running]:
     """A server of a model, ended at the end."""
     settings = ServerConfig(port=0, **{"drain_seconds": 0.0, **config})
-    with bound(settings) as door:
+    with bound(settings) as bound_socket:
         serving = Serving(model, tokenizer, "demo", settings)
         serving.start()
         told: list[str] = []
         server = Server(serving, told.append, told.append)
-        thread = threading.Thread(target=server.run, args=([door],))
-        url = address_of(door)
+        thread = threading.Thread(target=server.run, args=([bound_socket],))
+        url = address_of(bound_socket)
         thread.start()
         try:
             eventually(lambda: server.started)

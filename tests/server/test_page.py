@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
-from smoe.server.beside import shown
+from smoe.server.run_page import shown
 from smoe.trace.recorder import recording
 from tests import oracle
 from tests.server.conftest import ENDLESS, Running, eventually, served

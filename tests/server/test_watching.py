@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from smoe.report.watched import EVENTS, TIERS
-from smoe.server.beside import shown
+from smoe.server.run_page import shown
 from smoe.server.watching import HEADERS, PAGE
 from tests import oracle
 from tests.server.conftest import PATIENCE_SECONDS, Running, eventually, served

@@ -43,8 +43,8 @@ def send(
 
     check_zmq()
     from smoe.cluster.address import reach_of
+    from smoe.cluster.file_sender import FileSender
     from smoe.cluster.identity import read_main
-    from smoe.cluster.post import Post
     from smoe.load.worker_files import worker_files
     from smoe.models.checkpoint import whole_checkpoint
     from smoe.models.read_spec import read_spec
@@ -55,13 +55,13 @@ def send(
     checkpoint.experts(spec)  # what could not be served is not sent
     paths = worker_files(checkpoint, spec)
     total = format_bytes(sum(path.stat().st_size for path in paths.values()))
-    post = Post(main, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files"))
+    sender = FileSender(main, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files"))
     reach = reach_of(main.address, main.everywhere)
     note(f"listening at {reach}; admitted: {main.who_may_come()}")
     note(f"{len(paths)} files, {total}, for workers that connect to {main.address}; run on each of them:")
     note(f"smoe cluster join {main.name} --fetch FOLDER (or with the line of smoe cluster invite)")
     try:
-        post.serve()
+        sender.serve()
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped sending files; files that workers have received stay there") from None
     note("every worker of the cluster has all files")

@@ -258,7 +258,7 @@ def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) ->
         yield None
         return
     from smoe.cli.console import note
-    from smoe.server.beside import shown
+    from smoe.server.run_page import shown
 
     engine: Any = ready.offload
     with shown(engine, model) as page:

@@ -218,10 +218,10 @@ def command(
     config, template = server.config(), server.template()
     name = _name(server.name, model)
     from smoe.cli.interrupts import at_the_first, exit_code
-    from smoe.server.door import bound
+    from smoe.server.listening_socket import bound
 
-    with at_the_first(), bound(config) as door:
-        totals, failure = _serve(door, config, name, model, template, engine, json)
+    with at_the_first(), bound(config) as bound_socket:
+        totals, failure = _serve(bound_socket, config, name, model, template, engine, json)
         _tell_the_end(totals, json)
         if failure is not None:
             raise failure
@@ -229,7 +229,7 @@ def command(
 
 
 def _serve(
-    door: socket.socket,
+    bound_socket: socket.socket,
     config: ServerConfig,
     name: str,
     model: str,
@@ -245,9 +245,9 @@ def _serve(
     import_libraries(model, settings)
     from smoe.cli.session import loaded
     from smoe.load.tokenizer import load_tokenizer
-    from smoe.server.door import opened
     from smoe.server.first_pass import first_pass
     from smoe.server.listening import Server
+    from smoe.server.listening_socket import opened
     from smoe.server.serving import Serving
     from smoe.server.totals import totals_of
 
@@ -271,21 +271,21 @@ def _serve(
         with answered_by(listener.handle_exit):
             serving.start()
             try:
-                opened(door, config)  # before the address is printed: an early client waits a moment
-                _tell_where(door, serving, as_json)
+                opened(bound_socket, config)  # before the address is printed: an early client waits a moment
+                _tell_where(bound_socket, serving, as_json)
                 gc.collect()
                 gc.freeze()  # what is loaded by now stays: collections that look at it all hold everything up
-                listener.run([door])
+                listener.run([bound_socket])
             finally:
                 serving.close()
         return totals_of(serving), serving.failure if config.exit_on_failure else None
 
 
-def _tell_where(door: socket.socket, serving: Serving, as_json: bool) -> None:
+def _tell_where(bound_socket: socket.socket, serving: Serving, as_json: bool) -> None:
     from smoe.cli.console import note, print_json
-    from smoe.server.door import addresses_of
+    from smoe.server.listening_socket import addresses_of
 
-    addresses, config = [f"{address}/v1" for address in addresses_of(door)], serving.config
+    addresses, config = [f"{address}/v1" for address in addresses_of(bound_socket)], serving.config
     note(f"serving {serving.name} at {' and '.join(addresses)} (Ctrl-C ends it)", is_asked=True)
     if config.no_auth and not config.is_local:
         note("every client that can reach this address is answered: no key is required (--no-auth)", is_asked=True)

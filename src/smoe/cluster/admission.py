@@ -20,7 +20,7 @@ class Admission:
         self.main = main
         self._lock = threading.Lock()
 
-    def may_knock(self, key: str) -> bool:
+    def may_connect(self, key: str) -> bool:
         """Known workers, and any worker while an invitation is valid."""
         if key not in self.main.workers.values():
             self._read_again()  # a new invitation may have been written since

@@ -24,8 +24,8 @@ from smoe.cluster.dial import dial, refusal, watched
 from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, PiecePosition
 from smoe.cluster.frames import Frame, FrameError, FrameKind
 from smoe.cluster.identity import Worker
-from smoe.cluster.landing import Landing
 from smoe.cluster.pace import SendRate
+from smoe.cluster.received_files import ReceivedFiles
 from smoe.errors import ClusterError
 
 _TURN_SECONDS = 0.1
@@ -80,7 +80,7 @@ class Fetcher:
         self._on_change, self._on_course = on_change, on_course
         self._clock, self._pace = clock, SendRate(rate, clock)
         self._sent: Manifest | None = None
-        self._landing: Landing | None = None
+        self._received: ReceivedFiles | None = None
         self._coming: dict[tuple[int, int], Coming] = {}
         self._chunks: deque[tuple[int, int]] = deque()
         """(file, chunk) of which nothing was asked for yet."""
@@ -99,7 +99,7 @@ class Fetcher:
     @property
     def is_whole(self) -> bool:
         """Whether every file is there."""
-        return self._landing is not None and not self._landing.missing
+        return self._received is not None and not self._received.missing
 
     def fetch(self) -> None:
         """Run until everything is there, or `end`. Raises `ClusterError` where main refuses us, or sends what cannot be
@@ -121,8 +121,8 @@ class Fetcher:
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._landing is not None:
-            self._landing.close()
+        if self._received is not None:
+            self._received.close()
 
     def turn(self, dealer: zmq.Socket[bytes]) -> None:
         """Hear what there is to hear, ask for what is missing."""
@@ -141,7 +141,7 @@ class Fetcher:
         if now - max(self._received_at, self._sent_at) > _PATIENCE_SECONDS:
             self._sent_at = now
             self._greet(dealer)
-        elif self._is_in and self._landing is not None:
+        elif self._is_in and self._received is not None:
             self._ask(dealer)
 
     def _greet(self, dealer: zmq.Socket[bytes]) -> None:
@@ -151,7 +151,7 @@ class Fetcher:
             "code": self.me.code,
             "precision": self._precision,
             "known": None if self._sent is None else self._sent.mark,
-            "missing_bytes": None if self._landing is None else self._landing.missing_bytes,
+            "missing_bytes": None if self._received is None else self._received.missing_bytes,
         }
         with suppress(zmq.Again):  # main is not there
             dealer.send_multipart(frames.talk(FrameKind.FILES, fields), zmq.NOBLOCK)
@@ -188,10 +188,10 @@ class Fetcher:
             self._on_course(Course("checking", checked, sent.nbytes))
 
         self._let_go()
-        self._sent, self._landing, self._coming = sent, None, {}
-        self._landing = Landing(self._folder, sent, before)
-        self._skipped = sent.nbytes - self._landing.missing_bytes
-        self._chunks = deque((file, chunk) for file, lacks in self._landing.missing.items() for chunk in sorted(lacks))
+        self._sent, self._received, self._coming = sent, None, {}
+        self._received = ReceivedFiles(self._folder, sent, before)
+        self._skipped = sent.nbytes - self._received.missing_bytes
+        self._chunks = deque((file, chunk) for file, lacks in self._received.missing.items() for chunk in sorted(lacks))
         self._received_at = self._clock()  # reading has taken a while
         self._tell()
 
@@ -240,9 +240,9 @@ class Fetcher:
             self._landed(file, chunk, coming.data)
 
     def _landed(self, file: int, chunk: int, data: bytearray) -> None:
-        assert self._landing is not None and self._sent is not None
-        before = self._landing.missing[file]
-        if not self._landing.keep(file, chunk, data):
+        assert self._received is not None and self._sent is not None
+        before = self._received.missing[file]
+        if not self._received.keep(file, chunk, data):
             self._damaged[file, chunk] = times = self._damaged.get((file, chunk), 0) + 1
             if times >= MOST_DAMAGED:
                 raise ClusterError(
@@ -251,8 +251,8 @@ class Fetcher:
                     "coordinator's file"
                 )
             self._chunks.appendleft((file, chunk))
-        elif self._landing.missing.get(file, before) is not before:  # the disk returned other bytes than were written
-            for lost in self._landing.missing[file]:
+        elif self._received.missing.get(file, before) is not before:  # the disk returned other bytes than were written
+            for lost in self._received.missing[file]:
                 self._damaged[file, lost] = self._damaged.get((file, lost), 0) + 1
                 if self._damaged[file, lost] >= MOST_DAMAGED:
                     raise ClusterError(
@@ -263,6 +263,6 @@ class Fetcher:
         self._tell()
 
     def _tell(self) -> None:
-        assert self._landing is not None and self._sent is not None
-        done = self._sent.nbytes - self._landing.missing_bytes
+        assert self._received is not None and self._sent is not None
+        done = self._sent.nbytes - self._received.missing_bytes
         self._on_course(Course("fetching", done, self._sent.nbytes, self._skipped))

@@ -20,7 +20,7 @@ from smoe.cluster.frames import Frame
 from smoe.cluster.shadow_frames import PART_BYTES, Follow
 from smoe.errors import EngineStateError
 from smoe.models.kv_cache import RowCache
-from smoe.policy.hearsay import Expected, Hearsay, TokenStep
+from smoe.policy.draft_predictions import DraftPredictions, Expected, TokenStep
 from smoe.policy.prediction import Listener
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Following:
         self.wanted = wanted
         self._experts, self._named, self._capacity = experts, named, capacity
         self._lock = threading.Lock()
-        self._hearsay = Hearsay()
+        self._draft_predictions = DraftPredictions()
         self._cache: RowCache | None = None
         """Whose text it is."""
         self._text = secrets.randbits(62)  # what a shadow still says of an earlier main's is none of ours
@@ -59,7 +59,7 @@ class Following:
 
     def tell(self, listener: Listener) -> None:
         """It hears everything at once, on the link's thread."""
-        self._hearsay.listener = listener
+        self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
         """The model decodes this token behind what is in its cache."""
@@ -69,15 +69,15 @@ class Following:
                 self._begin_text()
             self._sent = min(self._sent, cache.length)
             if cache.length >= self._capacity:
-                self._hearsay.pause()
+                self._draft_predictions.pause()
             else:
-                self._hearsay.ask(TokenStep(token, cache.length, self._text))
+                self._draft_predictions.ask(TokenStep(token, cache.length, self._text))
         self.ring()
 
     def pause(self, cache: RowCache | None = None) -> None:
         """The model does something that no shadow follows: a prompt, behind what is in this cache, or a batch."""
         with self._lock:
-            self._hearsay.pause()
+            self._draft_predictions.pause()
             if cache is not None and cache is self._cache:
                 self._sent = min(self._sent, cache.length)
         self.ring()
@@ -85,30 +85,30 @@ class Following:
     def said(self) -> tuple[list[Expected], list[Expected]]:
         """(predictions for the token that the model decodes, so far; for the one after it)."""
         with self._lock:
-            return self._hearsay.said()
+            return self._draft_predictions.said()
 
     def close(self) -> None:
         """Follow no text any more. Idempotent."""
         with self._lock:
-            self._hearsay.listener = None
-            self._hearsay.pause()
+            self._draft_predictions.listener = None
+            self._draft_predictions.pause()
             self._cache = None
 
     # -- for the link's thread ----------------------------------------------------------------------------------------
 
-    def start_anew(self, is_followed: bool) -> None:
+    def reset(self, is_followed: bool) -> None:
         """A shadow has come, which knows nothing; or it has gone."""
         with self._lock:
             self._is_followed = is_followed
-            self._hearsay.forget()
+            self._draft_predictions.forget()
             self._begin_text()
-            if self._hearsay.asked is not None:
-                self._hearsay.asked = self._hearsay.asked._replace(text=self._text)
+            if self._draft_predictions.asked is not None:
+                self._draft_predictions.asked = self._draft_predictions.asked._replace(text=self._text)
 
     def next_message(self, may_send_keys: bool) -> list[Any] | None:
         """What the shadow is to be sent now; None: nothing. Where it `may_send_keys` these come first."""
         with self._lock:
-            asked, cache, text, begin = self._hearsay.asked, self._cache, self._text, self._sent
+            asked, cache, text, begin = self._draft_predictions.asked, self._cache, self._text, self._sent
             if not self._is_followed:
                 return None
             if asked is None or cache is None:
@@ -141,11 +141,11 @@ class Following:
                 return
             for each in found:
                 step = TokenStep(each.token, each.position, self._text)
-                if not self._hearsay.wants(step):
+                if not self._draft_predictions.wants(step):
                     continue
-                if step not in self._hearsay:
-                    self._hearsay.begin(step)
-                self.layers += self._hearsay.add(step, Expected(each.layer, each.experts))
+                if step not in self._draft_predictions:
+                    self._draft_predictions.begin(step)
+                self.layers += self._draft_predictions.add(step, Expected(each.layer, each.experts))
 
     # -- with the lock ------------------------------------------------------------------------------------------------
 

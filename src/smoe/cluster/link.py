@@ -23,10 +23,10 @@ import zmq
 
 from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
-from smoe.cluster.door import Door, Doorkeeper, user_of
-from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, FrameKind, RowFormat
+from smoe.cluster.listening_sockets import ListeningSockets, Membership, user_of
 from smoe.cluster.members import Loss, Member, WorkerState
+from smoe.cluster.pollable_queue import PollableQueue
 from smoe.cluster.requests import ExpertRequest, PendingProof, Proof, resolve
 from smoe.cluster.sending import FILE_KINDS, Courier
 from smoe.cluster.shadow_seat import Seat
@@ -57,7 +57,7 @@ class ClusterLink:
         address: Endpoint,
         public: str,
         secret: str,
-        doorkeeper: Doorkeeper,
+        membership: Membership,
         rescue: ComputeUnit,
         rows: RowFormat,
         here_load: Callable[[], float],
@@ -67,13 +67,13 @@ class ClusterLink:
         `ClusterError` where the address cannot be listened at."""
         self.members: dict[int, Member] = {}
         """All that ever were, by unit."""
-        self._doorkeeper = doorkeeper
-        self._door = Door(address, public, secret, doorkeeper, rows.part_bytes)
-        self._router, self._monitor = self._door.router, self._door.monitor
+        self._membership = membership
+        self._sockets = ListeningSockets(address, public, secret, membership, rows.part_bytes)
+        self._router, self._monitor = self._sockets.router, self._sockets.monitor
         self._rows = rows
         self.under_way = UnderWay(self.members, self._send_to, rescue, rows.most, here_load)
-        self._bell: Doorbell[Callable[[], object]] = Doorbell()
-        self.wake = partial(self._bell.put, lambda: None)
+        self._queue: PollableQueue[Callable[[], object]] = PollableQueue()
+        self.wake = partial(self._queue.put, lambda: None)
         self._spot_checks = SpotChecks(verify, rescue, self.wake, self._differs)
         self._by_route: dict[bytes, Member] = {}
         self.refused: dict[str, str] = {}
@@ -99,12 +99,12 @@ class ClusterLink:
             self.forget(futures)
             return futures
         request = ExpertRequest(wanted, hidden, futures, unit)
-        self._bell.put(lambda: self.under_way.begin(request))
+        self._queue.put(lambda: self.under_way.begin(request))
         return futures
 
     def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
         """Have a worker bring experts in that it does not hold."""
-        self._bell.put(lambda: self._fetch(self.members.get(unit), keys))
+        self._queue.put(lambda: self._fetch(self.members.get(unit), keys))
 
     def sit(self, seat: Seat) -> None:
         """Let a shadow in."""
@@ -126,14 +126,14 @@ class ClusterLink:
         self.wake()
         self._thread.join()
         self._spot_checks.finish(_CHECKING_SECONDS)
-        self._door.close()
-        self._bell.close()
+        self._sockets.close()
+        self._queue.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for each in (self._router, self._monitor, self._bell.fileno()):
+        for each in (self._router, self._monitor, self._queue.fileno()):
             poller.register(each, zmq.POLLIN)
         while not self._is_ending:
             try:
@@ -147,12 +147,12 @@ class ClusterLink:
         for member in self.members.values():
             if member.state is not WorkerState.OUT:
                 self._send_to(member, frames.alone(FrameKind.LEAVE))
-        for begin in self._bell.take():
+        for begin in self._queue.take():
             begin()
         self.under_way.cancel()
 
     def _turn(self) -> None:
-        for begin in self._bell.take():
+        for begin in self._queue.take():
             begin()
         while self._router.poll(0):
             self._hear(self._router.recv_multipart(copy=False))
@@ -178,7 +178,7 @@ class ClusterLink:
             elif frame.kind is FrameKind.HELLO:
                 self._greeted(route, key, frames.fields_of(frame))
             elif frame.kind is FrameKind.DESCRIBE and (
-                parts := self._doorkeeper.describe(key, frames.fields_of(frame))
+                parts := self._membership.describe(key, frames.fields_of(frame))
             ):
                 self._send(route, parts)
             elif self.courier is not None and frame.kind in FILE_KINDS:
@@ -201,7 +201,7 @@ class ClusterLink:
         known = self._by_route.get(route)
         if known is not None and known.state is not WorkerState.OUT and known.key == key:
             return  # its WELCOME has not arrived yet
-        found = self._doorkeeper.greeted(key, fields)
+        found = self._membership.greeted(key, fields)
         if not isinstance(found, Member):
             if found is not None:
                 self.refused[str(fields.get("name"))[:80]] = found
@@ -212,8 +212,8 @@ class ClusterLink:
         self._drop_former(found)
         found.route, found.last_seen = route, time.monotonic()
         self.members[found.unit] = self._by_route[route] = found
-        self._send(route, frames.talk(FrameKind.WELCOME, self._doorkeeper.welcome(found)))
-        self._try_next(found, iter(self._doorkeeper.proof(found)))
+        self._send(route, frames.talk(FrameKind.WELCOME, self._membership.welcome(found)))
+        self._try_next(found, iter(self._membership.proof(found)))
 
     def _drop_former(self, found: Member) -> None:
         """For a worker that joins repeatedly, keep the last entry and the sum of its work."""
@@ -259,7 +259,7 @@ class ClusterLink:
         self._spot_checks.note(member, request, came)
         for future, rows in zip(request.futures, came, strict=True):
             resolve(future, rows)
-        self._doorkeeper.answered(member, [each.key for each in request.wanted])
+        self._membership.answered(member, [each.key for each in request.wanted])
 
     def _proven(self, trial: PendingProof, rows: torch.Tensor) -> None:
         if torch.equal(rows, trial.expected):
@@ -276,7 +276,7 @@ class ClusterLink:
     def _differs(self, member: Member, key: ExpertKey, far: float) -> None:
         """A worker that has proven itself has returned other bits than main's."""
         why = f"returned a wrong result for expert {key[1]} of layer {key[0]} (off by {far:.2g})"
-        self._doorkeeper.doubt(member, why)
+        self._membership.doubt(member, why)
         for each in [each for each in self.members.values() if each.key == member.key]:
             self._send_to(each, frames.talk(FrameKind.REFUSED, {"why": f"it {why}"}))
             self._out(each, why)
@@ -316,7 +316,7 @@ class ClusterLink:
 
     def _beat(self, now: float) -> None:
         self._beaten = now
-        self._doorkeeper.tick()
+        self._membership.tick()
         for member in list(self.members.values()):
             if member.state is WorkerState.OUT:
                 continue

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Cluster(Admission):
-    """Main's workers: `Sharer` for the executor, `Doorkeeper` for the link. `close` lets them go."""
+    """Main's workers: `Sharer` for the executor, `Membership` for the link. `close` lets them go."""
 
     def __init__(
         self,
@@ -366,7 +366,7 @@ class RemoteUnit:
         """No thread waits for what is under way any more; what comes of it is dropped."""
         self._link.forget(list(self._under_way))
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Like `drain`."""
         self.drain()
 

@@ -25,7 +25,7 @@ from smoe.cluster.identity import Worker
 from smoe.cluster.shadow_frames import ExpectedExperts
 from smoe.cluster.talking import Talking
 from smoe.errors import SmoeError
-from smoe.policy.hearsay import Expected, TokenStep
+from smoe.policy.draft_predictions import Expected, TokenStep
 
 _RETRY_SECONDS = 10.0
 """After which what could not be opened is tried again, as long as main wants it."""
@@ -186,7 +186,7 @@ class ShadowProcess(Talking):
         finally:
             self._sent_at = 0.0  # greet main at once
             self._opening = None
-            self._bell.put([])
+            self._queue.put([])
 
     def _hear_shadow(self, step: TokenStep, expected: Expected) -> None:
         """Collect predictions, on the draft model's thread; layers that are known together are sent together."""
@@ -194,7 +194,7 @@ class ShadowProcess(Talking):
             self._unsaid.append(ExpectedExperts(step.position, step.token, expected.layer, expected.experts))
             is_first = len(self._unsaid) == 1
         if is_first:
-            self._bell.put([])
+            self._queue.put([])
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
         super()._turn(dealer)

@@ -178,7 +178,7 @@ class Seat:
         was_in, self.state, self.why = self.is_in, state, why
         _log.info("draft model %s: %s%s", self.name, state, f" ({why})" if why else "")
         if self.following is not None and was_in != self.is_in:
-            self.following.start_anew(self.is_in)
+            self.following.reset(self.is_in)
         self.changed()
 
 

@@ -18,9 +18,9 @@ import zmq
 
 from smoe.cluster import frames
 from smoe.cluster.dial import dial, watched
-from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import Frame, FrameError, FrameKind
 from smoe.cluster.identity import Worker
+from smoe.cluster.pollable_queue import PollableQueue
 
 BEAT_SECONDS = 0.1
 _HELLO_SECONDS = 0.5
@@ -31,13 +31,13 @@ _log = logging.getLogger(__name__)
 
 
 class Talking(ABC):
-    """Greets main, hears what it says, and says what was put into `_bell`."""
+    """Greets main, hears what it says, and says what was put into `_queue`."""
 
     def __init__(self, me: Worker, on_change: Callable[[str], None]) -> None:
         """`on_change` hears, in words, when it is let in, or main is gone."""
         self._me = me
         self._on_change = on_change
-        self._bell: Doorbell[list[Any]] = Doorbell()
+        self._queue: PollableQueue[list[Any]] = PollableQueue()
         self._received_at = self._sent_at = 0.0
         self._is_in = False
         self.is_ending = False
@@ -46,7 +46,7 @@ class Talking(ABC):
     def end(self) -> None:
         """End `serve`; from any thread."""
         self.is_ending = True
-        self._bell.put([])
+        self._queue.put([])
 
     def serve(self) -> None:
         """Run until `end`. Raises `WorkerRefusedError` where the coordinator refuses this machine."""
@@ -56,7 +56,7 @@ class Talking(ABC):
                 self._connect(dealer)
                 poller = zmq.Poller()
                 poller.register(dealer, zmq.POLLIN)
-                poller.register(self._bell.fileno(), zmq.POLLIN)
+                poller.register(self._queue.fileno(), zmq.POLLIN)
                 while not self.is_ending:
                     poller.poll(int(1000 * BEAT_SECONDS))
                     self._turn(dealer)
@@ -67,7 +67,7 @@ class Talking(ABC):
         finally:
             context.term()
             self._over()
-            self._bell.close()
+            self._queue.close()
 
     @property
     @abstractmethod
@@ -96,7 +96,7 @@ class Talking(ABC):
         """Hear what there is to hear, say what there is to say."""
         while dealer.poll(0):
             self._hear(dealer, dealer.recv_multipart(copy=False))
-        for parts in self._bell.take():
+        for parts in self._queue.take():
             if parts:
                 self._send(dealer, parts)
         now = time.monotonic()

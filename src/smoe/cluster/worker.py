@@ -163,7 +163,7 @@ class WorkerProcess(Talking):
         self._welcomes += 1
         for future in list(self._coming):
             future.cancel()
-        self._served.alone.experts.start_anew()
+        self._served.alone.experts.reset()
 
     def _work(self, frame: Frame) -> None:
         began, alone, welcome = time.perf_counter(), self._served.alone, self._welcomes
@@ -177,7 +177,7 @@ class WorkerProcess(Talking):
             whole = time.perf_counter() - max(began, self._ended)
             computing, reads = sum(seconds for seconds, _ in alone.experts.measured()), list(alone.experts.reads())
             times = Times(whole, min(computing, whole), sum(reads), len(reads))
-            self._bell.put(_outcome(frame.request, futures, times))
+            self._queue.put(_outcome(frame.request, futures, times))
             self._ended = time.perf_counter()
 
         for future in futures:

@@ -137,7 +137,7 @@ class HostExperts:
             future.cancel()
         wait(pending)
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing under way, nothing counted."""
         self.drain()
         self._timed.clear()

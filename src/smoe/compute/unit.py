@@ -80,7 +80,7 @@ class ComputeUnit(Protocol):
     def drain(self) -> None:
         """Forget what has not begun and wait for what has."""
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing under way, nothing counted."""
 
     def close(self) -> None:

@@ -237,7 +237,7 @@ def hold(
     evictions, absent = evictions_of(model, spec) if "eviction" in kinds else ({}, {})
     listener = _RoutingCollector(predictors, engine.now)
     engine.executor.guess_by(None)
-    engine.executor.start_anew(engine.fresh_eviction())
+    engine.executor.reset(engine.fresh_eviction())
     before = engine.stats()
     with engine.observed_by(listener):
         for _ in forced(model, ids, engine.new_cache()):
@@ -316,12 +316,12 @@ def hits(trace: Sequence[Routing], predictions: Sequence[Sequence[Prediction]]) 
 
 def _by_predictor(engine: Engine, predictors: Mapping[str, Predictor], name: str) -> None:
     engine.executor.guess_by(predictors.get(name))
-    engine.executor.start_anew(engine.fresh_eviction())
+    engine.executor.reset(engine.fresh_eviction())
 
 
 def _by_eviction(engine: Engine, settings: EvictionSettings) -> None:
     engine.config, engine.eviction_settings = replace(engine.config, eviction=settings.name), settings
-    engine.executor.start_anew(engine.fresh_eviction())
+    engine.executor.reset(engine.fresh_eviction())
 
 
 class _Turns(NamedTuple):

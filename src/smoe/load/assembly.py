@@ -147,10 +147,10 @@ def _start(
 ) -> None:
     """Calibrate, and forget all measurements; from then on misses become what was asked for, until then exact."""
     executor = engine.executor
-    executor.start_anew(engine.fresh_eviction())  # the one of the proofs knows neither sizes of slots nor formats
+    executor.reset(engine.fresh_eviction())  # the one of the proofs knows neither sizes of slots nor formats
     if isinstance(pacing, Emulation) and link is not None and engine.config.dilation is None:
         calibrate(model, pacing, link)
-        executor.start_anew(engine.fresh_eviction())
+        executor.reset(engine.fresh_eviction())
     executor.answerer = answerer
     executor.substitute_by(substitution_of(engine.config))
     if _is_preloaded(engine.config, engine.ledger, pacing):

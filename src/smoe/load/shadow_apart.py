@@ -21,7 +21,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
-from smoe.policy.hearsay import Expected, TokenStep
+from smoe.policy.draft_predictions import Expected, TokenStep
 from smoe.policy.registry import SHADOW
 from smoe.presets import configure
 from smoe.runtime.read_along import ReadAlong

@@ -151,7 +151,7 @@ class Transfers:
         ticket.finish(TicketState.CANCELLED)
         return True
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Count from zero; nothing may be under way."""
         with self._clock:
             self.bytes_read, self.busy_seconds = 0, 0.0

@@ -108,7 +108,7 @@ class Waits(Counter[str]):
     """How often the computing thread has waited for the device, by what it wanted to know: everything that was
     enqueued before had to be done first. What waits in a layer goes through here and nowhere else."""
 
-    def told(self, what: str, x: torch.Tensor) -> list[Any]:
+    def fetch(self, what: str, x: torch.Tensor) -> list[Any]:
         """The numbers of a tensor where the device computes."""
         self[what] += 1
         numbers: list[Any] = x.tolist()

@@ -125,7 +125,7 @@ class Progress:
         for key in sorted(resident - believed):
             self.eviction.insert(key)
 
-    def start_anew(self, eviction: Eviction) -> None:
+    def reset(self, eviction: Eviction) -> None:
         """Empty slots, no statistics."""
         self.recover()
         self.table.clear()

@@ -164,7 +164,7 @@ def verify(
     engine, ids = comparing.engine, input_ids.to(model.device)
     with comparing.listening():
         comparing.run(engine.new_cache(), ids[:, :1])
-        cache = comparing.start_anew()
+        cache = comparing.reset()
         for _ in range(1 + DECODE_STEPS):
             ids = comparing.run(cache, ids)
     return Report(comparing.found, comparing.not_compared(), comparing.may_round)
@@ -214,7 +214,7 @@ class _Comparing(StepObserver):
         self._last: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
         """Of the layer at hand: what its experts were given in this pass, and the library's result."""
 
-    def start_anew(self) -> RowCache:
+    def reset(self) -> RowCache:
         """Another sequence: new caches on both sides."""
         self._theirs = DynamicCache(config=self._model.config)
         return self.engine.new_cache()

@@ -71,7 +71,7 @@ class Answerer:
         self._balancer = balancer
         self.answering = make()
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         self.answering = self._make()
 
     def answer(self, routing: Routing, table: SlotTable, running: float) -> Answered:

@@ -70,12 +70,12 @@ class Arrivals:
         found = (self.tickets.get(serve.key) for serve in plan.serves if serve.waits)
         return [ticket for ticket in found if ticket is not None and not ticket.is_over]
 
-    def start_anew(self, eviction: Eviction) -> None:
+    def reset(self, eviction: Eviction) -> None:
         """Empty slots, no statistics, no counts."""
         self.recover()
-        self._progress.start_anew(eviction)
+        self._progress.reset(eviction)
         self.counters = Counters()
-        self.transfers.start_anew()
+        self.transfers.reset()
 
     def forget(self) -> None:
         """Let go of the slots' memory; nothing may be under way, and nothing is asked for any more."""

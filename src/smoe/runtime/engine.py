@@ -152,7 +152,7 @@ class Engine:
             self._refuse_in_pass("use_alpha")
             self.config = replace(self.config, alpha=alpha)
             self.executor.substitute_by(substitution_of(self.config))
-            self.executor.start_anew(self.fresh_eviction())
+            self.executor.reset(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
         """A new eviction policy, from `eviction_settings`, with no history."""

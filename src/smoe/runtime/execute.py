@@ -116,15 +116,15 @@ class LayerExecutor:
         """The number of slots has changed: every layer has its share of them."""
         self._layer_shares = layer_shares(self.table, list(self.compute.store.layers))
 
-    def start_anew(self, eviction: Eviction) -> None:
+    def reset(self, eviction: Eviction) -> None:
         """Reset slots, statistics and counters, so that measurements made at load do not count."""
-        self.compute.start_anew()
+        self.compute.reset()
         self.shadow = LookAheadTrial()
         self._awaited.clear()
-        self.arrivals.start_anew(eviction)
+        self.arrivals.reset(eviction)
         self.trial = Trial() if self.trial is not None else None
         if self.answerer is not None:
-            self.answerer.start_anew()
+            self.answerer.reset()
 
     def substitute_by(self, substitution: Substitution) -> None:
         """From now on missing low-score experts are replaced, or not, as `substitution` says."""
@@ -212,14 +212,14 @@ class LayerExecutor:
 
     def _routing_of(self, step: Step) -> Routing:
         """What the router chose, as the policies read it; the predictors have observed it."""
-        rows = self.waits.told("choice", step.top_k_index)  # the one wait of a layer: everything after depends on it
+        rows = self.waits.fetch("choice", step.top_k_index)  # the one wait of a layer: everything after depends on it
         experts = self.compute.store.layers[step.layer].experts
         routing = Routing(step.layer, step.phase, experts, rows, None, step.sequences)
         if step.scored is not None:
             scores = step.scored.choice_of(last_rows(routing) if step.phase is Phase.PREFILL else None)
-            routing = routing._replace(scores=self.waits.told("scores", scores))
+            routing = routing._replace(scores=self.waits.fetch("scores", scores))
         if self.substitution.switches.needs_weights or self.answerer is not None:
-            routing = routing._replace(weights=scaled(self.waits.told("weights", step.top_k_weights)))
+            routing = routing._replace(weights=scaled(self.waits.fetch("weights", step.top_k_weights)))
         for predictor in self._hearing:
             predictor.observe(routing)
             predictor.overhear(routing, step.hidden)

@@ -88,10 +88,10 @@ class LayerCompute:
         for math in self._experts.values():
             math.sums_as_weights = True
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Nothing under way, nothing counted."""
         for unit in self.units.values():
-            unit.start_anew()
+            unit.reset()
         self.pacing.late_seconds = 0.0
 
     def recover(self) -> None:

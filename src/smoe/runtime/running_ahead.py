@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from smoe.bounds import DEPARTURE
 from smoe.errors import EngineStateError, GenerationCancelledError
 from smoe.models.kv_cache import RowCache
-from smoe.policy.hearsay import Expected, Hearsay, TokenStep
+from smoe.policy.draft_predictions import DraftPredictions, Expected, TokenStep
 from smoe.policy.prediction import Listener, Prediction, Predictor, Sight
 from smoe.runtime.shadow import Shadow
 
@@ -45,7 +45,7 @@ class RunningAhead:
         self._at_once = departure == "at-once"
         self._on_said = on_said
         self._changed = threading.Condition()
-        self._hearsay = Hearsay()
+        self._draft_predictions = DraftPredictions()
         self._decoding: TokenStep | None = None
         """What the shadow decodes, or has decoded last."""
         self._is_done = True
@@ -57,7 +57,7 @@ class RunningAhead:
 
     def tell(self, listener: Listener) -> None:
         """It hears everything at once."""
-        self._hearsay.listener = listener
+        self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
         """The model decodes this token behind what is in its cache."""
@@ -66,14 +66,14 @@ class RunningAhead:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="smoe-shadow", daemon=True)
                 self._thread.start()
-            self._hearsay.ask(asked)
+            self._draft_predictions.ask(asked)
             self._cancel_unless(asked)
             self._changed.notify_all()
 
     def pause(self, cache: RowCache | None = None) -> None:
         """The model does something that no shadow follows: a prompt, behind what is in this cache, or a batch."""
         with self._changed:
-            self._hearsay.pause()
+            self._draft_predictions.pause()
             self._cancel_unless(None)
             if cache is not None:
                 self._unchanged = min(self._unchanged, cache.length)
@@ -81,7 +81,7 @@ class RunningAhead:
     def said(self) -> tuple[list[Expected], list[Expected]]:
         """(what is expected of the token that the model decodes, as far as it has been said; of the one after it)."""
         with self._changed:
-            return self._hearsay.said()
+            return self._draft_predictions.said()
 
     def wait(self, seconds: float) -> bool:
         """Wait until all predictions of the begun step are there; False where that takes longer."""
@@ -92,7 +92,7 @@ class RunningAhead:
         """End the thread and the shadow's engine; any number of times."""
         with self._changed:
             self._is_ending = True
-            self._hearsay.listener = None
+            self._draft_predictions.listener = None
             self._cancel_unless(None)
             self._changed.notify_all()
         if self._thread is not None:
@@ -107,10 +107,10 @@ class RunningAhead:
 
     def _next(self) -> TokenStep | None:
         """What is to be decoded now; None: nothing."""
-        asked, last = self._hearsay.asked, self._decoding
+        asked, last = self._draft_predictions.asked, self._decoding
         if asked is None:
             return None
-        if asked not in self._hearsay:
+        if asked not in self._draft_predictions:
             return asked
         own = self._shadow.text.next_token
         if self._at_once and last == asked and self._is_done and asked.position + 1 < asked.text.capacity_tokens:
@@ -130,7 +130,7 @@ class RunningAhead:
                 step = self._next()
                 if self._is_ending or step is None:
                     return
-                self._hearsay.begin(step)
+                self._draft_predictions.begin(step)
                 self._decoding, self._is_done = step, False
                 unchanged, self._unchanged = self._unchanged, inf
             try:
@@ -138,7 +138,7 @@ class RunningAhead:
                 self._shadow.follow(step.token, step.position, step.text, partial(self._say, step))
             except GenerationCancelledError:
                 with self._changed:
-                    self._hearsay.drop(step)
+                    self._draft_predictions.drop(step)
             except EngineStateError as error:
                 _log.debug("the draft model can no longer follow this text: %s", error)  # its cache has been given up
             except Exception as error:
@@ -150,7 +150,7 @@ class RunningAhead:
 
     def _say(self, step: TokenStep, expected: Expected) -> None:
         with self._changed:
-            is_wanted = self._hearsay.add(step, expected)
+            is_wanted = self._draft_predictions.add(step, expected)
         if is_wanted:
             self._on_said(step, expected)
 

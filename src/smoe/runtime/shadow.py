@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from smoe.errors import UnsupportedModelError
 from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
-from smoe.policy.hearsay import Expected
+from smoe.policy.draft_predictions import Expected
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import StepObserver
 from smoe.runtime.seam import routers_heard

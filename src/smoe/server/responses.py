@@ -16,9 +16,9 @@ from smoe.server.answer import EndpointAnswer
 from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import event, to_json
 from smoe.server.fields import ResponseAsked
-from smoe.server.kept import ResponseStore
 from smoe.server.problem import ApiError
 from smoe.server.response_input import talk_of
+from smoe.server.response_store import ResponseStore
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, prepare
 from smoe.server.texts import Texts

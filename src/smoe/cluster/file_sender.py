@@ -12,10 +12,10 @@ import zmq
 from smoe.cluster import frames
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
-from smoe.cluster.door import Door, user_of
-from smoe.cluster.doorbell import Doorbell
 from smoe.cluster.frames import FrameError
 from smoe.cluster.identity import Main
+from smoe.cluster.listening_sockets import ListeningSockets, user_of
+from smoe.cluster.pollable_queue import PollableQueue
 from smoe.cluster.sending import FILE_KINDS, Courier
 
 _TURN_SECONDS = 0.1
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 
 
-class Post(Admission):
+class FileSender(Admission):
     """What else workers say, a HELLO above all, is not answered: they wait for a main that computes."""
 
     def __init__(
@@ -40,13 +40,13 @@ class Post(Admission):
         self.courier = Courier(paths, precision, self.admitted, rate)
         self._on_whole = on_whole
         self._whole: set[str] = set()
-        self._bell: Doorbell[None] = Doorbell()
+        self._queue: PollableQueue[None] = PollableQueue()
         self._is_ending = False
 
     def end(self) -> None:
         """End `serve`; from any thread."""
         self._is_ending = True
-        self._bell.put(None)
+        self._queue.put(None)
 
     def serve(self) -> None:
         """Run until `end`, or until all workers of the cluster have all files and no invitation is valid. Raises
@@ -54,26 +54,26 @@ class Post(Admission):
         keys = self.main.keys
         try:
             at = to_listen_at(self.main.address, self.main.everywhere)
-            door = Door(at, keys.public, keys.secret, self, _MOST_BYTES)
+            sockets = ListeningSockets(at, keys.public, keys.secret, self, _MOST_BYTES)
             try:
-                self._run(door)
+                self._run(sockets)
             finally:
                 self.courier.close()
-                door.close()
+                sockets.close()
         finally:
-            self._bell.close()
+            self._queue.close()
 
-    def _run(self, door: Door) -> None:
-        self.courier.begin(lambda: self._bell.put(None))
+    def _run(self, sockets: ListeningSockets) -> None:
+        self.courier.begin(lambda: self._queue.put(None))
         poller = zmq.Poller()
-        for each in (door.router, door.monitor, self._bell.fileno()):
+        for each in (sockets.router, sockets.monitor, self._queue.fileno()):
             poller.register(each, zmq.POLLIN)
         while not self._is_ending and not self._is_done():
             poller.poll(int(1000 * _TURN_SECONDS))
-            self._turn(door)
+            self._turn(sockets)
 
-    def _turn(self, door: Door) -> None:
-        router = door.router
+    def _turn(self, sockets: ListeningSockets) -> None:
+        router = sockets.router
 
         def send(route: bytes, parts: list[Any]) -> bool:
             try:
@@ -83,9 +83,9 @@ class Post(Admission):
                 return False
             return True
 
-        self._bell.take()
-        while door.monitor.poll(0):
-            door.monitor.recv_multipart()  # who has gone greets us again
+        self._queue.take()
+        while sockets.monitor.poll(0):
+            sockets.monitor.recv_multipart()  # who has gone greets us again
         while router.poll(0):
             parts = router.recv_multipart(copy=False)
             try:

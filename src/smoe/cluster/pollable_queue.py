@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Doorbell(Generic[T]):
+class PollableQueue(Generic[T]):
     """A queue with a file descriptor that becomes readable. Any thread may put; one takes."""
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class Doorbell(Generic[T]):
         return self._mine.fileno()
 
     def put(self, what: T) -> None:
-        """Leave something, and ring; after `close` it is forgotten."""
+        """Append something; after `close` nothing is appended."""
         self._waiting.append(what)
-        with suppress(OSError):  # full: it has been rung often enough
+        with suppress(OSError):  # full: the descriptor is readable already
             self._theirs.send(b"!")
 
     def take(self) -> list[T]:

@@ -8,17 +8,17 @@ import socket
 import pytest
 
 from smoe.errors import ConfigError
-from smoe.server.door import address_of, addresses_of, bound, opened
+from smoe.server.listening_socket import address_of, addresses_of, bound, opened
 from smoe.server.settings import ServerConfig
 
 
 def test_all_interfaces_are_told_by_addresses_that_can_be_opened() -> None:
     config = ServerConfig(host="0.0.0.0", port=0, no_auth=True)
-    with bound(config) as door:
-        opened(door, config)
-        port = door.getsockname()[1]
-        told = addresses_of(door)
-        assert told[0] == address_of(door) == f"http://localhost:{port}"
+    with bound(config) as bound_socket:
+        opened(bound_socket, config)
+        port = bound_socket.getsockname()[1]
+        told = addresses_of(bound_socket)
+        assert told[0] == address_of(bound_socket) == f"http://localhost:{port}"
         for address in told:
             host = address.removeprefix("http://").removesuffix(f":{port}")
             assert host not in ("0.0.0.0", "")
@@ -26,8 +26,8 @@ def test_all_interfaces_are_told_by_addresses_that_can_be_opened() -> None:
 
 
 def test_one_interface_is_told_as_it_is() -> None:
-    with bound(ServerConfig(port=0)) as door:
-        assert addresses_of(door) == [f"http://127.0.0.1:{door.getsockname()[1]}"]
+    with bound(ServerConfig(port=0)) as bound_socket:
+        assert addresses_of(bound_socket) == [f"http://127.0.0.1:{bound_socket.getsockname()[1]}"]
 
 
 def test_of_two_that_are_bound_the_second_to_listen_is_refused() -> None:

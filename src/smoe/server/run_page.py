@@ -12,8 +12,8 @@ from fastapi import FastAPI
 
 from smoe.report.watched import Watched
 from smoe.runtime.engine import Engine
-from smoe.server.door import address_of, bound
 from smoe.server.guard import Guard
+from smoe.server.listening_socket import address_of, bound
 from smoe.server.protocol import spoken_by
 from smoe.server.settings import ServerConfig
 from smoe.server.watching import LOOK_SECONDS, Watching, add_page
@@ -49,13 +49,13 @@ def shown(engine: Engine, name: str, port: int = 0) -> Iterator[RunPage]:
     watching = Watching(Watched(engine), about, lambda: dict(phase), is_over.is_set)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     guarded = Guard(app, config, frozenset(add_page(app, watching)), lambda path, status: None)
-    with bound(config) as door:
+    with bound(config) as bound_socket:
         server = uvicorn.Server(spoken_by(guarded))
-        thread = threading.Thread(target=server.run, args=([door],), name="smoe-page", daemon=True)
+        thread = threading.Thread(target=server.run, args=([bound_socket],), name="smoe-page", daemon=True)
         thread.start()
         try:
             _wait_until_started(server)
-            yield RunPage(address_of(door), watching)
+            yield RunPage(address_of(bound_socket), watching)
         finally:
             phase |= {"running": 0, "over": 1}
             if watching.is_watched:

@@ -26,7 +26,7 @@ from smoe.whole_file import take_place
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Landing:
+class ReceivedFiles:
     """A folder, and what of a manifest's files it still lacks. `close` lets other processes have it."""
 
     def __init__(self, folder: Path, sent: Manifest, before: Callable[[int], None] = lambda _: None) -> None:

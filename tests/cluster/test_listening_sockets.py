@@ -1,4 +1,4 @@
-"""What main's door lets in. Would catch memory taken by whoever says how much a message is going to have."""
+"""What a coordinator's sockets let in. Would catch memory taken by a client that announces a long message."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("zmq")
 
 from smoe.cluster.address import Endpoint
-from smoe.cluster.door import Door
 from smoe.cluster.identity import KeyPair
+from smoe.cluster.listening_sockets import ListeningSockets
 from tests.cluster.conftest import a_free_port
 
 PART_BYTES = 1 << 20
@@ -34,24 +34,24 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
 
 
 class Anybody:
-    def may_knock(self, key: str) -> bool:
+    def may_connect(self, key: str) -> bool:
         return True
 
 
 @pytest.fixture
-def opened() -> Iterator[tuple[Door, str, KeyPair]]:
+def opened() -> Iterator[tuple[ListeningSockets, str, KeyPair]]:
     address, keys = f"tcp://127.0.0.1:{a_free_port()}", KeyPair.new()
-    doorkeeper: Any = Anybody()
-    door = Door(Endpoint(address, False), keys.public, keys.secret, doorkeeper, PART_BYTES)
-    yield door, address, keys
-    door.close()
+    membership: Any = Anybody()
+    sockets = ListeningSockets(Endpoint(address, False), keys.public, keys.secret, membership, PART_BYTES)
+    yield sockets, address, keys
+    sockets.close()
 
 
 @pytest.mark.parametrize("size", [SHORT, LONG], ids=["as planned", "longer"])
 def test_a_part_longer_than_planned_is_cut_off_before_it_takes_memory(
-    size: int, opened: tuple[Door, str, KeyPair]
+    size: int, opened: tuple[ListeningSockets, str, KeyPair]
 ) -> None:
-    door, address, keys = opened
+    sockets, address, keys = opened
     theirs, me = KeyPair.new(), psutil.Process()
     line = [sys.executable, "-c", SENDER, address, keys.public, theirs.public, theirs.secret, str(size)]
     before = most = me.memory_info().rss
@@ -60,9 +60,9 @@ def test_a_part_longer_than_planned_is_cut_off_before_it_takes_memory(
     came, gone = 0, 0
     while time.monotonic() < until and not came and not gone:
         most = max(most, me.memory_info().rss)
-        if door.router.poll(1):
-            came = len(door.router.recv_multipart(copy=False)[-1].buffer)
-        gone = door.monitor.poll(0)
+        if sockets.router.poll(1):
+            came = len(sockets.router.recv_multipart(copy=False)[-1].buffer)
+        gone = sockets.monitor.poll(0)
     most = max(most, me.memory_info().rss)
     sender.communicate(b"")
     assert (came, bool(gone)) == ((size, False) if size == SHORT else (0, True))

@@ -1,4 +1,4 @@
-"""Main's door: where it listens, and who may speak: what the connections ask, and whom they ask."""
+"""The coordinator's listening sockets, and the protocols that decide which machines may connect and join."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 class Gate(Protocol):
     """Decides which keys may connect. Called by the authenticator's thread."""
 
-    def may_knock(self, key: str) -> bool:
+    def may_connect(self, key: str) -> bool:
         """Whether a machine with this public key may send anything."""
 
 
-class Doorkeeper(Gate, Protocol):
+class Membership(Gate, Protocol):
     """Decides who belongs to the cluster. Called by the link's thread."""
 
     def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
@@ -56,29 +56,30 @@ class Doorkeeper(Gate, Protocol):
 class AdmittedKeys:
     """What ZeroMQ's authenticator asks."""
 
-    def __init__(self, doorkeeper: Gate) -> None:
-        self._doorkeeper = doorkeeper
+    def __init__(self, membership: Gate) -> None:
+        self._membership = membership
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client with this key may connect."""
         del domain
         try:
-            return self._doorkeeper.may_knock(key.decode())
+            return self._membership.may_connect(key.decode())
         except Exception:  # would end the thread that all connections wait for
             _log.exception("cannot decide whether a key may connect")
             return False
 
 
-class Door:
-    """Main's sockets: machines come through `router`, `monitor` tells when one has gone. `close` shuts both."""
+class ListeningSockets:
+    """The coordinator's sockets: messages come through `router`, disconnections through
+    `monitor`. `close` closes both."""
 
-    def __init__(self, address: Endpoint, public: str, secret: str, doorkeeper: Gate, part_bytes: int) -> None:
+    def __init__(self, address: Endpoint, public: str, secret: str, membership: Gate, part_bytes: int) -> None:
         """A sender of a longer part than `part_bytes` is disconnected. Raises `ClusterError` where the
         address cannot be listened at."""
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", AdmittedKeys(doorkeeper))
+        self._guard.configure_curve_callback("*", AdmittedKeys(membership))
         self.router = self._context.socket(zmq.ROUTER)
         self.monitor: Any = None
         try:

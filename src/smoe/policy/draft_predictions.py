@@ -34,7 +34,7 @@ class TokenStep(NamedTuple):
     """What tells one text from another: its cache, or a number."""
 
 
-class Hearsay:
+class DraftPredictions:
     """The caller protects it by a lock."""
 
     def __init__(self) -> None:

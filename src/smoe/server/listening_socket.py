@@ -1,8 +1,8 @@
-"""The server's socket, and the addresses by which it is reached. Imports nothing heavy: what cannot be had is refused
+"""The server's socket, and the addresses by which it is reached. Imports nothing heavy: a port that is taken is refused
 before anything is loaded.
 
     bound    the port is ours; connections are refused
-    opened   who knocks waits until the server looks
+    opened   connections wait until the server accepts them
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def bound(config: ServerConfig) -> socket.socket:
     """A socket at the server's address. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        door = socket.socket(family, kind, protocol)
+        bound_socket = socket.socket(family, kind, protocol)
         try:
-            door.setsockopt(socket.SOL_SOCKET, _alone(), 1)
-            door.bind(address)
+            bound_socket.setsockopt(socket.SOL_SOCKET, _alone(), 1)
+            bound_socket.bind(address)
         except OSError:
-            door.close()
+            bound_socket.close()
             raise
     except (OSError, UnicodeError) as error:
         raise _refused(config, error) from error
-    return door
+    return bound_socket
 
 
 def _alone() -> int:
@@ -40,27 +40,27 @@ def _alone() -> int:
     return int(getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR))
 
 
-def opened(door: socket.socket, config: ServerConfig) -> None:
+def opened(bound_socket: socket.socket, config: ServerConfig) -> None:
     """Have it listen. Raises `ConfigError` where another process listens on the port by now."""
     try:
-        door.listen()
+        bound_socket.listen()
     except OSError as error:
         raise _refused(config, error) from error
 
 
-def address_of(door: socket.socket) -> str:
+def address_of(bound_socket: socket.socket) -> str:
     """Where it is reached from here, as the beginning of a URL."""
-    host, port = door.getsockname()[:2]
+    host, port = bound_socket.getsockname()[:2]
     return _url("localhost" if ipaddress.ip_address(host).is_unspecified else host, port)
 
 
-def addresses_of(door: socket.socket) -> list[str]:
+def addresses_of(bound_socket: socket.socket) -> list[str]:
     """Where it is reached from here and, where that is another address, from other machines."""
-    host, port = door.getsockname()[:2]
-    here = [address_of(door)]
+    host, port = bound_socket.getsockname()[:2]
+    here = [address_of(bound_socket)]
     if not ipaddress.ip_address(host).is_unspecified:
         return here
-    own = _own_address(door.family)
+    own = _own_address(bound_socket.family)
     return here if own is None else [*here, _url(own, port)]
 
 
