@@ -30,6 +30,14 @@ def _deepseek_v2(entries: Entries, fields: dict[str, Any]) -> None:
     fields["topk_method"] = "group_limited_greedy" if has_groups else "greedy"
 
 
+ROUTED_IN_GROUPS = {
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+"""What the fields of a router of DeepSeek's kind are where a file has no entry for them."""
 DEEPSEEK_SIZES = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
@@ -62,14 +70,7 @@ def _deepseek_v2_by_scores(entries: Entries) -> GgufFamily | None:
 _DEEPSEEK_V3 = GgufFamily(
     "deepseek_v3",
     {**DEEPSEEK_SIZES, "expert_weights_norm": "norm_topk_prob", "nextn_predict_layers": NEXT_TOKEN_LAYERS},
-    fixed={
-        "first_k_dense_replace": 0,
-        "n_group": 1,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "topk_group": 1,
-        NEXT_TOKEN_LAYERS: 0,
-    },
+    fixed={**ROUTED_IN_GROUPS, NEXT_TOKEN_LAYERS: 0},
     allowed={"expert_gating_func": SIGMOID},
     read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
     complete=latent_attention,
@@ -186,13 +187,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "mistral4": GgufFamily(
         "mistral4",
         {**DEEPSEEK_SIZES, "expert_weights_norm": "norm_topk_prob"},
-        fixed={
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "topk_group": 1,
-        },
+        fixed=ROUTED_IN_GROUPS,
         read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
         complete=_mistral4,
         arrangements=KEYS_AND_VALUES,

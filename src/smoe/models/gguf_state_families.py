@@ -24,7 +24,7 @@ from smoe.models.gguf_arrangements import (
 )
 from smoe.models.gguf_attention_families import GRANITE_NAMES, GRANITE_SIZES, SIGMOID
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
-from smoe.models.gguf_latent_families import DEEPSEEK_SIZES, latent_attention
+from smoe.models.gguf_latent_families import DEEPSEEK_SIZES, ROUTED_IN_GROUPS, latent_attention
 
 
 def _linear_attention(entries: Entries, fields: dict[str, Any]) -> None:
@@ -164,14 +164,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "nextn_predict_layers": NEXT_TOKEN_LAYERS,
             "ssm.conv_kernel": "short_conv_kernel_size",
         },
-        fixed={
-            "first_k_dense_replace": 0,
-            "n_group": 1,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "topk_group": 1,
-            NEXT_TOKEN_LAYERS: 0,
-        },
+        fixed={**ROUTED_IN_GROUPS, NEXT_TOKEN_LAYERS: 0},
         allowed={"expert_gating_func": SIGMOID},
         read=frozenset({"attention.head_count_kv"}),
         complete=_bailing3,
