@@ -4,8 +4,9 @@
 
 Every command runs in a process of its own, on the embedded model, and says what it held most (`VmHWM`). *Libraries* is
 what a process holds that has imported the third-party packages of the command and done nothing with them; *ours* is the
-rest beside the budget: our modules, kernels, the code of the libraries that computing brings in, and what they keep.
-`--write` puts the table into the page. Linux alone. Ends with one JSON line.
+rest outside the budget: our modules, kernels, the code of the libraries that computing brings in, and what they keep.
+*Files* are the pages of program files in the peak: they can be dropped and read again, and the system maps up to twice
+as many of them while the files are new. `--write` puts the table into the page. Linux alone. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from bench.serve.server import Server, running
 from smoe.units import parse_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-HEAD = "| command | libraries, MiB | ours, MiB | budget, MiB | peak, MiB |\n| --- | --- | --- | --- | --- |\n"
+HEAD = (
+    "| command | libraries, MiB | ours, MiB | budget, MiB | peak, MiB | of it files, MiB |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
+)
 _MIB = 2**20
 _SHELL = ("typer", "rich.console", "pydantic", "numpy", "psutil")
 _MODEL = (*_SHELL, "torch", "transformers.models.qwen2_moe.modeling_qwen2_moe", "tokenizers", "safetensors")
@@ -34,8 +38,8 @@ import sys
 
 def say():
     for line in open("/proc/self/status"):
-        if line.startswith("VmHWM:"):
-            print("peak", line.split()[1], file=sys.stderr)
+        if line.startswith(("VmHWM:", "RssFile:")):
+            print("held", *line.split()[:2], file=sys.stderr)
 """
 _COMMAND = """
 import atexit, sys
@@ -74,6 +78,19 @@ class Measured(NamedTuple):
     ours: float
     budget: float
     peak: float
+    files: float
+
+    @property
+    def own(self) -> float:
+        """The peak without program files."""
+        return self.peak - self.files
+
+
+class _Held(NamedTuple):
+    """MiB of one process."""
+
+    peak: float
+    files: float
 
 
 def measure(rows: Sequence[Row] = ROWS) -> dict[str, Measured]:
@@ -87,39 +104,39 @@ def measure(rows: Sequence[Row] = ROWS) -> dict[str, Measured]:
         libraries = {names: _imports(names, environment) for names in {row.libraries for row in rows}}
         found = {}
         for row in rows:
-            peak, budget, base = _peak(row, environment), row.budget_bytes / _MIB, libraries[row.libraries]
-            found[row.line] = Measured(base, peak - base - budget, budget, peak)
+            held, budget, base = _peak(row, environment), row.budget_bytes / _MIB, libraries[row.libraries].peak
+            found[row.line] = Measured(base, held.peak - base - budget, budget, held.peak, held.files)
     return found
 
 
-def _imports(names: Sequence[str], environment: Mapping[str, str]) -> float:
+def _imports(names: Sequence[str], environment: Mapping[str, str]) -> _Held:
     lines = "".join(f"import {name}\n" for name in ("smoe", *names))  # smoe first: it sets how threads wait
     return _run([sys.executable, "-c", f"{_PEAK}{lines}say()"], environment)
 
 
-def _peak(row: Row, environment: Mapping[str, str]) -> float:
+def _peak(row: Row, environment: Mapping[str, str]) -> _Held:
     words = row.line.split()[1:]
     if words[0] == "serve":
         with running(words[1], 4, words[2:]) as process:
             Server(process.port, None).ask("Once upon a time", 40)
-            return _held(process.pid)
+            return _held(Path(f"/proc/{process.pid}/status").read_text(encoding="ascii"))
     more = ["-p", "Once upon a time", "--max-new-tokens", "40"] if words[0] == "generate" else []
     return _run([sys.executable, "-c", _PEAK + _COMMAND, *words, *more], environment)
 
 
-def _run(line: list[str], environment: Mapping[str, str]) -> float:
+def _run(line: list[str], environment: Mapping[str, str]) -> _Held:
     done = subprocess.run(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    peaks = [words[1] for words in map(str.split, done.stderr.splitlines()) if words[:1] == ["peak"]]
-    if done.returncode or not peaks:
+    lines = [text.removeprefix("held ") for text in done.stderr.splitlines() if text.startswith("held ")]
+    if done.returncode or not lines:
         raise SystemExit(f"{line[-1]} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return int(peaks[-1]) / 1024
+    return _held("\n".join(lines))
 
 
-def _held(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError(pid)
+def _held(status: str) -> _Held:
+    """From lines of /proc/PID/status."""
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    peak, files = (int(fields[name].split()[0]) / 1024 for name in ("VmHWM", "RssFile"))
+    return _Held(peak, files)
 
 
 def table(found: Mapping[str, Measured]) -> str:
