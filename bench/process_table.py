@@ -98,9 +98,8 @@ def measure(rows: Sequence[Row] = ROWS) -> dict[str, Measured]:
     with tempfile.TemporaryDirectory() as folder:  # nothing that other runs have stored
         environment = {**os.environ, "XDG_CACHE_HOME": folder}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        for row in rows:  # compiles modules: a process that does this holds up to 100 MiB more
-            _imports(row.libraries, environment)
-            _peak(row, environment)
+        for row in {row.line.split()[1]: row for row in rows}.values():
+            _peak(row, environment)  # compiles modules: a process that does this holds up to 100 MiB more
         libraries = {names: _imports(names, environment) for names in {row.libraries for row in rows}}
         found = {}
         for row in rows:

@@ -9,6 +9,7 @@ import pytest
 
 from smoe import from_pretrained
 from smoe.cli.plan import _first
+from smoe.machine.process_memory import LIBRARY_CODE_BYTES, LIBRARY_SCRATCH_BYTES
 from smoe.machine.this_machine import layer_seconds
 from smoe.memory.emulation import read_profile
 from smoe.report.forecast import typical_hit_ratio
@@ -54,7 +55,7 @@ def test_a_process_is_divided_by_one_reading_of_what_it_holds(run, config_only, 
     """It grows while a plan is made. Would catch a division by two readings, which does not add up."""
     held = itertools.count(100 << 20, 64 << 10)
     monkeypatch.setattr("smoe.machine.process_memory.libraries_bytes", lambda: next(held))
-    limit = (100 + 96 + 64 + 2) << 20
+    limit = (102 << 20) + LIBRARY_CODE_BYTES + LIBRARY_SCRATCH_BYTES
     value = run("plan", config_only, "--process-memory", str(limit), "--context", 64, "--json").json
     assert value["memory_budget_bytes"] + sum(value["beside_budget_bytes"].values()) == limit
 

@@ -153,7 +153,7 @@ def test_what_it_needs_is_what_smoe_needs() -> None:
 def test_it_ends_in_order(toy: Callable[..., Path], join: Join, tmp_path: Path) -> None:
     worker = join(toy("qwen3_moe", **FITS), "small")
     until = time.monotonic() + 30
-    while "waits for main" not in (tmp_path / "small.log").read_text() and time.monotonic() < until:
+    while "waits for the coordinator" not in (tmp_path / "small.log").read_text() and time.monotonic() < until:
         time.sleep(0.05)
     worker.terminate()
     assert worker.wait(20) == 143
