@@ -125,7 +125,7 @@ def test_a_router_without_its_correction_is_refused(tmp_path: Path) -> None:
 def test_positions_that_turn_part_of_a_head_are_refused_where_the_library_turns_all(tmp_path: Path) -> None:
     said = {"rope.dimension_count": 8}
     path = gguf_toy.write(tmp_path / "toy.gguf", gguf_toy.make("qwen3_moe"), metadata=said)
-    with pytest.raises(UnsupportedModelError, match="turn 8 of 16 numbers of a head"):
+    with pytest.raises(UnsupportedModelError, match="rotate 8 of 16 dimensions of a head"):
         from_pretrained(path, memory="64MiB")
 
 

@@ -36,7 +36,7 @@ def test_files_are_as_large_as_published_or_a_doubt_is_stated(name: str, tmp_pat
     spec = spec_of(published, tmp_path)
     assert spec.files is not None and published.files_gb is not None
     difference = abs(spec.files.together / 1e9 / published.files_gb - 1)
-    further = [doubt for doubt in spec.doubts if "guess further tokens" in doubt]
+    further = [doubt for doubt in spec.doubts if "multi-token prediction" in doubt]
     assert difference < _TOLERANCE or (further and difference < 0.03)
 
 

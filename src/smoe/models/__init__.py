@@ -1,1 +1,2 @@
-"""Models: their structure comes from transformers, their experts do not come at all until they are needed."""
+"""Model families, checkpoints and tokenizers. transformers builds the model without its experts; smoe loads these when
+a token needs them."""

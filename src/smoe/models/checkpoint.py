@@ -1,7 +1,7 @@
-"""Where a model comes from: a folder of safetensors, or a GGUF file. What smoe wants to know of either.
+"""Read a model from a folder of safetensors files or from a GGUF file, through one interface.
 
-Everything that reads a model asks a `Checkpoint`; nothing else knows which of the two it is. The order in which it is
-asked is that of the checks: the configuration, then the headers against it, and weights last.
+All code that reads a model uses a `Checkpoint` and does not know the file format. A load reads the configuration first,
+compares the headers of the files with it, and reads weights last.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from smoe.models.spec import LibrarySpec
 
 
 class Checkpoint(Described, Protocol):
-    """A model's files, with what takes the library to read them."""
+    """A model's files, together with the operations that need transformers."""
 
     def config(self) -> PretrainedConfig:
-        """The configuration; all that a checkpoint whose weights were not downloaded can give."""
+        """Return the configuration of the transformers model; this works without downloaded weights."""
 
     def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-        """Weights of an empty model that are shared by its configuration, and of which the files have different
-        numbers, by the library's names; none where the weights are not here."""
+        """Return the parameter names of weights that the configuration ties but that the files store with different
+        values. `shell` is the model without weights. The list is empty where the weight files are missing."""
 
     def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
-        """The library's model with all weights but the experts', in memory of its own: nothing stays mapped. Those of
-        `spec.dense` stay quantised (`quantised_linear.py`)."""
+        """Build the transformers model with all weights except the experts'. No file stays memory-mapped. Weights named
+        in `spec.dense` stay quantized (`quantised_linear.py`)."""
 
     def tokenizer(self) -> Any:
-        """The library's tokenizer, with the chat template where the files have one."""
+        """Return the transformers tokenizer, with the chat template if the files have one."""
 
 
 def checkpoint_at(place: Path) -> Checkpoint:
-    """The checkpoint in a folder, or in a GGUF file; what reads the other of the two is not loaded."""
+    """Return the checkpoint in a folder or a GGUF file; only the reader of that format is imported."""
     if is_gguf(place) and not place.is_dir():
         from smoe.models.gguf_file import GgufFile
 
@@ -48,16 +48,17 @@ def checkpoint_at(place: Path) -> Checkpoint:
 
 
 def local_checkpoint(model: str | Path) -> Checkpoint | None:
-    """A model that is on disk, else None: `model` is then a hub id by its form. Raises `ModelError` for neither."""
+    """Return the checkpoint of a model on disk, or None if `model` has the form of a hub id. Raises `ModelError` if it
+    is neither."""
     place = local_place(model)
     return None if place is None else checkpoint_at(place)
 
 
 def described_checkpoint(model: str | Path, revision: str | None) -> Checkpoint:
-    """A model of which the configuration is here: nothing else of a hub model is downloaded."""
+    """Return a checkpoint whose configuration is on disk. Of a hub model only the configuration is downloaded."""
     return checkpoint_at(described_place(model, revision))
 
 
 def whole_checkpoint(model: str | Path, revision: str | None) -> Checkpoint:
-    """A model all of whose files are here, downloaded if need be."""
+    """Return a checkpoint all of whose files are on disk; missing files are downloaded."""
     return checkpoint_at(fetch(model, revision))

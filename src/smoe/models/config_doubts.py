@@ -1,4 +1,4 @@
-"""What a config.json alone does not say of a model's bytes, so that a plan states it instead of guessing in silence."""
+"""Remarks about what a config.json does not determine about a model's size, for the output of `smoe plan`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from smoe.models.spec import ModelSpec
 from smoe.units import format_bytes
 
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
-"""Under which names families have the number of layers that guess further tokens."""
+"""The names that families give to the number of multi-token prediction layers."""
 _NOTED_DIFFERENCE = 0.02
-"""The share by which memory and files may differ without a remark."""
+"""The relative difference between the sizes in memory and on disk from which a remark is made."""
 
 
 def read_as(fields: Mapping[str, Any], family: str) -> str:
-    """The remark about a family that the library lacks."""
+    """Return the remark about a family that transformers lacks and that is read as `family`."""
     return (
         f"config.json names the family {fields.get('model_type')!r:.40}, which transformers does not have; read as "
         f"{family!r} by its architecture, without the code in the repository"
@@ -23,13 +23,13 @@ def read_as(fields: Mapping[str, Any], family: str) -> str:
 
 
 def doubts_of(fields: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
-    """Remarks about a model whose weights are not here."""
+    """Return the remarks about a model whose weight files are not on disk."""
     found = [_of_further_layers(fields, spec), _of_type(fields, spec), _of_tied(fields, spec)]
     return tuple(doubt for doubt in (*found, _of_lists(spec) if is_quantised else None) if doubt is not None)
 
 
 def _texts(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A configuration and those nested in it."""
+    """Return a configuration and the configurations nested in it."""
     return [fields, *(value for value in fields.values() if isinstance(value, dict))]
 
 
@@ -42,7 +42,7 @@ def _of_further_layers(fields: Mapping[str, Any], spec: ModelSpec) -> str | None
     others = (spec.files.together - spec.files.experts) // max(1, all_layers)
     each = spec.files.experts // len(spec.sites) + others
     return (
-        f"config.json names {layers} layer{'s' * (layers > 1)} that guess further tokens, which are not read and not "
+        f"config.json names {layers} layer{'s' * (layers > 1)} of multi-token prediction, which are neither read nor "
         f"counted: the files may be larger by about {format_bytes(layers * each)}"
     )
 
@@ -67,13 +67,13 @@ def _of_tied(fields: Mapping[str, Any], spec: ModelSpec) -> str | None:
 def _of_lists(spec: ModelSpec) -> str:
     quantised = sum(tensor.nbytes for tensor in spec.dense.values())
     return (
-        f"which layers beside the experts are quantised is as config.json lists them, {format_bytes(quantised)} of "
-        f"{format_bytes(spec.weights_bytes)}; the files may have others"
+        f"which non-expert layers are quantised is known from config.json alone ({format_bytes(quantised)} of "
+        f"{format_bytes(spec.weights_bytes)}); the files may differ"
     )
 
 
 def beside_files(spec: ModelSpec) -> list[str]:
-    """That experts take more in memory than in the files of a quantised release, where they do."""
+    """Return a remark if the experts of a quantized checkpoint have another size in memory than in its files."""
     if spec.files is None or spec.files.experts is None or spec.precision != "auto":
         return []
     more = spec.experts_bytes / spec.files.experts - 1

@@ -1,6 +1,6 @@
-"""A checkpoint's config.json as it stands, looked at before the library builds what it describes.
+"""Checks of a checkpoint's config.json before transformers builds a model from it.
 
-The library believes sizes: it would make a billion layers, one by one, before anything could be compared.
+transformers does not check sizes: from a damaged file it would build a billion layers before any later check could run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from smoe.memory.checkpoint_json import read_object
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 2**16
-"""Several times those of the largest models known; more in a file means that it is damaged."""
+"""Limits several times as large as the largest known models; a larger value means that the file is damaged."""
 _SIZES = r"hidden_size|vocab_size|(\w+_)?intermediate_size|(\w+_)?head_dim|num_(\w+_)?(heads|per_tok)"
 _BOUNDS = (
     (re.compile(r"n(um)?_(\w+_)?layers?"), MAX_LAYERS),
@@ -24,17 +24,17 @@ _BOUNDS = (
     (re.compile(_SIZES), 2**40),
 )
 _NUMBERS = re.compile(r"rope_theta|(\w+_)?factor|beta_(fast|slow)|mscale(_all_dim)?|(\w+_)?max_position_embeddings")
-"""Numbers in addition to the sizes above, some in objects whose values the library takes unseen."""
+"""Names of fields that must be finite numbers. Some are in nested objects that transformers does not check."""
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
-"""Under which names families have how many experts a token uses, and how many there are."""
+"""The names that families give to the number of experts per token (`_USED`) and of experts per layer (`_EXPERTS`)."""
 _DEPTH = 50
 
 
 def check_config(folder: Path) -> str:
-    """Refuse a config.json that is none, or whose sizes or numbers are absurd; its `model_type` comes back.
+    """Return the `model_type` of a config.json after checking its sizes and numbers.
 
-    Raises `CheckpointError` with file and key.
+    Raises `CheckpointError` with file and key if the file is no configuration, or has impossible sizes or numbers.
     """
     path = folder / "config.json"
     config = read_object(path)
@@ -46,7 +46,7 @@ def check_config(folder: Path) -> str:
 
 
 def check_sizes(value: Any, path: Path, depth: int = 0) -> None:
-    """Raise `CheckpointError` where a configuration, or what is nested in it, has absurd sizes."""
+    """Raise `CheckpointError` if a configuration, or a value nested in it, has an impossible size."""
     if depth > _DEPTH:
         raise CheckpointError(f"{path} is corrupt: it is nested too deeply; download it again")
     if isinstance(value, list):
@@ -62,8 +62,8 @@ def check_sizes(value: Any, path: Path, depth: int = 0) -> None:
 
 
 def check_number(key: str, value: Any, path: Path) -> None:
-    """Raise `CheckpointError` for NaN, for an infinity where it is no limit, and for true or false in place of a
-    number."""
+    """Raise `CheckpointError` if the value is NaN, is infinite (allowed for limits only), or is a boolean where a
+    number is required."""
     is_odd = isinstance(value, float) and not math.isfinite(value)
     if is_odd and (math.isnan(value) or "limit" not in key):
         raise CheckpointError(f"{path}: {key!r} is {value!r}, it must be a finite number; download it again")
@@ -73,10 +73,10 @@ def check_number(key: str, value: Any, path: Path) -> None:
 
 
 def _check_used(config: Mapping[str, Any], path: Path) -> None:
-    """Raise `CheckpointError` where a token would use more experts than there are."""
+    """Raise `CheckpointError` if a token would use more experts than a layer has."""
     for used in (name for name in _USED if isinstance(config.get(name), int)):
         for experts in (name for name in _EXPERTS if isinstance(config.get(name), int)):
-            # experts that compute nothing are counted apart
+            # zero-computation experts are counted in a field of their own
             most = config[experts] + (config.get("zero_expert_num") or 0)
             if config[used] > most and config[experts] > 0:
                 raise CheckpointError(

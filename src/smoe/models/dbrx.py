@@ -1,8 +1,9 @@
-"""DBRX (`model_type: dbrx`): the library's model, its experts behind the library's experts interface.
+"""DBRX (`model_type: dbrx`): the transformers model with its experts behind transformers' experts interface.
 
-The files have the experts of a layer below each other, in three matrices [E * I, H]: gate, up, and down, whose rows are
-inputs. So has the library, in a module that it does not open to other implementations. Here an expert's gate and up are
-one part and its down another; the router says whom it chose, which in the library its block does.
+The files store the experts of a layer as three matrices [E * I, H] for gate, up and down, one expert below the other;
+the down matrix is transposed. transformers uses the same layout, in a module without the experts interface. Here gate
+and up of an expert are one part, and down is another. The router returns the chosen experts; in transformers the block
+chooses them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from transformers.models.dbrx import modeling_dbrx as library
 
 @use_experts_implementation
 class StackedExperts(library.DbrxExperts):
-    """The library's experts with the parameters `gate_up_proj` [E, 2I, H] and `down_proj` [E, I, H]."""
+    """DBRX's experts with the parameters `gate_up_proj` [E, 2I, H] and `down_proj` [E, I, H]."""
 
     transposed_parts = ("down_proj",)
-    """[inputs, outputs], whatever the other is."""
+    """Parts stored as [inputs, outputs], although the class itself is not marked as transposed."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -37,7 +38,7 @@ class StackedExperts(library.DbrxExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, H], [T, K], [T, K] -> [T, H]: the library's own loop, on the matrices by its names."""
+        """Compute [T, H], [T, K], [T, K] -> [T, H] by transformers' own loop, with the matrices under its names."""
         gate, up = self.gate_up_proj.chunk(2, dim=1)
         self.mlp.w1, self.mlp.v1, self.mlp.w2 = (each.flatten(0, 1) for each in (gate, up, self.down_proj))
         try:
@@ -48,7 +49,7 @@ class StackedExperts(library.DbrxExperts):
 
 
 class DbrxChoosingRouter(library.DbrxRouter):
-    """The library's router, which says whom it chose."""
+    """DBRX's router, which also chooses the experts of each token."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -56,13 +57,13 @@ class DbrxChoosingRouter(library.DbrxRouter):
         self.moe_normalize_expert_weights = config.moe_normalize_expert_weights
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, H] -> logits [T, E], weights [T, K] and index [T, K]."""
+        """Map hidden states [T, H] to logits [T, E], weights [T, K] and indices [T, K]."""
         router_logits = super().forward(hidden_states)
         return router_logits, *library.DbrxFFN.route_tokens_to_experts(self, router_logits)
 
 
 class ChoosingFFN(library.DbrxFFN):
-    """The library's block, with its choice made by the router."""
+    """DBRX's MoE block, in which the router chooses the experts."""
 
     def __init__(self, config: DbrxConfig) -> None:
         super().__init__(config)
@@ -70,7 +71,7 @@ class ChoosingFFN(library.DbrxFFN):
         self.experts = StackedExperts(config.ffn_config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]"""
+        """Map hidden states [B, S, H] to outputs [B, S, H]."""
         tokens = hidden_states.flatten(0, -2)
         _, top_k_weights, top_k_index = self.router(tokens)
         output: torch.Tensor = self.experts(tokens, top_k_index, top_k_weights)
@@ -78,11 +79,11 @@ class ChoosingFFN(library.DbrxFFN):
 
 
 class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
-    """DBRX, whose experts hear who is wanted."""
+    """The DBRX language model whose experts receive the router's choice through the experts interface."""
 
     @classmethod
     def from_config(cls, config: DbrxConfig, **options: Any) -> ChoosingDbrxForCausalLM:
-        """Make the model as an Auto class does."""
+        """Build the model, as an Auto class does."""
         made: ChoosingDbrxForCausalLM = cls._from_config(config, **options)
         return made
 
@@ -102,12 +103,12 @@ class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Always; the library looks for its decorator in its own source file."""
+        """Return True always: transformers would look for its decorator in the source file of the class."""
         return True
 
 
 class ExpertsOfRows(ConversionOps):
-    """[E * I, H], the experts below each other, is [E, I, H]."""
+    """A weight conversion from [E * I, H], one expert below the other, to [E, I, H]."""
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
@@ -118,7 +119,7 @@ class ExpertsOfRows(ConversionOps):
         return split if len(split) > 1 else {target_patterns[0]: split.popitem()[1]}
 
 
-register_checkpoint_conversion_mapping(  # for this class alone: the library's own reads the files' keys as they are
+register_checkpoint_conversion_mapping(  # for this class only: transformers' own class needs no conversion
     "ChoosingDbrxForCausalLM",
     [
         WeightConverter(

@@ -30,9 +30,10 @@ from smoe.models.registration import register_family
 
 
 class DeepseekConfig(LlamaConfig):
-    """The keys of the published `config.json`; the defaults are the 16B model's values. Llama keys keep their meaning.
+    """The configuration with the keys of the published `config.json`; the defaults are the 16B model's values.
 
-    `intermediate_size` is that of the dense layers only. Training keys (`aux_loss_alpha`, `seq_aux`) stay as given.
+    Keys of Llama keep their meaning. `intermediate_size` is that of the dense layers only. Training keys
+    (`aux_loss_alpha`, `seq_aux`) are stored unchanged.
     """
 
     model_type = "deepseek"
@@ -56,7 +57,8 @@ class DeepseekConfig(LlamaConfig):
     scoring_func: str = "softmax"
 
     def is_sparse_layer(self, layer_index: int) -> bool:
-        """Whether this layer has experts: from `first_k_dense_replace` on, each that `moe_layer_freq` divides."""
+        """Return whether a layer has experts: from `first_k_dense_replace` on, every layer that `moe_layer_freq`
+        divides."""
         return layer_index >= self.first_k_dense_replace and layer_index % self.moe_layer_freq == 0
 
 
@@ -74,7 +76,7 @@ class DeepseekMoeBlock(nn.Module):
         self.shared_experts = shared_experts(config, config.n_shared_experts)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`hidden_states: [B, S, H] -> [B, S, H]`."""
+        """Map hidden states [B, S, H] to outputs [B, S, H]."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         _, routing_weights, top_k_index = self.gate(tokens)  # [T, K] both
         output: torch.Tensor = self.experts(tokens, top_k_index, routing_weights)  # [T, H]
@@ -84,12 +86,12 @@ class DeepseekMoeBlock(nn.Module):
 
 
 def shared_experts(config: Any, count: int | None) -> nn.Module | None:
-    """`count` shared experts as the one wide MLP they are published as; `None` where the model has none."""
+    """Return `count` shared experts as one wide MLP, which is how they are published; None if `count` is 0 or None."""
     return Qwen2MoeMLP(config, intermediate_size=config.moe_intermediate_size * count) if count else None
 
 
 class DeepseekPreTrainedModel(LlamaPreTrainedModel):
-    """What Llama's base class lacks for a model with experts."""
+    """Llama's base class with the initialization of experts and router."""
 
     config_class: type[LlamaConfig] = DeepseekConfig
     router_classes: ClassVar[tuple[type[nn.Module], ...]] = (Qwen2MoeTopKRouter,)
@@ -103,12 +105,13 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Always; the library looks for its decorator in the model's source file, and ours only imports the class."""
+        """Return True always: transformers would look for its decorator in this source file, which only imports the
+        experts."""
         return True
 
 
 class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
-    """Llama whose sparse layers carry a MoE block in place of the dense MLP."""
+    """Llama whose sparse layers have an MoE block in place of the dense MLP."""
 
     block_class: ClassVar[type[nn.Module]] = DeepseekMoeBlock
 
@@ -121,12 +124,12 @@ class DeepseekModel(DeepseekPreTrainedModel, LlamaModel):
 
 
 class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
-    """The language model `AutoModelForCausalLM` gives for `model_type: deepseek`."""
+    """The language model that `AutoModelForCausalLM` returns for `model_type: deepseek`."""
 
     model_class: ClassVar[type[LlamaModel]] = DeepseekModel
 
     def __init__(self, config: DeepseekConfig) -> None:
-        LlamaPreTrainedModel.__init__(self, config)  # not LlamaForCausalLM's own, which would first build a dense model
+        LlamaPreTrainedModel.__init__(self, config)  # LlamaForCausalLM's constructor would build a dense model
         self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -134,5 +137,6 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
 
 
 def register() -> None:
-    """Make `model_type: deepseek` known to the Auto classes. Idempotent; call before `AutoConfig.from_pretrained`."""
+    """Register `model_type: deepseek` with the Auto classes. Idempotent; call it before
+    `AutoConfig.from_pretrained`."""
     register_family(DeepseekConfig, DeepseekForCausalLM)

@@ -1,4 +1,4 @@
-"""The non-expert weights, once the library has them: whether they are all there, and where they lie."""
+"""Checks of the non-expert weights that transformers has loaded, and their move to memory of our own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from smoe.memory.store import MATRIX_ALIGNMENT
 def check_loaded(
     model: PreTrainedModel, report: Mapping[str, Any], place: Path, stored_as: Callable[[str], str]
 ) -> None:
-    """Raise `CheckpointError` where the library's loader, by its `report`, found a weight missing or of another shape,
-    or where one holds NaN or infinity; `stored_as` tells file and key of a parameter."""
+    """Raise `CheckpointError` if a weight is missing, has another shape, or holds NaN or infinity.
+
+    `report` is the loading report of transformers; `stored_as` returns the file and key of a parameter for messages.
+    """
     mismatched = sorted(entry[0] for entry in report["mismatched_keys"])
     if mismatched:
         raise CheckpointError(f"{mismatched[0]!r} in {place} has another shape than its config.json says")
@@ -39,33 +41,35 @@ def check_loaded(
 def built_of(
     state: Mapping[str, torch.Tensor], shell: PreTrainedModel, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The library's model of these weights, by a checkpoint's keys or the library's own, as `shell` is of nothing; and
-    its loader's report for `check_loaded`."""
+    """Build the transformers model with the weights in `state`; return it and the loading report for `check_loaded`.
+
+    The names are those of the checkpoint or of transformers. `shell` is the same model without weights.
+    """
     loaded, report = type(shell).from_pretrained(
         None,
         config=shell.config,
         state_dict=dict(state),
         dtype=dtype,
         experts_implementation="eager",
-        ignore_mismatched_sizes=True,  # reported, for an error of ours
+        ignore_mismatched_sizes=True,  # the mismatch is in the report, and `check_loaded` raises the error
         output_loading_info=True,
     )
     return loaded, report
 
 
 def move_to_own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights out of the library's file mapping: a mapped file that is cut short kills the process, one that
-    is overwritten changes the model, and mapped pages can be dropped.
+    """Copy the weights from transformers' file mapping to memory of our own.
 
-    bf16 matrices go to cache lines: where the header puts them they cost a seventh of their speed
-    (docs/log/kernels.md). The bits of other products depend on the address within a cache line, and grade E0 means the
-    library's own bits: they stay where they were within theirs.
+    Truncating a mapped file would kill the process, overwriting it would change the model, and the system may drop
+    mapped pages. bf16 matrices are aligned to cache lines: at the file's alignment products are a seventh slower
+    (docs/log/kernels.md). The bits of other products depend on the address within a cache line, and grade E0 promises
+    transformers' bits. So other matrices keep their offset within a cache line.
     """
-    for parameter in model.parameters():  # tied parameters come once and stay tied
+    for parameter in model.parameters():  # tied parameters occur once in this iteration and stay tied
         parameter.data = _own(parameter.data)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = _own(buffer)  # a new object: the old one is a view, which keeps its base
+            module._buffers[name] = _own(buffer)  # a new tensor: the old view would keep the mapping
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +77,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned_copy(tensor: torch.Tensor, address: int) -> torch.Tensor:
-    """A contiguous copy at an address that leaves the same remainder as `address` modulo the cache line."""
+    """Return a contiguous copy at an address that equals `address` modulo the cache line size."""
     memory = np.empty(tensor.nbytes + MATRIX_ALIGNMENT, dtype=np.uint8)
     begin = (address - memory.ctypes.data) % MATRIX_ALIGNMENT
     copy = torch.from_numpy(memory[begin : begin + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
@@ -81,13 +85,13 @@ def _aligned_copy(tensor: torch.Tensor, address: int) -> torch.Tensor:
 
 
 one_at_a_time = threading.RLock()
-"""Held while the library builds a model, which it does by settings of the whole process: two threads that set them back
-in another order than they set them would leave bf16 as everybody's default dtype."""
+"""Lock to hold while transformers builds a model. transformers changes settings of the whole process, such as the
+default dtype; two interleaved builds could restore them wrongly."""
 
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """The loader would report every expert key as unexpected: that is what we want it to do with them."""
+    """Silence transformers' loader within this context: it would report every expert key as unexpected."""
     with one_at_a_time, _quiet():
         yield
 

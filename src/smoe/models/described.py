@@ -1,4 +1,4 @@
-"""What is known of a model by its configuration and the headers of its files, without the library that computes it."""
+"""The sizes and formats of a model's files, from its configuration and file headers, without importing transformers."""
 
 from __future__ import annotations
 
@@ -15,59 +15,60 @@ from smoe.models.spec import ModelSpec
 
 
 class Described(Protocol):
-    """A model's files as far as sizes go. Making one reads nothing.
+    """The description of a model's files. The constructor reads nothing.
 
-    Every method raises `CheckpointError`, with file and key, for files that are damaged, incomplete or of another
-    model, and `UnsupportedModelError` for what smoe cannot read exactly.
+    Every method raises `CheckpointError`, with file and key, if files are damaged, incomplete or of another model, and
+    `UnsupportedModelError` if smoe cannot read them exactly.
     """
 
     @property
     def place(self) -> Path:
-        """The folder, or the file (the first, of a model in parts)."""
+        """The folder of the model, or its GGUF file (the first one of a split model)."""
 
     def fields(self) -> tuple[str, dict[str, Any]]:
-        """(the library's family, the fields of its configuration)"""
+        """Return the model family by transformers' name, and the fields of its configuration."""
 
     @property
     def config_place(self) -> Path:
-        """The file that has the configuration, for messages."""
+        """The file with the configuration, for messages."""
 
     def has_weights(self) -> bool:
-        """Whether the weights are here, not the configuration alone; nothing is read of them."""
+        """Return whether the weight files are on disk, and not just the configuration; no weights are read."""
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor by its key in the file, from the headers alone."""
+        """Return every tensor by its key in the files, read from the headers alone."""
 
     def experts(self, spec: ModelSpec) -> dict[int, StoredLayer]:
-        """Where the routed experts of every layer lie, in the precision of `spec`. All other weights are compared with
-        `spec`, too: which there are, and of what shape and type."""
+        """Return the location of every layer's routed experts, in the precision of `spec`. The names, shapes and types
+        of all other weights are checked against `spec` too."""
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        """An expert of every layer as the files have it, where experts are quantised; else None. Raises `ConfigError`
-        for a precision that `spec` cannot have of these files."""
+        """Return the bytes of one quantized expert of every layer, or None if the experts are not quantized. Raises
+        `ConfigError` if the files do not allow the precision of `spec`."""
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        """Weights other than the experts' that are quantised and can stay so, by the library's names; where the files
-        are not here, those that the configuration names."""
+        """Return the non-expert weights that can stay quantized, by their transformers names. Without weight files the
+        result follows from the configuration."""
 
     def file_bytes(self, spec: ModelSpec) -> FileBytes:
-        """What the files take; where the weights are not here, what they should take by the configuration."""
+        """Return the size of the files, or, without weight files, the expected size by the configuration."""
 
     def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
-        """What the configuration alone could not say, a sentence each."""
+        """Return remarks, one sentence each, about what the configuration alone does not determine."""
 
     def packed(self, contents: Contents) -> Packed | None:
-        """The file that `smoe pack` wrote with these contents, where there is one."""
+        """Return the pack with these contents that `smoe pack` wrote, or None."""
 
     def check_servable(self) -> None:
-        """Raise `UnsupportedModelError` where the configuration says that the experts can be packed only."""
+        """Raise `UnsupportedModelError` if the configuration shows that the experts can only be used after `smoe
+        pack`."""
 
     def check_gatherable(self) -> None:
-        """Raise `ConfigError` where packing the experts as they are, in one piece each, gains nothing."""
+        """Raise `ConfigError` if packing the experts in their own precision would gain nothing."""
 
 
 def described_at(place: Path) -> Described:
-    """What is known of the model in a folder, or in a GGUF file; what reads the other of the two is not loaded."""
+    """Return the description of the model in a folder or a GGUF file; only the reader of that format is imported."""
     if is_gguf(place) and not place.is_dir():
         from smoe.models.gguf_sizes import GgufSizes
 

@@ -1,10 +1,10 @@
-"""Rows of a batch whose text has ended, observed through the library's stopping criteria while it generates.
+"""Detect finished rows of a batch through transformers' stopping criteria during `generate`.
 
-The library computes such a row until the last one ends, feeding it padding, and throws the outcome away. Its routes
-would load experts, so the engine leaves them out (`runtime/engine.py`). Only where it makes no difference for the
-caller: in plain greedy or sampled generation that returns nothing but tokens, into a cache of its own, and where there
-is an end token, without which the library goes on writing rows that its criteria call done. A logits processor that
-mixes the rows of a batch would see one too; the library's own do not.
+transformers computes a finished row, on padding tokens, until the last row ends, and discards the results. Its routes
+would load experts, so the engine leaves them out (`runtime/engine.py`). This is done only if the caller cannot notice:
+greedy search or sampling that returns nothing but tokens, with a cache of its own and an end token. Without an end
+token transformers continues rows that its criteria call done. A custom logits processor that mixes the rows of a batch
+would notice it; those of transformers do not mix rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class EndedRows:
-    """Tells the cache of the running `generate` which of its rows have ended."""
+    """Marks finished rows in the KV cache of the running `generate` call."""
 
     def __init__(self) -> None:
         self._is_plain = False
@@ -31,7 +31,7 @@ class EndedRows:
 
     @contextmanager
     def heard(self, is_plain: bool) -> Iterator[None]:
-        """Around one `generate`; `is_plain`: by the library's own decoding."""
+        """Track one `generate` call within this context; `is_plain`: the call uses transformers' own decoding loop."""
         before = self._is_plain, self._cache
         self._is_plain, self._cache = is_plain, None
         try:
@@ -40,12 +40,12 @@ class EndedRows:
             self._is_plain, self._cache = before
 
     def note_cache(self, cache: RowCache, generation_config: Any, mode: Any) -> None:
-        """The library's `generate` got this cache, and nothing else uses it."""
+        """Remember the cache that transformers created for this `generate` call, if finished rows may be left out."""
         if self._is_plain and mode in _PLAIN and cache.rows > 1 and not generation_config.return_dict_in_generate:
             self._cache = cache
 
     def listening(self, stopping_criteria: Callable[..., StoppingCriteriaList]) -> Callable[..., StoppingCriteriaList]:
-        """The library's `_get_stopping_criteria`, whose criteria we hear."""
+        """Wrap transformers' `_get_stopping_criteria` so that the cache receives the results of the criteria."""
 
         def criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
             found = stopping_criteria(*args, **kwargs)
@@ -57,7 +57,7 @@ class EndedRows:
 
 
 class _ObservedCriteria(StoppingCriteriaList):  # type: ignore[misc]
-    """The library's list of criteria; the cache gets their results."""
+    """transformers' list of criteria, which also passes its results to the cache."""
 
     def __init__(self, criteria: StoppingCriteriaList, cache: RowCache) -> None:
         super().__init__(criteria)

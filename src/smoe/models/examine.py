@@ -1,9 +1,9 @@
-"""What a model looks like inside, found by running its empty shell once (meta device, no weights, no arithmetic; rotary
-embeddings that read positions compute on real tensors).
+"""Find routers, experts and cache shapes of a model by running it once without weights (on the meta device).
 
-By data flow, not by name: the router of a layer is the module whose output holds the very tensor that the experts
-receive as `top_k_index`; the KV cache's shapes are those that the attention layers write. Families that the library
-adds tomorrow are covered the day they come, as far as their shell can run without data.
+The search follows the data flow, not names: the router of a layer is the module whose output contains the very tensor
+that the experts receive as `top_k_index`. The KV cache's shapes are those that the attention layers write. New families
+of transformers are covered as far as they run without data. Rotary embeddings that read positions compute on real
+tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBE_TOKENS = 2
 
 
 def outline_of(model: PreTrainedModel, sites: list[ExpertsSite], anatomy: Anatomy, dtype: torch.dtype) -> Outline:
-    """What a model on the meta device, experts included, is made of."""
+    """Return the outline of a model on the meta device, experts included."""
     return Outline(
         weights=_weights(model, dtype),
         buffers=_buffers(model),
@@ -38,7 +38,7 @@ def outline_of(model: PreTrainedModel, sites: list[ExpertsSite], anatomy: Anatom
 
 
 def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> Anatomy:
-    """Run `model` (on the meta device, experts included) on two tokens and take notes."""
+    """Run `model` (on the meta device, experts included) on two tokens and return its routers and cache sizes."""
     notes = _Notes()
     cache = DynamicCache(config=model.config)
     with _watched(model, sites, notes), _real_rotary_embeddings(model), torch.no_grad():
@@ -60,13 +60,13 @@ class _Notes:
         self.outputs: list[tuple[nn.Module, tuple[Any, ...]]] = []
         self.routers: dict[int, nn.Module] = {}
         self.plain: set[nn.Module] = set()
-        """Modules that were called with a single tensor and nothing else."""
+        """Modules that were called with a single tensor and no other argument."""
         self.top_k: dict[int, int] = {}
 
 
 @contextmanager
 def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) -> Iterator[None]:
-    """Note tuple outputs of all modules; experts return zeros and say which index tensor they were given."""
+    """Record the tuple outputs of all modules; experts return zeros and record which index tensor they received."""
     hooks = [module.register_forward_hook(_note_output(notes), with_kwargs=True) for module in model.modules()]
     modules = dict(model.named_modules())
     try:
@@ -82,7 +82,8 @@ def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) ->
 
 @contextmanager
 def _real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, rotary embeddings that read values of positions compute on real tensors: a meta tensor has no values."""
+    """Within this context, let rotary embeddings that read position values compute on real tensors, because meta
+    tensors have no values."""
     modules = [module for module, _ in rotary_modules(model)]
     try:
         for module in modules:
@@ -94,7 +95,8 @@ def _real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _on_real_tensors(real: nn.Module) -> Callable[..., Any]:
-    """`real`: a rotary embedding in main memory. Every position is 0: the shapes are what is looked at."""
+    """Return a forward function that calls `real`, a rotary embedding in main memory. All positions are 0, because only
+    the shapes matter."""
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         like, positions = torch.empty(0, dtype=x.dtype), torch.zeros(position_ids.shape, dtype=torch.long)
@@ -129,7 +131,7 @@ def _probe_experts(layer: int, notes: _Notes) -> Callable[..., torch.Tensor]:
 
 
 def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes for one token, bytes for one sequence) of one row of the cache."""
+    """Return the cache bytes per token and the state bytes per sequence, for one row of the batch."""
     per_token = fixed = 0
     for layer in cache.layers:
         for name, value in vars(layer).items():
@@ -149,8 +151,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Weight]:
-    """The parameters, tied ones once."""
-    wide = "|".join(model._get_dtype_plan(dtype)) or "$^"  # what the library's loader keeps in float32
+    """Return all parameters; tied parameters occur once."""
+    wide = "|".join(model._get_dtype_plan(dtype)) or "$^"  # names that transformers' loader leaves in float32
     found = {}
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -173,7 +175,7 @@ def _buffers(model: PreTrainedModel) -> dict[str, Buffer]:
 
 
 def _embedding(model: PreTrainedModel) -> str | None:
-    """The name of an input embedding that is not the output matrix."""
+    """Return the name of the input embedding, or None if it is also the output matrix."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or output is None or embedding.weight is output.weight:
         return None

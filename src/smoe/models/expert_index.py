@@ -1,7 +1,7 @@
-"""From checkpoint keys to experts, by the library's own renaming and conversion rules.
+"""Find the experts among a checkpoint's keys by transformers' own renaming and conversion rules.
 
-Two checkpoint forms occur: one tensor for each expert and matrix, merged by a `WeightConverter`, and already fused
-tensors with the experts in the first dimension. Anything else a converter may do is refused by name.
+Two forms occur: one tensor for each expert and matrix, which a `WeightConverter` merges, and fused tensors with the
+experts in the first dimension. Other conversions are refused with their name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from smoe.models.released_schemes import METHODS
 
 _MERGING = {"MergeModulelist", "Concatenate", "ExpertsOfRows"}
 _TURNING = {"Transpose"}
-"""The transposed conversions of fused tensors: they are used as they are stored, if the products have the same bits
+"""Conversions that transpose fused tensors. Such tensors are used as stored if the products have the same bits
 (`load/selftest.py`)."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
@@ -34,10 +34,10 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 def index_experts(
     folder: Path, model: PreTrainedModel, sites: Sequence[ExpertsSite], tensors: Mapping[str, StoredTensor]
 ) -> dict[int, StoredLayer]:
-    """The stored pieces of every expert by layer. `model` may be on the meta device; it must still have its experts.
+    """Return the stored tensors of every expert by layer. `model` may be on the meta device and must have its experts.
 
-    Raises `CheckpointError` where the checkpoint and the model disagree, about experts or other weights, in what there
-    is and in its shape: before the library would make up what is missing, however large.
+    Raises `CheckpointError` if names or shapes of the checkpoint and the model differ, experts and other weights alike.
+    transformers would instead allocate and initialize whatever is missing.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -71,19 +71,19 @@ def index_experts(
             for expert, piece in _of_experts(key, tensor, site, converter):
                 pieces[expert].append((place, piece))
     layers = {site.layer: _layer(folder, site, found, turned) for site in sites}
-    if not any(len(converter.target_patterns) > 1 for converter in converters):  # the range of such a one is unknown
+    if not any(len(converter.target_patterns) > 1 for converter in converters):  # their targets are unknown
         _check_whole(folder, model, reached)
     return layers
 
 
 def stored_as(model: PreTrainedModel, name: str, tensors: Mapping[str, StoredTensor]) -> str:
-    """Where a parameter of the library's name comes from: file and key, for an error; else that name."""
+    """Return file and key of the parameter `name` for a message, or the quoted name if no key matches."""
     key = next((key for key, target in parameter_names(model, tensors).items() if target == name), None)
     return repr(name) if key is None else f"{key!r} in {tensors[key].path}"
 
 
 def parameter_names(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
-    """The library's name of what every key of a checkpoint becomes, or becomes a part of."""
+    """Return the transformers parameter that every key of a checkpoint is renamed to or merged into."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -104,7 +104,7 @@ def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> Non
 
 
 def missing_weights(model: PreTrainedModel, reached: Set[str]) -> list[str]:
-    """The parameters of `model` that no stored tensor reaches, and that share no memory with one that is reached."""
+    """Return the parameters of `model` that no stored tensor provides, directly or through a tied parameter."""
     names_of: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
@@ -147,7 +147,7 @@ def _operations(converter: WeightConverter) -> set[str]:
 
 
 def _is_turned(converter: WeightConverter, tensor: StoredTensor, parameter: torch.Tensor) -> bool:
-    """Whether the library turns the matrices of a fused tensor: always, or where they are of another shape."""
+    """Return whether transformers transposes the matrices of a fused tensor: always, or only if the shapes differ."""
     if _operations(converter) != _TURNING:
         return False
     return tensor.shape != tuple(parameter.shape) or not getattr(converter.operations[0], "check_dims", False)
@@ -164,7 +164,8 @@ def _check_operations(converter: WeightConverter, key: str) -> None:
 def _of_experts(
     key: str, tensor: StoredTensor, site: ExpertsSite, converter: WeightConverter
 ) -> Iterator[tuple[int, StoredTensor]]:
-    """Whose a stored tensor is: one expert's, or, where all lie below each other, everyone's own rows."""
+    """Yield (expert, tensor) pairs of a stored tensor: one expert's, or a slice for each expert if it holds all of
+    them."""
     if _operations(converter) == _TURNING:
         yield from ((expert, row_of(tensor, expert)) for expert in range(_fused_experts(site, tensor)))
         return
@@ -192,7 +193,7 @@ def _expert_number(key: str, tensor: StoredTensor, site: ExpertsSite) -> int:
 
 
 def _check_like(pieces: Sequence[StoredTensor]) -> None:
-    """Matrices that the library puts below each other, gate and up, are of one shape."""
+    """Raise `CheckpointError` if matrices that transformers concatenates (gate and up) differ in shape."""
     for piece in pieces[1:]:
         if piece.shape != pieces[0].shape:
             raise CheckpointError(
@@ -221,7 +222,7 @@ def _layer(
             _check_like(pieces[part.name])
         sources.append(pieces)
     parts = tuple(
-        # quantised rows are an output's, whatever the library does
+        # quantized matrices store one output per row, whatever transformers does
         replace(part, is_turned=part.name in site.transposed)
         if sources[0][part.name][0].dtype in FORMATS
         else replace(part, is_turned=(site.layer, part.name) in turned)

@@ -1,10 +1,10 @@
-"""From a checkpoint's keys to experts by the keys alone, for the families of `families.py`.
+"""Find the experts among a checkpoint's keys by patterns, for the families of `families.py`.
 
     ....experts.E.gate_proj.weight, up_proj, down_proj      one tensor for each expert and matrix
     ....experts.E.w1.weight, w3, w2                         the same, by Mixtral's names
-    ....experts.gate_up_proj, down_proj                     all experts of a layer in one
+    ....experts.gate_up_proj, down_proj                     one tensor for all experts of a layer
 
-What is not so, or does not fit the outline, is left to the library's own rules (`expert_index.py`): `UndescribedError`.
+Other checkpoints raise `UndescribedError` and are indexed by transformers' own rules (`expert_index.py`).
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ _MATRICES = {
     **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
     **dict.fromkeys(("down_proj", "w2"), ("down_proj", 0)),
 }
-"""(the part, which of its pieces) by the names of an expert's matrices."""
+"""The part and the index within the part, by the name of an expert's matrix."""
 _FLOATS = ("BF16", "F16", "F32")
 
 Pieces = dict[str, dict[int, StoredTensor]]
-"""An expert's stored tensors: by part, by their order."""
+"""The stored tensors of one expert: part name -> index within the part -> tensor."""
 
 
 class Sorted(NamedTuple):
-    """A checkpoint's tensors, by what they are."""
+    """A checkpoint's tensors, divided into experts and other weights."""
 
     experts: Mapping[tuple[str, int], Pieces]
-    """Keys by module and expert."""
+    """Tensors of experts by (module, expert number)."""
     others: Mapping[str, StoredTensor]
-    """Other tensors by the library's names."""
+    """Other tensors by their transformers names."""
 
 
 def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[int, StoredLayer]:
-    """The stored pieces of every expert by layer. Raises `UndescribedError` where files and outline differ in anything,
-    and `CheckpointError` for experts of other shapes."""
+    """Return the stored tensors of every expert by layer. Raises `UndescribedError` if files and outline differ."""
     found = sorted_by_keys(spec, tensors)
     outline = spec.outline
     missing = outline.stored.keys() - outline.of_experts - found.others.keys()
@@ -59,7 +58,7 @@ def index_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[
 
 
 def layers_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Quantised matrices other than the experts', by the library's names."""
+    """Return the quantized non-expert matrices by their transformers names."""
     weights = spec.outline.weights
     return {
         name: tensor
@@ -69,7 +68,7 @@ def layers_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict
 
 
 def sorted_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Sorted:
-    """Which tensor is whose."""
+    """Divide the tensors into those of each expert and others, by the key patterns of the family."""
     family, modules = FAMILIES[spec.config.model_type], {site.name: site for site in spec.sites}
     experts: dict[tuple[str, int], Pieces] = {}
     others: dict[str, StoredTensor] = {}
@@ -109,7 +108,7 @@ def _layer(site: ExpertsSite, experts: Mapping[tuple[str, int], Pieces]) -> Stor
             raise UndescribedError(f"expert {expert} of layer {site.layer}")
         sources.append(pieces)
     parts = tuple(
-        # quantised rows are an output's, whatever the library does
+        # quantized matrices store one output per row, whatever transformers does
         replace(part, is_turned=part.name in site.transposed and sources[0][part.name][0].dtype in FORMATS)
         for part in site.parts
     )

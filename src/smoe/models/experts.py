@@ -1,7 +1,7 @@
-"""What transformers calls an experts module, and where one sits in a model.
+"""Find the experts modules of a transformers model.
 
-The library decorates every experts class (`use_experts_implementation`); the decorator's attributes say how one expert
-computes. Models whose experts are not of such a class are refused: nothing about them could be proven.
+transformers decorates every experts class with `use_experts_implementation`; the attributes of the decorator say how
+one expert is computed. Models with other experts classes are refused, because exactness could not be proven.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from smoe.models.registration import opened_family
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the library's decorator has marked the module's class."""
+    """Return whether transformers' decorator has marked the class of the module."""
     return hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model's structure without any weights (meta device), experts in eager form.
+    """Build the model without weights (on the meta device), with experts in eager form.
 
-    Some families have weights that stay in float32 in a model of another dtype: they do here, too.
+    Weights that some families store in float32 in a model of another dtype are float32 here too.
     """
     config._experts_implementation = "eager"
     with one_at_a_time, torch.device("meta"):
@@ -39,10 +39,10 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """What makes a language model of a configuration: one of ours, or an Auto class of the library, for text alone or,
-    where it has no such one, for images and text, which writes text as well when it is given no images.
+    """Return the class that builds a language model from a configuration.
 
-    Raises `UnsupportedModelError` where there is neither.
+    This is a class of ours, a causal language model of transformers, or else a model for images and text, which also
+    works without images. Raises `UnsupportedModelError` if there is none.
     """
     opened = opened_family(config.model_type)
     if opened is not None:
@@ -57,7 +57,10 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def find_sites(model: PreTrainedModel) -> list[ExpertsSite]:
-    """The experts modules of a model in layer order; raises where there are none or they are of a kind unknown."""
+    """Return the experts modules of a model in layer order.
+
+    Raises `NotMoEError` if the model is dense, and `UnsupportedModelError` if its experts are of an unknown kind.
+    """
     sites = [_site(name, module) for name, module in model.named_modules() if is_experts(module)]
     if not sites:
         kind = model.config.model_type
@@ -93,15 +96,15 @@ def _site(name: str, module: nn.Module) -> ExpertsSite:
 
 
 def is_transposed(module: nn.Module, part: str) -> bool:
-    """Whether a matrix of an experts module is [inputs, outputs]: all, none, or those that a family of ours names."""
+    """Return whether a matrix of an experts module is stored as [inputs, outputs]."""
     return bool(module.is_transposed) or part in getattr(module, "transposed_parts", ())
 
 
 @contextmanager
 def without_expert_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, models of the same experts classes are built without expert parameters.
+    """Within this context, build models of the same experts classes without expert parameters.
 
-    The loader then finds no parameter for the experts' keys and never reads them.
+    The loader then finds no parameters for the experts' keys and does not read them.
     """
     classes = {type(module) for module in model.modules() if is_experts(module)}
     originals = {cls: cls.__init__ for cls in classes}
@@ -119,6 +122,6 @@ def _stripping(original):  # type: ignore[no-untyped-def]
         original(self, *args, **kwargs)
         for name in list(dict(self.named_parameters(recurse=False))):
             del self._parameters[name]
-        self._is_hf_initialized = True  # keeps the library's weight initialisation away
+        self._is_hf_initialized = True  # prevents transformers from initializing weights
 
     return __init__

@@ -1,7 +1,7 @@
-"""The families whose models are described by arithmetic on their configuration: what the library would build.
+"""Family descriptions from which the weights of a model are computed by arithmetic on its configuration.
 
-A family that is not here, and a configuration of no usual kind, are looked at by building the library's empty model
-(`examine.py`), which takes seconds and hundreds of MiB. A test compares the two for every family that is here.
+Other families and unusual configurations are examined by building transformers' model without weights (`examine.py`),
+which takes seconds and hundreds of MiB. A test compares both ways for every family listed here.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from smoe.models.plain_config import PlainConfig
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of a family are made."""
+    """The structure of the models of one family."""
 
     layer: Callable[[str, PlainConfig, int], Weights]
-    """The weights of one layer: by the layer's name, the configuration and the layer's number."""
+    """Yields the weights of one layer, given the layer's name, the configuration and the layer's number."""
     defaults: Mapping[str, Any]
-    """Every field that decides a size, and what the library takes where a config.json does not have it."""
+    """Every field that determines a size, with transformers' default."""
     top_k: str = "num_experts_per_tok"
     router: str = "mlp.gate"
-    """Where a layer's router is."""
+    """The name of the router within a layer."""
     has_gates: bool = True
-    """Whether routers need nothing but hidden states."""
+    """Whether the routers take hidden states only."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """The library's further names of fields."""
+    """Alternative names of fields in transformers."""
     usual: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that have to be so, or missing: with others the library decides."""
+    """Required values of fields that may be missing. With other values the model is examined by `examine.py`."""
     cached: Callable[[PlainConfig], tuple[int, int, int]] = layers.in_every_layer
     correction: str | None = None
-    """A buffer of every router: what is added to its scores."""
+    """The name, within a layer, of the buffer with the router's score correction."""
     final_norm: str = "model.norm"
     has_norm_bias: bool = False
     head_bias: str | None = None
-    """The field that says whether the output matrix has one."""
+    """The field that says whether the output matrix has a bias."""
     rotary: str = "model.rotary_emb"
     turned: float = 1.0
-    """Share of a head that positions turn."""
+    """The share of a head's dimensions that rotary embeddings rotate."""
     can_turn_less: bool = False
-    """A configuration may say another share."""
+    """Whether a configuration may set another share."""
     attention: str = "sdpa"
     is_transposed: bool = False
-    """Experts' matrices are [inputs, outputs], with gate and up in turns."""
+    """Whether experts' matrices are stored as [inputs, outputs], with gate and up columns interleaved."""
     keys: tuple[tuple[str, str], ...] = ()
-    """(of a checkpoint's keys, of the library's names): patterns, and what takes their place."""
+    """Pairs (pattern, replacement) that turn checkpoint keys into transformers names."""
 
 
 _LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": None, "pad_token_id": None}
@@ -66,7 +66,7 @@ def _defaults(
     positions: int,
     **others: Any,
 ) -> dict[str, Any]:
-    """What all families have, then what this one has."""
+    """Return the default fields of all families, updated with those of one family."""
     usual = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -269,5 +269,5 @@ FAMILIES: Mapping[str, Family] = {
         usual={"attention_bias": False, "mlp_bias": False},
     ),
 }
-"""The families by `model_type`."""
+"""The family descriptions by `model_type`."""
 # fmt: on

@@ -1,4 +1,4 @@
-"""One layer of every family that is described by arithmetic: what weights it has, and what it leaves in caches."""
+"""The weights of one layer and the cache sizes of every family described in `families.py`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def gpt_oss(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _qwen_block(name: str, c: PlainConfig, layer: int, has_shared: bool) -> Weights:
-    """The block of Qwen's families: experts in every so many layers."""
+    """Yield the feed-forward weights of a Qwen layer: experts in every `decoder_sparse_step`-th layer, else dense."""
     if not c.num_experts or layer in (c.mlp_only_layers or ()) or (layer + 1) % c.decoder_sparse_step:
         yield from gated(f"{name}.mlp", c, c.intermediate_size)
         return
@@ -112,12 +112,12 @@ def qwen3_next(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _linear_widths(c: PlainConfig) -> tuple[int, int]:
-    """(keys, values) of all heads of linear attention together."""
+    """Return the widths of keys and of values, all heads of linear attention together."""
     return c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
 
 
 def _deepseek_block(name: str, c: PlainConfig, layer: int, shared: int | None, is_sparse: bool) -> Weights:
-    """The block of DeepSeek's kind: dense layers first, then routed experts and shared ones."""
+    """Yield the feed-forward weights of a DeepSeek layer: dense, or routed experts with optional shared experts."""
     if not is_sparse:
         yield from gated(f"{name}.mlp", c, c.intermediate_size)
         return
@@ -209,7 +209,7 @@ def lfm2_moe(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _kinds(c: PlainConfig) -> Sequence[str]:
-    """What each layer is where attention takes turns with something else."""
+    """Return the type of each layer in families that mix attention with linear attention or convolution."""
     kinds: Sequence[str] = c.layer_types
     if not kinds and c.model_type == "qwen3_next":
         every = c.get("full_attention_interval", 4)
@@ -221,8 +221,10 @@ def _kinds(c: PlainConfig) -> Sequence[str]:
 
 
 def in_every_layer(c: PlainConfig) -> tuple[int, int, int]:
-    """What caches hold, numbers a token, and a text's numbers in the model's type and in float32: keys and values of
-    every layer."""
+    """Return cache sizes of a model whose every layer stores keys and values.
+
+    The three sizes are elements per token, and elements per sequence in the model's dtype and in float32.
+    """
     return c.num_hidden_layers * 2 * c.num_key_value_heads * head_dim(c), 0, 0
 
 

@@ -1,4 +1,4 @@
-"""A model's configuration and outline by arithmetic, for the families of `families.py`."""
+"""Compute a model's configuration and outline by arithmetic, for the families of `families.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
-    """The configuration whose fields are `stated`. Raises `UndescribedError` for what the library has to read."""
+    """Return the configuration with the fields of a config.json. Raises `UndescribedError` if only transformers can
+    read it."""
     family = FAMILIES.get(model_type)
     if family is None or "quantization_config" in stated or any(map(_OTHERS_CODE.fullmatch, stated)):
         raise UndescribedError(model_type)
@@ -36,7 +37,7 @@ def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
 
 
 def _check(c: PlainConfig) -> None:
-    """Raise `UndescribedError` where the library's model could not be built, or run: it says why."""
+    """Raise `UndescribedError` if transformers could not build or run the model; its own message is better."""
     groups, chosen = c.get("n_group"), c.get("topk_group")
     experts = c.get("n_routed_experts") or 0
     is_odd = (
@@ -54,7 +55,7 @@ def _check(c: PlainConfig) -> None:
 
 
 def outline_by_family(config: PlainConfig, dtype: Dtype) -> Outline:
-    """What the model is made of. Raises `UndescribedError`."""
+    """Return the outline of a model. Raises `UndescribedError` if the family's description does not cover it."""
     family = FAMILIES[config.model_type]
     weights = _weights(config, family)
     if dtype == F32:
@@ -123,7 +124,7 @@ def _buffers(c: PlainConfig, family: Family, sites: list[ExpertsSite]) -> dict[s
 
 
 def _turned_share(c: PlainConfig, family: Family) -> float:
-    """The share of a head that positions rotate."""
+    """Return the share of a head's dimensions that rotary embeddings rotate."""
     share = c.rope_parameters.get("partial_rotary_factor", c.get("partial_rotary_factor"))
     if share is None and c.get("rotary_dim") is not None:
         share = c.rotary_dim / c.head_dim

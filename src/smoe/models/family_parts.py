@@ -1,4 +1,4 @@
-"""The parts that models of many families are made of: what weights each has, by its name and the configuration."""
+"""Parts that many model families share. Each function yields the names and shapes of a part's weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def router(name: str, c: PlainConfig, experts: int, is_wide: bool = False) -> We
 
 
 def gated(name: str, c: PlainConfig, inner: int, bias: bool = False) -> Weights:
-    """A dense feed-forward layer, or shared experts."""
+    """Yield the weights of a gated MLP: a dense feed-forward layer or shared experts."""
     yield from linear(f"{name}.gate_proj", inner, c.hidden_size, bias)
     yield from linear(f"{name}.up_proj", inner, c.hidden_size, bias)
     yield from linear(f"{name}.down_proj", c.hidden_size, inner, bias)
@@ -39,7 +39,7 @@ def experts(name: str, c: PlainConfig, count: int, inner: int) -> Weights:
 
 
 def head_dim(c: PlainConfig) -> int:
-    """Numbers of a head, where a configuration names none by the width."""
+    """Return the size of an attention head; without a field for it, the hidden size divided by the number of heads."""
     size: int = c.get("head_dim") or c.hidden_size // c.num_attention_heads
     return size
 
@@ -47,7 +47,7 @@ def head_dim(c: PlainConfig) -> int:
 def heads(
     name: str, c: PlainConfig, bias: bool = False, output_bias: bool = False, output: str = "o_proj", gates: int = 1
 ) -> Weights:
-    """Projections of attention; `gates` 2: every query has a gate."""
+    """Yield the projections of attention; `gates=2` doubles the query projection, for gated attention."""
     size = head_dim(c)
     yield from linear(f"{name}.q_proj", gates * c.num_attention_heads * size, c.hidden_size, bias)
     yield from linear(f"{name}.k_proj", c.num_key_value_heads * size, c.hidden_size, bias)
@@ -56,19 +56,19 @@ def heads(
 
 
 def head_norms(name: str, c: PlainConfig, of_query: str = "q_norm", of_key: str = "k_norm") -> Weights:
-    """Norms of each head by itself."""
+    """Yield the query and key norms that normalize each head separately."""
     yield from norm(f"{name}.{of_query}", head_dim(c))
     yield from norm(f"{name}.{of_key}", head_dim(c))
 
 
 def whole_norms(name: str, c: PlainConfig) -> Weights:
-    """Norms of all heads together."""
+    """Yield the query and key norms that normalize all heads together."""
     yield from norm(f"{name}.q_norm", c.num_attention_heads * head_dim(c))
     yield from norm(f"{name}.k_norm", c.num_key_value_heads * head_dim(c))
 
 
 def latent(name: str, c: PlainConfig) -> Weights:
-    """Attention over keys and values of low rank (DeepSeek's)."""
+    """Yield the weights of multi-head latent attention (DeepSeek)."""
     count, of_query = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim
     if c.q_lora_rank is None:
         yield from linear(f"{name}.q_proj", count * of_query, c.hidden_size)
@@ -83,6 +83,6 @@ def latent(name: str, c: PlainConfig) -> Weights:
 
 
 def norms(name: str, c: PlainConfig, bias: bool = False) -> Weights:
-    """Before attention, and before what follows it."""
+    """Yield the norms before attention and before the feed-forward layer."""
     yield from norm(f"{name}.input_layernorm", c.hidden_size, bias)
     yield from norm(f"{name}.post_attention_layernorm", c.hidden_size, bias)

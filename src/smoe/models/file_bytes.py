@@ -1,4 +1,4 @@
-"""What a model's files take on disk: as they are, or, where they are not here, by the configuration alone."""
+"""The size of a model's files on disk, measured or, if they are not on disk, computed from the configuration."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from smoe.models.released_schemes import Scheme
 
 
 class FileBytes(NamedTuple):
-    """Bytes on disk."""
+    """The size of a model's files on disk, in bytes."""
 
     together: int
     experts: int | None = None
-    """The bytes of the routed experts; None where the files were counted as a whole."""
+    """The bytes of the routed experts; None if the files were measured as a whole."""
 
 
 def bytes_of_files(paths: Iterable[Path]) -> FileBytes:
-    """Files that are here."""
+    """Return the size of files on disk."""
     return FileBytes(sum(path.stat().st_size for path in paths))
 
 
 def expected_bytes(outline: Outline, dtype: Dtype, scheme: Scheme | None, has_mxfp4: bool) -> FileBytes:
-    """Files that are not here: matrices as their release stores them, all else in `dtype`, tied weights once."""
+    """Return the expected size of files that are not on disk.
+
+    Quantized matrices have the checkpoint's format, other weights have `dtype`, and tied weights count once.
+    """
     experts = sum(_expert_bytes(site, part, dtype, scheme, has_mxfp4) for site in outline.sites for part in site.parts)
     own = outline.of_experts
     others = sum(
@@ -38,7 +41,7 @@ def expected_bytes(outline: Outline, dtype: Dtype, scheme: Scheme | None, has_mx
 
 
 def _expert_bytes(site: ExpertsSite, part: Part, dtype: Dtype, scheme: Scheme | None, has_mxfp4: bool) -> int:
-    """One weight of all experts of a layer."""
+    """Return the bytes of one part (such as `gate_up_proj`) of all experts of a layer."""
     kind = None if scheme is None else scheme.of_experts(site.name)
     if len(part.shape) == 1 or (kind is None and not has_mxfp4):
         return site.experts * math.prod(part.shape) * dtype.itemsize
@@ -47,7 +50,7 @@ def _expert_bytes(site: ExpertsSite, part: Part, dtype: Dtype, scheme: Scheme | 
 
 
 def _layer_bytes(name: str, weight: Weight, dtype: Dtype, scheme: Scheme | None) -> int:
-    """A non-expert weight."""
+    """Return the bytes of one non-expert weight."""
     owner, _, key = name.rpartition(".")
     if scheme is not None and key == "weight" and weight.is_linear:
         kind = scheme.of(owner)

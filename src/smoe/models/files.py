@@ -1,6 +1,6 @@
-"""Where a model's files are: the embedded demo, a folder, a GGUF file, or a repository of the hub, or a file of one.
+"""Locate a model's files: the embedded demo, a folder, a GGUF file, a hub repository, or one file of a hub repository.
 
-Nothing is downloaded before its size is known to fit the disk, and nothing of a repository is ever executed.
+Before a download, its size is compared with the free disk space. Code in a repository is never executed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ _GIVE = "give a model folder, a GGUF file, a hub id such as Qwen/Qwen3-30B-A3B, 
 
 
 def local_place(model: str | Path) -> Path | None:
-    """The folder, or the GGUF file, of a model that is on disk already, else None: `model` is then a hub id by its
-    form. Of a GGUF model in parts it is the first.
+    """Return the folder or GGUF file of a model on disk, or None if `model` has the form of a hub id.
 
-    Raises `ModelError` where a path was meant and no model is there, with what would work instead.
+    Of a split GGUF model this is the first part. Raises `ModelError` if a path was meant and no model is there.
     """
     if str(model) == DEMO:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -66,7 +65,7 @@ def local_place(model: str | Path) -> Path | None:
 
 
 def named_elsewhere(model: str) -> str:
-    """What names the same model for a process in another folder."""
+    """Return a name that means the same model to a process with another working directory."""
     path = _path_of(model)
     return str(path.absolute()) if model != DEMO and path.exists() else model
 
@@ -74,16 +73,17 @@ def named_elsewhere(model: str) -> str:
 def _path_of(model: str | Path) -> Path:
     try:
         path = Path(model).expanduser()
-        path.is_dir()  # a name that no file system takes fails here
+        path.is_dir()  # raises for names that the file system does not allow
     except (OSError, ValueError, RuntimeError) as error:
         raise no_model(model, f"{str(model)!r:.200} is no path: {error}; {_GIVE}") from error
     return path
 
 
 def _checked(folder: Path) -> Path:
-    """What a folder holds: itself, for a model with a config.json, or its one GGUF file.
+    """Return the folder if it has a config.json, else its only GGUF file.
 
-    The small files of the former are ordinary ones, or opening them might never return.
+    Raises `CheckpointError` if there is neither, or if a small file of the model is not a regular file: opening a pipe
+    could block.
     """
     has_config = (folder / "config.json").exists()
     if not has_config or not any(folder.glob("*.safetensors*")):
@@ -104,7 +104,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _gguf_models(folder: Path) -> list[Path]:
-    """The GGUF models of a folder, one path for all parts of each; files that only go with a model are none."""
+    """Return the first part of every GGUF model in a folder; files that only accompany a model are left out."""
     parts = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
     first = {part_stem(path.name): path for path in reversed(parts) if not is_companion(path.name)}
     companions = tuple(path.name for path in parts if is_companion(path.name))
@@ -115,16 +115,16 @@ def _gguf_models(folder: Path) -> list[Path]:
 
 @cache
 def _remark_companions(folder: Path, names: tuple[str, ...]) -> None:
-    """Log once what of a folder is skipped."""
+    """Log, once per folder, which accompanying files are skipped."""
     _log.warning(
-        "%s also holds %s: files for images, of a quantiser or for guessing further tokens, which are skipped",
+        "%s also holds %s: files of an image encoder, of a quantiser or of multi-token prediction, which are skipped",
         folder,
         ", ".join(names),
     )
 
 
 def _no_folder(path: Path) -> str:
-    """What to say of a path that is something else than a folder."""
+    """Return the error message for a path that is no folder."""
     if path.is_symlink() and not path.exists():
         return f"{path} is a link that leads nowhere; {_GIVE}"
     return f"{path} is a file, not a model folder; {_reads(path)}"
@@ -153,7 +153,7 @@ def _near(path: Path) -> str:
 
 
 def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
-    """`local_place`, where no revision is asked for; raises `ConfigError` for one of files that have no other."""
+    """Return `local_place(model)`; raises `ConfigError` if a revision is given for a model on disk."""
     place = local_place(model)
     if place is not None and revision is not None:
         raise ConfigError(
@@ -167,8 +167,8 @@ def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
 
 
 def described_place(model: str | Path, revision: str | None) -> Path:
-    """Where a model's configuration is: its own place, or for a hub id a folder into which nothing else was
-    downloaded; for a GGUF model of the hub its file, or one with nothing but its header."""
+    """Return the path of a model's configuration; of a hub model only the configuration (or GGUF header) is
+    downloaded."""
     place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
     if place is None and gguf is not None:
         return described_gguf(gguf, revision)
@@ -176,7 +176,7 @@ def described_place(model: str | Path, revision: str | None) -> Path:
 
 
 def fetch(model: str | Path, revision: str | None) -> Path:
-    """The folder, or the GGUF file, of a model, downloaded from the hub if need be."""
+    """Return the folder or GGUF file of a model, after downloading it from the hub if necessary."""
     place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
     if place is None:
         place = hub.cached(str(model), revision) if gguf is None else cached_gguf(gguf, revision)
@@ -188,8 +188,10 @@ def fetch(model: str | Path, revision: str | None) -> Path:
 
 
 def refuse_unknown(model: str, revision: str | None) -> None:
-    """Raise `ModelError` for a model that cannot be had, `ConfigError` for a revision of one on disk: before anything
-    heavy is imported, and within seconds."""
+    """Raise `ModelError` if a model is unavailable, and `ConfigError` for a revision of a model on disk.
+
+    The check takes seconds at most and imports nothing heavy.
+    """
     if _place_on_disk(model, revision) is not None:
         return
     gguf = named_gguf(model)
@@ -199,7 +201,7 @@ def refuse_unknown(model: str, revision: str | None) -> None:
 
 
 def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise `DiskSpaceError` unless `needed_bytes` and a spare fit the disk of `where`."""
+    """Raise `DiskSpaceError` if the disk of `where` has less than `needed_bytes` and a reserve free."""
     existing = next(p for p in [where, *where.parents] if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + _SPARE_BYTES:
@@ -211,10 +213,11 @@ def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
 
 @contextmanager
 def naming(what: str, error: type[ModelError] = CheckpointError) -> Iterator[None]:
-    """Inside, whatever a library raises over a checkpoint's contents becomes an `error` that begins with `what`.
+    """Within this context, turn any exception that a library raises about a checkpoint into `error`, with `what` before
+    its text.
 
-    The libraries promise no kinds of errors for files that are damaged; the tokenizers' parser may even panic, which
-    is no `Exception`.
+    The libraries do not document their exceptions for damaged files; the parser in tokenizers may even panic, and a
+    panic is no `Exception`.
     """
     try:
         yield
@@ -229,7 +232,7 @@ def naming(what: str, error: type[ModelError] = CheckpointError) -> Iterator[Non
 
 
 def reason_of(error: BaseException) -> str:
-    """Kind and first words of an error, in one line."""
+    """Return an exception's type and the beginning of its message in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2])
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

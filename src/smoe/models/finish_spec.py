@@ -1,5 +1,4 @@
-"""What of a model's spec does not depend on how its outline was found: the choices of a configuration, and what the
-model's files state."""
+"""Complete a model's spec, after its outline is known, with the engine configuration and the sizes in its files."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _Spec = TypeVar("_Spec", bound=ModelSpec)
 
 
 def finished(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """The spec with what the checkpoint's files, or its configuration alone, say of quantised weights and of bytes."""
+    """Return the spec with its quantized weights and file sizes, from the files or from the configuration alone."""
     _check_used(spec.outline, checkpoint.config_place)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
     spec = with_experts_of(replace(spec, dense=dense), checkpoint, config)
@@ -31,15 +30,17 @@ def finished(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
 
 
 def with_experts_of(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """The same model with its experts, and their low copies, in the precisions of a configuration. Raises `ConfigError`
-    for those that it cannot have."""
+    """Return the spec with the experts, and their low copies, in the configured precisions.
+
+    Raises `ConfigError` if the files do not allow a precision.
+    """
     spec = replace(spec, precision=config.precision, low=None)
     spec = replace(spec, stored_bytes=checkpoint.quantised_bytes(spec))
     return replace(spec, low=_low_copies(spec, checkpoint, config)) if config.has_low else spec
 
 
 def _low_copies(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """The model with its experts' low copies; raises `ConfigError` where they would not be smaller."""
+    """Return the spec of the low copies; raises `ConfigError` if they would not be smaller than the experts."""
     low = replace(spec, precision=config.low_precision, form=LOW)
     low = replace(low, stored_bytes=checkpoint.quantised_bytes(low))
     if low.expert_bytes >= spec.expert_bytes:
@@ -54,14 +55,17 @@ def _low_copies(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Sp
 
 
 def choose_dtype(model_config: ModelConfig, config: EngineConfig) -> Dtype:
-    """The element type asked for, else the checkpoint's own."""
+    """Return the configured dtype, or with `auto` the checkpoint's own."""
     if config.dtype != "auto":
-        return BY_NAME[config.dtype]  # checked with the configuration
+        return BY_NAME[config.dtype]  # a valid name: the configuration has been checked
     return own_dtype(model_config)
 
 
 def choose_context(model_config: ModelConfig, config: EngineConfig) -> int:
-    """The positions asked for, else `DEFAULT_CONTEXT_TOKENS` or the model's own limit; raises beyond that limit."""
+    """Return the configured context length, else `DEFAULT_CONTEXT_TOKENS` or the model's limit if that is lower.
+
+    Raises `ConfigError` if the configured length exceeds the model's limit.
+    """
     limit = position_limit(model_config)
     if config.context_tokens is None:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)
@@ -77,7 +81,7 @@ def choose_context(model_config: ModelConfig, config: EngineConfig) -> int:
 
 
 def _check_used(outline: Outline, path: Path) -> None:
-    """Raise `CheckpointError` where a token would use no experts, or more than there are."""
+    """Raise `CheckpointError` if a layer's top-k is missing, is zero, or exceeds its number of experts."""
     for site in outline.sites:
         top_k = outline.anatomy.top_k.get(site.layer)
         if top_k is None or not 1 <= top_k <= site.experts:

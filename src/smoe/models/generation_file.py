@@ -1,4 +1,4 @@
-"""A checkpoint's generation_config.json, looked at before a generation can stumble over it."""
+"""Checks of a checkpoint's generation_config.json at load time, so that no generation fails on it later."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from smoe.models.files import naming
 
 
 def check_generation(folder: Path) -> None:
-    """Refuse a generation_config.json that is none, or whose values no generation can use.
-
-    Raises `CheckpointError` with file and key.
-    """
+    """Raise `CheckpointError`, with file and key, if a generation_config.json is invalid. A missing file is valid."""
     path = folder / "generation_config.json"
     if not path.exists() and not path.is_symlink():
         return
@@ -28,7 +25,7 @@ def check_generation(folder: Path) -> None:
 
 
 def check_values(found: Mapping[str, Any], path: Path) -> None:
-    """Refuse settings of `path` that no generation can use. Raises `CheckpointError`."""
+    """Raise `CheckpointError` if a value of a generation configuration read from `path` is invalid."""
     for key, value in found.items():
         wanted = _wrong(key, value)
         if wanted:
@@ -36,12 +33,12 @@ def check_values(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _wrong(key: str, value: Any) -> str | None:
-    """What a value should be that is not; None where it may stand."""
+    """Return a description of the allowed values if `value` is invalid, else None."""
     if value is None:
         return None
     if key in ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"):
         tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]
-        good = tokens and all(_is_whole(token, -1, 2**31) for token in tokens)  # some write -1 for none
+        good = tokens and all(_is_whole(token, -1, 2**31) for token in tokens)  # some files write -1 for "none"
         return None if good else "the number of a token"
     for names, holds, wanted in _WANTED:
         if key in names and not holds(value):

@@ -1,7 +1,7 @@
-"""How weights of the library are made of the tensors of a GGUF file: the functions of the tables' `Arrangement`s.
+"""Functions that convert tensors of a GGUF file to transformers weights, for the `Arrangement`s in the family tables.
 
-Each undoes what the format's converter does. Tensors may be numbers [rows, columns], vectors [rows], or, where only
-rows move, codes [rows, bytes of a row].
+Each function reverses a step of llama.cpp's converter. Tensors are matrices [rows, columns] or vectors [rows].
+Functions that only move rows also accept quantized codes, [rows, bytes of a row].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensors = Sequence["torch.Tensor"]
 
 
 def _half_a_head_apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows that a position turns together lie next to each other in files, half a head apart in the library."""
+    """Reorder the rows of each head from pairs next to each other to pairs half a head apart, for rotary embeddings."""
     apart: torch.Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return apart
 
@@ -31,11 +31,11 @@ PAIRED_ROWS = {
     for matrix, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads"))
     for suffix in ("weight", "bias")
 }
-"""The arrangement of families whose query and key matrices are turned in pairs."""
+"""Arrangements of query and key matrices for families whose files store rotary pairs next to each other."""
 
 
 def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
-    """Keys [heads, rank, width], the other way round, and values [heads, width, rank] of a latent, head by head."""
+    """Combine keys [heads, rank, width] (transposed) and values [heads, width, rank] into one matrix, head by head."""
     import torch
 
     keys, values = parts
@@ -43,7 +43,7 @@ def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
 
 
 KEYS_AND_VALUES = {"self_attn.kv_b_proj.weight": Arrangement(_latent_values, ("attn_k_b.weight", "attn_v_b.weight"))}
-"""The arrangement of multi-head latent attention: files have the matrix of keys and values in two parts."""
+"""The arrangement of multi-head latent attention, whose files store the matrix of keys and values as two tensors."""
 
 
 def _less_one(parts: Tensors, config: Any) -> torch.Tensor:
@@ -51,21 +51,21 @@ def _less_one(parts: Tensors, config: Any) -> torch.Tensor:
 
 
 def _logarithm(parts: Tensors, config: Any) -> torch.Tensor:
-    """A state's decay: files have -exp(A)."""
+    """Return A_log of a state-space layer from the stored -exp(A_log)."""
     return (-parts[0].float()).log()
 
 
 RESHAPED = Arrangement(lambda parts, config: parts[0])
-"""The same numbers, in rows of another length."""
+"""The same values in another shape."""
 LESS_ONE = Arrangement(_less_one)
-"""A norm's weight to which the library adds one, and files have it added."""
+"""A norm's weight minus one: files store it with the one that transformers adds."""
 LOGARITHM = Arrangement(_logarithm)
 POSITIVE_LOGARITHM = Arrangement(lambda parts, config: parts[0].float().log())
-"""A state's decay, of which files have exp(A)."""
+"""A_log of a state-space layer from the stored exp(A_log)."""
 
 
 def _query_key_value_gate(parts: Tensors, config: Any) -> torch.Tensor:
-    """Queries, keys, values and gates of all heads, put together head by head."""
+    """Interleave queries, keys, values and gates head by head."""
     import torch
 
     stacked, gates = parts
@@ -79,14 +79,14 @@ QUERY_KEY_VALUE_GATE = Arrangement(_query_key_value_gate, ("attn_qkv.weight", "a
 
 
 def _grouped(rows: torch.Tensor, config: Any) -> torch.Tensor:
-    """Value heads by the key head that they go with; files have the first of every key head, then the second ..."""
+    """Reorder value heads from interleaved to grouped by key head."""
     heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
     grouped: torch.Tensor = rows.unflatten(0, (heads // groups, groups, -1)).transpose(0, 1).flatten(0, 2)
     return grouped
 
 
 def _grouped_behind_keys(parts: Tensors, config: Any) -> torch.Tensor:
-    """The same of values that lie behind queries and keys."""
+    """Reorder only the value heads of a matrix that holds queries, keys and values."""
     import torch
 
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
@@ -101,16 +101,16 @@ GROUPED_LOGARITHM = Arrangement(lambda parts, config: _logarithm([_grouped(parts
 
 
 def _joined(parts: Tensors, config: Any) -> torch.Tensor:
-    """One below the other."""
+    """Concatenate the rows of the tensors."""
     import torch
 
     return torch.cat(list(parts))
 
 
 JOINED_DENSE = Arrangement(_joined, ("ffn_gate.weight", "ffn_up.weight"), moves_rows=True)
-"""Gate and up of a dense layer, which the library has in one matrix."""
+"""The gate and up matrices of a dense layer, which transformers stores as one matrix."""
 JOINED_SHARED = Arrangement(_joined, ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), moves_rows=True)
-"""The same of a shared expert."""
+"""The gate and up matrices of a shared expert, which transformers stores as one matrix."""
 
 
 def _joined_convolutions(parts: Tensors, config: Any) -> torch.Tensor:
@@ -118,11 +118,11 @@ def _joined_convolutions(parts: Tensors, config: Any) -> torch.Tensor:
 
 
 JOINED_CONVOLUTIONS = Arrangement(_joined_convolutions, tuple(f"ssm_conv1d_{kind}.weight" for kind in "qkv"))
-"""Those of queries, keys and values, which the library has in one."""
+"""The convolutions of queries, keys and values, which transformers stores as one tensor."""
 
 
 def _rows_of(kind: str) -> Arrangement:
-    """Those of the queries, the keys or the values in a matrix of all three."""
+    """Return the arrangement that takes queries, keys or values out of a matrix of all three."""
 
     def rows(parts: Tensors, config: Any) -> torch.Tensor:
         width = config.head_dim
@@ -135,7 +135,7 @@ def _rows_of(kind: str) -> Arrangement:
 
 
 SPLIT_ATTENTION = {f"self_attn.{kind}_proj.weight": _rows_of(kind) for kind in "qkv"}
-"""Queries, keys and values, which files have in one matrix."""
+"""The arrangements of query, key and value projections that files store as one matrix."""
 
 STATE_GATE = Arrangement(lambda parts, config: parts[0], ("ssm_g_a.weight",), moves_rows=True)
-"""A gate that files call so in layers with a state, and by another name in layers with attention."""
+"""A gate whose tensor has this name in layers with linear attention and another name in the other layers."""

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files with keys and values in every layer (`gguf_families.py`)."""
+"""Table of GGUF architectures whose layers all have ordinary attention (`gguf_families.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smoe.models.gguf_arrangements import JOINED_DENSE, JOINED_SHARED, LESS_ONE,
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
 
 SIGMOID = (0, 2)
-"""How a router's scores are made: by a sigmoid, also where a file does not say it."""
+"""Allowed values of `expert_gating_func` for routers with sigmoid scores: 2, or 0 where the file does not set it."""
 
 _ROUTED = {
     "expert_count": "n_routed_experts",
@@ -22,7 +22,7 @@ _ROUTED = {
     "expert_weights_scale": "routed_scaling_factor",
     "leading_dense_block_count": "first_k_dense_replace",
 }
-"""Sizes of families whose routers are as DeepSeek-V3's."""
+"""Metadata entries of families with DeepSeek-V3's router."""
 
 GRANITE_SIZES = {
     "attention.scale": "attention_multiplier",
@@ -64,7 +64,7 @@ def _ernie(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _dbrx(entries: Entries, fields: dict[str, Any]) -> None:
-    """In two configurations within one, by names of their own."""
+    """Move the fields into the two nested configurations of transformers' DBRX, under DBRX's names."""
     fields["attn_config"] = {
         "clip_qkv": entries.number("attention.clamp_kqv"),
         "kv_n_heads": fields.pop("num_key_value_heads"),
@@ -93,7 +93,7 @@ def _dots(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _gemma4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Layers that see all tokens have heads of their own number and size, and may use keys as values."""
+    """Add layer types and head sizes: global layers have other heads and may use their keys as values."""
     count = fields["num_hidden_layers"]
     is_sliding = entries.numbers("attention.sliding_window_pattern", count)
     heads = entries.numbers("attention.head_count_kv", count)
@@ -117,7 +117,7 @@ def _gemma4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _gemma4_frequencies(config: Any) -> list[float]:
-    """Files divide frequencies by 1 where positions turn a head, elsewhere by what leaves nothing of them."""
+    """Return the factors by which files divide rotary frequencies: 1 for rotated dimensions, else a huge number."""
     half = config.per_layer_config["full_attention"].head_dim // 2
     turned = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
     return [1.0] * turned + [1e30] * (half - turned)
@@ -133,8 +133,8 @@ def _minimax_m3(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
-    """What files do not have follows from the two published models: Scout, with 16 experts and scaled positions, and
-    Maverick, with 128 experts."""
+    """Add the fields that files lack, by the two published models: Scout (16 experts, scaled positions) and Maverick
+    (128 experts)."""
     fields["use_qk_norm"] = fields["num_local_experts"] != 128
     if "rope_freqs.weight" in entries.tensors:
         fields["rope_parameters"] |= {
@@ -147,7 +147,8 @@ def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _llama4_frequencies(config: Any) -> list[float]:
-    """By what long waves are divided, and short ones are not."""
+    """Return the factors by which rotary frequencies are divided: the scaling factor for long waves, 1 for short
+    ones."""
     rope, width = config.rope_parameters, config.head_dim
     lengths = [2 * math.pi * rope["rope_theta"] ** (2 * n / width) for n in range(width // 2)]
     return [rope["factor"] if each > rope["original_max_position_embeddings"] else 1.0 for each in lengths]
@@ -171,7 +172,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         split="afmoe",
     ),
     "bailingmoe2": GgufFamily(
-        "glm4_moe",  # transformers has no class for Ling 2; this one computes the same
+        "glm4_moe",  # transformers has no class for Ling 2; glm4_moe computes the same
         {
             **_ROUTED,
             "attention.key_length": "head_dim",
@@ -385,10 +386,10 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "qwen3moe": GgufFamily(
         "qwen3_moe",
         _QWEN3_SIZES,
-        fixed={"norm_topk_prob": True},  # the format's own program takes it for granted
+        fixed={"norm_topk_prob": True},  # llama.cpp assumes this without an entry
     ),
     "qwen3vlmoe": GgufFamily(
-        "qwen3_moe",  # the text part, in which the three positions of every token are equal
+        "qwen3_moe",  # the text part, in which the three position ids of a token are equal
         _QWEN3_SIZES,
         fixed={"norm_topk_prob": True},
         named_as="qwen3moe",

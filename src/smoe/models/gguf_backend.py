@@ -1,7 +1,8 @@
-"""The tokenizers library's tokenizer for a vocabulary of a GGUF file: one function for each kind of vocabulary.
+"""Build a tokenizer of the tokenizers library from the vocabulary of a GGUF file; one function per kind of vocabulary.
 
-Ids are those of llama.cpp and of the models' own tokenizers; transformers' converter of GGUF files knows fewer kinds,
-and loses a space before a text, words that no merge reaches, and control tokens in letters beyond the byte alphabet.
+Token ids equal those of llama.cpp and of the models' own tokenizers. transformers' converter of GGUF files supports
+fewer kinds. It also loses the space before a text, words that no merge reaches, and control tokens with letters outside
+the byte alphabet.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from smoe.models.gguf_splits import Split
 from smoe.models.gguf_vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 
 _SPACE = "\u2581"
-"""How vocabularies that are not byte-level write a space."""
+"""The character for a space in vocabularies that are not byte-level."""
 
 
 def byte_level(vocabulary: Vocabulary, split: Split) -> Tokenizer:
-    """Texts are split by expressions; every byte of a piece has a letter, and letters are merged."""
+    """Return a byte-level BPE tokenizer: regular expressions split the text, each byte becomes a letter, letters are
+    merged."""
     model = models.BPE(vocab=vocabulary.numbers, merges=vocabulary.merges(), ignore_merges=split.ignores_merges)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -33,7 +35,7 @@ def byte_level(vocabulary: Vocabulary, split: Split) -> Tokenizer:
 
 
 def by_scores(vocabulary: Vocabulary) -> Tokenizer:
-    """A text is one piece, with a space put before it; pieces are put together by score, and what is left is bytes."""
+    """Return a SentencePiece-like tokenizer: pieces of the whole text are merged by score, with bytes as a fallback."""
     has_prefix = vocabulary.entry("add_space_prefix") is not False
     tokenizer = Tokenizer(_with_bytes(vocabulary, _merges_by_scores(vocabulary)))
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
@@ -43,7 +45,7 @@ def by_scores(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def unsplit(vocabulary: Vocabulary) -> Tokenizer:
-    """Gemma 4's: merges as in byte-level vocabularies, but of characters, over a text that is split nowhere."""
+    """Return Gemma 4's tokenizer: BPE merges over the characters of the whole text, which is not split first."""
     tokenizer = Tokenizer(_with_bytes(vocabulary, vocabulary.merges()))
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.decoder = _space_decoder(has_prefix=False)
@@ -51,8 +53,7 @@ def unsplit(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, strips_right: bool) -> None:
-    """Let the tokens be found whole in texts that are no pieces of them: control tokens, which decoding may leave out,
-    and those of a user, which it may not."""
+    """Add the tokens that are matched as a whole: control tokens, which decoding may skip, and user-defined tokens."""
     special = vocabulary.of_kind(CONTROL, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(each, normalized=False, rstrip=strips_right) for each in special])
     own = vocabulary.of_kind(USER_DEFINED)
@@ -60,14 +61,14 @@ def add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, strips_right:
 
 
 def _with_bytes(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> models.BPE:
-    """A model that writes a character without a token as its bytes."""
+    """Return a BPE model that encodes a character without a token as its bytes."""
     number = vocabulary.entry("unknown_token_id")
     unknown = vocabulary.tokens[number] if number is not None else None
     return models.BPE(vocab=vocabulary.numbers, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
 
 
 def _merges_by_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put an entry together of two others, the highest score first."""
+    """Return all pairs of tokens that together form a token, by descending score."""
     apart = {*vocabulary.of_kind(CONTROL, UNKNOWN, BYTE)}
     numbers = {token: number for token, number in vocabulary.numbers.items() if token not in apart}
     scores = vocabulary.scores()
@@ -81,14 +82,17 @@ def _merges_by_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _space_decoder(has_prefix: bool) -> decoders.Decoder:
-    """Decodes pieces to a text: without the space that was put before it."""
+    """Return the decoder for vocabularies with `_SPACE`; with `has_prefix` it removes the added space."""
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if has_prefix else [])])
 
 
 def _respelled(vocabulary: Vocabulary) -> Iterable[decoders.Decoder]:
-    """Spells the tokens of a user that consist of letters of the byte alphabet, as DeepSeek's 'ü', by their bytes: the
-    decoder would take each letter for a byte."""
+    """Yield decoders for added tokens that consist of byte-alphabet letters, such as DeepSeek's 'ü'.
+
+    The byte-level decoder would take each of their letters for a byte, so they are replaced by the letters of their
+    bytes.
+    """
     letters = pre_tokenizers.ByteLevel.alphabet()
     for token in vocabulary.of_kind(CONTROL, UNKNOWN, USER_DEFINED):
         if not token.isascii() and set(token) <= set(letters):

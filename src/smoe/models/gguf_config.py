@@ -1,8 +1,8 @@
-"""A model's configuration from the metadata of a GGUF file.
+"""Read a model's configuration from the metadata of a GGUF file.
 
-The library's own tables leave out the experts' width and much else, which it then guesses; so which entry means what is
-said here. What a file does not say is taken from the shapes of its tensors; what would change the computation, and is
-not known here, is refused by name.
+transformers' own tables lack the experts' width and other entries, and then defaults apply. So the tables here map
+every entry. Missing sizes are taken from the shapes of tensors. Entries that would change the computation and are not
+known here are refused with their name.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "expert_used_count": "num_experts_per_tok",
 }
-"""The library's names, in all families, of what files say; each family has more (`gguf_families.py`)."""
+"""Metadata entries of all families and their transformers fields; each family adds its own (`gguf_families.py`)."""
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
 _ROUTER = ".ffn_gate_inp."
-"""A part of the names of every router's tensors."""
+"""A substring of the names of all router tensors."""
 _WIDTHS = {
     "expert_count": ("blk.0.ffn_gate_inp.weight", -2),
     "expert_feed_forward_length": ("blk.0.ffn_down_exps.weight", -1),
     "expert_shared_feed_forward_length": ("blk.0.ffn_down_shexp.weight", -1),
 }
-"""What a tensor of the first layer tells where no entry does: its name, and the dimension."""
+"""For sizes without an entry: the tensor of the first layer, and the dimension, that has the size."""
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "expert_gating_func": (0, 1),  # absent: softmax
+    "expert_gating_func": (0, 1),  # 0 means that the entry is absent: softmax
     "expert_weights_scale": (0.0, 1.0),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
@@ -51,19 +51,21 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),  # absent: 1
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),  # an absent entry means 1
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Values with which an entry changes nothing; with others the family would compute something else."""
+"""Values with which an entry does not change the computation; other values are refused unless the family allows
+them."""
 _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 _THETA = 10_000.0
-"""What the format's own program takes where a file says nothing."""
+"""llama.cpp's default where a file has no entry."""
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _SPECIAL = {"bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "tokenizer.ggml.padding_token_id"}
 
 
 def entries_of(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> Entries:
-    """What a file has of its architecture. Raises `UnsupportedModelError` for one that smoe does not read."""
+    """Return the metadata and tensors of a file's architecture. Raises `UnsupportedModelError` if smoe does not read
+    it."""
     architecture = architecture_of(header)
     prefix = f"{architecture}."
     values = {
@@ -75,14 +77,15 @@ def entries_of(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> Entri
 
 
 def next_token_layers(entries: Entries) -> int:
-    """Layers behind all others that guess further tokens: the file counts them, and the library has none of them."""
+    """Return the number of multi-token prediction layers, which the file counts as layers and transformers leaves
+    out."""
     return int(entries.number("nextn_predict_layers", 0))
 
 
 def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tuple[str, dict[str, Any]]:
-    """(the library's family, the fields of its configuration) that a file describes.
+    """Return transformers' family name and the configuration fields that a file describes.
 
-    Raises `CheckpointError` with file and entry, `UnsupportedModelError` for what the family does not compute.
+    Raises `CheckpointError` with file and entry, and `UnsupportedModelError` if the family computes something else.
     """
     path, tensors = entries.path, entries.tensors
     _check_computed(family, entries)
@@ -116,12 +119,12 @@ def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tup
 
 
 def _check_computed(family: GgufFamily, entries: Entries) -> None:
-    """Raise `UnsupportedModelError` for an entry with which the computation is another than the library's."""
+    """Raise `UnsupportedModelError` if an entry requires a computation that transformers' family does not have."""
     for key, known in _ONLY.items():
         if key in family.sizes or key in family.read:
             continue
         allowed, value = family.allowed.get(key, known), entries.values.get(key)
-        if value is not None and (isinstance(value, (bool, list)) or value not in allowed):  # true would pass for 1
+        if value is not None and (isinstance(value, (bool, list)) or value not in allowed):  # because True == 1
             raise UnsupportedModelError(
                 f"{entries.path}: '{entries.architecture}.{key}' is {value!r:.80}; smoe reads files without it, or "
                 f"where it is {allowed[-1]}"
@@ -131,8 +134,7 @@ def _check_computed(family: GgufFamily, entries: Entries) -> None:
 def _shapes(
     path: Path, family: GgufFamily, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
-    """Fields from the tensors: the vocabulary, whether the output matrix is the embedding, and sizes that are not
-    stated."""
+    """Return the fields that follow from tensors: the vocabulary size, tied embeddings, and sizes without an entry."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")
@@ -155,7 +157,8 @@ def _token(header: GgufHeader, key: str) -> int | None:
 
 
 def _turned_part(family: GgufFamily, values: Mapping[str, Any], entries: Entries) -> dict[str, Any]:
-    """How much of a head positions turn, where that may be less than all of it."""
+    """Return the rotated share of a head for families where it varies; raises `UnsupportedModelError` in other families
+    if it is not 1."""
     if family.sizes.get("rope.dimension_count", "head_dim") != "head_dim" or "rope.dimension_count" in family.read:
         return {}
     heads = values["num_attention_heads"]
@@ -165,14 +168,14 @@ def _turned_part(family: GgufFamily, values: Mapping[str, Any], entries: Entries
         return {"partial_rotary_factor": turned / head}
     if turned != head:
         raise UnsupportedModelError(
-            f"{entries.path}: positions turn {turned} of {head} numbers of a head ('rope.dimension_count'); in "
-            f"transformers' {family.model_type!r} they turn all of them"
+            f"{entries.path}: rotary embeddings rotate {turned} of {head} dimensions of a head "
+            f"('rope.dimension_count'); in transformers' {family.model_type!r} they rotate all of them"
         )
     return {}
 
 
 def _rope(family: GgufFamily, entries: Entries) -> dict[str, Any]:
-    """How positions are turned, as the library writes it."""
+    """Return the rotary embedding parameters in transformers' form."""
     path, values = entries.path, entries.values
     theta = entries.number("rope.freq_base", _THETA)
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}

@@ -1,12 +1,13 @@
-"""Where the routed experts of a GGUF file lie: in a tensor for every matrix of a layer, or, in files of early 2024 and
-before, in one for every expert.
+"""Locate the routed experts in a GGUF file.
+
+Files hold one tensor for each matrix of a layer, or, until early 2024, one tensor for each expert and matrix.
 
     blk.N.ffn_gate_exps.weight, ffn_up_exps, ffn_down_exps     [E, I, H], [E, I, H], [E, H, I]
-    blk.N.ffn_gate_up_exps.weight                              [E, 2I, H], in the place of the first two
-    blk.N.ffn_gate_exps.bias, ...                              [E, I], [E, I], [E, H], in families that have biases
-    blk.N.ffn_gate.E.weight, ffn_up.E, ffn_down.E              the old form
+    blk.N.ffn_gate_up_exps.weight                              [E, 2I, H], in place of the first two
+    blk.N.ffn_gate_exps.bias, ...                              [E, I], [E, I], [E, H], in families with biases
+    blk.N.ffn_gate.E.weight, ffn_up.E, ffn_down.E              the form until early 2024
 
-A row is an output's, also in families that the library has the other way round, or with gate and up in turns.
+A row belongs to one output, also in families that transformers stores transposed or with gate and up interleaved.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _BIAS = "_bias"
 
 
 def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, StoredTensor]) -> StoredLayer:
-    """The stored pieces of every expert of a layer.
+    """Return the stored tensors of every expert of a layer.
 
-    Raises `CheckpointError` where a tensor is missing or of another shape, `UnsupportedModelError` for experts whose
-    form the file cannot have.
+    Raises `CheckpointError` if a tensor is missing or has another shape, and `UnsupportedModelError` if GGUF files
+    cannot represent the experts.
     """
     parts = tuple(_stored_part(part, site) for part in site.parts)
     found: dict[str, list[Sequence[StoredTensor]]] = {}
@@ -51,14 +52,14 @@ def index_gguf_experts(place: Path, site: ExpertsSite, tensors: Mapping[str, Sto
 
 
 def tensors_of(experts: StoredLayer) -> Iterator[StoredTensor]:
-    """Everything that the experts of a layer are made of."""
+    """Yield all stored tensors of a layer's experts."""
     for sources in experts.sources:
         for pieces in sources.values():
             yield from pieces
 
 
 def _stored_part(part: Part, site: ExpertsSite) -> Part:
-    """A part as the files have it: outputs by inputs, the gate's rows before the up's."""
+    """Return the part in the layout of the file: [outputs, inputs], with the gate's rows before the up rows."""
     name = part.name.removesuffix(_BIAS)
     if name not in _KINDS:
         raise UnsupportedModelError(
@@ -76,7 +77,7 @@ def _every_expert(
     shape: tuple[int, ...],
     tensors: Mapping[str, StoredTensor],
 ) -> Sequence[StoredTensor]:
-    """One matrix, or bias, of every expert of a layer."""
+    """Return one matrix, or one bias, of every expert of a layer."""
     key = f"blk.{site.layer}.{stem}_exps.{suffix}"
     fused = tensors.get(key)
     if fused is not None:
@@ -96,7 +97,8 @@ def _every_expert(
 
 
 def check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
-    """Raise `CheckpointError` for another shape; dimensions of 1 come and go between ggml and the library."""
+    """Raise `CheckpointError` if a tensor has another shape; dimensions of 1 are ignored, because ggml and transformers
+    add and drop them."""
     if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
         raise CheckpointError(
             f"{tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
@@ -105,7 +107,7 @@ def check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
 
 
 def _check_quantised(layer: StoredLayer) -> None:
-    """Raise `UnsupportedModelError` for plain numbers that would have to be put in turns on their way to a slot."""
+    """Raise `UnsupportedModelError` if unquantized gate and up rows would have to be interleaved while loading."""
     for part in layer.parts:
         for tensor in layer.sources[0][part.name] if len(part.shape) == 2 else ():
             if tensor.dtype not in FORMATS:

@@ -1,7 +1,6 @@
-"""What the GGUF files of each architecture say in their own way: how sizes are named, what goes without saying, which
-matrices are others than the library's.
+"""The supported architectures of GGUF files: names of sizes, implied values, and how stored tensors become weights.
 
-Adding an architecture is one entry in one of the three tables, and a toy of it in the tests.
+A new architecture is one entry in one of the three tables, and a toy model in the tests.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _REFUSED = {
     "qwen4exp": _DEPENDS_ON_NUMBERS,
     "step35": "transformers does not open its experts to other implementations",
 }
-"""Why architectures are not read that are known; of others nothing is known."""
+"""The reasons why some known architectures are not supported."""
 
 
 def architecture_of(header: GgufHeader) -> str:
-    """The name that a file has for its family; raises `UnsupportedModelError` for one that smoe does not read."""
+    """Return the name of a file's architecture; raises `UnsupportedModelError` if smoe does not read it."""
     name = header.metadata.get("general.architecture")
     if header.metadata.get("general.type") == "imatrix":
         raise UnsupportedModelError(f"{header.path} is no model, but says how one was quantised (imatrix)")
@@ -61,7 +60,7 @@ def architecture_of(header: GgufHeader) -> str:
 
 
 def family_of(entries: Entries) -> GgufFamily:
-    """The family of the library that computes what a file holds."""
+    """Return the description of the family that computes the model in a file."""
     family = FAMILIES[entries.architecture]
     other = None if family.variant is None else family.variant(entries)
     return other or family

@@ -1,6 +1,6 @@
-"""What an entry of the table of GGUF architectures says (`gguf_families.py`), and what it is given of a file.
+"""The types of the tables in `gguf_families.py`: the description of an architecture, and the entries of a file.
 
-Nothing here or in the tables needs torch: `smoe plan` reads them without it.
+This module and the tables do not import torch, because `smoe plan` reads them without it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ if TYPE_CHECKING:
     import torch
 
 NEXT_TOKEN_LAYERS = "num_nextn_predict_layers"
-"""The library's name of the number of layers, behind all others, that guess further tokens; it has none of them."""
+"""transformers' name for the number of multi-token prediction layers, which its models leave out."""
 SWITCHES = ("expert_weights_norm",)
-"""Entries that are true or false; all others that are read as one number are numbers."""
+"""Metadata entries that are booleans; all others that are read as one value are numbers."""
 
 
 class Entries(NamedTuple):
-    """What a file has of an architecture: metadata entries by their names without it, and tensors by their keys."""
+    """A file's metadata entries, without the architecture in their names, and its tensors by key."""
 
     path: Path
     architecture: str
     values: Mapping[str, Any]
-    """Arrays as lists."""
+    """Metadata values by name; arrays are lists."""
     tensors: Mapping[str, StoredTensor]
 
     def number(self, key: str, otherwise: Any = None) -> Any:
-        """One number, or one switch. A list that repeats it counts as one. Raises `CheckpointError` for anything else,
-        and for an entry that is missing and has no `otherwise`."""
+        """Return an entry that is one number, or one boolean if it is in `SWITCHES`. A list of equal values counts as
+        one.
+
+        Raises `CheckpointError` for other values, and for a missing entry without `otherwise`.
+        """
         value = self.values.get(key, otherwise)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
@@ -49,7 +52,7 @@ class Entries(NamedTuple):
         return value
 
     def numbers(self, key: str, count: int, otherwise: Any = None) -> list[Any]:
-        """A number for each of `count` layers: the entries of a list, or one number for all."""
+        """Return one number for each of `count` layers, from a list or from a single number."""
         value = self.values.get(key, otherwise)
         if not isinstance(value, list):
             return [self.number(key, otherwise)] * count
@@ -61,52 +64,55 @@ class Entries(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """How a weight of the library is made of a file's tensors, where it is not one of them as it lies."""
+    """The conversion of stored tensors to a transformers weight that is not simply one stored tensor."""
 
     whole: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
-    """Makes the weight from the tensors and the library's configuration."""
+    """Returns the weight, given the tensors and the transformers configuration."""
     sources: tuple[str, ...] = ()
-    """The tensors' names in a layer; empty: the one that the weight's own name stands for. Where a file lacks one of
-    them, it has the weight under its own name, as the library has it."""
+    """The names, within a layer, of the tensors to convert. Empty: the tensor that the weight's own name stands for.
+
+    If a tensor is missing, the file stores the weight itself under its own name.
+    """
     is_part: bool = False
-    """Whether it is only some rows of a tensor that holds others as well."""
+    """Whether the weight is only a part of the rows of the tensor."""
     moves_rows: bool = False
-    """Whether whole rows move and nothing else, so that quantised ones stay so: `whole` is then given codes as well."""
+    """Whether `whole` only moves complete rows. It then also accepts quantized codes, so that the weight stays
+    quantized."""
 
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """An architecture of GGUF files, and the library's family that computes the same."""
+    """An architecture of GGUF files and the transformers family that computes the same."""
 
     model_type: str
-    """transformers' name."""
+    """transformers' name of the family."""
     sizes: Mapping[str, str]
-    """The library's name of a size by the metadata entry that says it, besides those that all families have."""
+    """transformers fields by metadata entry, in addition to the entries of all families."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """What no file says, by the library's name."""
+    """Fields that no file has, with their values."""
     fixed_yarn: Mapping[str, Any] = field(default_factory=dict)
-    """The same of positions that are scaled by YaRN."""
+    """Fields of YaRN-scaled rotary embeddings that no file has, with their values."""
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of entries that mean what the library computes, where other families have others."""
+    """Allowed values of entries whose meaning equals what the transformers family computes."""
     read: frozenset[str] = frozenset()
     """Entries that `complete` reads."""
     complete: Callable[[Entries, dict[str, Any]], None] | None = None
-    """Adds to the fields of a configuration what needs more than a name."""
+    """Adds to the configuration the fields that need computation."""
     from_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the library that are on where a file has a tensor of this name."""
+    """Boolean fields that are true if a file has the tensor of this name."""
     has_partial_rotary: bool = False
-    """Whether positions turn only a part of a head, which files say."""
+    """Whether files state which part of a head rotary embeddings rotate."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer by the library's name there, where the gguf package has no name or another one."""
+    """Tensors by transformers' name within a layer, where the gguf package's name is missing or different."""
     named_as: str = ""
-    """The architecture whose names the gguf package has for this one, which it does not know."""
+    """The architecture whose tensor names in the gguf package also apply to this one, which the package lacks."""
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
-    """Arrangements by the library's name in a layer, or outside of layers by the whole name."""
+    """Arrangements by transformers' name within a layer, or by the full name outside of layers."""
     unread: str = "$^"
-    """A regular expression: tensors that the library's model has no place for and that texts do not need."""
+    """A regular expression for tensors that transformers' model does not have and text generation does not need."""
     implied: Mapping[str, Callable[[Any], Sequence[float]]] = field(default_factory=dict)
-    """Tensors that the library computes itself, by their keys, and their numbers by its configuration."""
+    """Tensors that transformers computes itself, by key, with a function that returns their values."""
     variant: Callable[[Entries], GgufFamily | None] | None = None
-    """The other family of the library that a file of the architecture may be for, where it is."""
+    """Returns the description of another transformers family if the file is for that one, else None."""
     split: str | None = "qwen2"
-    """How a text is split before its merges where a file does not say it; None: files of this family always do."""
+    """The name of the pre-tokenizer (`gguf_splits.py`) if a file has no entry for it; None if all files have one."""

@@ -1,7 +1,7 @@
-"""A checkpoint in a GGUF file, or in the parts of a split one: configuration, tokenizer and weights in one place.
+"""A checkpoint in a GGUF file or a split one: configuration, tokenizer and weights.
 
-The names of weights are translated by the gguf package's own table. A stored matrix is the library's, row by row; where
-a family has an `Arrangement` for it, it is made of what is stored when it is read.
+The gguf package's table translates the names of weights. A stored matrix equals transformers' row by row, unless the
+family has an `Arrangement` for it; that one is applied while reading.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GgufFile(GgufSizes):
         return config
 
     def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-        return []  # a matrix of its own is what says that nothing is shared
+        return []  # in GGUF files a stored output matrix is what makes a model untied
 
     def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
         spec.config._experts_implementation = "eager"
@@ -50,7 +50,7 @@ class GgufFile(GgufSizes):
         sources = {
             name: source for name, source in self._sources(spec).items() if all(key in stored for key in source.keys)
         }
-        # torch's own memory begins at a cache line, where our kernels want matrices to begin
+        # torch's memory begins at a cache line, as our kernels require of matrices
         wide = {name for name, weight in spec.outline.weights.items() if weight.is_wide}
         state = {name: _room(weights[name], name in spec.dense, name in wide) for name in sources}
         for name in sources.keys() - spec.dense.keys():
@@ -64,7 +64,7 @@ class GgufFile(GgufSizes):
                 continue
             codes = self._all_codes(sources[name], spec.config)
             keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)
-        loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader had no name
+        loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader was given no name
         with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
             generation: GenerationConfig = loaded.generation_config
             generation.update(**sampling)
@@ -76,7 +76,7 @@ class GgufFile(GgufSizes):
         return read_gguf_tokenizer(self._headers[0])
 
     def _check_implied(self, config: PretrainedConfig) -> None:
-        """Raise `UnsupportedModelError` where the library would compute with other numbers than a file has."""
+        """Raise `UnsupportedModelError` if a file has other values than those that transformers computes itself."""
         for key, numbers in self._family.implied.items():
             tensor = self._tensors.get(key)
             if tensor is None:
@@ -89,7 +89,7 @@ class GgufFile(GgufSizes):
                 )
 
     def _read(self, source: WeightSource, config: PretrainedConfig, target: torch.Tensor) -> None:
-        """Fill `target` with the numbers of a weight."""
+        """Fill `target` with the values of a weight."""
         if source.arrangement is None:
             read_tensor(self._tensors[source.keys[0]], target)
             return
@@ -98,7 +98,7 @@ class GgufFile(GgufSizes):
             target.copy_(source.arrangement.whole(parts, config).reshape(target.shape))
 
     def _all_codes(self, source: WeightSource, config: PretrainedConfig) -> torch.Tensor:
-        """A quantised weight's bytes, its rows in the library's order."""
+        """Return a quantized weight's bytes with its rows in transformers' order."""
         parts = [self._codes(self._tensors[key]) for key in source.keys]
         if source.arrangement is None:
             return parts[0]
@@ -106,7 +106,7 @@ class GgufFile(GgufSizes):
             return source.arrangement.whole(parts, config).contiguous()
 
     def _codes(self, tensor: StoredTensor) -> torch.Tensor:
-        """A quantised matrix's bytes: uint8 [rows, bytes of a row]."""
+        """Return the bytes of a stored quantized matrix: uint8 [rows, bytes of a row]."""
         codes = assembled(tensor) if tensor.made_of else read_bytes(tensor).view(tensor.shape[0], -1)
         if not FORMATS[tensor.dtype].is_finite(codes.numpy()):
             raise CheckpointError(
@@ -117,12 +117,13 @@ class GgufFile(GgufSizes):
 
 
 def _key_of(sources: Mapping[str, WeightSource], name: str) -> str:
-    """A weight's name in the file, for messages."""
+    """Return a weight's name in the file, for messages."""
     return ", ".join(sources[name].keys) if name in sources else name
 
 
 def _room(weight: torch.Tensor, stays_quantised: bool, is_wide: bool) -> torch.Tensor:
-    """Where a weight is read to; nothing behind it where another layer will take its place."""
+    """Allocate the tensor that a weight is read into; a weight that stays quantized gets a placeholder without
+    memory."""
     dtype = torch.float32 if is_wide else weight.dtype
     if stays_quantised:
         return torch.zeros((), dtype=dtype).expand(weight.shape)

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files with multi-head latent attention (`gguf_families.py`)."""
+"""Table of GGUF architectures with multi-head latent attention (`gguf_families.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
 
 
 def latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
-    """Sizes of multi-head latent attention. Files have it as one head of keys and values, early ones as all heads."""
+    """Add the sizes of multi-head latent attention. Newer files describe one shared key-value head, early files all
+    heads."""
     keys = entries.number("attention.key_length_mla", entries.values.get("attention.key_length"))
     values = entries.number("attention.value_length_mla", entries.values.get("attention.value_length"))
     fields["num_key_value_heads"] = fields["num_attention_heads"]
@@ -37,7 +38,7 @@ ROUTED_IN_GROUPS = {
     "routed_scaling_factor": 1.0,
     "topk_group": 1,
 }
-"""What the fields of a router of DeepSeek's kind are where a file has no entry for them."""
+"""Defaults of the fields of DeepSeek's router, for files without entries for them."""
 DEEPSEEK_SIZES = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
@@ -62,7 +63,10 @@ _DEEPSEEK_V2 = GgufFamily(
 
 
 def _deepseek_v2_by_scores(entries: Entries) -> GgufFamily | None:
-    """V2's routers take softmax, and have no correction; early files say nothing of it, those of V3 neither."""
+    """Return DeepSeek-V2's description if the file is for V2, else None.
+
+    V2's router uses softmax without a score correction, V3's uses sigmoid; early files do not say which.
+    """
     usual = 2 if any(".exp_probs_b." in key for key in entries.tensors) else 1
     return _DEEPSEEK_V2 if entries.number("expert_gating_func", usual) in (0, 1) else None
 
@@ -81,8 +85,7 @@ _DEEPSEEK_V3 = GgufFamily(
 
 
 def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
-    """By how much each layer compresses keys, which layers choose experts by a token's number, and two kinds of
-    positions: scaled ones in layers that compress."""
+    """Add each layer's key compression, the number of hash-routed layers, and the rotary fields."""
     count = fields["num_hidden_layers"]
     fields["compress_ratios"] = entries.numbers("attention.compress_ratios", count)
     fields["num_hash_layers"] = entries.number("hash_layer_count", 0)
@@ -93,7 +96,7 @@ def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _indexed(entries: Entries, fields: dict[str, Any]) -> None:
-    """Layers without an indexer of their own use the choice of one before."""
+    """Add which layers have an indexer of their own; the others use the selection of an earlier layer."""
     latent_attention(entries, fields)
     count, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
     has_indexer = [f"blk.{layer}.indexer.attn_k.weight" in entries.tensors for layer in range(count)]
@@ -119,7 +122,7 @@ _INDEXED = GgufFamily(
 
 
 def _mistral4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Queries grow with the position beyond the length of training, by a factor that most files leave out."""
+    """Add the factor by which queries grow beyond the training length; most files leave it out."""
     latent_attention(entries, fields)
     fields["rope_parameters"]["llama_4_scaling_beta"] = entries.number("attention.temperature_scale", 0.1)
 

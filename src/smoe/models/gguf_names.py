@@ -1,4 +1,4 @@
-"""What the names of a repository's files say of the GGUF models in it.
+"""Find the GGUF models of a repository by the names of its files.
 
 NAME-Q4_K_M.gguf
 folder/NAME-Q8_0-00001-of-00003.gguf, ...
@@ -14,12 +14,13 @@ from smoe.memory.gguf_header import part_names, part_stem
 
 _QUANTISATION = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32)$", re.ASCII | re.IGNORECASE)
 _COMPANION = re.compile(r"mmproj|imatrix|^mtp-", re.IGNORECASE)
-"""Parts of the names of files that accompany a model: its image part, a quantiser's notes, layers for further
-tokens."""
+"""A pattern for files that accompany a model: its image encoder, an importance matrix, multi-token prediction
+layers."""
 
 
 def models_of(wanted: str, names: Iterable[str]) -> list[str]:
-    """The models that a quantisation, or the path of a file, may mean, by the paths of their first parts."""
+    """Return the models that `wanted` may mean, by the paths of their first parts. `wanted` is a quantization or a
+    path."""
     models = _first_parts(names)
     if wanted.lower().endswith(".gguf"):
         return [model for model in models if wanted in (model, *parts_of(model))]
@@ -30,18 +31,18 @@ def models_of(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of this name is no model, but goes with one."""
+    """Return whether a file of this name accompanies a model and is none itself."""
     return _COMPANION.search(name) is not None
 
 
 def parts_of(model: str) -> list[str]:
-    """The paths of all parts of a model, of which one is given, in order."""
+    """Return the paths of all parts of a model in order, given the path of one part."""
     path = PurePosixPath(model)
     return [str(path.with_name(name)) for name in part_names(path.name)]
 
 
 def labels_of(names: Iterable[str]) -> list[str]:
-    """What can be asked for: quantisations, and the paths of models whose names say none, or another's as well."""
+    """Return the names that users can select models by: the quantization if it is unique, else the path."""
     models = _first_parts(names)
     labels = [_quantisation(model) for model in models]
     return sorted(
@@ -50,7 +51,7 @@ def labels_of(names: Iterable[str]) -> list[str]:
 
 
 def _first_parts(names: Iterable[str]) -> list[str]:
-    """The first part that is there of every GGUF model."""
+    """Return the path of the first existing part of every GGUF model."""
     first: dict[str, str] = {}
     for name in sorted(names):
         path = PurePosixPath(name)
@@ -60,11 +61,11 @@ def _first_parts(names: Iterable[str]) -> list[str]:
 
 
 def _stem(model: str) -> str:
-    """A model's name without the number of a part and without its ending."""
+    """Return a model's name without part number and file extension."""
     return re.sub(r"\.gguf$", "", part_stem(PurePosixPath(model).name), flags=re.IGNORECASE)
 
 
 def _quantisation(model: str) -> str:
-    """What a model's name ends with, if that is a quantisation; else nothing."""
+    """Return the quantization at the end of a model's name, or an empty string."""
     match = _QUANTISATION.search(_stem(model))
     return match[0] if match else ""

@@ -1,6 +1,6 @@
-"""What a GGUF file, or the parts of a split one, say of a model by their headers: sizes, experts, quantised layers.
+"""Sizes, experts and quantized layers of a model in a GGUF file or a split one, read from the headers.
 
-The names of weights are translated by the gguf package's own table. A stored matrix is the library's, row by row.
+The gguf package's table translates the names of weights. A stored matrix equals transformers' row by row.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from smoe.models.spec import ModelSpec
 
 
 class GgufSizes:
-    """A `Described` in a GGUF file; `place` is the first part of a split one."""
+    """A `Described` model in a GGUF file; `place` is the first part of a split file."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
         self.config_place = place
 
     def fields(self) -> tuple[str, dict[str, Any]]:
-        """(the library's family, the fields of its configuration)"""
-        architecture_of(self._headers[0])  # an unsupported one is refused before anything else of the file is checked
+        """Return transformers' family name and the fields of its configuration."""
+        architecture_of(self._headers[0])  # refuse an unsupported architecture before any other check of the file
         return gguf_fields(self._headers[0], self._family, self._entries)
 
     def has_weights(self) -> bool:
@@ -97,7 +97,7 @@ class GgufSizes:
         return read_packed(self.place, contents)
 
     def check_servable(self) -> None:
-        """Whatever is read of a GGUF file is served."""
+        """Do nothing: every GGUF file that can be read can be served."""
 
     def check_gatherable(self) -> None:
         raise not_gatherable(
@@ -123,14 +123,14 @@ class GgufSizes:
         return read_headers(self.place)
 
     def _sources(self, spec: ModelSpec) -> dict[str, WeightSource]:
-        """What every weight that is no routed expert's is made of, by the library's name."""
+        """Return the sources of every weight that belongs to no routed expert, by its transformers name."""
         names = [name for name in spec.outline.stored if name not in spec.outline.of_experts]
         return sources_of(self._family, self._entries, names, spec.config.get_text_config().num_hidden_layers)
 
     def _check_dense(
         self, spec: ModelSpec, tensors: Mapping[str, StoredTensor], sources: Mapping[str, WeightSource]
     ) -> None:
-        """Every weight that is no routed expert's is there, in its shape and in a type that can be read."""
+        """Raise an error if a non-expert weight is missing, or has another shape or an unreadable type."""
         shapes, optional = spec.outline.stored, spec.outline.optional
         missing: list[str] = []
         for name, source in sources.items():

@@ -1,4 +1,4 @@
-"""Which tensors of a GGUF file each weight of the library is made of; routed experts are apart (`gguf_experts.py`)."""
+"""Find the stored tensors of each transformers weight in a GGUF file, routed experts excluded (`gguf_experts.py`)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from smoe.models.gguf_family import Arrangement, Entries, GgufFamily
 
 _IN_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.(.*)")
 _CORRECTION = re.compile(r".*\be_score_correction_bias")
-"""What is added to a router's scores before its choice, by the library's names: a buffer, or part of the block."""
+"""The name of a router's score correction in transformers: a buffer, or a part of the block."""
 
 
 class WeightSource(NamedTuple):
-    """What a weight is made of."""
+    """The stored tensors of a weight and the conversion from them."""
 
     keys: tuple[str, ...]
     """The keys of the tensors."""
     arrangement: Arrangement | None = None
-    """How; None: it is the one tensor, as it lies."""
+    """The conversion; None if the weight is the one stored tensor."""
 
     def whole(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> StoredTensor | None:
-        """The weight as one quantised matrix, as far as type and bytes go; None where it is none, or cannot stay so."""
+        """Return the weight as one quantized matrix (type, shape and bytes only), or None if it cannot stay
+        quantized."""
         parts = [tensors[key] for key in self.keys]
         first = parts[0]
         if self.arrangement is None:
@@ -42,7 +43,7 @@ class WeightSource(NamedTuple):
         return replace(first, shape=shape, nbytes=sum(part.nbytes for part in parts) * shape[0] // rows)
 
     def check_shape(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> None:
-        """Raise `CheckpointError` where the tensors are not what a weight of this shape is made of."""
+        """Raise `CheckpointError` if the tensors do not form a weight of this shape."""
         parts = [tensors[key] for key in self.keys]
         if self.arrangement is None:
             check_shape(parts[0], shape)
@@ -55,12 +56,12 @@ class WeightSource(NamedTuple):
 
 
 def _fit(parts: list[int], whole: int, is_part: bool) -> bool:
-    """Whether so many numbers make a weight of so many."""
+    """Return whether tensors with these element counts form a weight with `whole` elements."""
     return sum(parts) == whole or (is_part and sum(parts) > whole)
 
 
 def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layers: int) -> dict[str, WeightSource]:
-    """What each of these weights of a model of so many layers is made of, whether the file has it or not."""
+    """Return the sources of the weights `names` of a model with `layers` layers, whether the file has them or not."""
     table = _package_names(family.named_as or entries.architecture, layers)
     return {name: _source(family, entries, name, table) for name in names}
 
@@ -78,7 +79,7 @@ def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMa
 
 
 def _own_key(family: GgufFamily, prefix: str, rest: str, name: str, table: TensorNameMap | None) -> str | None:
-    """The tensor that the library's name alone stands for."""
+    """Return the key that a weight's name translates to, or None if there is no translation."""
     if rest in family.names:
         return prefix + family.names[rest]
     if prefix and _CORRECTION.fullmatch(rest):
@@ -91,6 +92,6 @@ def _own_key(family: GgufFamily, prefix: str, rest: str, name: str, table: Tenso
 
 
 def _package_names(architecture: str, layers: int) -> TensorNameMap | None:
-    """The gguf package's own table; None where it does not know the architecture."""
+    """Return the gguf package's table of names, or None if the package lacks the architecture."""
     kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     return None if kind is None else get_tensor_name_map(kind, layers)

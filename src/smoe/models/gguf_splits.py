@@ -1,7 +1,7 @@
-"""How byte-level vocabularies split a text before they merge pieces, by the name that a GGUF file gives the rule.
+"""Regular expressions by which byte-level tokenizers split a text before merging, by the rule's name in GGUF files.
 
-The expressions are those of the models' own tokenizer.json files, or match the same pieces. Each of a rule is applied
-to the pieces that the one before it left; what an expression does not match is a piece as well.
+The expressions come from the models' own tokenizer.json files or match the same pieces. Each expression of a rule
+splits the pieces that the previous one left. Text that an expression does not match is a piece as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
 )
-"""Words that end where a small letter is followed by a capital; what may follow a word is filled in."""
+"""Words that end where a small letter precedes a capital one; `%s` stands for an optional suffix of the word."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHERS}|{_SPACES}"
 _QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHERS}|{_SPACES}"
@@ -52,7 +52,7 @@ _CASED_LETTERS = (
     "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
     "\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters that are capital or small, by the Unicode version that DeepSeek's first models were made with."""
+"""Letters with case, in the Unicode version with which DeepSeek's first models were trained."""
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_LLM = (
     r"[\r\n]",
@@ -75,13 +75,13 @@ _AFMOE_SCRIPTS = (
 
 @dataclass(frozen=True)
 class Split:
-    """How one kind of byte-level vocabulary makes tokens of a text."""
+    """The pre-tokenizer of one kind of byte-level vocabulary."""
 
     expressions: tuple[str, ...]
     ignores_merges: bool = False
-    """Whether a piece that is a token itself is taken whole before any merge: some such tokens no merge reaches."""
+    """Whether a piece that is a token is used before any merge, because merges do not reach some tokens."""
     adds_start: bool = False
-    """Whether a text begins with the start token where the file does not say it."""
+    """Whether a text begins with the start token if the file has no entry for it."""
 
 
 _RULES: Mapping[str, Split] = {
@@ -113,4 +113,4 @@ _RULES: Mapping[str, Split] = {
     "viking": Split((_BLOOM, r"\p{N}")),
 }
 SPLITS: Mapping[str, Split] = {name: split for names, split in _RULES.items() for name in names.split()}
-"""The splits by the name in the file."""
+"""The pre-tokenizers by their name in the file."""

@@ -1,4 +1,5 @@
-"""Architectures of GGUF files with layers that keep a state in the place of keys and values (`gguf_families.py`)."""
+"""Table of GGUF architectures in which some layers have a recurrent state instead of keys and values
+(`gguf_families.py`)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from smoe.models.gguf_latent_families import DEEPSEEK_SIZES, ROUTED_IN_GROUPS, l
 
 
 def _linear_attention(entries: Entries, fields: dict[str, Any]) -> None:
-    """Which layers have a state in the place of attention, and the state's sizes."""
+    """Add the layer types and the sizes of the recurrent state."""
     fields["linear_value_head_dim"] = entries.number("ssm.inner_size") // fields["linear_num_value_heads"]
     interval, count = entries.number("full_attention_interval", 4), fields["num_hidden_layers"]
     usual = [bool((layer + 1) % interval) for layer in range(count)]
@@ -67,7 +68,7 @@ def _qwen35(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _layers_with_heads(entries: Entries, fields: dict[str, Any]) -> list[bool]:
-    """Which layers have attention: those with heads of keys and values."""
+    """Return which layers have attention: those with key-value heads."""
     heads = entries.numbers("attention.head_count_kv", fields["num_hidden_layers"])
     fields["num_key_value_heads"] = max(heads)
     return [count > 0 for count in heads]
@@ -91,7 +92,7 @@ def _lfm2(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _period(layers: list[bool], what: str, entries: Entries) -> tuple[int, int]:
-    """(period, offset) of the layers that are such ones."""
+    """Return period and offset of the layers marked True; raises `UnsupportedModelError` if they are not periodic."""
     numbers = [number for number, each in enumerate(layers) if each]
     period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
     if not numbers or any(each != (number % period == numbers[0] % period) for number, each in enumerate(layers)):
@@ -113,7 +114,7 @@ def _jamba(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _nemotron_h(entries: Entries, fields: dict[str, Any]) -> None:
-    """A layer is one of four: a state, attention, experts, or a dense network."""
+    """Add the type of each layer: recurrent state, attention, experts or a dense network."""
     has_heads = _layers_with_heads(entries, fields)
     widths = entries.numbers("feed_forward_length", fields["num_hidden_layers"])
     fields["layers_block_type"] = [

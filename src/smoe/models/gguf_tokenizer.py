@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file, and its settings for the choice of tokens: all from its metadata.
+"""Read the tokenizer and the sampling settings from the metadata of a GGUF file.
 
-The library's own reader takes half a gigabyte and nine seconds to find the vocabulary of a large file, several times.
+transformers' own reader needs half a gigabyte and nine seconds for a large file, and runs several times.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-"""The library's names of tokens by the metadata entries that number them."""
+"""transformers' names of special tokens and the metadata entries with their ids."""
 _OF_SCORES = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-"""The numbers that go without saying in a vocabulary with scores."""
+"""The default ids of special tokens in a vocabulary with scores."""
 _TEMPLATE = "tokenizer.chat_template"
 _STRIPPED_AFTER = ("phi-3", "phi3")
-"""Models, by the name in the file, whose control tokens swallow the spaces after them."""
+"""Models, by the name in the file, whose control tokens also consume the following spaces."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -44,8 +44,11 @@ _SAMPLING = {
 
 
 def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
-    """The tokenizer, with its chat template. Raises `CheckpointError` where a file has none, or a broken one, and
-    `UnsupportedModelError` for one whose texts would be split in another way than the model was made with."""
+    """Return the tokenizer with its chat template.
+
+    Raises `CheckpointError` if a file has no usable tokenizer, and `UnsupportedModelError` if its kind or pre-tokenizer
+    is not supported.
+    """
     vocabulary = read_vocabulary(header)
     split = _split_of(vocabulary) if vocabulary.model == "gpt2" else None
     with naming(f"{header.path} has no usable tokenizer"):
@@ -53,7 +56,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
         backend = _backend(vocabulary, split)
         name = str(header.metadata.get("general.name", "")).lower()
         add_whole_tokens(backend, vocabulary, strips_right=any(each in name for each in _STRIPPED_AFTER))
-        # the library asks the hub about a tokenizer with a name: it gets its name when it is finished
+        # transformers looks up a named tokenizer on the hub, so the name is set only at the end
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **_settings(vocabulary, split, numbers))
         tokenizer.name_or_path = str(header.path)
         tokenizer("a")["input_ids"]
@@ -61,7 +64,7 @@ def read_gguf_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
 
 
 def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
-    """The tokenizer of the vocabulary's kind, without the tokens that are found whole in a text."""
+    """Return the tokenizer for the vocabulary's kind, without the tokens that are matched as a whole."""
     if split is not None:
         return byte_level(vocabulary, split)
     kinds = {"llama": by_scores, "gemma4": unsplit}
@@ -74,7 +77,7 @@ def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
 
 
 def _split_of(vocabulary: Vocabulary) -> Split:
-    """How a byte-level vocabulary splits texts: as the file says, else as its family does."""
+    """Return the pre-tokenizer of a byte-level vocabulary: the one that the file names, else its family's."""
     path, name = vocabulary.header.path, vocabulary.entry("pre")
     usual = FAMILIES[architecture_of(vocabulary.header)].split if name is None else None
     if usual is not None:
@@ -95,7 +98,7 @@ def _split_of(vocabulary: Vocabulary) -> Split:
 
 
 def _special_numbers(vocabulary: Vocabulary) -> dict[str, int]:
-    """The numbers of the tokens with a role, by the library's names."""
+    """Return the ids of the special tokens by transformers' names."""
     count = len(vocabulary.tokens)
     usual = {key: n for key, n in _OF_SCORES.items() if n < count} if vocabulary.model == "llama" else {}
     found: dict[str, int] = {}
@@ -111,7 +114,7 @@ def _special_numbers(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def _settings(vocabulary: Vocabulary, split: Split | None, numbers: dict[str, int]) -> dict[str, Any]:
-    """What the library's tokenizer is made with, besides its backend."""
+    """Return the arguments of transformers' tokenizer, except its backend."""
     template = vocabulary.header.metadata.get(_TEMPLATE)
     settings: dict[str, Any] = {"chat_template": template} if isinstance(template, str) else {}
     adds_start = vocabulary.model == "llama" or (split is not None and split.adds_start)
@@ -120,14 +123,14 @@ def _settings(vocabulary: Vocabulary, split: Split | None, numbers: dict[str, in
     settings["add_eos_token"] = end is True
     needed = {numbers.get("eos_token"), numbers.get("bos_token") if settings["add_bos_token"] else None}
     for name, number in numbers.items():
-        # a word that merely fills places, such as '!', stays a word: decoding would leave it out
+        # an ordinary word in the role of a padding token, such as '!', must not become special: decoding would skip it
         if number in needed or vocabulary.kinds is None or vocabulary.kinds[number] != NORMAL:
             settings[name] = vocabulary.tokens[number]
     return settings
 
 
 def read_sampling(header: GgufHeader) -> dict[str, Any]:
-    """What a file says of choosing tokens, by the names of a generation_config.json; empty where it says nothing."""
+    """Return the sampling settings of a file under the names of generation_config.json; empty if it has none."""
     sampling = {
         name: header.metadata[f"general.sampling.{key}"]
         for key, name in _SAMPLING.items()

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file: its entries, what each one is for, and how pieces of a text become entries."""
+"""The vocabulary of a GGUF file: its tokens, their types, merges and scores."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from smoe.errors import CheckpointError
 from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""What an entry is for, by the number in a file's `token_type`."""
+"""The types of tokens, by their number in a file's `token_type`."""
 _EMPTY = "[EMPTY_{}]"
-"""What an entry without text is called; no text is ever split into it."""
+"""The replacement for tokens without text; no text contains it."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Entries and merges of one file."""
+    """The tokens and merges of one file."""
 
     header: GgufHeader
     model: str
-    """The kind of vocabulary: gpt2, llama, gemma4."""
+    """The kind of vocabulary: gpt2, llama or gemma4."""
     tokens: Sequence[str]
     kinds: Sequence[int] | None
-    """What each entry is for; None where the file does not say it."""
+    """The type of each token; None if the file does not state it."""
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of each entry by its text."""
+        """The id of each token by its text."""
         return {token: number for number, token in enumerate(self.tokens)}
 
     def of_kind(self, *kinds: int) -> list[str]:
-        """The texts of all entries of these kinds."""
+        """Return the texts of all tokens of these types."""
         return [] if self.kinds is None else [t for t, k in zip(self.tokens, self.kinds, strict=True) if k in kinds]
 
     def entry(self, name: str) -> Any:
-        """A metadata entry of the tokenizer, None where the file lacks it."""
+        """Return a metadata entry of the tokenizer, or None if the file lacks it."""
         return self.header.metadata.get(f"tokenizer.ggml.{name}")
 
     def merges(self) -> list[tuple[str, str]]:
-        """Pairs of pieces that become one, the first to be merged first."""
+        """Return the pairs of pieces to merge, in order of priority."""
         found = _array(self.header, "merges", str)
         if found is None:
             raise CheckpointError(f"{self.header.path} has no merges (tokenizer.ggml.merges); download the file again")
         return [_parts(self.header, merge) for merge in found]
 
     def scores(self) -> list[float]:
-        """How early each entry is put together: the highest score first."""
+        """Return the score of each token; pieces with the highest score are merged first."""
         found = _array(self.header, "scores", (int, float))
         if found is None or len(found) < len(self.tokens):
             raise CheckpointError(
@@ -61,7 +61,7 @@ class Vocabulary:
 
 
 def read_vocabulary(header: GgufHeader) -> Vocabulary:
-    """The vocabulary of a file. Raises `CheckpointError` where it has none, or one that is inconsistent."""
+    """Return the vocabulary of a file. Raises `CheckpointError` if it is missing or inconsistent."""
     tokens, kinds = _array(header, "tokens", str), _array(header, "token_type", int)
     model = header.metadata.get("tokenizer.ggml.model")
     if not tokens or not isinstance(model, str):
@@ -84,7 +84,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
 
 
 def _array(header: GgufHeader, name: str, kind: type | tuple[type, ...]) -> list[Any] | None:
-    """An array of the tokenizer's metadata; None where the file lacks it."""
+    """Return an array of the tokenizer's metadata, or None if the file lacks it."""
     key = f"tokenizer.ggml.{name}"
     value = header.metadata.get(key)
     if value is None:
@@ -96,7 +96,7 @@ def _array(header: GgufHeader, name: str, kind: type | tuple[type, ...]) -> list
 
 
 def _parts(header: GgufHeader, merge: str) -> tuple[str, str]:
-    """The two sides of a merge: a space parts them, and may be the first side itself."""
+    """Return both sides of a merge. A space separates them; the first character may itself be a space."""
     left, space, right = merge[1:].partition(" ")
     if not space or not right:
         raise CheckpointError(

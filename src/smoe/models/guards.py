@@ -1,9 +1,9 @@
-"""What an ordinary model can do and one with an engine behind it cannot, refused before it does harm.
+"""Refuse operations of transformers models that would break a model with an engine.
 
-Saving would write a model without experts; converting or moving the weights would leave those in the slots behind, and
-the budget; a copy would have no engine of its own; gradients would miss the experts, so adapters are used here and
-trained elsewhere. What changes nothing (`.to("cpu")` on a CPU, `.eval()`) works, as pipelines and evaluation harnesses
-ask for it. Compiling is declined: the model runs as it is, at once.
+Saving would omit the experts. Converting or moving weights would miss the experts in their slots and exceed the budget.
+A copy would lack an engine. Gradients do not reach the experts, so adapters work but cannot be trained here. Operations
+without effect (`.to("cpu")` on a CPU, `.eval()`) are allowed, because pipelines and evaluation harnesses call them.
+`torch.compile` has no effect, and the model runs uncompiled.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ _log = logging.getLogger(__name__)
 
 
 def guard(model: PreTrainedModel) -> None:
-    """Put the refusals on `model` and its modules, in place."""
+    """Replace the refused methods of `model` and its modules, in place."""
     for module in model.modules():
         module._apply = _unchanged(module)  # type: ignore[method-assign]
     for name in ("save_pretrained", "push_to_hub"):
         setattr(model, name, _not_saved(model, name))
     model.train = _evaluated(model)  # type: ignore[method-assign]
     model.requires_grad_ = _without_gradients(model)  # type: ignore[method-assign]
-    for name in ("__deepcopy__", "__reduce_ex__"):  # copy.deepcopy, pickle and torch.save ask the object itself
+    for name in ("__deepcopy__", "__reduce_ex__"):  # copy.deepcopy, pickle and torch.save call these
         setattr(model, name, not_copied)
 
 
 def refuse_gradients(model: nn.Module, given: torch.Tensor) -> None:
-    """Raise `EngineStateError` where a forward pass over `given` is meant to train something: an adapter, an input."""
+    """Raise `EngineStateError` if a forward pass over `given` would have to compute gradients, of an adapter or an
+    input."""
     if torch.is_grad_enabled() and (given.requires_grad or any(each.requires_grad for each in model.parameters())):
         raise EngineStateError(_FOR_INFERENCE)
 
 
 def without_backward(output: Any) -> Any:
-    """A model's output whose loss, where gradients are on, says at `backward()` that there are none."""
+    """Return a model's output whose loss raises an error in `backward()`, if gradients are enabled."""
     if torch.is_grad_enabled() and isinstance(output, ModelOutput) and isinstance(output.get("loss"), torch.Tensor):
         output["loss"] = _WithoutBackward.apply(output["loss"], torch.zeros((), requires_grad=True))
     return output
 
 
 class _WithoutBackward(Function):
-    """Passes its input on, and raises an error instead of gradients. The second input is what asks for some."""
+    """Returns its input unchanged and raises an error in backward. The second input makes autograd call backward."""
 
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, wanting: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,7 @@ class _WithoutBackward(Function):
 
 
 def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, as `torch.compile` leaves it alone: Python and reading threads are in its midst."""
+    """Return `forward` excluded from `torch.compile`, because it runs Python code and reading threads."""
     alone: Callable[..., Any] = torch.compiler.disable(forward, reason=_WHY_UNCOMPILED)
 
     @functools.wraps(forward)
@@ -97,7 +98,8 @@ def _say_uncompiled() -> None:
 
 
 def _unchanged(module: nn.Module) -> Callable[..., nn.Module]:
-    """The check for `.to()`, `.float()`, `.cuda()` and all others that send every weight through a function."""
+    """Return a replacement for `_apply`, through which `.to()`, `.float()`, `.cuda()` and similar methods change
+    weights."""
 
     def apply(change: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
         tensors = itertools.chain(module.parameters(), module.buffers())
@@ -134,7 +136,7 @@ def _fixed(now: torch.Tensor, why: str) -> EngineStateError:
 
 
 def not_copied(*_: Any) -> NoReturn:
-    """The refusal for `copy` and `pickle` of a model or an engine."""
+    """Raise the error for `copy` and `pickle` of a model or an engine."""
     raise EngineStateError(_WHY_NOT_COPIED)
 
 

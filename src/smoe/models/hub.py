@@ -1,7 +1,7 @@
-"""The hub: what of a model is in its cache, whether it answers, and downloads.
+"""Access to the Hugging Face hub: its local cache, reachability, and downloads.
 
-Its own client tries an unreachable network for half a minute. So the network is looked at first, for two seconds at
-most, and a missing connection is one line; where it answers, the client has all the patience of its own.
+The hub's own client retries an unreachable network for half a minute. So smoe first tests the connection for two
+seconds and reports a failure in one line. If the hub answers, the client's own timeouts apply.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from smoe.models.gguf_names import labels_of
 from smoe.models.stated_quantisation import MODELOPT_FILE
 
 HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
-"""What to do where the hub does not give a model."""
+"""The advice at the end of messages about models that the hub does not provide."""
 PATIENCE_SECONDS = 2.0
-"""How long a connection may take; HF_HUB_ETAG_TIMEOUT, the client's own setting, stands above it."""
+"""The longest time for a connection attempt; HF_HUB_ETAG_TIMEOUT, a setting of the client, can raise it."""
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*.safetensors"]
-"""Folders hold the same weights once more, in forms that nothing here reads (gpt-oss has them as `original`)."""
+"""Patterns for weights in subfolders: duplicates in formats that smoe does not read (gpt-oss has one in `original`)."""
 _FILES: Any = {"allow_patterns": _WANTED, "ignore_patterns": _UNWANTED}
 _MOST_LABELS = 12
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def is_id(model: str) -> bool:
-    """Whether `model` has the form owner/name. (The hub knows names without owner; none has routed experts.)"""
+    """Return whether `model` has the form owner/name. Hub names without an owner exist, but none of them has routed
+    experts."""
     return bool(_ID.fullmatch(model)) and "--" not in model and ".." not in model and not model.endswith((".git", "."))
 
 
 def has_config(model: str, revision: str | None) -> bool:
-    """Whether the cache holds the model's config.json."""
+    """Return whether the cache holds the model's config.json."""
     return _cached_config(model, revision) is not None
 
 
 def config_folder(model: str, revision: str | None) -> Path:
-    """A folder of the cache that holds the model's config.json, and what else states how it is quantised, downloaded
-    where the hub answers."""
+    """Return the cache folder with the model's config.json and quantization settings, after downloading them if the hub
+    answers."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -58,13 +59,13 @@ def config_folder(model: str, revision: str | None) -> Path:
         except EntryNotFoundError:
             _refuse_gguf(model, files_of(model, revision))
             raise
-        with suppress(EntryNotFoundError):  # few releases state there how they are quantised
+        with suppress(EntryNotFoundError):  # most checkpoints lack this file
             hf_hub_download(model, MODELOPT_FILE, revision=revision)
         return folder
 
 
 def cached(model: str, revision: str | None) -> Path | None:
-    """The folder of a model that was downloaded before."""
+    """Return the cache folder of a completely downloaded model, or None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -75,7 +76,7 @@ def cached(model: str, revision: str | None) -> Path | None:
 
 
 def size_bytes(model: str, revision: str | None) -> int:
-    """What a download would bring."""
+    """Return the bytes of the weights that a download would transfer."""
     with asking(model):
         files = files_of(model, revision)
         _refuse_gguf(model, files)
@@ -83,12 +84,12 @@ def size_bytes(model: str, revision: str | None) -> int:
 
 
 def _is_wanted(name: str) -> bool:
-    """Whether a file of a repository is one of the weights that are read."""
+    """Return whether a file of a repository contains weights that smoe reads."""
     return name.endswith(".safetensors") and "/" not in name
 
 
 def files_of(model: str, revision: str | None) -> dict[str, int]:
-    """What a repository holds: bytes by name."""
+    """Return the files of a repository: bytes by name."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(model, revision=revision, files_metadata=True)
@@ -96,7 +97,7 @@ def files_of(model: str, revision: str | None) -> dict[str, int]:
 
 
 def _refuse_gguf(model: str, files: Mapping[str, int]) -> None:
-    """Raise `ModelError` for a repository that has GGUF files alone: which of them is wanted, its name does not say."""
+    """Raise `ModelError`, with a list of the files, for a repository that only contains GGUF files."""
     labels = labels_of(files)
     if labels and not any(name.endswith(".safetensors") for name in files):
         listed = ", ".join(labels[:_MOST_LABELS]) + (", ..." if labels[_MOST_LABELS:] else "")
@@ -105,7 +106,7 @@ def _refuse_gguf(model: str, files: Mapping[str, int]) -> None:
 
 
 def download(model: str, revision: str | None) -> Path:
-    """Bring a model into the cache."""
+    """Download a model into the cache and return its folder."""
     from huggingface_hub import snapshot_download
 
     with asking(model):
@@ -119,7 +120,7 @@ def cache_folder() -> Path:
 
 
 def check_reachable(model: str) -> None:
-    """Raise `ModelError` where the hub cannot be asked for `model`."""
+    """Raise `ModelError` if the hub cannot be reached for `model`."""
     reason = unreachable()
     if reason is not None:
         raise no_model(
@@ -130,15 +131,15 @@ def check_reachable(model: str) -> None:
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be asked; None where a connection comes about, if only to a proxy."""
+    """Return why the hub cannot be reached, or None if a connection succeeds (to the hub or its proxy)."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to ask the hub"
+        return "HF_HUB_OFFLINE is set, so the hub is not asked"
     host, port = _first_hop(constants.ENDPOINT)
     patience = max(PATIENCE_SECONDS, float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 0))
     failures: list[str] = []
-    # in a thread: looking a name up takes as long as it likes
+    # in a thread, because a name lookup has no timeout
     attempt = threading.Thread(target=_connect, args=(host, port, patience, failures), daemon=True)
     attempt.start()
     attempt.join(patience)
@@ -148,7 +149,7 @@ def unreachable() -> str | None:
 
 
 def _first_hop(endpoint: str) -> tuple[str, int]:
-    """Host and port of the hub, or of the proxy on the way to it."""
+    """Return host and port of the hub, or of the proxy for it."""
     hub = urlsplit(endpoint)
     proxy = None if proxy_bypass(hub.hostname or "") else getproxies().get(hub.scheme, getproxies().get("all"))
     hop = hub if proxy is None else urlsplit(proxy if "//" in proxy else f"http://{proxy}")
@@ -171,18 +172,19 @@ def _cached_config(model: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def asking(model: str) -> Iterator[None]:
-    """Inside the hub is asked, which is known to answer; its errors, of many kinds, become a `ModelError`."""
+    """Raise `ModelError` if the hub is unreachable, and turn any error of its client within this context into
+    `ModelError`."""
     check_reachable(model)
     try:
         yield
     except SmoeError:
         raise
-    except Exception as error:  # the network stack below the hub has error kinds of its own
+    except Exception as error:  # the client's network stack raises errors of its own
         lines = str(error).strip().splitlines() or [type(error).__name__]
         message = f"{model!r} is neither a folder here nor a model that the hub gives: {lines[0]}{HINT}"
         raise no_model(model, message) from error
 
 
 def no_model(model: str | Path, message: str, kind: type[ModelError] = ModelError) -> ModelError:
-    """What was given is no model that can be had."""
+    """Return the error for a `model` argument that names no available model."""
     return kind(message, setting="model", given=str(model), allowed="a model folder, a GGUF file, a hub id, or 'demo'")

@@ -1,10 +1,10 @@
-"""GGUF files of the hub: which one of a repository is meant, and as much of it as is needed.
+"""Select and download GGUF files of a hub repository.
 
-    OWNER/REPO:Q4_K_M                 the one model of that quantisation, all of its parts
-    OWNER/REPO/folder/file.gguf       that file, or the model that it is a part of
+    OWNER/REPO:Q4_K_M                 the only model with that quantization, all of its parts
+    OWNER/REPO/folder/file.gguf       that file, or the split model that it belongs to
 
-What describes a model is at its files' beginning; where they are not in the cache, that alone is fetched, to files that
-have zeros in the place of the weights and go with the process.
+The description of a model is at the beginning of its files. If they are not in the cache, only that beginning is
+downloaded, to temporary sparse files of full size.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from smoe.models import hub
 from smoe.models.gguf_names import labels_of, models_of, parts_of
 
 _FIRST_BYTES = 2**24
-"""What is fetched of a file to begin with: enough for a header with a vocabulary of 200,000 pieces."""
+"""Bytes of a file to download first: enough for a header with a vocabulary of 200,000 tokens."""
 _MOST_NAMES = 12
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 
 class HubGguf(NamedTuple):
-    """A GGUF model of the hub, as it is asked for."""
+    """A GGUF model of the hub, as a user names it."""
 
     repository: str
     wanted: str
-    """A quantisation, or the path of a file."""
+    """A quantization, or the path of a file."""
 
 
 def named_gguf(model: str) -> HubGguf | None:
-    """What a model's name asks for where it has the form of a GGUF model of the hub."""
+    """Return the repository and selection if `model` has the form of a GGUF model of the hub, else None."""
     repository, _, label = model.rpartition(":")
     if hub.is_id(repository) and _LABEL.fullmatch(label):
         return HubGguf(repository, label)
@@ -49,7 +49,7 @@ def named_gguf(model: str) -> HubGguf | None:
 
 
 def cached_gguf(named: HubGguf, revision: str | None) -> Path | None:
-    """The (first) file of a model that was downloaded before, all parts of it; None where one is not there."""
+    """Return the first file of a model if all its parts are in the cache, else None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -66,7 +66,7 @@ def cached_gguf(named: HubGguf, revision: str | None) -> Path | None:
 
 
 def described_gguf(named: HubGguf, revision: str | None) -> Path:
-    """The (first) file of a model: of the cache, or one that has its header alone."""
+    """Return the first file of a model in the cache, or a temporary file with its header alone."""
     known = cached_gguf(named, revision)
     if known is not None:
         return known
@@ -79,14 +79,14 @@ def described_gguf(named: HubGguf, revision: str | None) -> Path:
 
 
 def model_bytes(named: HubGguf, revision: str | None) -> int:
-    """What a download would bring, if none of its parts is there."""
+    """Return the bytes of all parts of a model in the repository."""
     with hub.asking(named.repository):
         sizes = hub.files_of(named.repository, revision)
         return sum(sizes[name] for name in _chosen(named, sizes))
 
 
 def download_gguf(named: HubGguf, revision: str | None) -> Path:
-    """Bring a model's file, or all of its parts, into the cache; the first one's path."""
+    """Download all parts of a model into the cache and return the first one's path."""
     from huggingface_hub import hf_hub_download
 
     with hub.asking(named.repository):
@@ -96,7 +96,8 @@ def download_gguf(named: HubGguf, revision: str | None) -> Path:
 
 
 def _chosen(named: HubGguf, sizes: Mapping[str, int]) -> list[str]:
-    """The files to take, in order. Raises `ModelError` where none, several, or not all parts of one are there."""
+    """Return the names of the selected model's parts in order. Raises an error unless exactly one complete model
+    matches."""
     models = models_of(named.wanted, sizes)
     if len(models) != 1:
         there = models or labels_of(sizes)
@@ -116,12 +117,12 @@ def _chosen(named: HubGguf, sizes: Mapping[str, int]) -> list[str]:
 
 @cache
 def _headers() -> tempfile.TemporaryDirectory[str]:
-    """Where the headers of this process lie; it goes with it."""
+    """Return the folder for this process's downloaded headers; it is deleted at exit."""
     return tempfile.TemporaryDirectory(prefix="smoe-gguf-headers-")
 
 
 def _fetch_header(repository: str, name: str, revision: str | None, size: int, folder: Path) -> Path:
-    """A file of a repository's size and header, in which the rest is a hole; raises `CheckpointError` for no header."""
+    """Download the header of a file into a sparse file of full size; raises `CheckpointError` if there is no header."""
     from huggingface_hub import HfFileSystem
 
     path, count = folder / PurePosixPath(name).name, 0

@@ -1,14 +1,14 @@
-"""The KV cache: reserved once, written at explicit positions, sliced to the used length.
+"""A KV cache with reserved capacity: values are written at explicit positions, and attention receives slices of it.
 
-Reserved are addresses. On a CPU the system backs them with memory as positions are written; how many of each row, in
-blocks, the cache counts before they are (`back`), so that the owner of that memory can take it back in time.
+Only addresses are reserved. On a CPU the system allocates memory when positions are written. `back` counts the
+positions of each row in blocks beforehand, so that the owner of that memory can free other uses first.
 
-Positions come from the cache as a whole (`length`, committed by the engine after a whole forward pass), never from a
-counter inside a layer. Writing the same positions twice is therefore harmless: a pass that failed leaves nothing
-behind, a look-ahead through a later layer needs no rollback. What attention sees has the same shapes as with the
-library's own DynamicCache, sliding windows included, so its bits are the same too.
+Positions follow from the committed `length` of the whole cache, not from counters of the layers. So writing a position
+twice is harmless: a failed pass needs no cleanup, and a look-ahead through a later layer no rollback. The slices have
+the same shapes as those of transformers' DynamicCache, sliding windows included, and so attention computes the same
+bits.
 
-Linear-attention and convolution layers keep the library's own state objects: their state has no positions.
+Linear attention and convolution layers use transformers' own state objects, because their state has no positions.
 """
 
 from __future__ import annotations
@@ -28,47 +28,52 @@ from smoe.memory.arena import DONT_NEED, GIVES_BACK, anonymous, system_madvise
 from smoe.memory.store import PAGE, page_ceil
 
 BLOCK_TOKENS = 128
-"""Positions that are counted as one; with 16 numbers of a head and more they are whole pages."""
+"""Positions per block of memory accounting; a block covers whole pages if a head has at least 16 numbers."""
 
 
 class CacheMemory(Protocol):
     """The memory that several caches share."""
 
     def note_growth(self) -> None:
-        """Positions of a cache are about to be backed with memory."""
+        """Make room: a cache is about to write positions that have no memory yet."""
 
 
 class RowCache(DynamicCache):
-    """Cache of `rows` sequences of up to `capacity_tokens` tokens each."""
+    """A cache of `rows` sequences with up to `capacity_tokens` tokens each."""
 
     layers: list[Any]
 
     def __init__(
         self, config: PretrainedConfig, rows: int, capacity_tokens: int, room: weakref.ref[CacheMemory] | None = None
     ) -> None:
-        """`room` is called before more positions are backed with memory."""
+        """Create an empty cache; `room` is notified before more positions receive memory."""
         super().__init__(config=config)
         self._room = room
         self._backed = [0] * rows
-        """Positions of every row that may have memory."""
+        """The number of positions of every row that may have memory."""
         self.rows = rows
         self.capacity_tokens = capacity_tokens
         self.length = 0
-        """Committed tokens of every row."""
+        """Committed tokens of the longest row."""
         self.start = 0
-        """The place in the storages of the rows' first tokens: above 0 in windows only (`kv_window.py`)."""
+        """The storage index of the first token; above 0 only in windows (`kv_window.py`)."""
         self.row_lengths: list[int] | None = None
-        """Tokens of every row, where rows have texts of their own; the longest has `length`, all end at one place."""
+        """Committed tokens of each row if their texts differ in length; all rows end at the same index. None: all have
+        `length`."""
         self.ended: torch.Tensor | None = None
-        """[rows], True where a row's text has ended and its results are not used; None: nowhere."""
+        """A mask [rows], True for finished rows, whose results are not used; None if there are none."""
         self.given: list[int] | None = None
-        """How many tokens of the next pass are each row's own, the last ones; None: all of every row's."""
+        """The number of real tokens, at the end of each row, in the next pass; None if all tokens of every row are
+        real."""
         self._pending = 0
         self._is_retired = False
         self.layers = [_positioned(layer, self) for layer in self.layers]
 
     def begin(self, tokens: int, rows: int) -> None:
-        """A forward pass over `tokens` new positions of `rows` rows starts."""
+        """Start a forward pass over `tokens` new positions of `rows` rows.
+
+        Raises `ContextError` if they exceed the capacity, and `EngineStateError` for another number of rows.
+        """
         self.check_alive()
         if self._pending and not self.can_rewind:
             raise EngineStateError("a pass that failed has left recurrent layers halfway; start a new cache")
@@ -80,8 +85,10 @@ class RowCache(DynamicCache):
         self.back(0, rows, self.start + self.length + tokens)
 
     def back(self, first: int, rows: int, end: int) -> None:
-        """Rows `first` and following are about to be written up to the place `end` of their storages."""
-        blocks = -(-end // BLOCK_TOKENS) + bool(self.capacity_tokens % BLOCK_TOKENS)  # else a row may begin in a page
+        """Count memory for rows `first` to `first + rows - 1` up to the storage index `end`, before they are
+        written."""
+        # the extra block is for rows that begin within a page
+        blocks = -(-end // BLOCK_TOKENS) + bool(self.capacity_tokens % BLOCK_TOKENS)
         backed, grown = min(blocks * BLOCK_TOKENS, self.capacity_tokens), False
         for row in range(first, first + rows):
             if backed > self._backed[row]:
@@ -92,11 +99,11 @@ class RowCache(DynamicCache):
 
     @property
     def backed_tokens(self) -> int:
-        """Positions of all rows that may have memory."""
+        """The number of positions of all rows that may have memory."""
         return 0 if self._is_retired else sum(self._backed)
 
     def give_back(self, row: int, end: int) -> None:
-        """Return a row's memory from the place `end` of its storages on to the system."""
+        """Return a row's memory from the storage index `end` on to the system."""
         blocks = min(-(-end // BLOCK_TOKENS) * BLOCK_TOKENS, self.capacity_tokens)
         if not GIVES_BACK or self._backed[row] <= blocks:
             return
@@ -106,14 +113,14 @@ class RowCache(DynamicCache):
         self._backed[row] = blocks
 
     def check_room(self, tokens: int) -> None:
-        """Raise `ContextError` where a call that may write so many tokens of every row would come to an end of this
-        cache: before it computes anything, not after all it had room for."""
+        """Raise `ContextError` if a call that may write `tokens` tokens per row exceeds the capacity, before it
+        computes anything."""
         if tokens > self.capacity_tokens:
             fewer = f"lower `max_new_tokens` by {tokens - self.capacity_tokens}, shorten the prompt"
             raise self._too_small(tokens, fewer)
 
     def _too_small(self, tokens: int, fewer: str) -> ContextError:
-        """The error of `tokens` in every row, which have no room; `fewer`: how to need less."""
+        """Return the error for `tokens` tokens per row beyond the capacity; `fewer` is advice on how to need fewer."""
         if self.rows == 1:
             room, more, needed = "", "`context_tokens`", f"at least {tokens} for these tokens"
         else:
@@ -128,7 +135,7 @@ class RowCache(DynamicCache):
         )
 
     def commit(self) -> None:
-        """The pass has ended well: its positions count from now on."""
+        """Commit the positions of a forward pass that has succeeded."""
         self.check_alive()
         self.length += self._pending
         if self.row_lengths is not None:
@@ -136,13 +143,13 @@ class RowCache(DynamicCache):
         self._pending, self.given = 0, None
 
     def row_keys(self, tokens: int) -> list[int]:
-        """How many tokens every row whose text is its own has with those of a pass over `tokens` columns."""
+        """Return the tokens of each row, including those of a pass over `tokens` columns, if texts differ in length."""
         assert self.row_lengths is not None
         given = self.given or [tokens] * self.rows
         return [length + new for length, new in zip(self.row_lengths, given, strict=True)]
 
     def padding(self, tokens: int) -> torch.Tensor | None:
-        """[rows, tokens], True where a pass has nothing of a row's own; None where it has something everywhere."""
+        """Return a mask [rows, tokens], True for the padding of a pass; None if there is no padding."""
         if self.given is None:
             return None
         first = torch.tensor([tokens - new for new in self.given]).unsqueeze(1)
@@ -152,11 +159,11 @@ class RowCache(DynamicCache):
         return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens (negative, as the library has it)."""
+        """Remove the last `-tokens_to_remove` tokens; the argument is negative, as in transformers."""
         self.rewind(self.length + tokens_to_remove)
 
     def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens; recurrent layers cannot go back and refuse."""
+        """Keep only the first `length` tokens. Raises `EngineStateError` if a layer has a recurrent state."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot rewind a cache of {self.length} tokens to {length}")
         if length < self.length and not self.can_rewind:
@@ -164,11 +171,10 @@ class RowCache(DynamicCache):
         self.length = length
 
     def take_over(self, other: RowCache, begin: int, end: int) -> None:
-        """Positions `begin` to `end` of every row become those that `other` has, a cache of a copy of this model; this
-        one has them all then, however few it had.
+        """Copy positions `begin` to `end` of every row from `other`, the cache of a copy of this model.
 
-        Raises `EngineStateError` for recurrent layers, whose state has no positions, and `ValueError` for positions
-        that `other` does not have, for which there is no room, or before which some would be missing.
+        The cache then has at least `end` positions. Raises `EngineStateError` for layers with a recurrent state, and
+        `ValueError` for positions that `other` lacks, that exceed the capacity, or that would leave a gap.
         """
         self.check_alive()
         other.check_alive()
@@ -189,9 +195,9 @@ class RowCache(DynamicCache):
         self.length = max(self.length, end)
 
     def taken_out(self, begin: int, end: int) -> torch.Tensor:
-        """Keys and values of positions `begin` to `end`, [bytes] in main memory, for `put_in` of a copy's cache.
+        """Return keys and values of positions `begin` to `end` as bytes in main memory, for `put_in`.
 
-        Raises `EngineStateError` where the memory was given back; nothing may be written there meanwhile.
+        These positions must not be written meanwhile. Raises `EngineStateError` if the cache is retired.
         """
         self.check_alive()
         place = slice(self.start + begin, self.start + end)
@@ -199,9 +205,10 @@ class RowCache(DynamicCache):
         return torch.cat([each.reshape(-1).view(torch.uint8) for each in parts]).cpu()
 
     def put_in(self, rows: torch.Tensor, begin: int, end: int, like: RowCache) -> None:
-        """What `taken_out` gave of positions that continue this cache, whose last one is then `end`; `like`: a cache
-        of the same model that something was written to. Raises `ValueError` for bytes of another number, or places
-        that do not continue it."""
+        """Append positions `begin` to `end`, as returned by `taken_out`; `like` is a used cache of the same model.
+
+        Raises `ValueError` if the number of bytes differs or the positions do not continue this cache.
+        """
         nbytes = (end - begin) * like.position_bytes
         if not (begin == self.length and begin < end <= self.capacity_tokens) or rows.numel() != nbytes:
             raise ValueError(
@@ -220,19 +227,19 @@ class RowCache(DynamicCache):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position's keys and values in all layers; 0 before anything was written."""
+        """Bytes of one position's keys and values in all layers and rows; 0 before the first write."""
         ones = [each[:, :, :1] for store in self._stores for each in store]
         return sum(each.numel() * each.element_size() for each in ones)
 
     @property
     def _stores(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The storages of layers that have written something."""
+        """The storages of all layers that have been written."""
         stores = (getattr(layer, "_store", None) for layer in self.layers)
         return [store for store in stores if store is not None]
 
     @property
     def can_rewind(self) -> bool:
-        """Whether all layers address by position (sliding windows too: they keep every position)."""
+        """Whether all layers address by position; sliding windows do, because they store every position."""
         return all(isinstance(layer, (Positioned, _PositionedSliding)) for layer in self.layers)
 
     def reset(self) -> None:
@@ -245,35 +252,35 @@ class RowCache(DynamicCache):
 
     @property
     def is_retired(self) -> bool:
-        """Whether the memory was given back."""
+        """Whether the cache has released its memory."""
         return self._is_retired
 
     def retire(self) -> None:
-        """Give the memory back; any later use raises."""
+        """Release the memory; any later use raises `EngineStateError`."""
         self._is_retired = True
         for layer in self.layers:
             if isinstance(layer, _Storage):
                 layer._store = None
 
     def check_alive(self) -> None:
-        """Raise where the memory was given back."""
+        """Raise `EngineStateError` if the cache has released its memory."""
         if self._is_retired:
             raise EngineStateError(
                 "this cache gave its place in the budget to a newer one; keep one cache, or raise `context_tokens`"
             )
 
     def end_rows(self, done: torch.Tensor) -> None:
-        """Mark rows where `done` [rows] is True: they need no experts any more."""
+        """Mark the rows where `done` [rows] is True as finished: they need no experts any more."""
         self.ended = done if self.ended is None else self.ended | done
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens this cache claims from the budget."""
+        """The tokens that this cache claims from the memory budget."""
         return 0 if self._is_retired else self.rows * self.capacity_tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated so far."""
+        """Bytes of all allocated storages."""
         return sum(t.numel() * t.element_size() for store in self._stores for t in store)
 
 
@@ -284,9 +291,9 @@ class _Storage:
     _store: tuple[torch.Tensor, torch.Tensor] | None
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Write [rows, heads, q, d] at the owner's positions; returns the storages and the end position."""
+        """Write [rows, heads, q, d] at the owner's positions; return the storages and the end index."""
         owner = self._owner
-        owner.check_alive()  # retired in the middle of a pass, it would start again with zeros
+        owner.check_alive()  # a cache retired during the pass would otherwise continue with zeros
         stored_keys, stored_values = self._reserved((keys, values))
         start = owner.start + owner.length
         end = start + keys.shape[-2]
@@ -295,7 +302,7 @@ class _Storage:
         return stored_keys, stored_values, end
 
     def _reserved(self, like: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The storages, for keys and values of such shapes but for the positions."""
+        """Return the storages; allocate them if necessary, with the shapes of `like` except for the positions."""
         if self._store is None:
             room = self._owner.capacity_tokens
             keys, values = (_zeros(t, (t.shape[0], t.shape[1], room, t.shape[3])) for t in like)
@@ -303,15 +310,15 @@ class _Storage:
         return self._store
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Beam search: row b continues what row beam_idx[b] has written."""
+        """Copy row `beam_idx[b]` to row b, for beam search."""
         if self._store is not None:
             for tensor in self._store:
-                used = tensor[:, :, : self._owner.length]  # of a cache of its own: no beam search has a window
+                used = tensor[:, :, : self._owner.length]  # without an offset: beam search uses no windows
                 used.copy_(used[beam_idx.to(tensor.device)])
 
 
 class Positioned(_Storage, DynamicLayer):
-    """Full attention: everything up to the last position."""
+    """The cache of a layer with full attention: all positions are visible."""
 
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
@@ -324,8 +331,11 @@ class Positioned(_Storage, DynamicLayer):
         return keys[:, :, start:end], values[:, :, start:end]
 
     def place(self) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
-        """The place for machine code that writes one position of a cache of one row itself: the storages, where in them
-        the row begins, and that position. None before anything was written."""
+        """Return the storages, the index of the row's first token and the index to write, for machine code that writes
+        one position.
+
+        Returns None before the first write. For caches of one row only.
+        """
         owner, store = self._owner, self._store
         if store is None:
             return None
@@ -340,7 +350,8 @@ class Positioned(_Storage, DynamicLayer):
 
 
 class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
-    """Sliding attention: the last `window - 1` committed positions and the new ones."""
+    """The cache of a layer with sliding attention: the last `window - 1` committed positions and the new ones are
+    visible."""
 
     def __init__(self, owner: RowCache, sliding_window: int) -> None:
         super().__init__(sliding_window)
@@ -364,19 +375,19 @@ class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
 
 
 def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Zeros of such numbers; on a CPU only what is written to takes memory, a page at a time."""
+    """Return zeros of the type of `like`; on a CPU pages get memory only when they are written."""
     nbytes = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or not nbytes:
         return like.new_zeros(shape)
     memory = anonymous(nbytes)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages: they would back far more than is written
+        with suppress(OSError):  # huge pages would allocate far more than is written; some kernels lack them
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def _let_go(strip: torch.Tensor) -> None:
-    """Give whole pages of contiguous memory back; they are zeros from then on."""
+    """Return whole pages of contiguous memory to the system; they read as zeros afterwards."""
     begin = page_ceil(strip.data_ptr())
     end = (strip.data_ptr() + strip.numel() * strip.element_size()) // PAGE * PAGE
     if begin < end:
@@ -384,7 +395,7 @@ def _let_go(strip: torch.Tensor) -> None:
 
 
 def _positioned(layer: Any, owner: RowCache) -> Any:
-    """Our layer in place of the library's, where we have one of its kind."""
+    """Return our cache layer for a layer of transformers, or that layer itself if it has no positions."""
     if type(layer) is DynamicLayer:
         return Positioned(owner)
     if type(layer) is DynamicSlidingWindowLayer:
@@ -393,5 +404,5 @@ def _positioned(layer: Any, owner: RowCache) -> Any:
 
 
 def _count(query_length: Any) -> int:
-    """Some library versions pass the positions themselves, others their number."""
+    """Return the number of queries; some versions of transformers pass the positions themselves."""
     return int(query_length.shape[0]) if isinstance(query_length, torch.Tensor) else int(query_length)

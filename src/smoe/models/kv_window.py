@@ -1,7 +1,7 @@
-"""A window on some rows of a KV cache: a cache that computes on a part of another one's storages.
+"""A window on some rows of a KV cache, for batches whose texts differ in length.
 
-Rows of texts of their own lengths end at the same place. What is not a text's own lies before its start, and no
-attention looks there (`fastpath/attention.py`).
+All texts end at the same index. Indices before a text's start hold other data, which attention does not read
+(`fastpath/attention.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from smoe.models.kv_cache import Positioned, RowCache, _PositionedSliding
 
 
 class KVWindow(RowCache):
-    """`rows` rows of `whole`, from `first` on; `start` and `length` say where their texts lie."""
+    """A cache that uses `rows` rows of `whole` from row `first` on; `start` and `length` give the indices of their
+    texts."""
 
     def __init__(self, whole: RowCache, config: Any, first: int, rows: int) -> None:
-        """Raises `ValueError` for a cache whose layers have states without positions."""
+        """Create the window. Raises `ValueError` if layers of the cache have a recurrent state."""
         if not whole.can_rewind:
             raise ValueError("layers with a recurrent state have no positions, so no window")
         super().__init__(config, rows, whole.capacity_tokens)
@@ -29,14 +30,14 @@ class KVWindow(RowCache):
         ]
 
     def place(self, start: int, lengths: Sequence[int]) -> None:
-        """The texts, of so many tokens each, lie behind this start of the longest one."""
+        """Set the index of the longest text's start, and the length of each text in tokens."""
         self.start, self.length = start, max(lengths)
         self.row_lengths = list(lengths) if len(lengths) > 1 else None
         self._pending, self.given = 0, None
 
     def begin(self, tokens: int, rows: int) -> None:
         super().begin(tokens, rows)
-        assert self.start + self.length + tokens <= self.capacity_tokens, "nobody has moved the texts to the front"
+        assert self.start + self.length + tokens <= self.capacity_tokens, "the texts must be moved to the front first"
 
     def back(self, first: int, rows: int, end: int) -> None:
         self._whole.back(self._first + first, rows, end)
@@ -50,19 +51,19 @@ class KVWindow(RowCache):
 
     @property
     def reserved_tokens(self) -> int:
-        return 0  # the whole's
+        return 0  # counted by the whole cache
 
     @property
     def backed_tokens(self) -> int:
-        return 0  # the whole's
+        return 0  # counted by the whole cache
 
     @property
     def nbytes(self) -> int:
-        return 0  # the whole's
+        return 0  # counted by the whole cache
 
 
 class _OfWhole:
-    """Storages of another cache's layer, of some rows."""
+    """The storages of some rows of another cache's layer."""
 
     _owner: RowCache
     _layer: Any
@@ -75,7 +76,7 @@ class _OfWhole:
 
     @_store.setter
     def _store(self, store: None) -> None:
-        """Its own it has none."""
+        """Do nothing: a window has no storages of its own."""
 
     def _reserved(self, like: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if self._layer._store is None:

@@ -1,7 +1,7 @@
-"""The family of the library that a config.json means by its `architectures`, where its `model_type` is of none.
+"""Find the transformers family of a config.json whose `model_type` transformers lacks, by its `architectures`.
 
-Kimi K2 is published as `kimi_k2` with code of its own in `auto_map`, and is DeepSeek-V3 by its architecture: the
-library's class of that name serves it. Code that lies in a repository is never executed.
+Kimi K2, for example, is published as `kimi_k2` with code of its own (`auto_map`), and has DeepSeek-V3's architecture.
+transformers' class of that name computes it. Code in a repository is never executed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from smoe.models.config_doubts import read_as
 
 
 def family_by_architecture(fields: Mapping[str, Any]) -> str | None:
-    """The library's family whose class `architectures` names; None where `model_type` is a family already, no class is
-    known by these names, or no code is said to stand for the family: its name may then be damaged."""
+    """Return the family whose class `architectures` names, or None if `model_type` is known, no class matches, or
+    `auto_map` is missing.
+
+    Without `auto_map` an unknown `model_type` probably means a damaged file.
+    """
     if fields.get("model_type") in CONFIG_MAPPING or not fields.get("auto_map"):
         return None
     named = fields.get("architectures")
@@ -36,14 +39,16 @@ def family_by_architecture(fields: Mapping[str, Any]) -> str | None:
 
 
 def family_doubts(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """How a config.json of a family that the library lacks is read."""
+    """Return the remark that a config.json of an unknown family is read as another family."""
     family = family_by_architecture(fields)
     return () if family is None else (read_as(fields, family),)
 
 
 def read_library_config(folder: Path, fields: Mapping[str, Any]) -> PretrainedConfig:
-    """The library's configuration of a folder whose config.json is `fields`. Raises `UnsupportedModelError` for a
-    family that only code in the repository knows."""
+    """Return transformers' configuration of a folder whose config.json has these `fields`.
+
+    Raises `UnsupportedModelError` for a family that only the repository's own code implements.
+    """
     family = family_by_architecture(fields)
     config: PretrainedConfig
     if family is not None:
@@ -61,7 +66,7 @@ def read_library_config(folder: Path, fields: Mapping[str, Any]) -> PretrainedCo
 
 
 def _of_family(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The same fields as the library's own, without the code that is not executed."""
+    """Return the fields with `family` as their `model_type`, without the reference to the repository's code."""
     return {key: value for key, value in fields.items() if key not in ("auto_map", "model_type")} | {
         "model_type": family
     }

@@ -1,10 +1,9 @@
-"""Llama 4 (`model_type: llama4_text`, in files `llama4`): the library's model, whose experts hear who is wanted.
+"""Llama 4 (`model_type: llama4_text`, in files `llama4`): transformers' model behind the experts interface.
 
-In the library every expert is given every token, multiplied by its score, which is zero where it was not chosen, and
-all experts are one batched product; no module says which were chosen. Here the router of the same weights does, the
-score multiplies the token before its expert as there, and the experts, with weight one, are behind the library's
-experts interface. In 16 bits, in which the models are published, a row's product has the same bits however many rows
-there are; in 32 bits those of a prompt may differ in the last.
+In transformers all experts compute every token in one batched product; the score that scales a token before an expert
+is zero if the expert was not chosen. No module returns the choice. Here the router returns it, the score scales the
+token before its expert as in transformers, and the experts get weight one. In 16 bits, the published precision, a row's
+product has the same bits for any number of rows. In 32 bits the last bit may differ in a prompt.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from smoe.errors import UnsupportedModelError
 
 @use_experts_implementation(is_transposed=True)
 class ChosenExperts(library.Llama4TextExperts):
-    """The library's experts, for [T, H] and a choice."""
+    """Llama 4's experts with the experts interface: hidden states [T, H] and a choice of experts."""
 
     has_weighted_inputs = True
-    """The router's weights are in the inputs already."""
+    """Whether the router's weights are already applied to the inputs."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, H], [T, K], [T, K] -> [T, H]: all experts for all tokens, as the library does it, then those chosen."""
+        """Compute [T, H], [T, K], [T, K] -> [T, H]: all experts for all tokens as in transformers, then only those
+        chosen are summed."""
         of_all = super().forward(hidden_states.repeat(self.num_experts, 1)).unflatten(0, (self.num_experts, -1))
         total = torch.zeros_like(hidden_states)
         for expert, output in enumerate(of_all):
@@ -40,17 +40,17 @@ class ChosenExperts(library.Llama4TextExperts):
 
 
 class Llama4ChoosingRouter(library.Llama4Router):
-    """The library's router, which says whom it chose."""
+    """Llama 4's router, which also returns the chosen experts."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, H] -> logits [T, E], weights [T, K] and index [T, K]."""
+        """Map hidden states [T, H] to logits [T, E], weights [T, K] and indices [T, K]."""
         router_logits = nn.functional.linear(hidden_states, self.weight)
         highest, top_k_index = torch.topk(router_logits, self.top_k, dim=1)
         return router_logits, torch.sigmoid(highest.float()).to(highest.dtype), top_k_index
 
 
 class ChoosingMoe(library.Llama4TextMoe):
-    """The library's block, with a choice."""
+    """Llama 4's MoE block, in which experts compute only the tokens routed to them."""
 
     def __init__(self, config: Llama4TextConfig) -> None:
         super().__init__(config)
@@ -58,7 +58,7 @@ class ChoosingMoe(library.Llama4TextMoe):
         self.router = Llama4ChoosingRouter(config)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, S, H] -> [T, H] and the router's logits [T, E]."""
+        """Map hidden states [B, S, H] to outputs [T, H] and router logits [T, E]."""
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         router_logits, scores, top_k_index = self.router(hidden_states)
         out = self.shared_expert(hidden_states)
@@ -67,7 +67,7 @@ class ChoosingMoe(library.Llama4TextMoe):
 
 
 class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
-    """Llama 4, alone or as the text part of a release with images."""
+    """Llama 4's language model, alone or as the text part of a model for images and text."""
 
     def __init__(self, config: Llama4TextConfig) -> None:
         if config.num_experts_per_tok != 1:
@@ -83,18 +83,18 @@ class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Always; the library looks for its decorator in its own source file."""
+        """Return True always: transformers would look for its decorator in the source file of the class."""
         return True
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> ChoosingLlama4ForCausalLM:
-        """Make the model of a configuration of text, or of text and images, as an Auto class does it."""
+        """Build the model from a configuration of text, or of text and images, as an Auto class does."""
         made: ChoosingLlama4ForCausalLM = cls._from_config(config.get_text_config(), **options)
         return made
 
     @classmethod
     def from_pretrained(cls, place: Any, *, config: PretrainedConfig, **options: Any) -> Any:
-        """The same with the weights of a folder."""
+        """Build the model with the weights of a folder."""
         return super().from_pretrained(place, config=config.get_text_config(), **options)
 
 

@@ -1,4 +1,4 @@
-"""A model's spec without the library that computes it, where arithmetic says what the model is made of."""
+"""Read a model's spec without transformers, if arithmetic on its configuration suffices."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from smoe.models.spec import ModelSpec, own_dtype
 
 
 def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = None) -> tuple[Described, ModelSpec]:
-    """What is known of a model's files, and its spec: by arithmetic, else by building the library's empty model, which
-    takes seconds and hundreds of MiB."""
+    """Return the description of a model's files and its spec.
+
+    If arithmetic does not suffice, transformers' model is built without weights, which takes seconds and hundreds of
+    MiB.
+    """
     place = described_place(model, revision)
     try:
         described, spec = by_arithmetic(place, config)
         if described.has_weights():
-            described.experts(replace(spec, precision="auto"))  # and with them all other weights
+            described.experts(replace(spec, precision="auto"))  # this checks the non-expert weights too
         return described, spec
     except UndescribedError:
         from smoe.models.checkpoint import checkpoint_at
@@ -31,8 +34,10 @@ def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = 
 
 
 def by_arithmetic(place: Path, config: EngineConfig) -> tuple[Described, ModelSpec]:
-    """The same by arithmetic alone; files are not compared with it. Raises `UndescribedError` for a model that only the
-    library can build."""
+    """Return the description and the spec by arithmetic alone, without checking the files against it.
+
+    Raises `UndescribedError` for models that only transformers can describe.
+    """
     described = described_at(place)
     model_config = plain_config(*described.fields())
     dtype = choose_dtype(model_config, config)

@@ -1,5 +1,7 @@
-"""Names of a model's modules as configurations have them: whole, in part, as patterns, or by another way to the decoder
-than the library's."""
+"""Match module names in configurations with those of a model.
+
+Configurations give full names, parts of names or patterns, and the path to the decoder may differ from transformers'.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from functools import lru_cache
 _LAYER = re.compile(r"(?:^|\.)(layers\.(?:\d+|\*).*)$")
 _NO_DECODER = re.compile(r"(^|[._])(mtp|nextn|visual|vision|audio|encoder)([._]|$)")
 _WAYS = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-"""Where a language model lies within a model for more than text, by the library and in files."""
+"""Prefixes of the language model within a multimodal model, in transformers and in files."""
 
 
 def in_decoder(module: str) -> str:
-    """A module's name from the number of its layer on, whatever the way to the decoder is called, or the name of the
-    output matrix; empty for what belongs to no layer of the decoder."""
+    """Return a module's name from its layer number on, or "lm_head", whatever the prefix of the decoder is.
+
+    Returns an empty string for modules outside the decoder's layers.
+    """
     if module.rpartition(".")[2] == "lm_head":
         return "lm_head"
     found = _LAYER.search(module)
@@ -24,7 +28,7 @@ def in_decoder(module: str) -> str:
 
 
 def is_named(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether one of a configuration's patterns names a module of the library, by any of the ways to it."""
+    """Return whether a pattern of a configuration matches a transformers module, with any prefix of the decoder."""
     way = next((way for way in _WAYS if module.startswith(way)), None)
     names = {module} if way is None else {module, *(other + module.removeprefix(way) for other in _WAYS)}
     plain, others = _by_kind(patterns)
@@ -32,14 +36,14 @@ def is_named(patterns: tuple[str, ...], module: str) -> bool:
 
 
 def _parts(module: str) -> set[str]:
-    """Every run of a name's parts, itself among them."""
+    """Return all contiguous sequences of a name's components."""
     parts = module.split(".")
     return {".".join(parts[begin:end]) for end in range(1, len(parts) + 1) for begin in range(end)}
 
 
 @lru_cache(maxsize=8)
 def _by_kind(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
-    """Names, of which a release may list thousands, and what has to be matched; what is no expression names nothing."""
+    """Divide the patterns into plain names and regular expressions; invalid expressions are dropped."""
     plain, others = set(), []
     for pattern in patterns:
         if not pattern.startswith("re:") and not any(letter in pattern for letter in "*?["):

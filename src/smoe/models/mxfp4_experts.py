@@ -1,8 +1,8 @@
-"""Experts of gpt-oss as OpenAI releases them: MXFP4, with codes and scales in tensors of their own.
+"""Experts of gpt-oss as published by OpenAI: MXFP4, with codes and scales in separate tensors.
 
-mlp.experts.gate_up_proj_blocks   uint8 [E, 2I, H / 32, 16]   two codes a byte, the lower half first
+mlp.experts.gate_up_proj_blocks   uint8 [E, 2I, H / 32, 16]   two codes per byte, the lower half first
 mlp.experts.gate_up_proj_scales   uint8 [E, 2I, H / 32]       e for 2 ** (e - 127)
-mlp.experts.down_proj_...         [E, H, I / 32, ...]         biases, [E, 2I] and [E, H], are plain
+mlp.experts.down_proj_...         [E, H, I / 32, ...]         biases, [E, 2I] and [E, H], are not quantized
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from smoe.memory.store import StoredLayer
 FAMILIES = ("gpt_oss",)
 _CODES, _SCALES = "_blocks", "_scales"
 _CODE_BYTES = 16
-"""Bytes of the codes of a block."""
+"""Bytes of one block's codes."""
 
 
 def has_mxfp4_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the experts are stored so, in a family whose files are known."""
+    """Return whether a config.json says that experts are in MXFP4, in a family whose files have the layout above."""
     quantisation = config.get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
     return method == "mxfp4" and config.get("model_type") in FAMILIES
 
 
 def form_of(columns: int) -> Format | None:
-    """What rows of so many numbers are stored in; None where they are no whole blocks."""
+    """Return the format of rows with this number of columns, or None if they are not whole blocks."""
     return MXFP4_PAIRS if MXFP4_PAIRS.fits(columns) else None
 
 
 def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, each pair of codes and scales as the one weight that it is: [E, outputs, columns].
+    """Return the tensors with each pair of codes and scales joined to one weight [E, outputs, columns].
 
-    Raises `CheckpointError` where one of a pair is missing, or they do not fit each other.
+    Raises `CheckpointError` if one of a pair is missing or their shapes do not match.
     """
     found = {key: tensor for key, tensor in tensors.items() if not key.endswith((_CODES, _SCALES))}
     for key, tensor in tensors.items():
@@ -55,7 +55,7 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def check_mxfp4(layers: Mapping[int, StoredLayer]) -> None:
-    """Raise `CheckpointError` where experts are not stored as the configuration says."""
+    """Raise `CheckpointError` if experts are not in MXFP4 although the configuration says so."""
     for experts in layers.values():
         for part in experts.parts:
             tensor = experts.sources[0][part.name][0]
@@ -67,12 +67,11 @@ def check_mxfp4(layers: Mapping[int, StoredLayer]) -> None:
 
 
 def _other(tensors: Mapping[str, StoredTensor], key: str, ending: str, other: str) -> StoredTensor:
-    """What belongs to a tensor: the scales of codes, or the codes of scales."""
+    """Return the scales that belong to codes, or the codes that belong to scales."""
     wanted = key.removesuffix(ending) + other
     if wanted not in tensors:
         raise CheckpointError(
-            f"{tensors[key].path} has {key!r}, but no shard has {wanted!r}, which belongs to it; the checkpoint is "
-            "incomplete"
+            f"{tensors[key].path} has {key!r}, but no shard has the matching {wanted!r}; the checkpoint is incomplete"
         )
     return tensors[wanted]
 

@@ -1,7 +1,7 @@
-"""What a model is made of, by names and sizes: its weights, where its experts are, what a token leaves in caches.
+"""Names and sizes of a model's parts: weights, experts, and the bytes that a token needs in caches.
 
-Plain values, which two sources give: the library's empty model (`examine.py`), and arithmetic on the configuration
-(`families.py`), which loads neither torch nor the library.
+The values come from transformers' model without weights (`examine.py`) or from arithmetic on the configuration
+(`families.py`), which imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from smoe.memory.store import Part
 
 @dataclass(frozen=True)
 class ExpertsSite:
-    """One layer's experts module: where it is, and what its weights look like."""
+    """One layer's experts module: its name, and the shapes of its weights."""
 
     layer: int
     name: str
-    """Module path, for example `model.layers.3.mlp.experts`."""
+    """The module's path, for example `model.layers.3.mlp.experts`."""
     experts: int
     parts: tuple[Part, ...]
     transposed: frozenset[str] = frozenset()
-    """The matrices that are [inputs, outputs] in the library, not the other way round."""
+    """The matrices that transformers stores as [inputs, outputs] instead of [outputs, inputs]."""
     takes_turns: bool = False
-    """Gate and up are in turns in the library: gate, up, gate, up, ..."""
+    """Whether transformers interleaves the rows of gate and up: gate, up, gate, up, ..."""
 
 
 class Weight(NamedTuple):
-    """A parameter of the library's model."""
+    """A parameter of a transformers model."""
 
     shape: tuple[int, ...]
     is_linear: bool = False
-    """Whether it belongs to a linear layer."""
+    """Whether the weight belongs to a linear layer."""
     is_plain: bool = False
-    """Whether it belongs to a linear layer or an embedding of the library, whose place a quantised one can take."""
+    """Whether it belongs to a plain linear layer or embedding, which a quantized one of ours can replace."""
     is_wide: bool = False
-    """Whether it is float32 in every dtype of the model."""
+    """Whether the weight is float32 in every dtype of the model."""
 
     @property
     def numbers(self) -> int:
@@ -47,47 +47,47 @@ class Weight(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A tensor of a model that is no parameter."""
+    """A tensor of a model that is not a parameter."""
 
     shape: tuple[int, ...]
     item_bytes: int = F32.itemsize
-    """Bytes of a number, at least those of float32: the library's loader does not narrow it."""
+    """Bytes per element, at least those of float32, because transformers does not narrow buffers."""
     is_stored: bool = False
-    """Whether checkpoints have it, too."""
+    """Whether checkpoints contain the buffer."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Facts of a model that the engine and the budget need."""
+    """Sizes and module names that the engine and the memory budget need."""
 
     kv_bytes_per_token: int
-    """Keys and values of all attention layers for one token of one sequence."""
+    """Bytes of the keys and values of all attention layers, per token of a sequence."""
     state_bytes_per_sequence: int
-    """Recurrent and convolution states, which do not grow with the context."""
+    """Bytes of recurrent and convolution states per sequence; they do not grow with the context."""
     routers: Mapping[int, str]
-    """Module path of each layer's router, where it could be found."""
+    """The module path of each layer's router, for layers whose router was found."""
     gates: Mapping[int, str]
-    """The routers of these that need nothing but hidden states, and so can be applied to another layer's."""
+    """The routers that take hidden states only, so that they can be applied to those of another layer."""
     top_k: Mapping[int, int]
-    """Experts a token uses, by layer."""
+    """The number of experts per token, by layer."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A model of one dtype."""
+    """The parts of a model in one dtype."""
 
     weights: Mapping[str, Weight]
-    """Weights by the library's names, tied ones once."""
+    """Weights by their transformers names; tied weights occur once."""
     buffers: Mapping[str, Buffer]
     sites: list[ExpertsSite]
     """The experts modules in layer order."""
     anatomy: Anatomy
     embedding: str | None = None
-    """The name of the input embedding, where the output matrix is another weight."""
+    """The name of the input embedding; None if it is also the output matrix."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """The weight that each of these names shares."""
+    """For each tied name, the name of the weight that it shares."""
     optional: str = ""
-    """A regular expression: weights of such names may lack in a checkpoint."""
+    """A regular expression for names of weights that a checkpoint may lack."""
 
     @property
     def of_experts(self) -> frozenset[str]:
@@ -96,12 +96,12 @@ class Outline:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a checkpoint holds: parameters, tied ones once, and the buffers that are stored."""
+        """Names and shapes of all tensors in a checkpoint: parameters (tied ones once) and stored buffers."""
         stored = {name: buffer.shape for name, buffer in self.buffers.items() if buffer.is_stored}
         return {name: weight.shape for name, weight in self.weights.items()} | stored
 
     def dense_bytes(self, dtype: Dtype) -> int:
-        """Everything but the routed experts."""
+        """Return the bytes of all weights and buffers except the routed experts'."""
         experts = self.of_experts
         total = sum(math.prod(buffer.shape) * buffer.item_bytes for buffer in self.buffers.values())
         for name, weight in self.weights.items():

@@ -1,9 +1,8 @@
-"""Which code computes attention and experts is smoe's choice, not that of a checkpoint's files.
+"""Choose the implementations of attention and experts, whatever a checkpoint's files name.
 
-The library reads names of implementations from config.json, at the top and in nested configurations. A name with `/` is
-a repository of the hub, whose machine code it would download and run. Such a name is refused; every other one is
-overwritten: attention is the library's default (`sdpa`, or `eager` for families without it), experts are `eager`, and
-so is what a checkpoint without these fields gets.
+transformers reads names of implementations from config.json, nested configurations included. A name with `/` is a hub
+repository whose machine code it would download and run. Such names are refused. Other names are overwritten: attention
+is transformers' default (`sdpa`, or `eager` for families without it), and experts are `eager`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _FIELD = re.compile(r".*(implementation|kernel(s|_config|_mapping)?)(_internal)?
 
 
 def check_implementations(config: Mapping[str, Any], path: Path) -> None:
-    """Raise `UnsupportedModelError` where a configuration, or what is nested in it, names code of the hub."""
+    """Raise `UnsupportedModelError` if a configuration, or a nested one, names code on the hub."""
     for field, name in _named(config):
         if "/" in name:
             raise UnsupportedModelError(
@@ -31,7 +30,7 @@ def check_implementations(config: Mapping[str, Any], path: Path) -> None:
 
 
 def with_own_implementations(config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration itself, in which nothing is chosen any more, on any level."""
+    """Remove all choices of implementations from a configuration, nested ones included, and return it."""
     config._attn_implementation_internal = None
     config._experts_implementation_internal = "eager"
     for nested in vars(config).values():
@@ -41,7 +40,7 @@ def with_own_implementations(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _named(value: Any, field: str = "", is_choice: bool = False) -> Iterator[tuple[str, str]]:
-    """(field, name) of every text in a field that chooses an implementation."""
+    """Yield (field, name) for every string in a field that chooses an implementation."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _named(inner, f"{field}.{key}" if field else str(key), is_choice or _chooses(str(key)))

@@ -1,20 +1,21 @@
-"""The packed expert file: every expert contiguous, page-aligned, in slot layout; made once by `smoe pack`.
+"""The packed expert file, written by `smoe pack`: every expert contiguous, page-aligned, in the layout of a slot.
 
-    of a folder        experts.int4.smoe in it
-    of a GGUF file     model.gguf.experts.int4.smoe next to it, as a folder may hold several
-    of either, where its folder cannot be written, and of the embedded model: in the user's cache
+    for a folder        experts.int4.smoe in it
+    for a GGUF file     model.gguf.experts.int4.smoe next to it, because a folder may hold several models
+    for the embedded model, and where the folder is not writable: in the user's cache
 
     offset 0        8 bytes magic, 8 bytes little-endian header length, JSON header, zeros up to the next page
     then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
-    then            JSON records of the layers (checksum, what quantising cost), their length in 8 bytes, the magic
+    then            JSON records of the layers (checksum, quantization error), their length in 8 bytes, the magic
 
-One read of whole pages brings an expert, with no bounce and no slack. A file has all experts in one form: in a dtype,
-worth it for checkpoints whose experts are scattered (gate and up apart, an expert split between shards) or of another
-dtype; as stored, of a quantised release, codes and scales brought together as slots have them; or in fewer bits, which
-is asked for by name (`precision`) and lossy. Quantised matrices lie row by row of outputs, whichever way round the
-library has them, and biases in the model's own type. The header has a checksum of the checkpoint's
-headers and of samples of its weights (`weight_samples.py`): a pack of other weights is refused, not used. The file
-appears under its name only when it is whole (`smoe/packing`).
+An expert is read with one page-aligned read, directly into its slot. A file holds all experts in one form. Experts in a
+dtype are useful if the checkpoint scatters them (gate and up apart, parts in several files) or has another dtype.
+Experts as stored, for quantized checkpoints, have codes and scales joined as in slots. Experts in fewer bits are lossy
+and are used only if `precision` names them.
+
+Quantized matrices have one output per row, even if transformers transposes them; biases have the model's own dtype. The
+header contains a checksum of the checkpoint (`weight_samples.py`), and packs of other weights are refused. The file
+gets its name only when it is complete (`smoe/packing`).
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from smoe.user_cache import of_model
 MAGIC = b"smoepack"
 VERSION = 3
 AS_STORED = "stored"
-"""The name of contents that are a quantised release's own numbers."""
+"""The name of contents that are the quantized values of a checkpoint."""
 
 
 class PackedPart(NamedTuple):
-    """One weight of an expert as the file has it."""
+    """One weight of an expert in the file."""
 
     part: Part
     kind: str
-    """The dtype's safetensors name, or the format's."""
+    """The dtype's safetensors name, or the name of the quantized format."""
 
     @property
     def nbytes(self) -> int:
@@ -71,26 +72,27 @@ class PackedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a packed file has of every layer's experts, and where."""
+    """The formats and layout of all experts in a packed file."""
 
     name: str
     """A dtype's safetensors name, a precision, or `AS_STORED`: `BF16`, `int4`, `stored`."""
     dtype: str
-    """What is not quantised, by its safetensors name; quantised numbers are read as it, too."""
+    """The dtype of unquantized parts, by its safetensors name; dequantized values have it too."""
     sites: Sequence[ExpertsSite]
     parts: Mapping[int, tuple[PackedPart, ...]]
-    """The parts by layer."""
+    """The parts of an expert, by layer."""
     calibration: str | None = None
-    """What it was quantised for, where it was for the inputs of a text: the text's mark. A reader does not mind."""
+    """The id of the calibration text for which the weights were quantized; None without calibration. Readers ignore
+    it."""
 
     @property
     def is_as_stored(self) -> bool:
-        """Whether quantised numbers are the checkpoint's own."""
+        """Whether the quantized values are the checkpoint's own."""
         return self.name == AS_STORED
 
     @property
     def stride(self) -> int:
-        """Bytes from one expert to the next."""
+        """The bytes from the beginning of one expert to the next."""
         return page_ceil(max(map(self.expert_bytes, self.parts)))
 
     @property
@@ -99,30 +101,32 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """All experts; the file is larger by what brings each to whole pages."""
+        """The bytes of all experts, without the padding to whole pages."""
         return sum(site.experts * self.expert_bytes(site.layer) for site in self.sites)
 
     def expert_bytes(self, layer: int) -> int:
         return sum(part.nbytes for part in self.parts[layer])
 
     def places(self, layer: int) -> Iterator[tuple[PackedPart, int]]:
-        """The parts of an expert, and where each begins in it: one behind the other."""
+        """Yield each part of an expert and its offset within the expert."""
         begin = 0
         for part in self.parts[layer]:
             yield part, begin
             begin += part.nbytes
 
     def path(self, place: Path) -> Path:
-        """Where the packed file of a checkpoint, a folder or a GGUF file, lies, or is to be written: next to its
-        weights; in the user's cache where there is none and that folder cannot be written, and of the embedded
-        model, whose folder is part of the installed program."""
+        """Return the path of the packed file of a checkpoint, for reading or writing.
+
+        It is next to the weights; in the user's cache for the embedded model, or if that folder is not writable and has
+        no packed file.
+        """
         sidecar = (place if place.is_dir() else place.parent) / self.sidecar_name(place)
         if place.resolve() != DEMO_FOLDER.resolve() and (sidecar.exists() or os.access(sidecar.parent, os.W_OK)):
             return sidecar
         return of_model("packs", place).with_suffix(f".{self._own_name}")
 
     def sidecar_name(self, place: Path) -> str:
-        """What the file is called where it lies next to the weights."""
+        """Return the name of the file if it is next to the weights."""
         return self._own_name if place.is_dir() else f"{part_stem(place.name)}.{self._own_name}"
 
     @property
@@ -130,7 +134,7 @@ class Contents:
         return f"experts.{self.name.lower()}.smoe"
 
     def header(self, place: Path) -> dict[str, Any]:
-        """All that is known before anything is packed, and that must be the same when it is read."""
+        """Return the fields that are known before packing and must be equal when the file is read."""
         layout = [
             [site.layer, site.experts, [[each.part.name, each.kind, list(each.part.stored_shape)] for each in parts]]
             for site in self.sites
@@ -147,9 +151,11 @@ class Contents:
 
 
 def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) -> Contents | None:
-    """What a packed file has that is found by itself: the `experts` of a checkpoint as slots have them, in the dtype of
-    `spec` or, where they are quantised, in the formats that they have. None of those that lie in one piece already, and
-    of those that cannot."""
+    """Return contents with the experts in their own precision: in the dtype of `spec`, or in their quantized formats.
+
+    Returns None if the quantized tensors are contiguous already or cannot be joined. Such a packed file is used
+    automatically.
+    """
     if not is_quantised(experts):
         return contents_in_dtype(spec.sites, spec.dtype.stored)
     plain = spec.own_dtype.stored
@@ -161,7 +167,7 @@ def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) ->
 
 
 def _as_stored(part: Part, experts: StoredLayer, plain: str) -> PackedPart | None:
-    """A matrix whose codes and scales lie apart, all of it in one format; a bias in the plain dtype."""
+    """Return the packed form of a part, or None unless all experts store it in one quantized format in pieces."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
     pieces = [piece for sources in experts.sources for piece in sources[part.name]]
@@ -170,14 +176,14 @@ def _as_stored(part: Part, experts: StoredLayer, plain: str) -> PackedPart | Non
 
 
 def contents_in_dtype(sites: Sequence[ExpertsSite], dtype: str) -> Contents:
-    """The experts as they are, in a dtype by its safetensors name."""
+    """Return contents with unquantized experts in a dtype, given by its safetensors name."""
     return Contents(
         dtype, dtype, sites, {site.layer: tuple(PackedPart(part, dtype) for part in site.parts) for site in sites}
     )
 
 
 def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_type: str, dtype: Dtype) -> Contents:
-    """The matrices of the experts in fewer bits, their biases in `dtype`, which is in the file the checkpoint's own.
+    """Return contents with quantized matrices, and biases in `dtype` (in a file, the checkpoint's own).
 
     Raises `UnsupportedModelError` for weights that no format of the precision fits.
     """
@@ -195,7 +201,7 @@ def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_ty
 
 
 def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> PackedPart:
-    """A matrix in the precision's format, turned so that a row is an output's; a bias in the plain dtype."""
+    """Return a matrix in the precision's format with one output per row, or a bias in the plain dtype."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
     turned = replace(part, is_turned=part.name in site.transposed)
@@ -209,8 +215,7 @@ def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> 
 
 
 def check_takes_less(contents: Contents, spec: ModelSpec) -> None:
-    """Raise `ConfigError` where quantised experts are no smaller in these contents than in the checkpoint: such a copy
-    is worse and saves nothing."""
+    """Raise `ConfigError` if the experts in these contents would be no smaller than in a quantized checkpoint."""
     if contents.nbytes >= spec.experts_bytes:
         raise ConfigError(
             f"`precision` {contents.name}: the experts would take {format_bytes(contents.nbytes)}, and as they are "
@@ -223,32 +228,34 @@ def check_takes_less(contents: Contents, spec: ModelSpec) -> None:
 
 
 def not_gatherable(why: str, allowed: str) -> ConfigError:
-    """Packing a model's experts as they are gains nothing; `allowed`: the precisions that it can be packed in."""
+    """Return the error that packing experts in their own precision gains nothing; `allowed` lists useful precisions."""
     return ConfigError(why, setting="precision", given=None, allowed=allowed)
 
 
 class Packed(NamedTuple):
-    """A packed file that fits its checkpoint."""
+    """A packed file that matches its checkpoint."""
 
     path: Path
     layers: dict[int, StoredLayer]
     records: list[dict[str, Any]]
-    """For every layer: `sha256` of its experts, and of a precision the `relative_error` of its weights."""
+    """One record per layer: the `sha256` of its experts, and for a precision the `relative_error` of its weights."""
     start: int
-    """Where the experts begin."""
+    """The offset of the first expert."""
     calibration: str | None
-    """The same as in `Contents`."""
+    """The id of the calibration text, as in `Contents`."""
 
 
 def bytes_in_precision(spec: ModelSpec) -> dict[int, int]:
-    """An expert of every layer in the precision of `spec`, as a slot has it."""
+    """Return the bytes of an expert in a slot, by layer, in the precision of `spec`."""
     contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.dtype)
     return {layer: contents.expert_bytes(layer) for layer in contents.parts}
 
 
 def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, StoredLayer]:
-    """Where the experts of a checkpoint lie in the precision of `spec`. Raises `ConfigError` where it has not been
-    packed so, and `CheckpointError` as `read_packed` does."""
+    """Return the locations of a checkpoint's experts in the precision of `spec`.
+
+    Raises `UnpreparedError` if there is no such packed file, and `CheckpointError` as `read_packed` does.
+    """
     contents = contents_in_precision(spec.sites, spec.precision, spec.config.model_type, spec.own_dtype)
     packed = read_packed(place, contents)
     if packed is None:
@@ -264,9 +271,9 @@ def experts_in_precision(place: Path, spec: ModelSpec) -> dict[int, StoredLayer]
 
 
 def read_packed(place: Path, contents: Contents) -> Packed | None:
-    """The packed file of a checkpoint with these contents, or None where there is none.
+    """Return the packed file of a checkpoint with these contents, or None if there is none.
 
-    Raises `CheckpointError` where it does not fit the checkpoint, or is cut short.
+    Raises `CheckpointError` if it belongs to other weights or is truncated.
     """
     path = contents.path(place)
     if not path.exists():
@@ -287,7 +294,7 @@ def read_packed(place: Path, contents: Contents) -> Packed | None:
 
 
 def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise `CheckpointError` where a pack is of another version, or of another checkpoint than the one next to it."""
+    """Raise `CheckpointError` if a pack has another version, or was made from other weights than the checkpoint's."""
     if header.get("version") != VERSION:
         raise CheckpointError(
             f"{path} is a pack of version {header.get('version')!r:.20}, and this smoe reads version {VERSION}: run "
@@ -301,7 +308,7 @@ def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) ->
 
 
 def _asked(contents: str) -> str:
-    """What `smoe pack` is to be asked for to write such contents."""
+    """Return the option of `smoe pack` that writes such contents, for messages."""
     return f" with `precision` {contents}" if contents in PRECISION else ""
 
 
@@ -320,26 +327,26 @@ def _packed_layer(
 
 
 def may_be_packed(path: Path) -> bool:
-    """Whether a file begins as packed files do, or is empty as after a crash: only such a one may be overwritten."""
+    """Return whether a file may be overwritten: it is a packed file, or is empty after a crash."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) in (MAGIC, b"")
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:
-    """The file's first pages."""
+    """Return the file's first pages: magic number, header and padding."""
     text = json.dumps(header).encode()
     data = MAGIC + struct.pack("<Q", len(text)) + text
     return data + bytes(page_ceil(len(data)) - len(data))
 
 
 def record_bytes(records: Sequence[dict[str, Any]]) -> bytes:
-    """The file's end."""
+    """Return the end of the file: the records, their length and the magic number."""
     text = json.dumps({"layers": list(records)}).encode()
     return text + struct.pack("<Q", len(text)) + MAGIC
 
 
 def _read_records(path: Path, nbytes: int) -> tuple[list[dict[str, Any]], int]:
-    """The layers' records, and where they begin."""
+    """Return the records of the layers and their offset."""
     with path.open("rb") as file:
         file.seek(max(0, nbytes - 16))
         end = file.read(16)
@@ -357,7 +364,7 @@ def _read_records(path: Path, nbytes: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, FileIdentity]:
-    """The header, where the experts begin, and the file as it was."""
+    """Return the header, the offset of the first expert, and the identity of the file."""
     with path.open("rb") as file:
         identity = identity_of(file.fileno())
         start = file.read(16)

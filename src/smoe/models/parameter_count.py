@@ -1,4 +1,4 @@
-"""How many parameters a model has: all of them, wherever they are."""
+"""Count all parameters of a model, including those on disk and in quantized form."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 
 
 def count_whole(model: PreTrainedModel, shell: PreTrainedModel) -> None:
-    """Let `model.num_parameters()` count what is on disk, and what is no parameter here because its weights
-    stay quantised, as in `shell`, the same model whole on the meta device. None of these can be trained."""
+    """Make `model.num_parameters()` also count experts on disk and quantized weights, which are no parameters here.
+
+    `shell` is the whole model on the meta device. None of these weights can be trained.
+    """
     original: Callable[..., int] = model.num_parameters
     elsewhere = {
         exclude: shell.num_parameters(exclude_embeddings=exclude) - original(exclude_embeddings=exclude)

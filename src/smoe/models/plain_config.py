@@ -1,8 +1,7 @@
-"""A configuration without the library: the fields of a config.json, and what the library takes for those that are not
-there.
+"""A model's configuration without transformers: the fields of a config.json and the family's defaults.
 
-Whatever is not plain (a field of another kind, rotary tables by layer, an unknown quantisation) is left to the
-library: `UndescribedError`.
+Unusual contents (a field of another type, rotary embeddings by layer, unknown quantization) raise `UndescribedError`;
+transformers reads such configurations.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 _ROTARY = {"default": False, "linear": True, "dynamic": True, "yarn": True, "llama3": True, "longrope": False}
-"""Kinds of rotary embeddings: whether they need a factor."""
+"""Types of rotary embeddings, and whether they need a factor."""
 _WITH_ORIGINAL = ("yarn", "llama3", "longrope")
-"""Those that were trained at another length first."""
+"""Types that state the original context length."""
 _MAY_LACK = ("pad_token_id", "q_lora_rank", "n_shared_experts", "num_shared_experts")
-"""Fields that a config.json may say to be none, where the library has some by default."""
+"""Fields that may be null although their default is a number."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class UndescribedError(Exception):
-    """The library has to say what a model is made of: its configuration, or its files, are of no usual kind."""
+    """Only transformers can describe the model, because its configuration or files are unusual."""
 
 
 class PlainConfig:
-    """Fields as attributes; those of a text model, as there is no other."""
+    """The fields of a text model's configuration, as attributes."""
 
     def __init__(
         self,
@@ -34,8 +33,11 @@ class PlainConfig:
         defaults: Mapping[str, Any],
         aliases: Mapping[str, str],
     ) -> None:
-        """`stated`: the fields of a config.json; `defaults`: the family's own, for every field that decides a size;
-        `aliases`: further names of fields. Raises `UndescribedError`."""
+        """Combine the `stated` fields of a config.json with the family's `defaults` for every field that determines a
+        size.
+
+        `aliases` maps further names of fields. Raises `UndescribedError` for a value of another type.
+        """
         fields = {aliases.get(key, key): value for key, value in stated.items()}
         for key, usual in defaults.items():
             fields[key] = _checked(key, fields.get(key, usual), usual)
@@ -44,7 +46,7 @@ class PlainConfig:
         self._fields["rope_parameters"] = _rotary(self, defaults.get("rope_parameters"))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_fields":  # a copy that is being made has none yet
+        if name == "_fields":  # an object that is being copied has no fields yet
             raise AttributeError(name)
         try:
             return self._fields[self._aliases.get(name, name)]
@@ -52,11 +54,11 @@ class PlainConfig:
             raise AttributeError(name) from None
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """A field that may be missing."""
+        """Return a field, or `otherwise` if it is missing."""
         return getattr(self, name, otherwise)
 
     def settle(self, **fields: Any) -> None:
-        """Say what follows from other fields."""
+        """Set fields that follow from others."""
         self._fields |= fields
 
     def get_text_config(self) -> PlainConfig:
@@ -64,7 +66,7 @@ class PlainConfig:
 
     @property
     def dtype(self) -> str | None:
-        """What weights are in, as torch names it."""
+        """The dtype of the weights, by torch's name."""
         named = self._fields.get("dtype") or self._fields.get("torch_dtype")
         if named is not None and named not in _DTYPES:
             raise UndescribedError(f"dtype {named!r}")
@@ -72,7 +74,7 @@ class PlainConfig:
 
 
 def _checked(key: str, value: Any, usual: Any) -> Any:
-    """A value of the kind that the library takes; raises `UndescribedError` for any other."""
+    """Return `value` if it has the type of the default; raises `UndescribedError` otherwise."""
     if value is None and (usual is None or key in _MAY_LACK):
         return None
     if isinstance(usual, dict) or key == "rope_parameters":
@@ -89,7 +91,7 @@ def _checked(key: str, value: Any, usual: Any) -> Any:
 
 
 def _rotary(config: PlainConfig, usual: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The rotary embeddings as the library writes them."""
+    """Return the rotary embedding parameters in transformers' form."""
     stated = config.get("rope_scaling") or config.get("rope_parameters") or usual or {}
     if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
         raise UndescribedError(f"rope_parameters {stated!r:.80}")

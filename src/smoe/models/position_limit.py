@@ -1,4 +1,4 @@
-"""How many positions a model takes, by its configuration."""
+"""The context length of a model by its configuration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ if TYPE_CHECKING:
     from smoe.models.spec import ModelConfig
 
 _OF_ALL_POSITIONS = ("linear", "dynamic")
-"""Kinds without an original length of their own: the factor multiplies `max_position_embeddings`, which the library's
-documentation leaves unchanged for them. Where layers have tables of their own, configurations with linear ones
-(Gemma 3's) name the scaled number already."""
+"""Rotary types without an original length: the factor multiplies `max_position_embeddings`.
+
+transformers' documentation leaves that field unscaled for them. Configurations with rotary parameters by layer (Gemma
+3) state the scaled number for linear ones.
+"""
 
 
 def position_limit(config: ModelConfig) -> int | None:
-    """The positions that a model takes by its configuration; None where it names none.
+    """Return the context length of a model in tokens, or None if the configuration states none.
 
-    `max_position_embeddings`, or the factor times the original length where that is more: model cards that switch YaRN
-    on (Qwen's) leave `max_position_embeddings` as it was.
+    It is `max_position_embeddings`, or factor times original length if that is more: instructions to enable YaRN
+    (Qwen's) leave `max_position_embeddings` unchanged.
     """
     text = config.get_text_config()
     named = _count(getattr(text, "max_position_embeddings", None))
@@ -33,7 +35,7 @@ def position_limit(config: ModelConfig) -> int | None:
 
 
 def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
-    """Factor times original length; 0 where a table has no such two."""
+    """Return factor times original length, or 0 if either is missing."""
     factor: Any = table.get("factor")
     kind = table.get("rope_type")
     original = _count(table.get("original_max_position_embeddings"))
@@ -44,5 +46,5 @@ def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
 
 
 def _count(value: Any) -> int:
-    """A number of positions; 0 for what is none."""
+    """Return a positive integer unchanged, and 0 for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -1,10 +1,10 @@
-"""Linear layers and embeddings that keep their weights as the file has them: quantised.
+"""Linear layers and embeddings with weights quantized as in the file.
 
-    few rows    the codes themselves, times x                    (`kernels/quantised.py`, once `pool` is set)
-    more rows   unpacked, some outputs at a time, then as usual
-    embedding   the rows that are asked for, unpacked; they may stay in the file until then
+    few rows    our kernels multiply the codes directly      (`kernels/quantised.py`, once `pool` is set)
+    more rows   some outputs at a time are dequantized and multiplied by torch
+    embedding   the requested rows are dequantized; they may be on disk until then
 
-They stand in the places of `nn.Linear` and `nn.Embedding` and compute in the model's dtype.
+They replace `nn.Linear` and `nn.Embedding`, and compute in the model's dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smoe.models.workspace import PIECE_ELEMENTS
 
 
 class QuantisedWeight(nn.Module):
-    """A matrix [outputs, columns] as codes: uint8 [outputs, bytes of a row]."""
+    """A quantized matrix [outputs, columns], with codes uint8 [outputs, bytes of a row]."""
 
     codes: torch.Tensor
 
@@ -37,19 +37,19 @@ class QuantisedWeight(nn.Module):
         self.form = form
         self.dtype = dtype
         self.pool: SpinningPool | None = None
-        """What multiplies and unpacks, where our kernels are used."""
+        """The threads that run our kernels; None where these are not used."""
         self.activations = BF16
-        """What few rows are multiplied as by it (`EngineConfig.activations`)."""
+        """The type in which our kernels multiply few rows (`EngineConfig.activations`)."""
         self.register_buffer("codes", codes)
         self.shape = torch.Size((codes.shape[0], codes.shape[1] // form.nbytes * form.numbers))
 
     @property
     def weight(self) -> torch.Tensor:
-        """All numbers, unpacked again each time: for comparisons."""
+        """The whole matrix, dequantized again at each access; for comparisons."""
         return self.numbers(0, self.shape[0])
 
     def numbers(self, begin: int, end: int) -> torch.Tensor:
-        """Rows begin ... end - 1 in the model's dtype."""
+        """Return rows `begin` to `end - 1`, dequantized to the model's dtype."""
         codes = self.codes[begin:end]
         if self.pool is None:
             return unpacked(self.form, codes, self.dtype)
@@ -58,7 +58,7 @@ class QuantisedWeight(nn.Module):
         return out
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """The outputs in pieces of at most `PIECE_ELEMENTS` numbers: (begin, end)."""
+        """Yield ranges (begin, end) of outputs with at most `PIECE_ELEMENTS` elements each."""
         step = max(1, PIECE_ELEMENTS // self.shape[1])
         for begin in range(0, self.shape[0], step):
             yield begin, min(begin + step, self.shape[0])
@@ -69,24 +69,24 @@ class QuantisedWeight(nn.Module):
 
 
 class QuantisedLinear(QuantisedWeight):
-    """Replaces an `nn.Linear`."""
+    """A quantized replacement for `nn.Linear`."""
 
     def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
         super().__init__(form, codes, dtype)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = self.shape
         self.shared: SharedInput | None = None
-        """Computes this layer together with others that are given the same rows."""
+        """Computes this layer together with others that receive the same input; None if there are none."""
         self._matrix_of: dict[str, Matrix] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]"""
+        """Map [..., in_features] to [..., out_features]."""
         if self.shared is not None:
             return self.shared.output(self, input)
         return self.alone(input)
 
     def alone(self, input: torch.Tensor) -> torch.Tensor:
-        """The same, computed for this layer only."""
+        """Compute this layer only: [..., in_features] -> [..., out_features]."""
         rows = input.reshape(-1, self.in_features)
         if rows.shape[0] <= self._most_rows(rows):
             out = self._by_codes(rows.contiguous())
@@ -98,22 +98,22 @@ class QuantisedLinear(QuantisedWeight):
         return out.view(*input.shape[:-1], self.out_features)
 
     def takes(self, input: torch.Tensor) -> bool:
-        """Whether these rows are multiplied in 8 bits by our kernel."""
+        """Return whether our kernel multiplies these rows in 8 bits."""
         is_known = self.pool is not None and input.dtype is torch.bfloat16 and self.has_byte_products
         return is_known and input.numel() <= MOST_BYTE_ROWS * self.in_features
 
     def target(self, out: torch.Tensor) -> Target:
-        """This matrix for the pool, with products that go to out [M, out_features]."""
+        """Return this matrix with the output `out` [M, out_features], for the pool."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return Target(self.matrix, out.data_ptr(), 2 * self.out_features, bias)
 
     def _most_rows(self, rows: torch.Tensor) -> int:
-        """Rows that our kernel multiplies; more, or of other types, are multiplied with unpacked numbers."""
+        """Return the largest number of rows for our kernel; more rows are multiplied with dequantized weights."""
         if self.pool is None or rows.dtype is not torch.bfloat16:
             return 0
         if self.has_byte_products or self.bias is None or self.pool.rows_are_alone:
             return most_quantised_rows([self.matrix])
-        return MOST_ROWS  # a bias is added before rounding, which only the product of a single row of bf16 does
+        return MOST_ROWS  # only the product of a single bf16 row adds a bias before rounding
 
     @property
     def has_byte_products(self) -> bool:
@@ -123,7 +123,7 @@ class QuantisedLinear(QuantisedWeight):
 
     @property
     def matrix(self) -> Matrix:
-        """The whole of it."""
+        """The whole matrix, for the pool."""
         known = self._matrix_of.get(self.activations)
         if known is None or known.address != self.codes.data_ptr():
             known = self._matrix_of[self.activations] = self._matrix(0, self.out_features)
@@ -141,10 +141,10 @@ class QuantisedLinear(QuantisedWeight):
 
 
 class SharedInput:
-    """Layers that are given the same tensor one after the other: the first of them computes the products of all.
+    """Layers that receive the same tensor one after the other; the first computes the outputs of all.
 
-    So q, k and v of an attention are one piece of work for all threads. A layer that is given another tensor than the
-    first computes alone from then on.
+    So the q, k and v projections of attention are one task for all threads. A layer that receives another tensor than
+    the first one leaves the group.
     """
 
     def __init__(self, layers: Sequence[QuantisedLinear]) -> None:
@@ -155,7 +155,7 @@ class SharedInput:
             layer.shared = self
 
     def output(self, layer: QuantisedLinear, input: torch.Tensor) -> torch.Tensor:
-        """What the layer makes of the tensor."""
+        """Return the output of `layer` for `input`."""
         if layer is self.layers[0]:
             return self._all(input) if layer.takes(input) else layer.alone(input)
         found = self._outputs.pop(layer, None) if input is self._input else None
@@ -180,7 +180,7 @@ class SharedInput:
 
 
 def share_inputs(model: nn.Module) -> None:
-    """Let layers next to each other that take equally long rows share what is given to the first of them."""
+    """Group sibling layers with equal input sizes, so that they share the products of their common input."""
     for module in model.modules():
         alike: dict[int, list[QuantisedLinear]] = {}
         for child in module.children():
@@ -192,7 +192,7 @@ def share_inputs(model: nn.Module) -> None:
 
 
 class QuantisedEmbedding(QuantisedWeight):
-    """Replaces an `nn.Embedding`."""
+    """A quantized replacement for `nn.Embedding`."""
 
     def __init__(self, form: Format, codes: torch.Tensor, dtype: torch.dtype, padding_idx: int | None) -> None:
         super().__init__(form, codes, dtype)
@@ -200,7 +200,7 @@ class QuantisedEmbedding(QuantisedWeight):
         self.num_embeddings, self.embedding_dim = self.shape
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Token ids [...] -> [..., embedding_dim]"""
+        """Map token ids [...] to embeddings [..., embedding_dim]."""
         ids = input.reshape(-1)
         if self.pool is None or len(ids) > MOST_ROWS:
             return unpacked(self.form, self.codes[ids], self.dtype).view(*input.shape, self.embedding_dim)
@@ -210,7 +210,7 @@ class QuantisedEmbedding(QuantisedWeight):
 
 
 class StoredEmbedding(nn.Module):
-    """Replaces an `nn.Embedding`: rows are read from the file when they are asked for."""
+    """A replacement for `nn.Embedding` that reads the requested rows from disk."""
 
     def __init__(self, form: Format, rows: StoredRows, dtype: torch.dtype, padding_idx: int | None) -> None:
         super().__init__()
@@ -220,15 +220,15 @@ class StoredEmbedding(nn.Module):
         self.padding_idx = padding_idx
         self.num_embeddings, self.embedding_dim = self.shape = torch.Size(rows.tensor.shape)
         self.pool: SpinningPool | None = None
-        """What unpacks, where our kernels are used."""
+        """The threads that dequantize with our kernels; None where these are not used."""
 
     @property
     def weight(self) -> torch.Tensor:
-        """All numbers, read again each time: for comparisons."""
+        """The whole matrix, read and dequantized again at each access; for comparisons."""
         return self._numbers(range(self.num_embeddings))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Token ids [...] -> [..., embedding_dim]"""
+        """Map token ids [...] to embeddings [..., embedding_dim]."""
         ids: list[int] = input.reshape(-1).tolist()
         places = {token: n for n, token in enumerate(dict.fromkeys(ids))}
         out = self._numbers(list(places))
@@ -249,12 +249,12 @@ class StoredEmbedding(nn.Module):
 
 
 def can_stay_quantised(module: nn.Module) -> bool:
-    """Whether one of ours can take its place: the library's own plain layers, not their descendants."""
+    """Return whether a module is exactly `nn.Linear` or `nn.Embedding`, which a quantized one can replace."""
     return type(module) in (nn.Linear, nn.Embedding)
 
 
 def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> None:
-    """Put layers of ours in the places of all that have the parameter `name`: tied ones share the codes, too."""
+    """Replace all layers that have the parameter `name` by quantized ones; tied layers share the codes."""
     weight = model.get_parameter(name)
     tied = [(path, module) for path, module in model.named_modules() if module._parameters.get("weight") is weight]
     for path, module in tied:
@@ -263,7 +263,7 @@ def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tenso
 
 
 def keep_on_disk(model: nn.Module, name: str, form: Format, rows: StoredRows, dtype: torch.dtype) -> None:
-    """Put one of ours in the place of the embedding that has the parameter `name` for itself."""
+    """Replace the embedding with the untied parameter `name` by one that reads rows from disk."""
     path = name.removesuffix(".weight")
     parent, _, child = path.rpartition(".")
     library = model.get_submodule(path)

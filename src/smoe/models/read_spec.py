@@ -1,4 +1,4 @@
-"""From a model's files to its `LibrarySpec`: the configuration alone is read, and the model's empty shell looked at."""
+"""Read a model's `LibrarySpec` from its configuration and transformers' model without weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smoe.models.tied_weights import separate
 
 
 def read_spec(model: str | Path, config: EngineConfig, revision: str | None = None) -> LibrarySpec:
-    """Read a model's configuration and look at its empty shell."""
+    """Return the spec of a model; only its configuration is read, and the model is built without weights."""
     checkpoint = described_checkpoint(model, revision)
     path, model_config = checkpoint.config_place, checkpoint.config()
     _refuse_quantised(model_config, path)
@@ -28,7 +28,7 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
         shell = meta_model(model_config, dtype.torch)
     separate(shell, checkpoint.stored_apart(shell, dtype.torch))
     sites = find_sites(shell)
-    unclear = f"the structure of {model_config.model_type!r} could not be followed by {path}, so it is refused"
+    unclear = f"the structure of {model_config.model_type!r} ({path}) could not be analysed, so it is refused"
     with naming(unclear, UnsupportedModelError):
         anatomy = examine(shell, sites, dtype.torch)
     outline = outline_of(shell, sites, anatomy, dtype.torch)
@@ -45,8 +45,11 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
 
 
 def spec_of_whole(checkpoint: Checkpoint, spec: LibrarySpec, config: EngineConfig) -> LibrarySpec:
-    """`spec` for a checkpoint whose weights are here: where quantised ones lie, which it says, may have been read from
-    copies of nothing but headers, and only the files say whether weights that may be shared are stored apart."""
+    """Return the spec for a checkpoint with downloaded weights, reading it again if necessary.
+
+    `spec` may come from headers alone. Then locations of quantized weights are invalid, and only the files show whether
+    tied weights are stored separately.
+    """
     return read_spec(checkpoint.place, config) if spec.dense or spec.shell.all_tied_weights_keys else spec
 
 

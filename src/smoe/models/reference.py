@@ -1,5 +1,7 @@
-"""Expert weights as the library would have them, read through safetensors' own reader, or dequantised, by the gguf
-package, by transformers or by our reference decoders: the other side of every comparison."""
+"""Expert weights for comparisons, read or dequantized by other code than the engine's.
+
+The readers are safetensors, the gguf package, transformers, and our reference decoders.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from smoe.models.released_schemes import METHODS
 
 
 def reference_parameters(experts: StoredLayer, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Fused parameters [len(chosen), ...] of one layer, by part name."""
+    """Return the fused parameters [len(chosen), ...] of one layer, by part name."""
     parameters: dict[str, torch.Tensor] = {}
     for part in experts.parts:
         rows = [
@@ -34,15 +36,15 @@ def reference_parameters(experts: StoredLayer, chosen: Sequence[int], dtype: tor
 
 
 def _joined(pieces: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
-    """A part of the stored pieces, which lie below each other, or of which each gives a row in turn."""
+    """Join the stored pieces of a part: concatenated, or with interleaved rows."""
     joined = torch.stack(list(pieces), 1).flatten(0, 1) if part.takes_turns else torch.cat(list(pieces))
     return joined.reshape(part.stored_shape)
 
 
 def stored_numbers(piece: StoredTensor) -> torch.Tensor:
-    """The numbers of a stored tensor, or of a row of one."""
+    """Return the dequantized values of a stored tensor, or of a row of one."""
     if is_gguf(piece.path):
-        from smoe.memory.gguf_tensors import plain_tensor  # loads the gguf package, which no other file needs
+        from smoe.memory.gguf_tensors import plain_tensor  # the gguf package is needed for GGUF files only
 
         return plain_tensor(piece)
     if piece.scheme in METHODS:
@@ -60,7 +62,7 @@ def stored_numbers(piece: StoredTensor) -> torch.Tensor:
 
 
 def _by_key(piece: StoredTensor) -> torch.Tensor:
-    """A stored tensor, or a row of one, in the type and shape that the file has it in."""
+    """Return a stored tensor, or a part of one, in the type and shape of the file."""
     if piece.identity is not None:
         with piece.path.open("rb") as file:
             check_identity(piece.path, file.fileno(), piece.identity)
@@ -71,7 +73,7 @@ def _by_key(piece: StoredTensor) -> torch.Tensor:
                     found: torch.Tensor = file.get_tensor(key)
                 elif tensor.shape[0] * piece.nbytes == tensor.nbytes:
                     found = file.get_slice(key)[(piece.offset - tensor.offset) // piece.nbytes]
-                else:  # one of experts that lie below each other
+                else:  # some rows of a matrix that holds all experts
                     first = (piece.offset - tensor.offset) // piece.nbytes * piece.shape[0]
                     found = file.get_slice(key)[first : first + piece.shape[0]]
                 return found
@@ -80,5 +82,5 @@ def _by_key(piece: StoredTensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _header(path: Path, written_ns: int) -> dict[str, StoredTensor]:
-    """Read once, and again where the file was written again."""
+    """Return the tensors of a file, cached until the file is written again."""
     return read_header(path)

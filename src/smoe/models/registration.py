@@ -1,9 +1,9 @@
-"""Families that transformers does not have, made known to its Auto classes, and those whose experts it does not open.
+"""Register model families that transformers lacks, and find our versions of families without an experts interface.
 
-transformers looks a checkpoint's `model_type` up in its own tables first; a class registered there from outside the
-library wins over the checkpoint's `auto_map`, so no remote code is run and `trust_remote_code` is not needed. The
-loader calls `register_local_families()` before `AutoConfig.from_pretrained`; nothing is registered at import time,
-and transformers itself is imported only by that call.
+transformers looks up a `model_type` in its own tables first. A class registered there takes precedence over the
+checkpoint's `auto_map`, so no remote code runs and `trust_remote_code` is not needed. The loader calls
+`register_local_families()` before `AutoConfig.from_pretrained`. Nothing is registered at import time, and only that
+call imports transformers.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ LOCAL_FAMILIES: dict[str, str] = {
     "deepseek": "smoe.models.deepseek",
     "xverse": "smoe.models.xverse",
 }
-"""`model_type` -> the module that holds its classes and a `register()` function."""
+"""`model_type` -> the module that defines its classes and a `register()` function."""
 
 OPENED_FAMILIES: dict[str, str] = {
     "dbrx": "smoe.models.dbrx",
     "llama4": "smoe.models.llama4",
     "llama4_text": "smoe.models.llama4",
 }
-"""`model_type` -> the module with our `MODEL` of it: families that the library has, with experts that it alone can use.
-They are not registered, so that programs that use the library as well get its own."""
+"""`model_type` -> the module with our `MODEL` for families whose experts transformers does not expose.
+
+These are not registered, so that other users of transformers in the process get its own classes.
+"""
 
 
 def register_local_families(model_type: str | None = None) -> None:
-    """Register the family `model_type`, where it is one of `LOCAL_FAMILIES`; None: all of them.
+    """Register the family `model_type` if it is one of `LOCAL_FAMILIES`; None registers all. Idempotent.
 
-    Calling it again changes nothing. Each costs a tenth of a second of imports, so only what is needed is registered.
+    Each family takes a tenth of a second of imports, so only the needed one is registered.
     """
     for name, module in LOCAL_FAMILIES.items():
         if model_type in (None, name):
@@ -40,7 +42,7 @@ def register_local_families(model_type: str | None = None) -> None:
 
 
 def opened_family(model_type: str) -> type[PreTrainedModel] | None:
-    """Our model of one of the `OPENED_FAMILIES`, made from a configuration as by an Auto class; None for any other."""
+    """Return our model class for one of the `OPENED_FAMILIES`, or None for any other family."""
     if model_type not in OPENED_FAMILIES:
         return None
     found: type[PreTrainedModel] = importlib.import_module(OPENED_FAMILIES[model_type]).MODEL
@@ -48,9 +50,9 @@ def opened_family(model_type: str) -> type[PreTrainedModel] | None:
 
 
 def register_family(config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel]) -> None:
-    """Register one family whose experts are published as `mlp.experts.E.{gate,up,down}_proj.weight`. Idempotent.
+    """Register a family whose experts are published as `mlp.experts.E.{gate,up,down}_proj.weight`. Idempotent.
 
-    That is the layout of qwen2_moe, whose conversion (experts stacked, gate rows before up rows) is taken over.
+    This is the layout of qwen2_moe, whose weight conversion (experts stacked, gate rows before up rows) is reused.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import (

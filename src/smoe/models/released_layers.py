@@ -1,4 +1,4 @@
-"""The non-expert layers of a quantised release: those that are plain linear ones stay quantised."""
+"""Load the non-expert layers of a quantized checkpoint; plain linear layers stay quantized."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from smoe.models.spec import LibrarySpec
 
 
 def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Matrices that stay quantised, by the library's names."""
+    """Return the matrices that stay quantized, by their transformers names."""
     found = {}
     experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
     quantised = [key for key, tensor in matrices.items() if tensor.made_of and tensor.made_of[-1].arrangement]
@@ -35,15 +35,15 @@ def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) ->
 
 
 def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:
-    """The library's model with all weights but the experts', those of `spec.dense` quantised."""
+    """Build the transformers model with all weights except the experts'; those in `spec.dense` stay quantized."""
     state = _state(spec, matrices)
     with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
         loaded, report = built_of(state, spec.shell, spec.dtype.torch)
     check_loaded(loaded, report, place, lambda name: stored_as(spec.shell, name, matrices))
     for name, tensor in spec.dense.items():
         keep_quantised(loaded, name, FORMATS[tensor.dtype], _blocks(tensor), spec.dtype.torch)
-    move_to_own_memory(loaded)  # of what is left: nothing lies behind what was replaced
-    loaded.name_or_path = loaded.config.name_or_path = str(place)  # for messages: the loader had no name
+    move_to_own_memory(loaded)  # copies what is left: replaced weights have no memory
+    loaded.name_or_path = loaded.config.name_or_path = str(place)  # for messages: the loader was given no name
     if (place / "generation_config.json").exists():
         loaded.generation_config = GenerationConfig.from_pretrained(place, local_files_only=True)
     model: PreTrainedModel = loaded
@@ -51,8 +51,11 @@ def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredT
 
 
 def _state(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """What the loader is given, by the keys of an unquantised release; nothing behind what stays quantised. What the
-    library has no place for, such as layers that guess further tokens, is not read."""
+    """Return the weights for the loader, by the keys of an unquantized checkpoint.
+
+    Weights that stay quantized get placeholders without memory. Tensors without a place in the model, such as
+    multi-token prediction layers, are not read.
+    """
     experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()
     found = {}
     for key, name in parameter_names(spec.shell, matrices).items():

@@ -1,5 +1,7 @@
-"""The numbers of a quantised release's matrix, whole, by the formulas of the packages that wrote it: what blocks in
-slots are compared with, and what is packed again."""
+"""Dequantize whole matrices of quantized checkpoints, by the formulas of the packages that wrote them.
+
+The results are compared with the blocks in slots, and are the input for packing in another precision.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from smoe.memory.arrangement import StoredScales, Zeros, every_code
 from smoe.memory.safetensors_index import StoredTensor
 
 _AWQ_PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Where in a word the codes of eight outputs begin."""
+"""The first bits of the codes of eight outputs within a 32-bit word."""
 
 
 def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
-    """float32 [outputs, columns]; `read` gives a stored tensor as it is."""
+    """Return a matrix as float32 [outputs, columns]; `read` returns a stored tensor unchanged."""
     if matrix.dtype.startswith("NVFP4") or matrix.dtype == MXFP4_PAIRS.name:
         return _float4(*(read(each.tensor) for each in matrix.made_of), is_divided=matrix.scheme != "modelopt")
     codes, place = read(matrix.made_of[0].tensor), matrix.made_of[1]
@@ -39,7 +41,7 @@ def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.
 def _float4(
     codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None, *, is_divided: bool
 ) -> torch.Tensor:
-    """Codes [N, K / 2], scales [N, groups] as E4M3 with a factor for the matrix, or as exponents."""
+    """Dequantize codes [N, K / 2] with scales [N, groups]: E4M3 and a factor for the matrix, or exponents."""
     codes = codes.view(torch.uint8)
     meant = torch.tensor(E2M1)[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
     if factor is None:
@@ -58,14 +60,14 @@ def _turned(
     bits: int,
     group: torch.Tensor,
 ) -> torch.Tensor:
-    """Transpose matrices of GPTQ and AWQ, which are stored column by column."""
+    """Dequantize a matrix of GPTQ or AWQ, which is stored column by column, and transpose it."""
     outputs, columns = matrix.shape
     is_awq = matrix.scheme == "awq"
     whole = _words(codes, bits, _AWQ_PLACES).flatten(1) if is_awq else _words(codes.t(), bits).flatten(1).t()
     if stored is None:
         zeros = torch.full(gains.shape, 1 << bits - 1)
     else:
-        stored = stored + _less(matrix) * every_code(bits)  # wraps, as it did when the package subtracted it
+        stored = stored + _less(matrix) * every_code(bits)  # wraps around, as the package's subtraction did
         zeros = _words(stored, bits, _AWQ_PLACES if is_awq else None).flatten(1)
     numbers: torch.Tensor = (whole - zeros[group]) * gains[group]
     assert numbers.shape == (columns, outputs)
@@ -77,7 +79,7 @@ def _less(matrix: StoredTensor) -> int:
 
 
 def _groups(matrix: StoredTensor, count: int, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
-    """[columns]: which of so many groups each belongs to."""
+    """Return the group of each column: [columns]."""
     order = next((each.tensor for each in matrix.made_of if each.arrangement is None), None)
     if order is not None:
         return read(order).long()
@@ -90,6 +92,6 @@ def _everywhere(gains: torch.Tensor, shape: Sequence[int], scales: StoredScales)
 
 
 def _words(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
-    """int32 [a, b] -> codes [a, b, codes of a word]"""
+    """Unpack int32 words [a, b] to codes [a, b, codes per word]."""
     shifts = torch.tensor(places or range(0, 32, bits), dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)

@@ -1,14 +1,13 @@
-"""How quantised releases on the hub state what their matrices are: fp8 with block scales, compressed-tensors, NVIDIA's
-modelopt, GPTQ, AWQ.
+"""Read how a quantized checkpoint stores its matrices: fp8, compressed-tensors, NVIDIA's modelopt, GPTQ, AWQ.
 
-    quant_method          numbers of a group                       stored
+    quant_method          elements per scale                       layout in the file
     fp8                   128 columns of 128 rows                  row by row
       expert_dtype: fp4   experts: MXFP4, 32 columns               row by row
     compressed-tensors    32 k columns, a row, or a block; NVFP4   row by row
-    modelopt              NVFP4: 16 columns; fp8: the matrix       row by row; each layer may have its own of the two
-    gptq, awq             32 k columns, or a whole row             column by column, turned on their way to a slot
+    modelopt              NVFP4: 16 columns; fp8: the matrix       row by row; the two may differ by layer
+    gptq, awq             32 k columns, or a whole row             column by column, transposed while loading
 
-Whatever else is quantised in ways that are not read here is refused with the reason.
+Other quantized checkpoints are refused with the reason.
 """
 
 from __future__ import annotations
@@ -30,49 +29,48 @@ from smoe.models.stated_quantisation import Stated, stated_in
 METHODS = ("fp8", "compressed-tensors", "modelopt", "gptq", "awq")
 _GROUPS = (128, 64, 32)
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3")
-"""How the one format of eight bits that is read is spelled."""
+"""The spellings of E4M3, the only supported 8-bit float format."""
 _FLOAT4 = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MXFP4_PAIRS.numbers}
-"""compressed-tensors' formats of codes that are numbers of four bits: columns that share a scale."""
+"""compressed-tensors' 4-bit float formats, and their number of columns per scale."""
 _TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a config.json says of its quantised matrices."""
+    """The quantization scheme that a config.json states."""
 
     method: str
     """One of `METHODS`."""
     bits: int = 8
     is_float: bool = False
-    """Numbers of eight bits are E4M3, those of four E2M1."""
+    """Whether codes are floats: E4M3 with eight bits, E2M1 with four."""
     columns_each: int | None = None
-    """Columns of the matrix that share a scale; None: a whole row."""
+    """Columns of the matrix per scale; None: a whole row."""
     rows_each: int = 1
-    """Rows that share one; 0: all."""
+    """Rows per scale; 0: all rows."""
     has_zeros: bool = False
-    """Zero points are stored."""
+    """Whether zero points are stored."""
     less: int = 0
-    """What stored zero points are too small by."""
+    """The number to add to stored zero points."""
     is_reordered: bool = False
-    """Columns of a group do not lie together (GPTQ's act-order): such matrices are read to be packed only."""
+    """Whether the columns of a group are not adjacent (GPTQ's act-order). Such matrices must be packed before use."""
     left_out: tuple[str, ...] = ()
-    """Which linear layers are no codes, by `config.json`: names, ends or parts of names, patterns (`*`), or regular
-    expressions behind `re:`."""
+    """Linear layers that `config.json` lists as unquantized: names, suffixes or parts of names, patterns (`*`), or
+    `re:` and a regular expression."""
     is_of_text: bool = False
-    """Only the language model has codes, whatever else there is."""
+    """Whether only the language model is quantized."""
     experts: Scheme | None = None
-    """How routed experts are stored, where that differs from other layers."""
+    """The scheme of routed experts if it differs from that of other layers."""
     layers: Mapping[str, Scheme] = field(default_factory=dict)
-    """Schemes by the names of layers, from their number on, where every layer has its own; those that are not named are
-    in full."""
+    """Schemes by layer name (from the layer number on) where they differ by layer; unlisted layers are unquantized."""
 
     @property
     def is_float4(self) -> bool:
-        """NVFP4, by groups of 16, or MXFP4, by groups of 32."""
+        """Whether the format is NVFP4 (groups of 16) or MXFP4 (groups of 32)."""
         return self.is_float and self.bits == 4
 
     def form(self, columns: int) -> Format | None:
-        """What a matrix with rows of so many numbers becomes in a slot; None where they are no whole blocks."""
+        """Return the format in slots of a matrix with this number of columns, or None if they are not whole blocks."""
         if self.is_float4:
             forms = NVFP4.values() if self.columns_each == NVFP4_GROUP else (MXFP4_PAIRS,)
             return next((form for form in forms if form.fits(columns)), None)
@@ -84,7 +82,7 @@ class Scheme:
         return None if numbers is None or columns % each else WEIGHTS[self.bits, numbers]
 
     def file_bytes(self, rows: int, columns: int) -> int:
-        """What a matrix takes in the files: codes, scales, and zero points or an order where there are any."""
+        """Return the bytes of a matrix in the files: codes, scales, and zero points or column order if present."""
         groups = columns // (self.columns_each or columns)
         scales = -(-rows // (self.rows_each or rows)) * groups
         codes = rows * columns * self.bits // 8
@@ -94,11 +92,11 @@ class Scheme:
         return codes + scales * 2 + (scales * self.bits // 8 if self.has_zeros else 0) + order
 
     def leaves_out(self, module: str) -> bool:
-        """Whether a linear layer is no codes by what `config.json` says of it: what the files have may differ."""
+        """Return whether `config.json` lists a linear layer as unquantized; the files may differ."""
         return is_named(self.left_out, module)
 
     def of(self, module: str) -> Scheme | None:
-        """How a non-expert linear layer is stored; None: in full."""
+        """Return the scheme of a non-expert linear layer, or None if it is unquantized."""
         if self.layers:
             name = in_decoder(module)
             patterns = (pattern for pattern in self.layers if "*" in pattern and fnmatch(name, pattern))
@@ -106,7 +104,7 @@ class Scheme:
         return None if self.leaves_out(module) or (self.is_of_text and not in_decoder(module)) else self
 
     def of_experts(self, module: str) -> Scheme | None:
-        """How the routed experts of a module are stored; None: in full."""
+        """Return the scheme of a module's routed experts, or None if they are unquantized."""
         names = (module, f"{module}.0.down_proj", f"{module}.0.w2", f"{module}.down_proj")
         if self.layers:
             return next((found for found in map(self.of, names) if found is not None), None)
@@ -114,9 +112,9 @@ class Scheme:
 
 
 def read_scheme(stated: Stated | None) -> Scheme | None:
-    """What a release states; None where that is nothing, or of another method.
+    """Return the scheme that a checkpoint states, or None if it states none of `METHODS`.
 
-    Raises `UnsupportedModelError` for what cannot be read, naming it.
+    Raises `UnsupportedModelError`, with the reason, for schemes that smoe does not read.
     """
     if stated is None or stated.method not in METHODS:
         return None
@@ -127,14 +125,14 @@ def read_scheme(stated: Stated | None) -> Scheme | None:
 
 
 def scheme_of(config: Mapping[str, Any], place: Path) -> Scheme | None:
-    """The same of a configuration alone."""
+    """Return the scheme that a configuration states, as `read_scheme` does."""
     return read_scheme(stated_in(config, place))
 
 
 def _left_out(entries: Mapping[str, Any]) -> tuple[str, ...]:
     lists = [entries.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")]
     found = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
-    rules = entries.get("dynamic")  # GPTQ: other settings for some, by regular expressions
+    rules = entries.get("dynamic")  # GPTQ: rules for other settings, by regular expressions
     found += [f"re:{rule[2:]}" for rule in rules if rule.startswith("-:")] if isinstance(rules, dict) else []
     return (*found, *([] if entries.get("lm_head") else ["lm_head"]))
 
@@ -191,7 +189,7 @@ def _holds_objects(groups: object) -> TypeGuard[dict[str, dict[str, Any]]]:
 
 
 def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[int | None, int]:
-    """(columns, rows) that share a scale: see `Scheme`."""
+    """Return the (columns, rows) per scale, as defined in `Scheme`."""
     if strategy == "tensor":
         return None, 0
     if strategy == "channel":
@@ -218,7 +216,7 @@ def _modelopt(entries: Mapping[str, Any], whose: str) -> Scheme:
 
 
 def _layers(entries: Mapping[str, Any], whose: str) -> dict[str, Scheme]:
-    """The layers of the decoder, each with its own scheme."""
+    """Return the scheme of each quantized layer of the decoder."""
     layers = entries.get("quantized_layers")
     if not _holds_objects(layers) or not layers:
         _refuse(whose, "are quantised as 'MIXED_PRECISION' without 'quantized_layers', which names the layers,")

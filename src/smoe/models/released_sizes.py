@@ -1,4 +1,4 @@
-"""What the matrices of a quantised release take, by its configuration alone."""
+"""The sizes of a quantized checkpoint's matrices, computed from its configuration alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from smoe.models.stored_experts import stored_expert_bytes
 
 
 def expected_layers(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[str, StoredTensor]:
-    """Matrices that stay quantised, by the library's names, where the weights are not here: of the right shape and
-    format, and they lie nowhere. What is published may have more of them in full than it says."""
+    """Return the linear layers that should stay quantized, by their transformers names, for a checkpoint that is not on
+    disk.
+
+    They have the right shape and format but no valid offset. The published files may leave more layers unquantized.
+    """
     found = {}
     for name, weight in spec.outline.weights.items():
         owner, _, key = name.rpartition(".")
@@ -28,8 +31,10 @@ def expected_layers(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[str, S
 
 
 def released_expert_bytes(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[int, int] | None:
-    """An expert of every layer in a slot by what config.json says; None where all experts are in full. Raises
-    `UnsupportedModelError` where only some layers' are."""
+    """Return the bytes of an expert in a slot, by layer, as config.json states; None if all experts are unquantized.
+
+    Raises `UnsupportedModelError` if only some layers' experts are quantized.
+    """
     kinds = {site.name: scheme.of_experts(site.name) for site in spec.sites}
     in_full = [name for name, kind in kinds.items() if kind is None]
     if len(in_full) == len(kinds):

@@ -1,18 +1,18 @@
-"""The tensors of a quantised release, those that make up a matrix joined to the one weight that they are.
+"""Join the stored tensors of each quantized matrix of a checkpoint (codes, scales, zero points) to one weight.
 
     fp8                  X.weight (F8_E4M3 [N, K]), X.weight_scale_inv [N / 128, K / 128]; of all experts X, X_scale_inv
                          (DeepSeek-V4 has X.scale for X.weight_scale_inv)
       expert_dtype: fp4  X.weight (I8 [N, K / 2]), X.scale (exponents F8_E8M0 [N, K / 32])
     compressed-tensors   X.weight (fp8), or X.weight_packed (I32 [N, K / 8]); X.weight_scale [N, K / G],
                          X.weight_zero_point (I32 [N / 8, K / G])
-      in four-bit floats X.weight_packed (U8 [N, K / 2]), X.weight_scale (F8_E4M3 [N, K / 16], or exponents U8
-                         [N, K / 32]); of NVFP4 X.weight_global_scale, by which numbers are divided
+      in 4-bit floats    X.weight_packed (U8 [N, K / 2]), X.weight_scale (F8_E4M3 [N, K / 16], or exponents U8
+                         [N, K / 32]); of NVFP4 X.weight_global_scale, a divisor
     modelopt             X.weight (fp8, or U8 [N, K / 2]), X.weight_scale as above; of NVFP4 X.weight_scale_2
     GPTQ                 X.qweight (I32 [K / 8, N]), X.scales [K / G, N], X.qzeros (I32 [K / G, N / 8]), X.g_idx [K]
     AWQ                  X.qweight (I32 [K, N / 8]), X.scales, X.qzeros as above
 
-With 8 bits there are 4 codes in a word of 32 bits, not 8. What a release has in addition (shapes, scales of activations
-and of the KV cache) does not change what weights are.
+The shapes are for 4 bits; with 8 bits a 32-bit word has 4 codes instead of 8. Other tensors (shapes, scales of
+activations and of the KV cache) do not change the weights.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _EXTRA_TENSORS = (
     ".weight_g_idx",
     ".g_idx",
 )
-"""What does not change what weights are, or is looked at with them."""
+"""Suffixes of tensors that do not change the weights, or that are read together with their matrix."""
 _WORD_BITS = 32
 _PAIRS_OF_CODES = ("U8", "I8")
-"""What two numbers of four bits are stored as."""
+"""The dtypes in which a byte holds two 4-bit codes."""
 
 
 def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by the keys that the unquantised release has; quantised ones [outputs, columns].
+    """Return a checkpoint's tensors by the keys of the unquantized checkpoint; quantized ones are [outputs, columns].
 
-    Raises `CheckpointError` where something of a matrix is missing, or does not fit the rest, `UnsupportedModelError`
-    for rows that are no whole blocks.
+    Raises `CheckpointError` if tensors of a matrix are missing or do not match, and `UnsupportedModelError` if rows are
+    not whole blocks.
     """
     names = _names_of(scheme)
     tensors = {_scales_by_their_name(key, tensors, scheme): tensor for key, tensor in tensors.items()}
@@ -87,7 +87,7 @@ def joined(tensors: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, Sto
 
 @dataclass(frozen=True)
 class _Names:
-    """Endings of keys."""
+    """The suffixes of the keys of a matrix."""
 
     codes: str
     scales: str
@@ -97,7 +97,7 @@ class _Names:
 
 _NONE = ".none"
 _OF_ALL = _Names("", "_scale_inv", _NONE)
-"""The pattern of matrices of all experts, which the library's keys know without `.weight`."""
+"""The suffixes for matrices of all experts, whose transformers keys have no `.weight`."""
 
 
 def _names_of(scheme: Scheme) -> _Names:
@@ -111,14 +111,14 @@ def _names_of(scheme: Scheme) -> _Names:
 
 
 def _scales_by_their_name(key: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) -> str:
-    """A key; the usual one of scales that lie under a shorter one."""
+    """Return the key, with DeepSeek-V4's short name of scales replaced by the usual one."""
     stem = key.removesuffix(".scale")
     is_short = scheme.method == "fp8" and stem != key and f"{stem}.weight" in tensors
     return f"{stem}.weight_scale_inv" if is_short else key
 
 
 def _stored_as(scheme: Scheme, codes: StoredTensor | None) -> Scheme:
-    """How a matrix is stored, where a release has more than one way: its codes tell."""
+    """Return the scheme of a matrix by the dtype of its codes, for checkpoints with several schemes."""
     kinds = [*scheme.layers.values(), *([] if scheme.experts is None else [scheme, scheme.experts])]
     is_float4 = codes is not None and codes.dtype in _PAIRS_OF_CODES
     return next((kind for kind in kinds if kind.is_float4 == is_float4), scheme)
@@ -134,7 +134,7 @@ def _matrix(
 def _of_all_experts(
     tensors: Mapping[str, StoredTensor], stem: str, scheme: Scheme, scales: StoredTensor
 ) -> tuple[StoredTensor, list[str]]:
-    """The matrices of all experts of a layer [E, outputs, columns], and the keys of what they are made of."""
+    """Return the joined matrices of all experts of a layer [E, outputs, columns], and the keys of their tensors."""
     whole = {key: tensors[key] for key in (stem, stem + _OF_ALL.scales) if key in tensors}
     for tensor in whole.values():
         if not tensor.shape or not tensor.nbytes or tensor.shape[0] != scales.shape[0]:
@@ -151,7 +151,7 @@ def _of_all_experts(
 
 
 class _Matrix:
-    """One matrix of a release."""
+    """One quantized matrix of a checkpoint."""
 
     def __init__(
         self, tensors: Mapping[str, StoredTensor], stem: str, names: _Names, scheme: Scheme, scales: StoredTensor
@@ -162,11 +162,11 @@ class _Matrix:
         self._order = tensors.get(stem + names.order) if scheme.is_reordered else None
         self._is_turned = scheme.method in ("gptq", "awq")
         self._each = _WORD_BITS // scheme.bits
-        """Codes of a word."""
+        """Codes per 32-bit word."""
 
     @property
     def keys(self) -> list[str]:
-        """The keys of its tensors."""
+        """The keys of the matrix's tensors."""
         return [each.key for each in (self._codes, self._scales, self._zeros) if each is not None]
 
     def joined(self) -> StoredTensor:
@@ -187,13 +187,13 @@ class _Matrix:
     def _other(self, tensors: Mapping[str, StoredTensor], ending: str) -> StoredTensor:
         if self.stem + ending not in tensors:
             raise CheckpointError(
-                f"{self._scales.path} has {self._scales.key!r}, but no shard has {self.stem + ending!r}, which belongs "
-                "to it; the checkpoint is incomplete"
+                f"{self._scales.path} has {self._scales.key!r}, but no shard has the matching "
+                f"{self.stem + ending!r}; the checkpoint is incomplete"
             )
         return tensors[self.stem + ending]
 
     def _shape(self) -> tuple[int, int]:
-        """(outputs, columns) by the codes."""
+        """Return (outputs, columns) of the matrix by the shape of its codes."""
         kind, codes = "F8_E4M3" if self._scheme.is_float else "I32", self._codes
         if codes.dtype != kind or len(codes.shape) != 2 or not codes.nbytes:
             raise CheckpointError(
@@ -237,7 +237,7 @@ class _Matrix:
 
     def _check(self, tensor: StoredTensor, shape: tuple[int, int], kinds: tuple[str, ...]) -> None:
         stored = tensor.shape
-        if len(stored) < 2 and shape[0] * shape[1] == max(1, *stored, 1):  # one scale, or one a row
+        if len(stored) < 2 and shape[0] * shape[1] == max(1, *stored, 1):  # a scale for the matrix, or one per row
             stored = shape
         if stored != shape or tensor.dtype not in kinds:
             raise CheckpointError(
@@ -247,7 +247,7 @@ class _Matrix:
 
 
 class _Float4(_Matrix):
-    """One of NVFP4 or MXFP4: numbers of four bits, two neighbours a byte, with a scale of eight bits for each group."""
+    """A matrix in NVFP4 or MXFP4: 4-bit floats, two neighbours per byte, with an 8-bit scale per group."""
 
     def __init__(
         self, tensors: Mapping[str, StoredTensor], stem: str, names: _Names, scheme: Scheme, scales: StoredTensor
@@ -257,7 +257,7 @@ class _Float4(_Matrix):
         self._divides = scheme.method != "modelopt"
         ending = ".weight_global_scale" if self._divides else ".weight_scale_2"
         self._factor = self._other(tensors, ending) if self._has_factor else None
-        """The factor of the whole matrix."""
+        """The factor of the whole matrix; None in MXFP4."""
 
     @property
     def keys(self) -> list[str]:

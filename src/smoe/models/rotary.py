@@ -1,8 +1,8 @@
-"""What a model's rotary embeddings say about lengths: where the turning of a position depends on how long its text is.
+"""Find rotary embeddings whose frequencies depend on the length of the text.
 
-Most kinds turn a position by the position alone. Two kinds of the library do not: `longrope` has one set of factors up
-to the original length and another one beyond it; `dynamic` has other factors for every length beyond
-`max_position_embeddings`. Keys that were made with one set of factors are wrong together with those of another set.
+Two types of transformers do: `longrope` has one set of factors up to the original length and another beyond it;
+`dynamic` has other factors for every length beyond `max_position_embeddings`. Keys computed with different factors must
+not be used together.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 Factors = tuple[int, int]
-"""What a length chooses: (how many switches the length exceeds, the length itself where it counts, else 0)."""
+"""The factors that a length selects: the number of switches below it, and the length itself if it matters, else 0."""
 
 
 @dataclass(frozen=True)
 class LengthRule:
-    """Which factors a text of some length has."""
+    """The rule that selects rotary factors by the length of a text."""
 
     switches: frozenset[int] = frozenset()
-    """Lengths that are the last ones of their factors."""
+    """The largest lengths of each set of factors except the last."""
     grows_beyond: int | None = None
-    """Every length above this one has factors of its own."""
+    """The length beyond which every length has factors of its own."""
 
     def __bool__(self) -> bool:
-        """Whether the length decides at all."""
+        """Return whether the length matters at all."""
         return bool(self.switches) or self.grows_beyond is not None
 
     def factors(self, length: int) -> Factors:
-        """Equal for two lengths whose positions are turned alike."""
+        """Return a value that is equal for two lengths with the same rotary factors."""
         own = length if self.grows_beyond is not None and length > self.grows_beyond else 0
         return sum(length > switch for switch in self.switches), own
 
@@ -43,7 +43,7 @@ class LengthRule:
 
 
 def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, LengthRule]]:
-    """The rotary embeddings that depend on the length of a text, each with its rule."""
+    """Yield the rotary embeddings that depend on the length of a text, with their rules."""
     for module in model.modules():
         if hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PretrainedConfig):
             rule = _rule_of(module)
@@ -52,7 +52,7 @@ def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, LengthRule]]:
 
 
 def length_rule(model: nn.Module) -> LengthRule:
-    """The rule of all rotary embeddings of a model."""
+    """Return the combined rule of all rotary embeddings of a model."""
     whole = LengthRule()
     for _, rule in rotary_modules(model):
         whole |= rule
@@ -74,8 +74,10 @@ def _rule_of(module: nn.Module) -> LengthRule:
 
 
 def reads_again(model: PreTrainedModel, rule: LengthRule) -> bool:
-    """Whether the library's `generate` drops the cache of a text that grows past a switch, and so reads it again: asked
-    of the model's class, with an empty cache and a text of one token more."""
+    """Return whether transformers' `generate` drops the cache and recomputes a text that grows past a switch.
+
+    The model's class is called with an empty cache and a text of one token more to find out.
+    """
     if not rule.switches:
         return False
     ids = torch.zeros(1, max(rule.switches) + 1, dtype=torch.long, device=model.device)

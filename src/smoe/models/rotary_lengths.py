@@ -1,8 +1,8 @@
-"""Rotary embeddings whose factors depend on the length of a text, asked for every row's own length.
+"""Apply length-dependent rotary embeddings with each row's own text length.
 
-The library takes the largest position of a pass for the length of all its rows. That is wrong for a piece of a longer
-prompt and for rows of other lengths, and `dynamic` factors stay those of the longest text so far. Here every row has
-the factors that the library, just loaded, gives to its text alone and whole.
+transformers uses the largest position of a pass for all its rows. That is wrong for a chunk of a longer prompt and for
+rows of different lengths, and `dynamic` factors remain those of the longest text so far. Here each row gets the factors
+that a freshly loaded model computes for its whole text alone.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from smoe.models.rotary import Factors, LengthRule, length_rule, reads_again, ro
 
 
 class RotaryLengths:
-    """The state of one model: the rule by which it turns positions, and how long the texts of the pass under way will
-    be."""
+    """The length rule of one model, and the text lengths of the running pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Replaces the forward of the model's rotary embeddings, where the length decides."""
+        """Replace the forward function of the model's length-dependent rotary embeddings."""
         self.rule = length_rule(model)
         self.reads_again = reads_again(model, self.rule)
-        """Whether a text that grows past a switch is read again, as the library does for this family; else only what
-        comes after the switch has the other factors, as in the library."""
+        """Whether a text that grows past a switch is recomputed, as transformers does for this family.
+
+        Otherwise only the tokens after the switch get the other factors, also as in transformers.
+        """
         self._whole: Sequence[int] = ()
         for module, rule in rotary_modules(model):
             module.forward = _ByRow(module.forward, rule, self)  # type: ignore[method-assign,assignment]
 
     def is_switch(self, length: int) -> bool:
-        """Whether a text of this length has to be read again for another token."""
+        """Return whether a text of this length must be recomputed before the next token."""
         return self.reads_again and self.rule.factors(length)[0] != self.rule.factors(length + 1)[0]
 
     @contextmanager
     def reading(self, whole: Sequence[int]) -> Iterator[None]:
-        """Inside, passes are pieces of texts of these lengths, one of each row; a text longer than that has its own."""
+        """Declare, within this context, that passes are chunks of texts with these final lengths, one for each row."""
         before, self._whole = self._whole, whole
         try:
             yield
@@ -46,7 +47,7 @@ class RotaryLengths:
             self._whole = before
 
     def of_rows(self, lengths: Sequence[int]) -> list[int]:
-        """The lengths that decide for rows that have `lengths` tokens after the pass."""
+        """Return the length that determines each row's factors, given the rows' lengths after the pass."""
         whole, rows = self._whole, len(lengths)
         if not whole:
             return list(lengths)
@@ -57,12 +58,13 @@ class RotaryLengths:
 
 
 class _ByRow:
-    """The forward of one rotary embedding. Positions [..., rows, tokens] -> the library's [..., rows, tokens, D]."""
+    """The forward function of one rotary embedding: positions [..., rows, tokens] -> cos and sin [..., rows, tokens,
+    D]."""
 
     def __init__(self, library: Callable[..., Any], rule: LengthRule, lengths: RotaryLengths) -> None:
         self._library, self._rule, self._lengths = library, rule, lengths
         self._last: dict[Any, int] = {}
-        """Beyond which length the library's own factors have grown, by what else it was given."""
+        """The longest length for which transformers' factors have grown, by the other arguments of the call."""
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         rows = position_ids.shape[-2]
@@ -80,8 +82,10 @@ class _ByRow:
     def _ask(
         self, x: torch.Tensor, position_ids: torch.Tensor, factors: Factors, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """The library's answer, by factors that have not grown for a longer text before: a position of 0 takes the
-        library back to the factors that it was loaded with."""
+        """Call transformers' rotary embedding with the given factors.
+
+        If its factors have grown for a longer text, a call with position 0 resets them first.
+        """
         of, length = (args, tuple(kwargs.items())), factors[1]
         if self._last.get(of, 0) >= max(length, 1):
             self._library(x, torch.zeros_like(position_ids[..., :1, :1]), *args, **kwargs)
@@ -94,7 +98,7 @@ def _without_last(turned: torch.Tensor) -> torch.Tensor:
 
 
 def _map(change: Callable[..., torch.Tensor], *found: Any) -> Any:
-    """Apply to tensors, or to the tensors at every place of tuples."""
+    """Apply a function to tensors, or elementwise to tuples of tensors."""
     if isinstance(found[0], tuple):
         return tuple(change(*parts) for parts in zip(*found, strict=True))
     return change(*found)

@@ -1,8 +1,8 @@
-"""From a router's input to its logits: the matrix [E, H] that does it, found among its parameters and proven.
+"""Find a router's matrix [E, H] among its parameters, and verify that it computes the router's logits.
 
 With it the logits of several routers are one product of stacked matrices. Most routers compute `F.linear(hidden,
-weight)`, some with a bias, some in float32; names differ, so every parameter of the right shape is tried on random
-input, with every bias there is and without. Where none gives the router's own logits, there is no such matrix.
+weight)`, some with a bias, some in float32, under varying names. So every parameter of the right shape is tried on
+random input, with every possible bias and without. If none matches the router's logits, there is no such matrix.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from smoe.models.spec import ModelSpec
 
 
 class RouterMatrix(NamedTuple):
-    """logits [T, E] = hidden [T, H] times `weight` transposed, plus `bias`."""
+    """A router as a matrix: logits [T, E] = hidden [T, H] times `weight` transposed, plus `bias`."""
 
     weight: torch.Tensor
-    """[E, H]"""
+    """The matrix [E, H]."""
     bias: torch.Tensor | None
-    """[E]"""
+    """The bias [E], or None."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, E] for hidden [T, H], computed in its dtype."""
+        """Return logits [T, E] for hidden states [T, H], computed in the dtype of `hidden`."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
 
 
 def matrices_of(model: nn.Module, spec: ModelSpec) -> dict[int, RouterMatrix]:
-    """The matrices of every MoE layer except the first, which is not predicted; the model's own parameters.
+    """Return the router matrix of every MoE layer except the first, which is never predicted.
 
-    Raises `UnsupportedModelError` where a router is no plain product.
+    They are the model's own parameters. Raises `UnsupportedModelError` if a router is not a matrix product.
     """
     modules = dict(model.named_modules())
     hidden, found = spec.config.get_text_config().hidden_size, {}
@@ -50,10 +50,10 @@ def matrices_of(model: nn.Module, spec: ModelSpec) -> dict[int, RouterMatrix]:
 def find_matrix(
     router: nn.Module, block: nn.Module, hidden: int, experts: int, dtype: torch.dtype, layer: int
 ) -> RouterMatrix:
-    """The matrix of one router: its own parameters, those whose product in `dtype` comes nearest to its logits.
+    """Return the router's parameters whose product in `dtype` is closest to its logits.
 
-    Hidden states come in `dtype`; `block` as for `find_rule`. Raises `UnsupportedModelError` where the logits are
-    further off than rounding explains.
+    `block` is the module around the router, as for `find_rule`. Raises `UnsupportedModelError` if the difference
+    exceeds rounding.
     """
     device = next(router.parameters()).device
     generator = torch.Generator().manual_seed(layer)
@@ -66,7 +66,7 @@ def find_matrix(
         matrices = [RouterMatrix(weight, bias) for weight, bias in itertools.product(weights, [None, *biases])]
         errors = [(matrix.logits(x).float() - logits).abs().max().item() for matrix in matrices]
     error = min(errors, default=math.inf)
-    if not error <= TOLERANCE[dtype] * logits.abs().max().item():  # not a number is refused, too
+    if not error <= TOLERANCE[dtype] * logits.abs().max().item():  # `not <=` also refuses NaN
         raise UnsupportedModelError(
             f"the router of layer {layer} ({type(router).__name__}) is no plain product of its input with a matrix, so "
             "it cannot be stacked; with another `prefetch` than stacked-gates, such as next-gate, the model works"

@@ -1,4 +1,4 @@
-"""A checkpoint as the hub has it: a folder of config.json, safetensors and a tokenizer's files."""
+"""Read a checkpoint in the hub's layout: a folder with config.json, safetensors files and tokenizer files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOKENIZER_FILE = re.compile(r"tokenizer|special_tokens|added_tokens|vocab|merge
 
 
 class SafetensorsFolder(SafetensorsSizes):
-    """A `Checkpoint` in a folder, read by the library's own loaders."""
+    """A `Checkpoint` in a folder, read by transformers' own loaders."""
 
     def config(self) -> PretrainedConfig:
         register_local_families(check_config(self.place))
@@ -62,7 +62,7 @@ class SafetensorsFolder(SafetensorsSizes):
                 experts_implementation="eager",
                 trust_remote_code=False,
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # reported below, as an error of ours
+                ignore_mismatched_sizes=True,  # the mismatch is in the report, and `check_loaded` raises the error
                 output_loading_info=True,
             )
         check_loaded(loaded, report, self.place, lambda name: stored_as(loaded, name, self.tensors()))
@@ -91,7 +91,7 @@ class SafetensorsFolder(SafetensorsSizes):
 
 
 def _forget_quantisation(config: PretrainedConfig) -> None:
-    """With it the library would convert the weights, or fetch kernels."""
+    """Delete the quantization settings, because transformers would convert the weights or download kernels."""
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config

@@ -1,4 +1,5 @@
-"""What a folder of config.json and safetensors says of a model by its configuration and by the headers of its files."""
+"""Sizes, experts and quantized layers of a model in a folder, from config.json and the headers of its safetensors
+files."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ from smoe.models.stated_quantisation import Stated, stated_quantisation
 from smoe.models.stored_experts import stored_expert_bytes
 
 _PUBLISHED_AS = {"kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3")}
-"""Families that are published under names of their own: the library's class that computes them, and its family."""
+"""Families published under a name of their own: the transformers class that computes them, and its family."""
 
 
 class SafetensorsSizes:
-    """A `Described` in a folder; no code that lies in it is run."""
+    """A `Described` model in a folder; no code in the folder is executed."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -66,7 +67,7 @@ class SafetensorsSizes:
             return stored_expert_bytes(
                 spec.sites, spec.dtype, lambda _, columns: mxfp4_form(columns), self.config_place, blocks
             )
-        if self._scheme is None or self._scheme.is_reordered:  # the latter can only be packed
+        if self._scheme is None or self._scheme.is_reordered:  # with act-order: such experts can only be packed
             return None
         return released_expert_bytes(spec, self._scheme, self.config_place)
 
@@ -79,8 +80,8 @@ class SafetensorsSizes:
 
     @cached_property
     def _matrices(self) -> dict[str, StoredTensor]:
-        """The tensors, with those joined that are one matrix: tens of thousands, which are asked for three times. Each
-        knows which file it was."""
+        """The tensors, with codes and scales joined to quantized matrices. Cached: there are tens of thousands, used
+        three times."""
         if self._scheme is not None:
             return released(self.tensors(), self._scheme)
         return joined(self.tensors()) if self._has_mxfp4 else self.tensors()
@@ -96,7 +97,7 @@ class SafetensorsSizes:
         return how if self.has_weights() else (*how, *doubts_of(stated, spec, self._scheme is not None))
 
     def _read_as(self, stated: Mapping[str, Any]) -> tuple[str, ...]:
-        """How a family is read that is published under another name."""
+        """Return a remark if a family published under another name is read as a known one."""
         family = _published_as(stated)
         return () if family is None else (read_as(stated, family),)
 
@@ -107,16 +108,16 @@ class SafetensorsSizes:
         if self._scheme is not None and self._scheme.is_reordered:
             raise UnsupportedModelError(
                 f"{self.config_place}: the experts are quantised in the order of activations ({self._scheme.method}), "
-                "and cannot be served as they lie: run smoe pack with `precision` int8 or int4 once, and give the same "
+                "and cannot be used directly: run smoe pack with `precision` int8 or int4 once, and give the same "
                 "`precision` whenever the model is used"
             )
 
     def check_gatherable(self) -> None:
-        """What gains nothing by it is gathered as well; what has no blocks to be gathered in is not."""
+        """Raise `ConfigError` if the experts cannot be packed unchanged; packing without a benefit is allowed."""
         if self._scheme is not None and self._scheme.is_reordered:
             raise not_gatherable(
                 f"the experts in {self.place} are quantised in the order of activations ({self._scheme.method}): their "
-                "columns lie in another order than their scales, and they cannot be packed as they are; give "
+                "columns are in another order than their scales, so they cannot be packed unchanged; give "
                 "`precision`, as int8 or int4",
                 "int8, int4, int3 or int2 for such experts",
             )
@@ -134,16 +135,16 @@ class SafetensorsSizes:
         return read_scheme(self._stated)
 
     def _index(self, spec: ModelSpec) -> dict[int, StoredLayer]:
-        """The stored pieces of every expert; all other weights are compared with `spec`, too."""
+        """Return the stored tensors of every expert; other weights are checked against `spec` too."""
         return index_by_keys(spec, self._matrices)
 
     def _stored_layers(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        """Layers other than the experts that are quantised in the files, and stay so."""
+        """Return the non-expert layers that are quantized in the files and stay quantized."""
         return layers_by_keys(spec, self._matrices)
 
 
 def _published_as(stated: Mapping[str, Any]) -> str | None:
-    """The library's family of a model that is published under another name, with code of its own."""
+    """Return the transformers family of a model published under another name, or None for other models."""
     named, family = _PUBLISHED_AS.get(str(stated.get("model_type")), ("", None))
     architectures = stated.get("architectures")
     is_stated = bool(stated.get("auto_map")) and isinstance(architectures, list) and named in architectures

@@ -1,15 +1,15 @@
-"""From a router's logits to scores and weights: each family's rule, found by trying and proven on its own router.
+"""Find the rule by which a router turns logits into scores and weights, and verify it on the router itself.
 
-All routers of the library return logits, weights and index, which says what was chosen but not by which rule, and a
-substitute needs the weight that the rule would have given it. The rules in use differ in four points:
+transformers' routers return logits, weights and indices, but not the rule, and a substitute expert needs the weight
+that the rule would give it. The rules differ in four points:
 
     score    softmax over all experts, or sigmoid of each
-    choice   the highest scores, or scores plus a bias that serves nothing else; of all experts, or of the best groups
-    weights  the scores of the chosen, or these divided by their sum (which is also a softmax over the chosen logits)
+    choice   the highest scores, or scores plus a bias used only for the choice; of all experts, or of the best groups
+    weights  the scores of the chosen experts, or these divided by their sum (a softmax over the chosen logits)
     scale    a constant factor
 
-`find_rule` runs a layer's router on random input and keeps the first combination that chooses the same experts and
-gives the same weights. No combination: substitution is refused for the family, exact serving is not affected.
+`find_rule` runs a layer's router on random input and returns the first combination that chooses the same experts with
+the same weights. If there is none, substitution is refused for the family; exact computation is not affected.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import nn
 from smoe.errors import UnsupportedModelError
 
 PROOF_TOKENS = 64
-"""Random rows that a router is tried on."""
+"""The number of random rows for testing a router."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 3e-2}
 
 _WAY_OUT = (
-    "so its scores cannot be heard; without `alpha`, and with an eviction other than score and a prefetch other than "
+    "so its scores cannot be read; without `alpha`, and with an eviction other than score and a prefetch other than "
     "stacked-gates, the model works"
 )
 
@@ -39,32 +39,32 @@ Weight = Literal["score", "share"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Experts in `count` groups of equal size; only those of the `retained` best groups may be chosen."""
+    """A grouping of experts: `count` groups of equal size, of which only the `retained` best are eligible."""
 
     count: int
     retained: int
     best: int
-    """A group is as good as the sum of so many of its best experts."""
+    """The number of best experts whose scores are summed to rank a group."""
 
 
 @dataclass(frozen=True)
 class ScoringRule:
-    """How one layer's router comes from logits [T, E] to a choice and its weights."""
+    """The rule by which one layer's router turns logits [T, E] into a choice of experts and weights."""
 
     score: Score
     weight: Weight
     scale: float
     bias: torch.Tensor | None = None
-    """[E], added to the scores for the choice only."""
+    """A bias [E] that is added to the scores for the choice only."""
     groups: Groups | None = None
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """[T, E], fp32: what weights are made of."""
+        """Return the scores [T, E] in float32, from which weights are computed."""
         logits = logits.float()
         return logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
 
     def choice(self, scores: torch.Tensor) -> torch.Tensor:
-        """[T, E]: what the router ranks; minus infinity where a group is left out."""
+        """Return the values [T, E] that the router ranks; minus infinity for experts of excluded groups."""
         if self.bias is not None:
             scores = scores + self.bias
         if self.groups is None:
@@ -78,7 +78,7 @@ class ScoringRule:
         return masked.flatten(-2)
 
     def weights(self, scores: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[T, K] weights of the experts `index` [T, K]; an index E (no expert) weighs nothing."""
+        """Return the weights [T, K] of the experts `index` [T, K]; the index E (no expert) has weight 0."""
         experts = scores.shape[-1]
         chosen = scores.gather(-1, index.clamp(max=experts - 1)).masked_fill(index == experts, 0.0)
         if self.weight == "share":
@@ -87,16 +87,16 @@ class ScoringRule:
 
     @property
     def ranks_by_scores(self) -> bool:
-        """Whether the router ranks by just what weights are made of."""
+        """Whether the router ranks experts by the scores that also determine their weights."""
         return self.bias is None and self.groups is None
 
     def weights_of(self, chosen: Sequence[float]) -> list[float]:
-        """`weights` of one token from the scores of its experts, without a tensor."""
+        """Return the weights of one token's experts, given their scores, without using tensors."""
         whole = max(sum(chosen), 1e-20) if self.weight == "share" else 1.0
         return [score / whole * self.scale for score in chosen]
 
     def as_json(self) -> dict[str, Any]:
-        """The rule for a file, to the last bit."""
+        """Return the rule as JSON values, without loss of precision."""
         return {
             "score": self.score,
             "weight": self.weight,
@@ -107,7 +107,7 @@ class ScoringRule:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ScoringRule:
-        """What `as_json` wrote."""
+        """Return the rule that `as_json` wrote."""
         bias, groups = value["bias"], value["groups"]
         return cls(
             score=value["score"],
@@ -119,9 +119,9 @@ class ScoringRule:
 
 
 def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, top_k: int, layer: int) -> ScoringRule:
-    """The rule of one router; raises `UnsupportedModelError` where none of the known ones is its own.
+    """Return the rule of one router; raises `UnsupportedModelError` if no known rule matches.
 
-    `block` is the module around the router: some keep the bias there and pass it on.
+    `block` is the module around the router: some families store the bias there and pass it on.
     """
     parameter = next(router.parameters())
     generator = torch.Generator().manual_seed(layer)
@@ -141,20 +141,19 @@ def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, to
 
 
 def check_weighs_outputs(experts: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for experts whose inputs the router's weights have multiplied, before anybody could
-    have put a substitute in an expert's place."""
+    """Raise `UnsupportedModelError` if the router's weights scale the experts' inputs instead of their outputs."""
     if getattr(experts, "has_weighted_inputs", False):
         raise UnsupportedModelError(
-            f"the router's weights of this model ({type(experts).__name__}) multiply what an expert is given, not what "
-            "it gives, so a substitute cannot be weighed; without `alpha`, `max_perplexity_increase` and "
+            f"the router's weights of this model ({type(experts).__name__}) scale the inputs of experts, not their "
+            "outputs, so a substitute cannot be weighted; without `alpha`, `max_perplexity_increase` and "
             "`tpot_seconds` the model works"
         )
 
 
 def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A router's output as (logits, weights, index); in transformers 5.17 granitemoe has it the other way round.
+    """Return a router's output as (logits, weights, index); granitemoe in transformers 5.17 returns the reverse order.
 
-    Raises `UnsupportedModelError` for a router that gives something else.
+    Raises `UnsupportedModelError` if there are not three values.
     """
     if len(output) != 3:
         raise UnsupportedModelError(
@@ -167,7 +166,8 @@ def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tens
 def answer_of(
     router: nn.Module, block: nn.Module, x: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, weights and index of a router for x [T, H]; `block` is the module around it, which may keep its bias."""
+    """Return logits, weights and index of a router for x [T, H]; `block` is the module around it, which may hold its
+    bias."""
     return _ask(router, x, list(_biases(router, block, experts)))
 
 
@@ -175,11 +175,11 @@ def _ask(
     router: nn.Module, x: torch.Tensor, biases: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bias = biases[0] if biases else None
-    # minimax_m2, lfm2_moe: the block keeps the bias and hands it over; afmoe: and rows come as [B, S, H]
+    # minimax_m2 and lfm2_moe: the block passes its bias; afmoe also takes rows as [B, S, H]
     for given in ((x,), (x, bias), (x.unsqueeze(0),), (x.unsqueeze(0), bias)):
         try:
             output = router(*given)
-        except Exception:  # of whatever kind: it was given something else than it asks for
+        except Exception:  # of any type: the arguments are not the expected ones
             continue
         return in_order(output)
     raise UnsupportedModelError(
@@ -188,7 +188,7 @@ def _ask(
 
 
 def _biases(router: nn.Module, block: nn.Module, experts: int) -> Iterator[torch.Tensor]:
-    """Everything that has one number for each expert, in the router or its parent."""
+    """Yield all tensors with one number per expert in the router or the block, biases of linear layers excluded."""
     seen: set[int] = set()
     for module in (router, block):
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
@@ -205,7 +205,8 @@ def _candidates(router: nn.Module, block: nn.Module, biases: list[torch.Tensor],
 
 
 def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Groups]:
-    """The limits that the modules' own attributes name: of DeepSeek-V2 (best expert) and V3 (best two)."""
+    """Yield the groupings that attributes of the modules describe: DeepSeek-V2 ranks groups by the best expert, V3 by
+    two."""
     for module in (router, block):
         count, retained = getattr(module, "num_group", None), getattr(module, "topk_group", None)
         if isinstance(count, int) and isinstance(retained, int) and 1 < count <= experts and retained < count:
@@ -215,12 +216,13 @@ def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Group
 def _fits(
     rule: ScoringRule, logits: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, top_k: int
 ) -> float | None:
-    """The rule's scale if it chooses the same experts and gives the same weights, else None."""
+    """Return the rule's scale if it chooses the same experts with the same weights, else None."""
     scores = rule.scores(logits)
     choice = rule.choice(scores)
     ours = choice.topk(top_k, dim=-1)
     theirs = choice.gather(-1, index)
-    if not torch.equal(ours.values.sort(dim=-1).values, theirs.sort(dim=-1).values):  # equal scores may swap places
+    # experts with equal scores may be swapped
+    if not torch.equal(ours.values.sort(dim=-1).values, theirs.sort(dim=-1).values):
         return None
     mine = rule.weights(scores, index, torch.float32)
     scale = (weights.float().sum() / mine.sum()).item()

@@ -1,7 +1,7 @@
-"""From a model's configuration alone: what it needs, what a budget buys, and the floor of the time per token.
+"""The sizes of a model from its configuration and outline: memory demand, slot sizes, bytes read per token.
 
-Nothing is downloaded but the config, nothing is loaded: the model's outline tells its sizes. Of a model that is to be
-loaded there is the library's empty one, too (`LibrarySpec`).
+A plan needs no more than this. A model to be loaded has a `LibrarySpec`, which adds transformers' model without
+weights.
 """
 
 from __future__ import annotations
@@ -30,55 +30,57 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(Protocol):
-    """What is asked of a configuration: the library's, or one without it (`plain_config.py`)."""
+    """The interface of a configuration: transformers' own, or `PlainConfig`."""
 
     model_type: str
 
     def get_text_config(self) -> Any:
-        """That of the language model, where the checkpoint has other models too."""
+        """Return the configuration of the language model within a multimodal one, or the configuration itself."""
 
 
 def own_dtype(model_config: ModelConfig) -> Dtype:
-    """The element type that a model is in by its configuration as it was read (building a model sets another); bf16
-    where that is of no use. Raises `CheckpointError` for what is no type."""
+    """Return the dtype that a configuration states, or bf16 if it states none that smoe computes in.
+
+    Call it before building the model, which changes the configuration. Raises `CheckpointError` if the field is no
+    dtype.
+    """
     own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
-    if own is not None and not isinstance(own, str) and type(own).__name__ != "dtype":  # torch's
+    if own is not None and not isinstance(own, str) and type(own).__name__ != "dtype":  # torch.dtype
         raise CheckpointError(f"config.json: 'dtype' is {own!r:.80}, it must be the name of a type, as \"bfloat16\"")
     return BY_NAME.get(str(own).removeprefix("torch."), BF16)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model known by its configuration."""
+    """The sizes and formats of a model, known from its configuration and file headers."""
 
     config: ModelConfig
     outline: Outline
     dtype: Dtype
     own_dtype: Dtype
-    """That of the checkpoint, whatever is computed in."""
+    """The dtype of the checkpoint, which may differ from the dtype of computation."""
     context_tokens: int
-    """Positions reserved for every sequence."""
+    """Positions reserved for each sequence."""
     precision: str = "auto"
     """The precision of the routed experts (`EngineConfig.precision`)."""
     stored_bytes: Mapping[int, int] | None = None
-    """An expert of every layer, where they are quantised and stay so; None: they are of the model's dtype."""
+    """Bytes of a quantized expert by layer; None if the experts have the model's dtype."""
     low: ModelSpec | None = None
-    """The same model with its experts' low copies, where it is served with such."""
+    """The spec of the experts' low copies; None without low copies."""
     form: int = EXACT
-    """The form of its experts: their own copies, or low ones."""
+    """Whether the experts are the full copies (EXACT) or low copies (LOW)."""
     dense: Mapping[str, StoredTensor] = field(default_factory=dict)
-    """Weights beside the experts that are quantised and stay so, by the library's names."""
+    """Non-expert weights that stay quantized, by their transformers names."""
     embedding_on_disk: bool = False
-    """Whether rows of `embedding` are read when a token asks for them, and so are not in memory."""
+    """Whether rows of `embedding` are read from disk on demand, so that it takes no memory."""
     files: FileBytes | None = None
-    """What the model's files take; None where that was not asked for."""
+    """The size of the model's files; None if it was not computed."""
     doubts: tuple[str, ...] = ()
-    """What the configuration alone could not say, where the weights are not here, and how it was read where it could be
-    read in more than one way."""
+    """Remarks about what the configuration does not determine, and about how an ambiguous one was read."""
 
     @property
     def sites(self) -> list[ExpertsSite]:
-        """Where the routed experts are, in layer order."""
+        """The experts modules, in layer order."""
         return self.outline.sites
 
     @property
@@ -87,13 +89,14 @@ class ModelSpec:
 
     @property
     def weights_bytes(self) -> int:
-        """Everything except the routed experts, as it is stored; tied weights once."""
+        """Bytes of all weights except the routed experts', as stored in memory; tied weights count once."""
         plain = sum(self.outline.weights[name].numbers for name in self.dense) * self.dtype.itemsize
         return self.outline.dense_bytes(self.dtype) - plain + sum(map(blocks_bytes, self.dense.values()))
 
     @property
     def dense_bytes_read(self) -> int:
-        """The part of it that a decode step reads: all of it, of an untied input embedding just a row."""
+        """Bytes of `weights_bytes` that a decode step reads: all, except an untied input embedding, of which it reads a
+        row."""
         name = self.outline.embedding
         if name is None:
             return self.weights_bytes
@@ -103,8 +106,10 @@ class ModelSpec:
 
     @property
     def embedding(self) -> str | None:
-        """The library's name of an input embedding that can stay on disk: no other layer has its weights, and every row
-        lies there as it is used."""
+        """The name of an input embedding that can stay on disk, or None.
+
+        It must be quantized, untied, and stored row by row in the form in which it is used.
+        """
         name = self.outline.embedding
         stored = None if name is None else self.dense.get(name)
         is_shared = name in self.outline.tied.values()
@@ -112,22 +117,22 @@ class ModelSpec:
 
     @property
     def expert_bytes(self) -> int:
-        """The largest routed expert."""
+        """Bytes of the largest routed expert."""
         return max(map(self._expert_bytes, self.sites))
 
     @property
     def experts_bytes(self) -> int:
-        """All routed experts together."""
+        """Bytes of all routed experts."""
         return sum(site.experts * self._expert_bytes(site) for site in self.sites)
 
     @property
     def expert_bytes_per_token(self) -> int:
-        """Routed experts that one token uses."""
+        """Bytes of the routed experts that one token uses."""
         return sum(self.anatomy.top_k[site.layer] * self._expert_bytes(site) for site in self.sites)
 
     @property
     def unpacked_bytes(self) -> int:
-        """Room for what is unpacked at a time of quantised weights, in the model's dtype."""
+        """Bytes for the quantized weights that are dequantized at a time, in the model's dtype."""
         largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
         is_unpacked = self.stored_bytes is not None or self.low is not None
         elements = (largest if is_unpacked else 0) + (PIECE_ELEMENTS if self.dense else 0)
@@ -135,14 +140,17 @@ class ModelSpec:
 
     @property
     def router_bytes(self) -> int:
-        """The routers of all layers but the first, biases included, in the model's dtype: what it takes to stack them
+        """Bytes for stacking the routers of all layers but the first, biases included
         (`prediction/stacked_gates.py`)."""
         experts = sum(site.experts for site in self.sites[1:])
         return experts * (int(self.config.get_text_config().hidden_size) + 1) * self.dtype.itemsize
 
     def correction_bytes(self, depth: int, sequences: int) -> int:
-        """What corrections for so many layers ahead take in the model's dtype (`prediction/correction.py`): for every
-        pair of layers two matrices and two biases, and the router inputs of each sequence's last token."""
+        """Return the bytes of gate corrections for up to `depth` layers ahead (`prediction/correction.py`).
+
+        These are two matrices and two biases for every pair of layers, and the router inputs of each sequence's last
+        token.
+        """
         hidden = int(self.config.get_text_config().hidden_size)
         depth = min(depth, MOST_CORRECTED_LAYERS)
         experts = sum(site.experts * min(depth, place) for place, site in enumerate(self.sites))
@@ -150,7 +158,7 @@ class ModelSpec:
         return numbers * self.dtype.itemsize
 
     def _predictor_bytes(self, config: EngineConfig) -> int:
-        """What the predictor of `config` keeps for itself."""
+        """Return the bytes that the configured predictor stores."""
         if config.prefetch == CORRECTED_GATES:
             return self.correction_bytes(config.prefetch_depth or DEFAULT_PREFETCH_DEPTH, config.max_sequences)
         return self.router_bytes if config.prefetch == STACKED_GATES else 0
@@ -161,7 +169,7 @@ class ModelSpec:
         return sum(math.prod(part.shape) for part in site.parts) * self.dtype.itemsize
 
     def least_slot_bytes(self) -> dict[int, int]:
-        """A slot of each layer, without what alignment adds."""
+        """Return the bytes of a slot by layer, without padding for the alignment of reads."""
         return {site.layer: page_ceil(self._expert_bytes(site)) for site in self.sites}
 
     def _slot_classes(self, slot_bytes: Mapping[int, int] | None) -> tuple[SlotClass, ...]:
@@ -173,9 +181,9 @@ class ModelSpec:
         return slot_classes({site.layer: self._expert_bytes(site) for site in self.sites}, alone)
 
     def _cached(self, slots: SlotClass, config: EngineConfig) -> SlotClass:
-        """The class with as many slots as the configuration's expert cache has.
+        """Return the slot class with the number of staging slots that the configuration needs.
 
-        Without one, those who guess need slots for what they guess, and one for what they did not.
+        Without an expert cache, a predictor needs slots for predicted experts and one for an unpredicted one.
         """
         if config.expert_cache == "budget":
             return slots
@@ -187,8 +195,11 @@ class ModelSpec:
     def demand(
         self, config: EngineConfig, slot_bytes: Mapping[int, int] | None = None, read_buffer_bytes: int = 0
     ) -> Demand:
-        """What the model asks of the budget; without `slot_bytes` of each layer, with the largest alignment that a slot
-        may need. Low copies are in packs, where there is none."""
+        """Return what the model requires of the memory budget.
+
+        Without `slot_bytes` by layer, slots include the largest possible padding. Low copies are in packs and need
+        none.
+        """
         text = self.config.get_text_config()
         item = self.dtype.itemsize
         widest = max(max(weight.shape, default=0) for weight in self.outline.weights.values())
@@ -214,8 +225,8 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LibrarySpec(ModelSpec):
-    """The same of a model that can be loaded."""
+    """The spec of a model that can be loaded."""
 
     config: PretrainedConfig
     shell: PreTrainedModel
-    """The library's model on the meta device, experts included."""
+    """The transformers model on the meta device, experts included."""

@@ -1,5 +1,5 @@
-"""Where a release states how it is quantised: `quantization_config` of config.json, the same inside the configuration
-of the text model, or, of NVIDIA's modelopt, a file of its own.
+"""Find where a checkpoint states its quantization: in config.json, in a nested text configuration, or in a file of
+modelopt.
 
     config.json            {"quantization_config": {"quant_method": "fp8", ...}}
     config.json            {"text_config": {"quantization_config": ...}}                        (Kimi K2.5)
@@ -18,17 +18,17 @@ from smoe.memory.checkpoint_json import read_object
 MODELOPT_FILE = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-"""Under which names the configuration of a language model lies in that of a model for more than text."""
+"""Names of the language model's configuration within that of a multimodal model."""
 
 
 class Stated(NamedTuple):
-    """What a release states of its quantised matrices."""
+    """The quantization settings of a checkpoint."""
 
     fields: Mapping[str, Any]
     place: Path
-    """The file that states it."""
+    """The file that contains the settings."""
     is_of_text: bool = False
-    """It is stated of the language model alone: what sees images is in full."""
+    """Whether the settings apply to the language model only, so that an image encoder is unquantized."""
 
     @property
     def method(self) -> object:
@@ -36,7 +36,7 @@ class Stated(NamedTuple):
 
 
 def stated_quantisation(config_place: Path) -> Stated | None:
-    """What a config.json and the files next to it state; None: nothing is quantised."""
+    """Return the settings in a config.json and the files next to it, or None if nothing is quantized."""
     found = stated_in(read_object(config_place), config_place)
     sidecar = _of_modelopt(config_place.with_name(MODELOPT_FILE))
     if sidecar is not None and (found is None or found.method == "modelopt"):
@@ -46,7 +46,7 @@ def stated_quantisation(config_place: Path) -> Stated | None:
 
 
 def stated_in(config: Mapping[str, Any], place: Path) -> Stated | None:
-    """What a configuration itself states."""
+    """Return the settings in a configuration itself, or None."""
     texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
     for each_config in (config, *texts):
         fields = next(
@@ -71,5 +71,5 @@ def _of_modelopt(place: Path) -> Stated | None:
 
 
 def _states_nothing(fields: Mapping[str, Any]) -> bool:
-    """Whether modelopt states nothing: keys and values may be all that it quantises."""
+    """Return whether modelopt's settings quantize no weights; they may only quantize the KV cache."""
     return fields.get("quant_method") == "modelopt" and "quant_algo" in fields and fields["quant_algo"] is None

@@ -1,4 +1,4 @@
-"""What experts take in a quantised release, by the configuration alone."""
+"""The sizes of experts in a quantized checkpoint, computed from its configuration alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def stored_expert_bytes(
     config_place: Path,
     blocks: str,
 ) -> dict[int, int]:
-    """An expert of every layer by the configuration alone: matrices by `form_of` a module and their columns, biases in
-    `dtype`; `blocks`: what they should be made of, in words.
+    """Return the bytes of an expert by layer: matrices in the format that `form_of` returns, biases in `dtype`.
 
-    Raises `CheckpointError` for rows that are not made of whole blocks.
+    `form_of` gets the experts module and the number of columns; `blocks` describes the required rows in messages.
+    Raises `CheckpointError` for rows that are not whole blocks.
     """
     found = {}
     for site in sites:

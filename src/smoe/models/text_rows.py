@@ -1,9 +1,9 @@
-"""The rows of one KV cache and where their texts lie; moves them so that some can be decoded together.
+"""The rows of a KV cache and the positions of their texts, moved so that several rows can be decoded together.
 
-row 0   . . . . a a a a a a |          rows 0 and 1 end at the same place: their next tokens go to the same place of
-row 1   . b b b b b b b b b |          the storages, in one window (`kv_window.py`)
-row 2   c c c c             .          being read, in a window of its own
-row 3   d d d d d d d       .          ended; stays in case its text is continued
+row 0   . . . . a a a a a a |          rows 0 and 1 end at the same index: their next tokens are written
+row 1   . b b b b b b b b b |          together, through one window (`kv_window.py`)
+row 2   c c c c             .          in prefill, through a window of its own
+row 3   d d d d d d d       .          finished; stays in case its text is continued
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smoe.models.kv_window import KVWindow
 
 
 class TextRows:
-    """Texts in the rows of `whole`."""
+    """Manages the texts in the rows of the cache `whole`."""
 
     def __init__(self, whole: RowCache, config: Any) -> None:
         self.whole = whole
@@ -29,11 +29,12 @@ class TextRows:
 
     @property
     def capacity_tokens(self) -> int:
-        """Positions of every row."""
+        """The number of positions in every row."""
         return self.whole.capacity_tokens
 
     def window(self, first: int, rows: int = 1) -> KVWindow:
-        """A window of rows `first` and following, which must end at the same place; the next token has room."""
+        """Return a window of `rows` rows from `first` on, which must end at the same index, with room for the next
+        token."""
         lengths = self.lengths[first : first + rows]
         if self.starts[first] + lengths[0] >= self.capacity_tokens:
             self._move_to_front(range(first, first + rows))
@@ -46,8 +47,8 @@ class TextRows:
         return window
 
     def new_window(self, first: int, given: Sequence[int]) -> KVWindow:
-        """A window of rows `first` and following, whose texts begin with the next pass: with its last tokens, so many
-        each."""
+        """Return a window of rows from `first` on for new texts; `given` is the number of real tokens of each in the
+        next pass."""
         rows = range(first, first + len(given))
         for row in rows:
             self.starts[row] = self.lengths[row] = 0
@@ -56,25 +57,26 @@ class TextRows:
         return window
 
     def note(self, window: KVWindow, first: int) -> None:
-        """What a pass through this window of rows from `first` on has added."""
+        """Record the tokens that a pass through the window of rows from `first` on has added."""
         self.lengths[first : first + window.rows] = window.row_lengths or [window.length]
         for row in range(first, first + window.rows):
             self.starts[row] = window.start + window.length - self.lengths[row]
 
     def rewind(self, row: int, length: int) -> None:
-        """Keep the first tokens of a row, and give it all its room."""
+        """Keep the first `length` tokens of a row and move them to the beginning; the memory behind them is
+        released."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
         self._move(row, 0)
         self.whole.give_back(row, length)
 
     def forget(self, row: int, length: int) -> None:
-        """Keep the first tokens of a row, where they are."""
+        """Keep the first `length` tokens of a row in place."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
 
     def copy(self, source: int, row: int, length: int) -> None:
-        """Let a row begin as another one does; what it had is lost."""
+        """Replace a row's text by the first `length` tokens of row `source`."""
         begin = self.starts[source]
         self.whole.back(row, 1, length)
         for tensor in self._storages():
@@ -82,7 +84,7 @@ class TextRows:
         self.starts[row], self.lengths[row] = 0, length
 
     def exchange(self, a: int, b: int) -> None:
-        """Let two rows' texts change places."""
+        """Swap the texts of two rows."""
         if a == b:
             return
         end = max(self.starts[row] + self.lengths[row] for row in (a, b))
@@ -93,12 +95,13 @@ class TextRows:
             saved = tensor[a, :, begin:end].clone()
             tensor[a, :, begin:end] = tensor[b, :, begin:end]
             tensor[b, :, begin:end] = saved
-        self._windows.clear()  # who follows a text by its window, as a shadow does, must not go on with another one
+        self._windows.clear()  # a draft model that follows a text by its window must not continue with another text
         self.starts[a], self.starts[b] = self.starts[b], self.starts[a]
         self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]
 
     def align(self, rows: range) -> None:
-        """Let these rows' texts end at the same place: where the first ends, if the longest has room there."""
+        """Move the texts of these rows so that they end at the same index: the first one's end, or later if the longest
+        needs it."""
         end = max(self.starts[rows[0]] + self.lengths[rows[0]], *(self.lengths[row] for row in rows))
         for row in rows:
             self._move(row, end - self.lengths[row])

@@ -1,7 +1,7 @@
-"""Weights that a model shares by its configuration, and that a checkpoint stores apart, with different numbers.
+"""Find weights that a model's configuration ties but that the checkpoint stores with different values.
 
-The library compares the two tensors when it loads them, and shares one only where they are equal. Memory is planned
-before that, so the same comparison is made here, piece by piece.
+transformers compares the two tensors while loading and ties them only if they are equal. Memory is planned before that,
+so the same comparison is made here, piece by piece.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PIECE_ELEMENTS = 2**20
 
 
 def stored_apart(shell: PreTrainedModel, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> list[str]:
-    """The library's names of shared weights for which the files have numbers of their own, compared in `dtype`."""
+    """Return the names of tied weights whose stored values differ in `dtype`."""
     if not shell.all_tied_weights_keys:
         return []
     names = parameter_names(shell, tensors)
@@ -34,7 +34,7 @@ def stored_apart(shell: PreTrainedModel, tensors: Mapping[str, StoredTensor], dt
 
 
 def separate(shell: PreTrainedModel, names: list[str]) -> None:
-    """Give each of these shared weights of an empty model a parameter of its own."""
+    """Untie these weights of a model without weights."""
     for name in names:
         owner, _, key = name.rpartition(".")
         shared = shell.get_parameter(name)
@@ -51,7 +51,7 @@ def _are_equal(source: StoredTensor, target: StoredTensor, dtype: torch.dtype) -
 
 
 def _rows(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Runs of whole rows, of the same length for tensors of the same shape."""
+    """Yield consecutive ranges of rows; tensors of equal shape yield equal ranges."""
     rows, *columns = tensor.shape or (1,)
     step = max(1, _PIECE_ELEMENTS // max(1, *columns, 1))
     with safe_open(tensor.path, framework="pt") as file:

@@ -1,8 +1,8 @@
-"""The library's own modules on a running model's weights: what it would compute with nothing of ours in the way.
+"""A second set of transformers modules on a running model's weights, to compare results with.
 
-The twin is the model's empty shell, whose parameters and buffers become the running model's: the same memory, so it
-costs nothing, but another set of modules, without our `forward`, hooks or kernels. Its experts stay
-empty; weights that stay quantised it has as the numbers that they stand for, in memory of its own.
+The twin starts as the model without weights. Its parameters and buffers become those of the running model: the same
+memory, but modules without our forward functions, hooks or kernels. Its experts stay empty. Weights that stay quantized
+are dequantized into memory of the twin's own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class ModelPart(NamedTuple):
     """A module that is compared as a whole."""
 
     layer: int | None
-    """The decoder layer that it belongs to; None for what all share: embedding, last norm, output head."""
+    """The decoder layer that contains the module; None for the embedding, the last norm and the output head."""
     name: str
-    """Its path, within the decoder layer where it has one."""
+    """The module's path, relative to its decoder layer if it has one."""
     path: str
 
 
 def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Let `twin`, of the same configuration and on the meta device, use the weights of `model`, experts aside."""
+    """Let `twin`, a model of the same configuration on the meta device, use the weights of `model`, except experts."""
     modules = dict(model.named_modules())
     for name, module in twin.named_modules():
         source = modules[name]
@@ -42,17 +42,17 @@ def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
                 module._parameters[key] = nn.Parameter(plain, requires_grad=False)
         module._buffers.update({key: source._buffers[key] for key in module._buffers})
         for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor):  # neither parameter nor buffer: a copy of one
+            if isinstance(value, torch.Tensor):  # a plain attribute that is a copy of a buffer
                 vars(module)[key] = vars(source)[key]
     if twin.config._attn_implementation != model.config._attn_implementation:
         twin.set_attn_implementation(model.config._attn_implementation)
 
 
 def parts_of(model: PreTrainedModel, sites: Sequence[ExpertsSite]) -> list[ModelPart]:
-    """The non-expert parts of a model, in modules that are as large as possible.
+    """Return the non-expert parts of a model as modules that are as large as possible.
 
-    What lies around a layer's experts (router, shared experts) comes one by one, and then the block that holds them
-    all. What joins the parts is left: decoder layers and the modules around them.
+    Around a layer's experts these are the router and shared experts one by one, then the whole block. Modules that only
+    connect the parts, such as decoder layers, are left out.
     """
     experts = {site.name for site in sites}
     blocks = {name.rpartition(".")[0] for name in experts}
@@ -74,7 +74,7 @@ def parts_of(model: PreTrainedModel, sites: Sequence[ExpertsSite]) -> list[Model
 
 
 def _list_of_layers(sites: Sequence[ExpertsSite]) -> str:
-    """The path of the list that holds the decoder layers: an experts module's path has one number."""
+    """Return the path of the list of decoder layers: the part of an experts module's path before the layer number."""
     names = sites[0].name.split(".")
     return ".".join(names[: next(n for n, name in enumerate(names) if name.isdecimal())])
 

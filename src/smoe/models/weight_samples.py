@@ -1,10 +1,10 @@
-"""By what a pack knows the checkpoint that it was made of: a checksum of headers and of samples of the weights.
+"""Identify a checkpoint by a checksum of its headers and of samples of its weights.
 
-    file     header |s...........|s...........|s........s|      s: a page, at most 16 MiB from one to the next
+    file     header |s...........|s...........|s........s|      s: one page; at most 16 MiB apart
 
-Names and sizes of the files count too; times and places do not, so a copy is the same checkpoint. Any change to names,
-shapes or types is seen, and any that covers 16 MiB in one piece; one between two samples is not. Fine-tuning changes
-nearly every number, quantising and casting the headers.
+Names and sizes of files count too; times and folders do not, so a copy has the same checksum. Every change of names,
+shapes or types is detected, and every change of 16 MiB in one piece; a change between two samples is not. Fine-tuning
+changes nearly all weights; quantizing and casting change the headers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from smoe.memory.safetensors_index import MAX_HEADER_BYTES, shard_paths
 
 SAMPLE_BYTES = 4096
 APART_BYTES = 16 * 2**20
-"""Bytes from one sample to the next, at most: a disk that has to seek reads those of 60 GB in half a minute."""
+"""The largest distance of samples in bytes. A hard disk reads the samples of 60 GB in half a minute."""
 _LEAST_SAMPLES = 64
-"""The samples of a file so small that samples this far apart would be few."""
+"""The least number of samples, for small files."""
 
 
 def checksum(place: Path) -> str:
-    """SHA-256 of the names, sizes, headers and samples of a folder's safetensors, or of the parts of a GGUF file;
-    unequal for other weights.
+    """Return the SHA-256 of the names, sizes, headers and samples of a folder's safetensors files or a GGUF file's
+    parts.
 
-    Raises `CheckpointError` where a file is missing, or is no GGUF file.
+    Raises `CheckpointError` if a file is missing or is no GGUF file.
     """
     if place.is_dir():
         begins = [(path, _header_end(path)) for path in shard_paths(place)]
@@ -41,7 +41,7 @@ def checksum(place: Path) -> str:
 
 
 def _header_end(shard: Path) -> int:
-    """Where the header of a safetensors file ends; no more of one whose header is damaged."""
+    """Return the offset of the header's end in a safetensors file, limited to the largest valid header."""
     with shard.open("rb") as file:
         prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -61,7 +61,7 @@ def _sampled(path: Path, header_bytes: int) -> str:
 
 
 def sample_offsets(begin: int, end: int) -> Iterator[int]:
-    """Where samples of the bytes from `begin` to `end` begin; the last one ends with them."""
+    """Yield the offsets of samples between `begin` and `end`; the last sample ends at `end`."""
     step = max(SAMPLE_BYTES, min(APART_BYTES, (end - begin) // _LEAST_SAMPLES))
     yield from range(begin, end, step)
     yield max(begin, end - SAMPLE_BYTES)

@@ -1,7 +1,7 @@
-"""Activation memory of the largest step, estimated from the configuration: the budget's `workspace` entry.
+"""Estimate the memory for activations of the largest step: the budget's `workspace` entry.
 
-An upper estimate on purpose: the cgroup tests and the wide demo check that a run stays inside. Logits are those of
-the last position only, as generation asks for.
+The estimate is an upper bound; cgroup tests and the wide demo check that runs stay within it. Logits are counted for
+the last position only, because generation needs no others.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
     from smoe.models.spec import ModelConfig
 
 _HIDDEN_COPIES = 10
-"""Tensors [tokens, H] alive at once: residual, norm, projections, block input and output, combination."""
+"""The number of tensors [tokens, H] alive at once: residual, norm, projections, block input and output, combination."""
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
 PIECE_ELEMENTS = 2**22
-"""Numbers of a quantised layer's weights that are unpacked at a time (`quantised_linear.py`)."""
+"""Elements of quantized non-expert weights that are dequantized at a time (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
-"""What the CPU library keeps for the shapes it has met: compiled kernels and scratch (docs/log/memory.md). Reserved in
-full for models of 4 GiB and more; for a model so small that this would dwarf it, what is not reserved is a line of the
-process outside the budget (`machine/process_memory.py`)."""
+"""Memory that the CPU library uses for compiled kernels and scratch, by shape (docs/log/memory.md).
+
+Models of 4 GiB and more reserve it completely. For small models the rest counts as process memory outside the budget
+(`machine/process_memory.py`).
+"""
 
 
 class Workspace(NamedTuple):
-    """Bytes of a step, by what they depend on."""
+    """The bytes that a step needs, as a polynomial in its number of positions."""
 
     fixed: int
-    """Whatever the step."""
+    """Bytes that do not depend on the step."""
     position: int
-    """Bytes for each of its positions."""
+    """Bytes per position."""
     square: int
-    """More, times the square of its positions."""
+    """Bytes times the square of the number of positions."""
 
 
 def workspace_of(
@@ -46,10 +48,10 @@ def workspace_of(
     experts_bytes: int,
     widest: int,
 ) -> Workspace:
-    """What a step over `rows` sequences takes at `item` bytes an element.
+    """Return the workspace of a step over `rows` sequences, with `item` bytes per element.
 
-    `experts_bytes` are all routed experts of the model together; `widest` is the largest dimension that any of its
-    weights has: a configuration may name widths of layers that the model lacks.
+    `experts_bytes` is the size of all routed experts. `widest` is the largest dimension of any weight: it limits widths
+    in the configuration that no layer of the model has.
     """
     text = config.get_text_config()
     hidden = int(text.hidden_size)
@@ -68,7 +70,8 @@ def workspace_of(
 
 
 def reserved_kernel_bytes(experts_bytes: int) -> int:
-    """The part of the CPU library's caches inside the budget, for a model with so many bytes of routed experts."""
+    """Return the part of `KERNEL_CACHE_BYTES` that the budget reserves for a model with so many bytes of routed
+    experts."""
     return min(KERNEL_CACHE_BYTES, experts_bytes // 32)
 
 
@@ -83,6 +86,6 @@ def _inner(text: Any) -> int:
 
 
 def _largest(text: Any, name: str) -> int:
-    """A size of the configuration, of all layers the largest where they differ; 0 where there is none."""
-    is_heterogeneous = getattr(text, "is_heterogeneous", False)  # such a one refuses to be asked for all layers
+    """Return a size in the configuration, the largest one if layers differ, or 0 if there is none."""
+    is_heterogeneous = getattr(text, "is_heterogeneous", False)  # its attributes raise where layers differ
     return max(int(getattr(each, name, None) or 0) for each in (text.per_layer_config if is_heterogeneous else [text]))

@@ -32,9 +32,10 @@ RENORMALISE_EPSILON = 1e-6
 
 
 class XverseConfig(LlamaConfig):
-    """The keys of the published `config.json`; the defaults are A4.2B's values. Llama keys keep their meaning.
+    """The configuration with the keys of the published `config.json`; the defaults are A4.2B's values.
 
-    `num_experts` has no default: dense XVERSE models share the `model_type` and lack the key.
+    Keys of Llama keep their meaning. `num_experts` has no default, because dense XVERSE models have the same
+    `model_type` and lack the key.
     """
 
     model_type = "xverse"
@@ -58,12 +59,13 @@ class XverseConfig(LlamaConfig):
     norm_topk_prob: bool = True
 
     def is_sparse_layer(self, layer_index: int) -> bool:
-        """Always: no XVERSE MoE model has dense layers."""
+        """Return True: every layer of an XVERSE MoE model has experts."""
         return True
 
 
 class XverseTopKRouter(nn.Module):
-    """`mlp.router`: fp32 softmax over all experts, top-k, renormalised with a small term in the denominator."""
+    """The router `mlp.router`: fp32 softmax over all experts, top-k, renormalized with a small term in the
+    denominator."""
 
     def __init__(self, config: XverseConfig) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class XverseTopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size, dtype=torch.float32))
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`hidden_states: [T, H] -> router_logits [T, E] in fp32, routing_weights [T, K], top_k_index [T, K]`."""
+        """Map hidden states [T, H] to router logits [T, E] in fp32, routing weights [T, K] and indices [T, K]."""
         router_logits = nn.functional.linear(hidden_states.float(), self.weight.float())
         routing_weights, top_k_index = torch.topk(router_logits.softmax(dim=-1), self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -94,7 +96,7 @@ class XverseMoeBlock(nn.Module):
         self.shared_experts = shared_experts(config, config.num_shared_experts)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`hidden_states: [B, S, H] -> [B, S, H]`."""
+        """Map hidden states [B, S, H] to outputs [B, S, H]."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         _, routing_weights, top_k_index = self.router(tokens)  # [T, K] both
         output: torch.Tensor = self.experts(tokens, top_k_index, routing_weights)  # [T, H]
@@ -104,7 +106,7 @@ class XverseMoeBlock(nn.Module):
 
 
 class XversePreTrainedModel(DeepseekPreTrainedModel):
-    """The fp32 router, on top of what DeepSeekMoE needs."""
+    """DeepSeek's base class with XVERSE's fp32 router."""
 
     config_class: type[LlamaConfig] = XverseConfig
     router_classes: ClassVar[tuple[type[nn.Module], ...]] = (XverseTopKRouter,)
@@ -112,17 +114,17 @@ class XversePreTrainedModel(DeepseekPreTrainedModel):
 
 
 class XverseModel(XversePreTrainedModel, DeepseekModel):
-    """Llama with a MoE block in every layer."""
+    """Llama with an MoE block in every layer."""
 
     block_class: ClassVar[type[nn.Module]] = XverseMoeBlock
 
 
 class XverseForCausalLM(XversePreTrainedModel, DeepseekForCausalLM):
-    """The language model `AutoModelForCausalLM` gives for `model_type: xverse`."""
+    """The language model that `AutoModelForCausalLM` returns for `model_type: xverse`."""
 
     model_class: ClassVar[type[LlamaModel]] = XverseModel
 
 
 def register() -> None:
-    """Make `model_type: xverse` known to the Auto classes. Idempotent; call before `AutoConfig.from_pretrained`."""
+    """Register `model_type: xverse` with the Auto classes. Idempotent; call it before `AutoConfig.from_pretrained`."""
     register_family(XverseConfig, XverseForCausalLM)
