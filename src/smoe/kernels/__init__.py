@@ -1,1 +1,1 @@
-"""Arithmetic that torch does not do fast enough, compiled when it is needed; torch is always the fallback."""
+"""Machine code, compiled on demand, for arithmetic that torch computes too slowly; torch is always the fallback."""

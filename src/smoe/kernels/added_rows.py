@@ -1,6 +1,6 @@
-"""Rows times their gains, added to totals in float32: the sum over the experts of a prompt.
+"""A kernel that adds weighted rows to float32 totals: the sum over the experts of a prompt.
 
-total [H] += gain * row [H]        row after row in the order of the list, whatever threads share the columns
+total [H] += gain * row [H]        one row after the other, in the order of the list, on any number of threads
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NAME = "add_rows"
 
 
 def module_of(isa: Isa) -> str:
-    """The function `add_rows(given, gains, -, -, begin, end, H)` for LLVM: columns begin ... end - 1, whose number is a
-    multiple of the lanes.
+    """Return the LLVM module of the function `add_rows(given, gains, -, -, begin, end, H)`.
 
-    `given`: how many rows, then for each its address (bf16 [H]) and that of its total (float32 [H]); `gains`: float32.
+    It computes columns begin ... end - 1, a multiple of the lanes. `given` holds the number of rows, then for each row
+    its address (bf16 [H]) and its total's (float32 [H]); `gains` are float32.
     """
     module = ir.Module()
     code = Code(module, isa, NAME, ("*given", "*gains", "*-", "*--", "begin", "end", "H"))

@@ -1,4 +1,4 @@
-"""What a CPU of aarch64 has, as the operating system says it: LLVM does not know it on every system."""
+"""CPU features of aarch64, read from the operating system, because LLVM does not report them on every system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class _Source(NamedTuple):
-    """Where a feature is found: a bit of Linux's `AT_HWCAP`, a name of macOS's `sysctl`, a number of Windows'."""
+    """The sources of one feature: a bit of Linux's `AT_HWCAP`, a name of macOS's `sysctl`, and a number of Windows'."""
 
     bit: int
     name: str
@@ -20,13 +20,16 @@ _FEATURES = {
     "lse": _Source(8, "hw.optional.arm.FEAT_LSE", 34),
     "dotprod": _Source(20, "hw.optional.arm.FEAT_DotProd", 43),
 }
-"""By LLVM's names: atomic additions in one instruction, products of four bytes."""
+"""The features that kernels need, by LLVM's names: atomic additions in one instruction, and dot products of four
+bytes."""
 _AT_HWCAP = 16
 
 
 def arm_features() -> dict[str, bool]:
-    """By LLVM's names, those that our kernels ask for. NEON is part of every aarch64; what else the system does not say
-    is not there."""
+    """Return the CPU features that kernels need, by LLVM's names.
+
+    Every aarch64 CPU has NEON. A feature that the system does not report counts as missing.
+    """
     has = {"linux": _on_linux, "darwin": _on_macos, "win32": _on_windows}.get(sys.platform)
     return {"neon": True} | {name: has is not None and has()(source) for name, source in _FEATURES.items()}
 

@@ -1,19 +1,17 @@
-"""Attention of one query token over a KV cache in bf16: torch's bits, several times faster.
+"""Attention of one query token over a bf16 KV cache, several times faster than torch and with torch's bits.
 
-Decoding, every query head meets every key once, which torch hands to a matrix product of one column, and MKL (the
-library below it) has no fast way for that in bf16: 1 ms for 16 heads of 128 at 300 keys, where memory needs 30 us. Four
-columns would be ten times faster, with other bits. So the order of torch's sums is copied here, and only what is
-independent of each other is put side by side:
+In decoding, torch computes each query head as a matrix product with one column, which MKL has no fast bf16 code for: 1
+ms for 16 heads of 128 at 300 keys, where memory bandwidth would allow 30 us. Four columns at once would be ten times
+faster, with other bits. So this kernel sums in torch's order, and computes only independent sums in parallel:
 
-    q . k      scores.py             four running sums a key
+    q . k      scores.py             four running sums per key
     softmax    softmax.py            in blocks of 512 keys
-    p . v      weighted_values.py    four keys at a time; from block to block what there is so far is scaled by
+    p . v      weighted_values.py    four keys at a time; after each block earlier totals are scaled by
                                      exp(old maximum - new maximum)
 
-What a group of query heads shares, a key's and a value's way into the registers, is done once for all of them. Products
-of two bf16 numbers are exact in float32, so it does not matter that they are fused with the sums here. Whether the bits
-agree on the machine at hand is proven before the kernel is used (`fastpath/attention.py`). Figures in
-docs/log/kernels.md.
+Query heads that share a key head are computed together, so that each key and value is loaded once. Products of two bf16
+numbers are exact in float32, so fused multiplication and addition changes no bit. The bits are compared with torch's on
+the machine before the kernel is used (`fastpath/attention.py`). Measurements are in docs/log/kernels.md.
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.tile import TILE
 
 BLOCK = 512
-"""Keys whose softmax is computed together."""
+"""The number of keys per block of the softmax."""
 _ROW = BLOCK + 16
-"""Floats of one head's scores: whole registers may be written at the end."""
+"""The number of floats per head's scores, padded because whole registers are written."""
 _MOST_HEADS = 16
-"""Query heads of a unit: what they need of a thread's stack grows with them."""
+"""The largest number of query heads per unit; each needs memory on a thread's stack."""
 _WAKING_PRODUCTS = 1 << 21
-"""Fewer products of a query's with a key's number take less time than waking a sleeper."""
+"""The number of multiplications below which computing alone is faster than waking a sleeping thread."""
 _FIELDS = ("query", "keys", "values", "out", "query_head", "key_head", "key_row", "value_head", "value_row", "count",
            "size", "group", "splits", "scale", "exp", "sums")  # fmt: skip
-"""Words of 8 bytes that describe the work: addresses of the query, K, V and out; strides in numbers from head to head
-and from key to key; keys; head size; query heads of a unit; units of a key head; scale (the bits of a float32);
+"""The arguments as words of 8 bytes: addresses of the query, K, V and out; strides in elements between heads and
+between keys; the number of keys; head size; query heads per unit; units per key head; the scale (a float32's bits);
 addresses of expf and of `sums`."""
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether query [1, heads, 1, size] and K, V [1, key heads, n, size] are of a kind that the kernel knows."""
+    """Return whether the kernel supports query [1, heads, 1, size] and K, V [1, key heads, n, size]."""
     tensors = query, keys, values
     rows, heads, tokens, size = query.shape
     return (
@@ -64,9 +62,9 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 def attend(
     pool: SpinningPool, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one token, tensors as in `fits`: [1, 1, heads, size].
+    """Compute attention of one token, for tensors as in `fits`: [1, 1, heads, size].
 
-    With it, for each head, the largest score and the sum of exp(score - largest): [heads, 2] in float32.
+    The second result is [heads, 2] in float32: each head's largest score and the sum of exp(score - largest).
     """
     heads, size, count = query.shape[1], query.shape[3], keys.shape[2]
     shared = heads // keys.shape[1]
@@ -85,14 +83,15 @@ def attend(
 
 
 def group_of(shared: int, heads: int, threads: int) -> int:
-    """Query heads of a unit: as many as share their keys, or a part of them where that gives too few units."""
+    """Return the number of query heads per unit: those that share a key head, or a divisor of it if threads would be
+    idle."""
     parts = [n for n in range(1, shared + 1) if shared % n == 0 and n <= _MOST_HEADS]
     return max((n for n in parts if heads // n >= 2 * threads), default=1)
 
 
 @functools.cache
 def libm() -> ctypes.CDLL | None:
-    """The C library's mathematics, whose bits torch's are; None on systems without this one."""
+    """Return the C library's mathematics, whose bits torch's functions have, or None on systems without glibc."""
     try:
         return ctypes.CDLL("libm.so.6")
     except OSError:
@@ -101,7 +100,7 @@ def libm() -> ctypes.CDLL | None:
 
 @functools.cache
 def functions() -> tuple[int, int]:
-    """Addresses of the kernel, made once a process, and of libm's expf."""
+    """Return the addresses of the kernel (compiled once per process) and of libm's expf."""
     mathematics = libm()
     assert mathematics is not None, "nobody asks where there is none"
     signature = (ctypes.c_void_p, ctypes.c_longlong)
@@ -110,7 +109,7 @@ def functions() -> tuple[int, int]:
 
 
 def source() -> str:
-    """The kernel in LLVM's language: `attention(fields, unit)` computes the unit's query heads."""
+    """Return the kernel as LLVM text: `attention(fields, unit)` computes the unit's query heads."""
     return f"""
 declare i64 @llvm.smin.i64(i64, i64)
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
@@ -124,7 +123,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 
 def _attention() -> str:
-    """Blocks of 512 keys, one after the other; what lies between them is in memory of this call's own."""
+    """Return the main function: a loop over blocks of 512 keys, with temporary memory on the stack."""
     loads = [
         f"  %{name}.at = getelementptr i64, ptr %fields, i64 {n}\n  %{name} = load i64, ptr %{name}.at"
         for n, name in enumerate(_FIELDS)
@@ -193,12 +192,13 @@ done:
   ret void
 }
 """
-"""A multiple of 16 float32 numbers becomes 0: not by the C library, whose place in memory differs from process to
-process."""
+"""Sets a multiple of 16 float32 numbers to zero. The C library's memset is not used, because its address changes
+between processes."""
 
 
 def _own_part() -> str:
-    """Where the unit's query heads, keys, values, outputs and sums begin, and memory for what lies between them."""
+    """Return code for the addresses of the unit's query heads, keys, values, outputs and sums, and for its temporary
+    memory."""
     return f"""\
   %first = mul i64 %unit, %group
   %kv = sdiv i64 %unit, %splits

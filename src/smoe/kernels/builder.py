@@ -1,7 +1,7 @@
-"""Machine code written in Python: a thin layer over llvmlite's own builder, with loops and whole registers as values.
+"""Generate machine code from Python: a thin layer over llvmlite's builder with loops and registers as values.
 
-A function is built by calling methods in the order in which it computes; a loop takes its body as a function from the
-values that it carries to the next ones:
+A function is built by calling methods in the order of computation. A loop gets its body as a Python function from the
+carried values to the next ones:
 
     total = code.loop(zero, columns, 16, [code.zeros], lambda k, carried: [code.fma(..., carried[0])])
 """
@@ -20,10 +20,10 @@ from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, POINTER, WORD, Valu
 
 
 class Code:
-    """One function in the making; addresses are byte pointers, offsets count bytes."""
+    """A function under construction. Addresses are byte pointers, and offsets are in bytes."""
 
     def __init__(self, module: ir.Module, isa: Isa, name: str, arguments: Sequence[str]) -> None:
-        """`arguments`: names; those that begin with `*` are pointers, the others whole numbers of 64 bits."""
+        """`arguments`: names; those that begin with `*` are pointers, others are 64-bit integers."""
         types = [POINTER if argument.startswith("*") else LONG for argument in arguments]
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
         self.arguments: list[Value] = list(self.function.args)
@@ -37,14 +37,14 @@ class Code:
         return ir.Constant(LONG, value)
 
     def reals(self, value: float, lanes: int | None = None) -> Value:
-        """A register of so many times the same."""
+        """Return a constant register with `lanes` copies of a float32."""
         return ir.Constant(self.registers(FLOAT, lanes), [ir.Constant(FLOAT, value)] * (lanes or self.isa.lanes))
 
     def halves(self, values: Sequence[int]) -> Value:
         return ir.Constant(ir.VectorType(HALF_WORD, len(values)), [ir.Constant(HALF_WORD, value) for value in values])
 
     def bytes(self, values: Sequence[int]) -> Value:
-        """A register of bytes from -128 to 255."""
+        """Return a constant register of bytes, given as numbers from -128 to 255."""
         return ir.Constant(ir.VectorType(BYTE, len(values)), [ir.Constant(BYTE, value) for value in values])
 
     def words(self, values: Sequence[int]) -> Value:
@@ -64,14 +64,14 @@ class Code:
         self.build.store(value, pointer, align=align)
 
     def scratch(self, nbytes: Value) -> Value:
-        """Memory of this call, to whole cache lines."""
+        """Return the address of `nbytes` bytes on the stack, aligned to a cache line."""
         memory = self.build.alloca(BYTE, size=nbytes)
         memory.align = 64
-        memory.type = POINTER  # llvmlite's own is of a kind that LLVM no longer has
+        memory.type = POINTER  # LLVM no longer has typed pointers, which llvmlite still creates
         return memory
 
     def constant(self, name: str, data: Sequence[int]) -> Value:
-        """The address of bytes that are part of this module, whole cache lines for themselves."""
+        """Return the address of constant bytes in this module, aligned to a cache line."""
         known = self._module.globals.get(name)
         if known is None:
             kind = ir.ArrayType(BYTE, len(data))
@@ -82,71 +82,75 @@ class Code:
         return known
 
     def gathered(self, table: Value, places: Value, width: int) -> Value:
-        """Entries of `width` bytes, 4 or 8, of a table by places [n]: as numbers of so many bytes [n]."""
+        """Return entries of `width` bytes (4 or 8) of a table, as integers [n], by indices `places` [n]."""
         return self._own.gathered(self, table, places, width)
 
     def loaded_each(self, kind: ir.Type, addresses: Sequence[Value]) -> Value:
-        """A register of what lies at each of these addresses."""
+        """Return a register with the values at these addresses."""
         found = ir.Constant(self.registers(kind, len(addresses)), ir.Undefined)
         for n, address in enumerate(addresses):
             found = self.build.insert_element(found, self.load(kind, address), ir.Constant(WORD, n))
         return found
 
     def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
-        """Numbers of 16 bits of a table of 16 by codes [32], of which the lowest four bits count."""
+        """Look up 16-bit numbers in a table of 16 by codes [32]; only the lowest four bits of a code count."""
         return self._own.looked_up_halves(self, table, codes)
 
     def looked_up_bytes(self, table: Sequence[int], codes: Value) -> Value:
-        """Bytes of a table of 16 by codes [32 or 64], which are below 16."""
+        """Look up bytes in a table of 16 by codes [32 or 64], which must be below 16."""
         return self._own.looked_up_bytes(self, table, codes)
 
     def picked_bytes(self, table: Sequence[int], places: Value) -> Value:
-        """Bytes of a table of 128 by places [64], of which the lowest seven bits count; where a CPU has that."""
+        """Look up bytes in a table of 128 by indices [64], if the CPU can; only the lowest seven bits of an index
+        count."""
         return self._own.picked_bytes(self, table, places)
 
     def looked_up(self, table: Sequence[float], codes: Value) -> Value:
-        """Numbers of a table of 16 by codes, of which the lowest four bits count; each must be exact in bf16."""
+        """Look up floats in a table of 16 by codes, whose lowest four bits count; each float must be exact in bf16."""
         return self._own.looked_up(self, table, codes)
 
     def where_set(self, word: Value, numbers: Value, others: Value) -> Value:
-        """The numbers of a register whose bits are set in a word, as many as it has, lowest first, and others."""
+        """Select from two registers by the bits of a word, lowest first: `numbers` where a bit is set, else
+        `others`."""
         return self._own.where_set(self, word, numbers, others)
 
     def call(self, name: str, arguments: Sequence[Value]) -> None:
-        """A function of this module that was made before."""
+        """Call a function of this module that has been built before."""
         self.build.call(self._module.globals[name], arguments)
 
     def intrinsic(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:
-        """One of LLVM's own functions."""
+        """Call an LLVM intrinsic."""
         known = self._module.globals.get(name) or ir.Function(self._module, kind, name)
         return self.build.call(known, arguments)
 
     def prefetch(self, pointer: Value, is_read_once: bool = False) -> None:
-        """A hint to fetch a cache line into the second level; of memory that is not there, nothing comes.
+        """Prefetch a cache line into the second cache level; invalid addresses have no effect.
 
-        `is_read_once`: `read_once_locality`.
+        `is_read_once`: use the locality that `read_once_locality` returns.
         """
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
         locality = read_once_locality() if is_read_once else 2
         self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, locality, 1))])
 
     def pinned(self, register: Value) -> Value:
-        """The same register, computed before what follows and after what came before: prefetches, other pinned ones.
+        """Return the register, computed between the preceding and the following prefetches and pinned registers.
 
-        LLVM moves instructions within a piece without branches. It would load and unpack a whole block first, and
-        write to memory what its registers do not hold: a third of the time of a product on AVX2.
+        LLVM reorders instructions within a basic block. It would load and unpack a whole block first, and spill
+        registers to memory: a third of the time of a product on AVX2.
         """
         return self._own.pinned(self, register)
 
     def cut(self) -> None:
-        """What follows stays behind what came before: LLVM would put all prefetches of a piece without branches next
-        to each other, more than a CPU has places for."""
+        """Prevent LLVM from moving memory accesses across this point.
+
+        It would otherwise group all prefetches of a basic block, more than a CPU can have in flight.
+        """
         kind = ir.FunctionType(ir.VoidType(), [])
         self.build.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
 
     @property
     def nowhere(self) -> Value:
-        """The address of a register's bytes, which may be read and hold nothing of use."""
+        """The address of a register's worth of readable bytes with undefined content."""
         if self._nowhere is None:
             with self.build.goto_entry_block():
                 self._nowhere = self.build.alloca(self.registers(WORD))
@@ -154,11 +158,11 @@ class Code:
         return self._nowhere
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c of registers, rounded once."""
+        """Return a * b + c of registers, rounded once."""
         return self.intrinsic(f"llvm.fma.v{a.type.count}f32", ir.FunctionType(a.type, [a.type] * 3), [a, b, c])
 
     def times(self, number: Value, factor: float) -> Value:
-        """A float32, or a register of them, times a constant."""
+        """Return a float32, or a register of them, times a constant."""
         if factor == 1:
             return number
         if factor == -1:
@@ -167,48 +171,48 @@ class Code:
         return self.build.fmul(number, ir.Constant(FLOAT, factor) if by is None else by)
 
     def dots(self, total: Value, a: Value, b: Value) -> Value:
-        """total [n] + a . b of two bf16 numbers each, given as 16 bits [2n]; a product and a sum are rounded alike."""
+        """Return total [n] + a . b, with two bf16 numbers (as 16 bits, [2n]) per lane."""
         return self._own.dots(self, total, a, b)
 
     def paired(self, even: Value, odd: Value) -> Value:
-        """float32 [n], twice -> bf16 as 16 bits each [2n], in turns; where there are `dots`."""
+        """Return two float32 registers [n] as interleaved bf16 numbers, 16 bits each [2n]; only where `dots` exists."""
         return self._own.paired(self, even, odd)
 
     def dot_sum(self, most: int, is_signed: bool) -> Any:
-        """Sums of products of four bytes each in the making: `add(codes [4n], x [4n])`, then `total()`, int32 [n].
+        """Return an accumulator for dot products of four bytes: `add(codes [4n], x [4n])`, then `total()`, int32 [n].
 
-        `most`: the largest magnitude of a code. Codes are signed or not, x is signed and never -128. Without an
-        instruction for four products, codes must be 128 at most, as two products meet in 16 bits; with it they must
-        not be signed, but where the instruction set `has_signed_bytes`: they must be 127 at most there.
+        `most` is the largest magnitude of a code. Codes are signed or not; x is signed and never -128. Without a dot
+        product instruction codes must be at most 128, because two products are added in 16 bits. With it they must be
+        unsigned, or, if the instruction set `has_signed_bytes`, at most 127.
         """
         return self._own.DotSum(self, most, is_signed)
 
     def nearest(self, reals: Value) -> Value:
-        """float32 -> whole numbers of 32 bits, to even; what is none, or too large, becomes some number."""
+        """Round float32 to int32, ties to even; the result for NaN and large numbers is undefined."""
         return self._own.nearest(self, reals)
 
     def splat(self, value: Value, lanes: int | None = None) -> Value:
-        """A register of copies of a number."""
+        """Return a register of copies of a number."""
         kind = self.registers(value.type, lanes)
         one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
         return self.pick(one, [0] * kind.count)
 
     def lane(self, register: Value, n: int) -> Value:
-        """A register of copies of the n-th number of a register."""
+        """Return a register of copies of the n-th number of a register."""
         return self.pick(register, [n] * self.isa.lanes)
 
     def pick(self, register: Value, lanes: Sequence[int]) -> Value:
-        """Those numbers of a register, in that order."""
+        """Return the numbers of a register at the indices `lanes`, in that order."""
         return self.build.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), self.words(lanes))
 
     def joined(self, registers: Sequence[Value]) -> Value:
-        """One or two registers of equal size behind each other."""
+        """Return the concatenation of one or two registers of equal size."""
         if len(registers) == 1:
             return registers[0]
         return self.build.shuffle_vector(*registers, self.words(range(2 * registers[0].type.count)))
 
     def summed(self, register: Value) -> Value:
-        """All numbers of a register added up: halves, quarters, and so on."""
+        """Return the sum of a register's numbers, added by halves, quarters, and so on."""
         while register.type.count > 1:
             half = register.type.count // 2
             low, high = range(half), range(half, 2 * half)
@@ -216,28 +220,28 @@ class Code:
         return self.build.extract_element(register, ir.Constant(WORD, 0))
 
     def widened(self, halves: Value) -> Value:
-        """bf16 numbers, as 16 bits each -> float32."""
+        """Convert bf16 numbers, as 16 bits each, to float32."""
         wide = self.build.zext(halves, self.registers(WORD, halves.type.count))
         high = self.build.shl(wide, self.words([16] * halves.type.count))
         return self.build.bitcast(high, self.registers(FLOAT, halves.type.count))
 
     def even_and_odd(self, pairs: Value) -> tuple[Value, Value]:
-        """bf16 numbers, two in each 32 bits -> those of even places and those of odd ones, in float32."""
+        """Convert pairs of bf16 numbers to two float32 registers: those of even places and those of odd places."""
         lanes, kind = pairs.type.count, self.registers(FLOAT, pairs.type.count)
         even = self.build.shl(pairs, self.words([16] * lanes))
         odd = self.build.and_(pairs, self.words([0xFFFF0000] * lanes))
         return self.build.bitcast(even, kind), self.build.bitcast(odd, kind)
 
     def biased(self, totals: Value, bias: Value, place: Value) -> Value:
-        """A register of float32 plus as many bf16 numbers `place` bytes behind the address `bias`, where that is not
-        null."""
+        """Return float32 totals plus the bf16 bias `place` bytes behind the address `bias`; a null address adds
+        nothing."""
         has_bias = self.build.icmp_unsigned("!=", bias, ir.Constant(bias.type, None))
         source = self.build.select(has_bias, self.at(bias, place), self.nowhere)
         numbers = self.widened(self.load(self.registers(HALF_WORD, totals.type.count), source))
         return self.build.select(has_bias, self.build.fadd(totals, numbers), totals)
 
     def rounded(self, reals: Value) -> Value:
-        """float32 -> bf16 as 16 bits each, to even; whatever is no number becomes the one NaN."""
+        """Round float32 to bf16 (as 16 bits), ties to even; every NaN becomes the same one."""
         lanes = reals.type.count
         kind = self.registers(WORD, lanes)
 
@@ -259,7 +263,10 @@ class Code:
         carried: Sequence[Value],
         body: Callable[[Value, list[Value]], Sequence[Value]],
     ) -> list[Value]:
-        """While begin < end: `body(index, carried)` gives what is carried on; the last of it comes back."""
+        """Build `for index in range(begin, end, step)`; `body(index, carried)` returns the next carried values.
+
+        Returns the carried values after the loop.
+        """
         build, function = self.build, self.function
         before = build.block
         head, inside, after = (function.append_basic_block(name) for name in ("head", "inside", "after"))

@@ -1,4 +1,4 @@
-"""How a row of activations in 8 bits is laid out for the formats of a kind (`byte_rows.py`)."""
+"""The layout of a row of activations in 8 bits (`byte_rows.py`) for each kind of format."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Formats of equal layouts can be multiplied with the same rows."""
+    """The layout of rows. Formats with equal layouts can be multiplied with the same rows."""
 
     group: int
-    """Numbers that share a scale."""
+    """Elements that share a scale."""
     step: int
-    """Between neighbouring numbers of a group: 2 where codes of even places come first."""
+    """The distance of neighbouring elements of a group: 2 if the codes of even places are stored first."""
 
     @classmethod
     def of(cls, form: Format) -> Layout:
-        """The layout of the rows that matrices of this format are multiplied with."""
+        """Return the layout of rows for matrices of a format."""
         return cls(form.numbers // len(form.groups), form.groups[0].runs[0].step)
 
     @property
@@ -29,11 +29,11 @@ class Layout:
         return f"{self.group}_{self.step}"
 
     def nbytes(self, columns: int) -> int:
-        """Bytes of a row of so many numbers, to whole cache lines."""
+        """Return the bytes of a row with this number of columns, rounded up to cache lines."""
         return -(-(columns + 8 * (columns // self.group)) // _LINE) * _LINE
 
     def nbytes_value(self, code: Any, columns: Any) -> Any:
-        """The same in machine code: `code` is a `builder.Code`."""
+        """Return machine code for `nbytes`; `code` is a `builder.Code`."""
         build = code.build
         groups = build.mul(build.udiv(columns, code.number(self.group)), code.number(8))
         whole = build.add(build.add(columns, groups), code.number(_LINE - 1))

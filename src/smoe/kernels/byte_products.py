@@ -1,16 +1,16 @@
-"""Products of rows in 8 bits with quantised matrices: one kernel from a single row to whole prompts.
+"""Products of 8-bit rows with quantized matrices: one kernel for a single row up to whole prompts.
 
-    strip       two registers' worth of outputs: 16 rows of the matrix where a register has 8 numbers
-    tile        a piece of the strip along K, unpacked once: codes in bytes, four of each output next to each other
-                        | 4 codes of output 0 | 4 codes of output 1 | ... | then the next four along K
-    product     tile x two rows of activations at a time, four bytes of which are copied to all outputs:
-                        sums += codes . bytes                        exact, in whole numbers
-                once a group:   total += scale * (gain * (sums - zero * sum of bytes) - offset * sum of bytes)
+    strip       two registers of outputs: 16 rows of the matrix if a register has 8 numbers
+    tile        a part of the strip along K, unpacked once: codes in bytes, four of each output together
+                     | 4 codes of output 0 | 4 codes of output 1 | ... | then the next four along K
+    product     tile x two rows of activations at a time; four bytes of a row are copied to all outputs:
+                     sums += codes . bytes                        exact, in integers
+                   per group:      total += scale * (gain * (sums - zero * sum of bytes) - offset * sum of bytes)
 
-A code is unpacked once for all rows, in a few instructions for 32 of them, so that even a single row takes no longer
-than its matrix takes to come from memory. Every output's sums are in one lane from the first to the last, so its bits
-depend neither on the number of rows nor on what else is computed. The order of sums is fixed by format and instruction
-set (grade E1). Rows are rounded as `byte_rows.py` describes; nothing else is rounded but the sums over groups.
+A code is unpacked once for all rows, in a few instructions for 32 codes, so that even a single row is limited by memory
+bandwidth. Each output is summed in one lane from beginning to end, so its bits depend neither on the number of rows nor
+on other outputs. The order of sums depends on format and instruction set (grade E1). Rows are rounded as `byte_rows.py`
+describes; besides that only the sums over groups are rounded.
 """
 
 from __future__ import annotations
@@ -32,35 +32,39 @@ from smoe.kernels.kinds import BYTE, FLOAT, LONG, POINTER, WORD, Value
 STRIPS = 2
 """Registers of outputs that are computed together."""
 TILE_COLUMNS = 1024
-"""Numbers along K that are unpacked at a time: with 16 outputs 16 KB, half of the first cache level."""
+"""Elements along K that are unpacked at a time: 16 KB for 16 outputs, half of the first cache level."""
 MOST_AHEAD = 40 << 10
-"""Bytes between what is multiplied and what is fetched from memory, most of the first cache level: two strips, or one
-where two are more. Of rows of 2048 numbers in Q8_0 one gives 56 GB/s and two 39, in Q4_K one 48 and two up to 72."""
+"""The largest distance in bytes between computation and prefetch, most of the first cache level.
+
+The prefetch is two strips ahead, or one if two exceed this size. With rows of 2048, Q8_0 reads 56 GB/s with one and 39
+with two, Q4_K 48 with one and up to 72 with two.
+"""
 _HALF = 8
-"""Numbers of half the widest registers."""
+"""Half of the numbers of the widest registers."""
 _LINE = 64
 _PINNED = 8
-"""Numbers of each row between two places that instructions do not move across: fewer registers are in use at a time."""
+"""Elements of each row between points that instructions are not moved across, so that fewer registers are in use."""
 _MOST_IN_16_BITS = 128
-"""The largest code of which two, times 127 each, are still a number of 16 bits."""
+"""The largest code for which two products with 127 fit in 16 bits."""
 
 
 class _Codes(NamedTuple):
-    """What the codes of a format are as bytes."""
+    """The representation of a format's codes as bytes."""
 
     zero: int
-    """What they are too large by."""
+    """The number to subtract from each code."""
     most: int
-    """The largest magnitude."""
+    """The largest magnitude of a code."""
     is_signed: bool = False
     table: tuple[int, ...] | None = None
-    """What 16 codes become, where that is looked up."""
+    """The numbers that 16 codes are mapped to, for formats with a table."""
     unit: float = 1.0
-    """What one stands for: a table's numbers are multiples of it."""
+    """The value of 1: a table's numbers are integer multiples of it."""
 
 
 def codes_of(isa: Isa, form: Format) -> _Codes:
-    """Signed where the CPU multiplies signed bytes easily, else unsigned where products of such fit."""
+    """Return the representation of codes: signed if the CPU multiplies signed bytes easily, else unsigned if products
+    fit."""
     if form.table is not None:
         unit = min(abs(number) for number in form.table if number)
         whole = tuple(round(number / unit) for number in form.table)
@@ -81,9 +85,9 @@ def function_name(form: Format) -> str:
 
 
 def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """The function `byte_products_F(given, w, -, bias, begin, end, K)`: outputs begin ... end - 1 of M rows.
+    """Add the function `byte_products_F(given, w, -, bias, begin, end, K)`: outputs begin ... end - 1 of M rows.
 
-    `given`: M, then for each row the address of its bytes and that of its outputs in bf16; `bias` may be null.
+    `given` holds M, then for each row the address of its bytes and of its outputs in bf16; `bias` may be null.
     """
     if _has_wide_strips(isa, form):
         half = Code(module, replace(isa, lanes=isa.lanes // 2), _one_row_name(form), arguments)
@@ -99,19 +103,22 @@ def _one_row_name(form: Format) -> str:
 
 
 def _has_wide_strips(isa: Isa, form: Format) -> bool:
-    """Whether a register's rows are so long together that what is fetched ahead of them leaves the first cache level
-    again: 35 KB of 16 rows of 2048 numbers in Q8_0. One row then takes half as many at a time: 61 -> 70 GB/s."""
+    """Return whether a register's rows are so long that prefetched lines leave the first cache level before use.
+
+    Example: 35 KB for 16 rows of 2048 in Q8_0. A single row then uses half as many rows at a time: 70 instead of 61
+    GB/s.
+    """
     return isa.lanes > _HALF and form.nbytes >= form.numbers
 
 
 def _bytes_of(run: Run, i: int) -> list[int]:
-    """Where number i of a run has its code, the last field's byte first."""
+    """Return the bytes that contain the code of element i of a run, the last field's first."""
     fields = [field.indices[0][0] if isinstance(field, Points) else field for field in run.fields]
     return [field.byte + i for field in reversed(fields)]
 
 
 class _Products:
-    """The function in the making."""
+    """The `byte_products` function under construction."""
 
     def __init__(self, code: Code, form: Format) -> None:
         self.code = code
@@ -129,7 +136,7 @@ class _Products:
         self.tile_columns = self.tile_blocks * form.numbers
         groups = self.tile_columns // self.layout.group
         self.tile_strip, self.gain_strip = self.tile_columns * lanes, 4 * groups * lanes
-        """Bytes of one register of outputs in the tile, and of its gains, or offsets."""
+        """Bytes per register of outputs in the tile, and in its gains or offsets."""
         self.tile = code.scratch(code.number(STRIPS * self.tile_strip))
         self.gains = code.scratch(code.number(STRIPS * self.gain_strip))
         self.offsets = code.scratch(code.number(STRIPS * self.gain_strip)) if self.has_offsets else None
@@ -151,12 +158,12 @@ class _Products:
                 code.loop(self.first, self.end, STRIPS * lanes, [], lambda n, _: self._strip(n))
 
     def build_one_row(self) -> None:
-        """The products of a single row."""
+        """Build the products of a single row."""
         self._fetch_first()
         self.code.loop(self.first, self.end, self.code.isa.lanes, [], lambda n, _: self._one_row(n))
 
     def _fetch_first(self) -> None:
-        """What is multiplied first is fetched from memory all at once: piece by piece, each would be waited for."""
+        """Prefetch all weights of the first outputs at once; piece by piece, each would be waited for."""
         code, build = self.code, self.code.build
         outputs = build.sub(self.end, self.first)
         most = self._outputs_ahead()
@@ -170,28 +177,30 @@ class _Products:
         code.loop(code.number(0), build.mul(outputs, self.stride), _LINE, [], line)
 
     def _outputs_ahead(self) -> Value:
-        """Outputs between what is multiplied and what is fetched."""
+        """Return the number of outputs between computation and prefetch."""
         build, number, lanes = self.code.build, self.code.number, self.code.isa.lanes
         is_little = build.icmp_signed("<=", build.mul(self.stride, number(2 * lanes)), number(MOST_AHEAD))
         return build.select(is_little, number(2 * lanes), number(lanes))
 
     def _following(self, n: Value) -> Value:
-        """Where the outputs begin that are fetched while those from n on are multiplied; past the last one, those from
-        n on: what lies behind is another call's."""
+        """Return the address to prefetch while outputs from n on are computed.
+
+        After the last outputs it is the current address, because the following ones belong to another call.
+        """
         code, build = self.code, self.code.build
         following = build.add(n, self._outputs_ahead())
         is_inside = build.icmp_signed("<", following, self.end)
         return code.at(self.w, build.mul(build.select(is_inside, following, n), self.stride))
 
     def _strip(self, n: Value) -> list[Value]:
-        """Outputs from n on of several rows."""
+        """Compute one strip of outputs, from n on, for several rows."""
         code = self.code
         code.loop(code.number(0), self.blocks, self.tile_blocks, [], lambda b, _: self._piece(n, b))
         self._store_outputs(n, STRIPS)
         return []
 
     def _one_row(self, n: Value) -> list[Value]:
-        """Outputs from n on of a single row: codes are multiplied as they are unpacked."""
+        """Compute outputs from n on for a single row, multiplying codes as they are unpacked."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places, x = self._places(n, code.number(0)), self._row(code.number(0), code.number(0))
         following = self._following(n)
@@ -208,7 +217,7 @@ class _Products:
         return []
 
     def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
-        """Total [lanes] plus one block of `lanes` outputs times the row; memory at `ahead` is fetched meanwhile."""
+        """Add the product of one block of `lanes` outputs with the row to total [lanes], and prefetch at `ahead`."""
         code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
         columns = Columns(code, form, places, kind.zero)
         scale = columns.scalar(form.scale)
@@ -233,12 +242,12 @@ class _Products:
         return total
 
     def _gain(self, columns: Columns, group: Group, scale: Value) -> Value:
-        """What the codes of a group are multiplied with, as they are in a register: float32 [lanes]."""
+        """Return the factor of a group's codes in their byte representation: float32 [lanes]."""
         gain, unit = columns.gain(group, scale), self.codes.unit
         return gain if unit == 1 else self.code.build.fmul(gain, self.code.reals(unit))
 
     def _scaled(self, sums: Value, gain: Value, offset: Value, scale_at: Value, sum_at: Value, total: Value) -> Value:
-        """Total [lanes] plus scale * (gain * (codes . bytes - zero * sum of bytes) - offset * sum of bytes)."""
+        """Return total [lanes] + scale * (gain * (codes . bytes - zero * sum of bytes) - offset * sum of bytes)."""
         code, build, zero = self.code, self.code.build, self.codes.zero
         scale = code.splat(code.load(FLOAT, scale_at, 4))
         dots = build.sitofp(sums, code.registers(FLOAT))
@@ -251,12 +260,12 @@ class _Products:
         return code.fma(scale, code.fma(gain, dots, build.fneg(build.fmul(offset, x_sum))), total)
 
     def _copied(self, x: Value) -> Value:
-        """Four bytes of a row, for every output: [4 * lanes]."""
+        """Return four bytes of a row, copied for every output: [4 * lanes]."""
         code = self.code
         return code.build.bitcast(code.splat(code.load(WORD, x)), code.registers(BYTE, 4 * code.isa.lanes))
 
     def _words(self, x: Value) -> Iterator[Value]:
-        """16 bytes of a row, four at a time, each for every output, as `Columns.codes` gives what they multiply."""
+        """Yield 16 bytes of a row, four at a time and copied for every output, in the order of `Columns.codes`."""
         code = self.code
         if not self.is_in_planes:
             yield from (self._copied(code.at(x, n)) for n in range(0, PIECE, 4))
@@ -268,7 +277,7 @@ class _Products:
             yield code.build.bitcast(every, code.registers(BYTE, 4 * code.isa.lanes))
 
     def _places(self, n: Value, b: Value) -> list[Value]:
-        """Where block b of outputs n, n + 1, ... begins; past the last output that one comes again."""
+        """Return the addresses of block b of outputs n, n + 1, ...; beyond the last output its address is repeated."""
         code, build = self.code, self.code.build
         at, found = build.mul(b, code.number(self.form.nbytes)), []
         for r in range(code.isa.lanes):
@@ -278,7 +287,7 @@ class _Products:
         return found
 
     def _piece(self, n: Value, b: Value) -> list[Value]:
-        """Outputs from n on: blocks b, b + 1, ... of a tile, unpacked and multiplied with all rows."""
+        """Unpack a tile, blocks b, b + 1, ... of outputs from n on, and multiply it with all rows."""
         code, build = self.code, self.code.build
         left = build.sub(self.blocks, b)
         is_more = build.icmp_signed("<", left, code.number(self.tile_blocks))
@@ -291,7 +300,7 @@ class _Products:
         return []
 
     def _unpack(self, n: Value, b: Value, count: Value, strip: int) -> None:
-        """Blocks b ... b + count - 1 of `lanes` outputs from n on."""
+        """Unpack blocks b ... b + count - 1 of `lanes` outputs from n on into strip `strip` of the tile."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places = self._places(n, b)
         following = code.at(self._following(n), build.mul(b, code.number(form.nbytes * lanes)))
@@ -305,7 +314,7 @@ class _Products:
         code.loop(code.number(0), count, 1, [], block)
 
     def _unpack_block(self, places: Sequence[Value], i: Value, strip: int, ahead: Value) -> None:
-        """Block number i of the tile; memory at `ahead` is fetched meanwhile."""
+        """Unpack one block into position i of the tile, and prefetch at `ahead`."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         columns, groups = Columns(code, form, places, self.codes.zero), len(form.groups)
         scale = columns.scalar(form.scale)
@@ -328,8 +337,8 @@ class _Products:
             code.cut()
 
     def _pieces(self) -> list[tuple[int, tuple[Run, int]]]:
-        """(place in the block's order of codes, (run, first number in it)) of 16 numbers each, those of neighbouring
-        bytes one after the other."""
+        """Return (offset among the block's codes, (run, first element)) for each 16 elements, in the order of their
+        bytes."""
         found, place = [], 0
         for group in self.form.groups:
             for run in group.runs:
@@ -347,7 +356,7 @@ class _Products:
         return codes
 
     def _multiply(self, m: Value, b: Value, count: Value, rows: int) -> list[Value]:
-        """Rows m ... m + rows - 1 times the tile, which begins with block b: added to their totals."""
+        """Multiply rows m ... m + rows - 1 with the tile, which begins with block b, and add to their totals."""
         code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         places = [
             code.at(self.totals, build.mul(build.add(m, code.number(r)), code.number(self.total_row)))
@@ -369,7 +378,7 @@ class _Products:
         return []
 
     def _row(self, m: Value, b: Value) -> ByteRow:
-        """Row number m of those given, from block b on."""
+        """Return the address of row number m, from block b on."""
         code, build = self.code, self.code.build
         row = code.load(POINTER, code.at(self.given, build.add(build.mul(m, code.number(16)), code.number(8))))
         return self._from_block(parts_of(code, self.layout, row, self.columns), b)
@@ -383,7 +392,7 @@ class _Products:
         )
 
     def _add_group(self, g: Value, xs: Sequence[ByteRow], totals: Sequence[Value]) -> list[Value]:
-        """Totals plus group number g of the tile."""
+        """Return totals plus the product of group number g of the tile."""
         code, build, lanes, size = self.code, self.code.build, self.code.isa.lanes, self.layout.group
         tile = code.at(self.tile, build.mul(g, code.number(size * lanes)))
         at, lane_at = build.mul(g, code.number(4)), build.mul(g, code.number(4 * lanes))
@@ -402,7 +411,7 @@ class _Products:
         return found
 
     def _sums(self, tile: Value, xs: Sequence[Value]) -> list[Value]:
-        """codes . bytes of one group, row by row and strip by strip: int32 [lanes] each."""
+        """Return codes . bytes of one group, by row and then strip: int32 [lanes] each."""
         code, lanes, kind = self.code, self.code.isa.lanes, self.codes
         sums = [code.dot_sum(kind.most, kind.is_signed) for _ in range(len(xs) * STRIPS)]
         words: list[Iterator[Value]] = []
@@ -419,8 +428,8 @@ class _Products:
         return [each.total() for each in sums]
 
     def _store_outputs(self, n: Value, strips: int) -> None:
-        """Totals of outputs n, n + 1, ... plus the bias, in bf16, of every row: a register at a time, the last ones of
-        the matrix one by one."""
+        """Store totals of outputs n, n + 1, ... plus bias, in bf16, of every row: whole registers, or one by one at the
+        end."""
         code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         left = build.sub(self.end, n)
         is_whole = build.icmp_signed(">=", left, code.number(strips * lanes))
@@ -431,7 +440,7 @@ class _Products:
                 self._store_each(n, left, 1)
 
     def _store_each(self, n: Value, count: Value, width: int) -> None:
-        """`count` outputs from n on of every row, `width` at a time."""
+        """Store `count` outputs from n on of every row, `width` at a time."""
         code, build = self.code, self.code.build
 
         def row(m: Value, _: list[Value]) -> list[Value]:

@@ -1,11 +1,11 @@
-"""Rows of activations in 8 bits, as products in whole numbers read them.
+"""Round rows of activations to 8 bits, for integer products with quantized matrices.
 
     x        K bf16 numbers
-    row      K signed bytes | a scale for every group, float32 | the sum of its bytes for every group, float32
+    row      K signed bytes | a scale per group, float32 | the sum of the bytes per group, float32
 
-A group is as many numbers as share a scale in the matrix. Its bytes are -127 ... 127, in the order in which the format
-stores its codes; times the scale they are the group's numbers, rounded as `formats/activations.py` defines it.
-A row is made once, however many matrices of that layout it is multiplied with.
+A group has as many elements as share a scale in the matrix. Its bytes are from -127 to 127, in the order in which the
+format stores its codes; times the scale they are the group's rounded values (`formats/activations.py`). A row is
+rounded once for all matrices with its layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smoe.kernels.quantised_block import arranged, order_of
 
 
 class ByteRow(NamedTuple):
-    """Where the parts of a row begin."""
+    """The addresses of a row's parts."""
 
     numbers: Value
     scales: Value
@@ -33,7 +33,7 @@ class ByteRow(NamedTuple):
 
 
 def parts_of(code: Code, layout: Layout, row: Value, columns: Value) -> ByteRow:
-    """The parts of a row of `columns` numbers at the address `row`."""
+    """Return the parts of a row with `columns` elements at the address `row`."""
     build = code.build
     groups = build.mul(build.udiv(columns, code.number(layout.group)), code.number(4))
     scales = code.at(row, columns)
@@ -41,13 +41,15 @@ def parts_of(code: Code, layout: Layout, row: Value, columns: Value) -> ByteRow:
 
 
 def function_name(layout: Layout) -> str:
-    """The name of the function that makes rows of this layout."""
+    """Return the name of the function that rounds rows to this layout."""
     return f"byte_rows_{layout.name}"
 
 
 def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """The function `byte_rows_L(x, -, rows, -, begin, end, K)`: rows begin ... end - 1 of x [M, K], one behind the
-    other, become rows of bytes, `Layout.nbytes(K)` apart."""
+    """Add the function `byte_rows_L(x, -, rows, -, begin, end, K)`, which rounds rows begin ... end - 1 of x [M, K].
+
+    The results are `Layout.nbytes(K)` bytes apart.
+    """
     layout = Layout.of(form)
     code = Code(module, isa, function_name(layout), arguments)
     x, _, rows, _, begin, end, columns = code.arguments
@@ -64,15 +66,15 @@ def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[
 
 
 def gated_function_name(layout: Layout) -> str:
-    """The name of the function that makes gated rows of this layout."""
+    """Return the name of the function that computes gated rows in this layout."""
     return f"gated_byte_rows_{layout.name}"
 
 
 def add_gated_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """The function `gated_byte_rows_L(wide, table, rows, -, begin, end, I)`: rows begin ... end - 1 of wide [M, 2I],
-    gate and up next to each other, become table[gate] * up in bf16, and that rows of bytes, `Layout.nbytes(I)` apart.
+    """Add the function `gated_byte_rows_L(wide, table, rows, -, begin, end, I)`, which gates and rounds rows.
 
-    `table`: the activation of every bf16 number (`elementwise.py`).
+    Rows begin ... end - 1 of wide [M, 2I] (gate, then up) become table[gate] * up in bf16, and are rounded to rows
+    `Layout.nbytes(I)` bytes apart. `table` is the activation of every bf16 number (`elementwise.py`).
     """
     layout = Layout.of(form)
     code = Code(module, isa, gated_function_name(layout), arguments)
@@ -92,7 +94,7 @@ def add_gated_function(module: ir.Module, isa: Isa, form: Format, arguments: Seq
 
 
 def _gate(code: Code, gate: Value, table: Value, inner: Value, columns: Value) -> None:
-    """inner [I] = table[gate] * up, rounded to bf16 as the library rounds it."""
+    """Compute inner [I] = table[gate] * up, rounded to bf16 as torch does."""
     build, lanes = code.build, code.isa.lanes
     up = code.at(gate, build.mul(columns, code.number(2)))
 
@@ -111,7 +113,7 @@ def _gate(code: Code, gate: Value, table: Value, inner: Value, columns: Value) -
 
 
 def _fill(code: Code, form: Format, x: Value, row: ByteRow, columns: Value) -> None:
-    """One row, group by group."""
+    """Round one row, group by group."""
     build, lanes, size = code.build, code.isa.lanes, Layout.of(form).group
 
     def group(k: Value, _: list[Value]) -> list[Value]:
@@ -128,10 +130,8 @@ def _fill(code: Code, form: Format, x: Value, row: ByteRow, columns: Value) -> N
 
 
 def _in_whole_numbers(code: Code, size: int, x: Value) -> tuple[list[Value], Value]:
-    """A group of x as registers of whole numbers, in its own order, and their scale.
-
-    A number that is NaN or infinite makes the scale such a number.
-    """
+    """Return a group of x as registers of integers in its own order, and the scale; it is NaN or infinite if an element
+    is."""
     build, lanes = code.build, code.isa.lanes
     reals: list[Value] = []
     largest: Value = None
@@ -156,7 +156,7 @@ def _larger(code: Code, a: Value, b: Value) -> Value:
 
 
 def _sum(code: Code, registers: Sequence[Value]) -> Value:
-    """The sum of all numbers of registers of whole numbers."""
+    """Return the sum of all numbers in registers of integers."""
     total = registers[0]
     for register in registers[1:]:
         total = code.build.add(total, register)

@@ -1,10 +1,11 @@
-"""A process that compiles with LLVM and ends: `main` here, in a Python of its own, which `jit.py` starts.
+"""Compile with LLVM in a separate Python process: `main` is its entry point, and `jit.py` starts it.
 
-    asker                          this process
-    {"source", "features"} --->    LLVM's language in, an object file of this CPU's machine code out
+    calling process                  this process
+    {"source", "features"} --->    LLVM text in, an object file for this CPU out
     an object file         <---
 
-It takes 90 MiB for a third of a second, and the calling process none of it. Without a source it says what this CPU has.
+The compiling process takes 90 MiB for a third of a second, and the calling process none of it. A request without a
+source returns the CPU's features.
 """
 
 from __future__ import annotations
@@ -19,31 +20,33 @@ from smoe.kernels.arm_features import arm_features
 from smoe.safe_path import WORKING_FOLDER, child_environment, module_line
 
 _SECONDS = 60.0
-"""Within which it must have answered."""
+"""The timeout for a request."""
 
 
 def host_features() -> dict[str, bool]:
-    """LLVM's map of this CPU's extensions, by a process of its own; empty where there is no LLVM."""
+    """Return LLVM's map of this CPU's features, found by a separate process; empty without LLVM."""
     found: dict[str, bool] = json.loads(_asked({}))
     return found
 
 
 def compiled(source: str, features: str) -> bytes:
-    """An object file of machine code that may lie anywhere in memory, by a process of its own. Raises `RuntimeError`
-    with what LLVM says where the text is wrong."""
+    """Compile LLVM text in a separate process and return the object file, in position-independent code.
+
+    Raises `RuntimeError` with LLVM's message if the text is invalid.
+    """
     return _asked({"source": source, "features": features})
 
 
 def features_here(llvm: Any) -> dict[str, bool]:
-    """The extensions of this CPU by LLVM's names; of aarch64 those that our kernels ask for, as the system says it."""
+    """Return this CPU's features by LLVM's names; on aarch64 those that kernels need, read from the system."""
     return arm_features() if FAMILY == AARCH64 else dict(llvm.get_host_cpu_features())
 
 
 def parsed(llvm: Any, source: str, features: str, triple: str = "", **options: str) -> tuple[Any, Any]:
-    """A module in LLVM's language, looked at, and the machine that it is for; by LLVM as it is loaded here.
+    """Parse and verify LLVM text; return the module and the target machine, using LLVM in this process.
 
-    `triple`: LLVM's name of another machine than this. Of aarch64 it is any CPU with these features: what was tried on
-    one, or emulated, is what all of them run.
+    `triple` names another machine than this one. On aarch64 the target is any CPU with these features, so that all run
+    the code that was tested.
     """
     if triple:
         llvm.initialize_all_targets()
@@ -61,14 +64,14 @@ def parsed(llvm: Any, source: str, features: str, triple: str = "", **options: s
 
 
 def object_file(llvm: Any, source: str, features: str, triple: str = "") -> bytes:
-    """Machine code that may lie anywhere in memory."""
+    """Return an object file in position-independent code, compiled in this process."""
     module, machine = parsed(llvm, source, features, triple, reloc="pic", codemodel="small")
     found: bytes = machine.emit_object(module)
     return found
 
 
 def _asked(request: dict[str, str]) -> bytes:
-    """The answer of a process of its own."""
+    """Send a request to a new compiling process and return its result."""
     done = subprocess.run(
         module_line("smoe.kernels.compiler"),
         input=json.dumps(request).encode(),
@@ -83,7 +86,7 @@ def _asked(request: dict[str, str]) -> bytes:
 
 
 def main() -> None:
-    """Answer the request on stdin."""
+    """Handle the request on stdin."""
     request = json.load(sys.stdin)
     try:
         import llvmlite.binding as llvm

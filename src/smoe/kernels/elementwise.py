@@ -1,10 +1,10 @@
-"""What lies between an expert's two products, and after the last: gated activation and weighted sum, with torch's bits.
+"""Gated activation and weighted sum of experts' outputs, with torch's bits.
 
-Elementwise bf16 arithmetic is exact up to one rounding, so the order of the sums is all there is to copy. The one thing
-that is not, the activation function itself (its exponential is some library's), is not computed here at all: a bf16
-number has 65536 values, so the function is a table, and the table is filled by torch.
+Elementwise bf16 arithmetic has one rounding, so only the order of sums must equal torch's. The activation function
+itself uses exponentials whose bits differ between libraries. It is a table of all 65536 bf16 numbers, which torch
+computes.
 
-    wide [n, 2I]:  gate | up        inner = bf16(table[gate] * up)          n experts, a row each
+    wide [n, 2I]:  gate | up        inner = bf16(table[gate] * up)          n experts, one row each
     rows [n, H]                     out = bf16(out + bf16(rows[i] * gains[i])), i ascending, from +0
 """
 
@@ -28,7 +28,7 @@ ApplyGate: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
 
 
 def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
-    """bf16 [65536]: the activation of every bf16 number, or None where `apply_gate` is not f(gate) * up."""
+    """Return the activation of every bf16 number, bf16 [65536], or None if `apply_gate` is not f(gate) * up."""
     import torch
 
     gates = _all_numbers()
@@ -37,7 +37,7 @@ def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
 
 
 def is_table_of(table: torch.Tensor, apply_gate: ApplyGate, rows: int = 1) -> bool:
-    """Whether `apply_gate` is the table's function times up: on every gate, each with so many values of up."""
+    """Return whether `apply_gate` is table[gate] * up, tested on every gate with `rows` values of up each."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -54,10 +54,11 @@ def _all_numbers() -> torch.Tensor:
 
 
 def source() -> str:
-    """`gate(wide, table, inner, I, begin, end)` and `combine(rows, gains, out, count, H, begin, end)` for LLVM.
+    """Return `gate(wide, table, inner, I, begin, end)` and `combine(rows, gains, out, count, H, begin, end)` as LLVM
+    text.
 
-    Both compute the outputs begin ... end - 1; `combine` takes them 16 at a time. Rounding is done on integers: the
-    conversion instruction would flush the smallest numbers to zero, which torch does not.
+    Both compute outputs begin ... end - 1, `combine` 16 at a time. They round with integer arithmetic, because the
+    conversion instruction flushes subnormal numbers to zero and torch does not.
     """
     return f"\n{_gate()}\n\n{_combine()}\n"
 

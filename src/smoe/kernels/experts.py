@@ -1,13 +1,11 @@
-"""Tokens through their experts in one piece of machine code: products, activation, weighted sum.
+"""Compute tokens through their experts in one call of machine code: products, activation, weighted sum.
 
     up 0 | up 1 | ... | gate 0 | down 0 | gate 1 | down 1 | ... | sum
 
-Every thread takes the next unit that is free; a unit that needs what another thread is about to finish waits
-for it without leaving machine code. Between the parts of a layer nothing falls asleep, and Python runs once.
-
-Same bits as the library's operations one by one (grade E0): the products are `row_product.py`'s, the rest
-`elementwise.py`'s, and both are compared with the library's on the model's own experts at load. A pool that multiplies
-in its own order (`own_order.py`) has that of the products instead (grade E1).
+Every thread takes the next free unit. A unit that needs another thread's result waits for it in machine code, so no
+thread sleeps within a layer, and Python runs once. The bits are those of torch's separate operations (grade E0):
+products by `row_product.py`, the rest by `elementwise.py`, both compared with torch on the model's own experts at load.
+A pool with its own order of sums (`own_order.py`) uses that order for the products (grade E1).
 """
 
 from __future__ import annotations
@@ -31,39 +29,40 @@ if TYPE_CHECKING:
     import torch
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
-"""bf16 numbers where there is no torch: the bits that they are."""
+"""bf16 numbers as 16-bit integers, for processes without torch."""
 _NO_ROWS = np.empty((0, 0), np.uint16)
 MOST_EXPERTS = 128
-"""At once: each has a count of its own."""
+"""The largest number of experts per call; each has a progress counter of its own."""
 MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_QUANTISED_ROWS + 3 * (MOST_QUANTISED_ROWS // MOST_ROWS))
-"""At once: each has a sum, an expert has a gate for every row and three products of several passes."""
+"""The largest number of tokens per call: each needs a sum, and each expert a gate per row and three products in several
+passes."""
 _SUM_UNIT = 512
 
 
 class Expert(NamedTuple):
-    """Where one expert's matrices lie, and whose it is."""
+    """An expert's matrices and the tokens routed to it."""
 
     matrices: Sequence[Matrix]
-    """Those of the first product, one below the other [2I, H] in all, and that of the second [H, I]."""
+    """The matrices of the first product, concatenated [2I, H] (gate, then up), and then that of the second [H, I]."""
     places: Sequence[tuple[int, int]]
-    """(token, row of the outputs) of each that has chosen it, in the library's order."""
+    """(token, row of the outputs) for each token of the expert, in transformers' order."""
 
 
 class Sums(NamedTuple):
-    """What is added up once all experts are done."""
+    """The sums over each token's experts, computed after all products."""
 
     gains: Sequence[float]
-    """Of every row of the outputs."""
+    """The routing weight of every row of the outputs."""
     spans: Sequence[tuple[int, int]]
-    """Of every token, its first row and how many it has; one without any keeps what `out` holds."""
+    """For every token, its first row and number of rows; for a token without rows, `out` is unchanged."""
     out: torch.Tensor
-    """[T, H]"""
+    """The output [T, H]."""
 
 
 class TokenExperts:
-    """The experts of one shape: `hidden` H, `inner` I, activation by `table` (bf16 [65536]).
+    """The kernel for experts of one shape: hidden size `hidden`, inner size `inner`, activation `table` (bf16 [65536]).
 
-    bf16 numbers are a tensor, or without torch the same as `Bits`.
+    bf16 numbers are a tensor, or `Bits` without torch.
     """
 
     def __init__(self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor | Bits) -> None:
@@ -73,15 +72,15 @@ class TokenExperts:
         self.table_at = _address(table)
         self.table: Any = table
         self.most_rows = 1
-        """Tokens of one expert that it may take: more where the library's bits of several rows are its own."""
+        """The largest number of tokens per expert; above 1 if torch's bits for several rows are known."""
         self._wide = self._gated = _NO_ROWS
         self.wide_at = self.gated_at = 0
-        """Where there is room for what is between the products."""
+        """Addresses of the memory for values between the products."""
         self.reserve(8)
         self._prepared: dict[tuple[int, ...], PreparedToken] = {}
 
     def reserve(self, rows: int) -> None:
-        """Room for what so many rows are between the products."""
+        """Allocate memory for the values of `rows` rows between the products."""
         if rows > self._wide.shape[0]:
             self._wide = np.empty((rows, 2 * self.inner), np.uint16)
             self._gated = np.empty((rows, self.inner), np.uint16)
@@ -90,10 +89,10 @@ class TokenExperts:
     def forward(
         self, x: torch.Tensor | Bits, experts: Sequence[Expert], rows: torch.Tensor | Bits, sums: Sums | None = None
     ) -> None:
-        """x [T, H], each expert's tokens -> their rows of `rows` [n, H]; at most `MOST_EXPERTS` of them.
+        """Compute x [T, H] through at most `MOST_EXPERTS` experts: each token's outputs go to `rows` [n, H].
 
-        With `sums` also `out`: each token's rows times their gains, added up in ascending order. All tensors are bf16
-        and lie in one piece.
+        With `sums`, also compute `out`: each token's rows times their gains, added in ascending order. All tensors are
+        contiguous and in bf16.
         """
         self.reserve(sum([len(expert.places) for expert in experts]))
         work = ExpertWork(self, _address(x), _address(rows), experts)
@@ -108,8 +107,11 @@ class TokenExperts:
     def one_token(
         self, x: torch.Tensor, experts: Sequence[Sequence[Matrix]], gains: Sequence[float], out: torch.Tensor
     ) -> None:
-        """x [1, H] through the matrices of experts, at most `MOST_EXPERTS`; times their gains, added up in this order:
-        out [1, H]. Both are bf16 and lie in one piece."""
+        """Compute one token x [1, H] through experts, given as matrices: out [1, H] is their sum, weighted by `gains`,
+        in this order.
+
+        Both tensors are contiguous and in bf16.
+        """
         formats = tuple([id(matrix.products) for matrices in experts for matrix in matrices])
         prepared = self._prepared.get(formats)
         if prepared is None or not prepared.is_current:
@@ -118,13 +120,13 @@ class TokenExperts:
         prepared.run(x.data_ptr(), addresses, gains, out.data_ptr())
 
     def run(self, work: ExpertWork, experts: int) -> None:
-        """Have the pool carry out the tasks of so many experts."""
+        """Run the tasks of `experts` experts on the pool."""
         is_long = 3 * self.inner * self.hidden * experts >= WAKING_WEIGHTS
         self.pool.run(work.fields, work.units, is_long, counts=experts + len(work.layouts))
 
 
 def byte_functions(matrices: Sequence[Matrix]) -> list[ByteFunctions]:
-    """Of the matrices that rows in 8 bits are multiplied with."""
+    """Return the functions of all matrices that are multiplied with 8-bit rows."""
     return [
         each.products.in_bytes for each in matrices if each.products is not None and each.products.in_bytes is not None
     ]
@@ -136,15 +138,15 @@ def _address(numbers: torch.Tensor | Bits) -> int:
 
 
 class ExpertWork:
-    """The tasks of one call, and the memory that they refer to.
+    """The tasks of one call and the memory that they refer to.
 
-    An expert's first product, its gates and its second one count what they have done at a word of its own.
+    An expert's first product, its gates and its second product share one progress counter.
     """
 
     def __init__(
         self, shape: TokenExperts, x: int, rows: int, experts: Sequence[Expert], lists: RowLists | None = None
     ) -> None:
-        """`x` and `rows`: addresses. `lists`: room for lists of rows that only this work uses; None: the pool's."""
+        """`x` and `rows` are addresses. `lists` holds the lists of rows of this work only; None uses the pool's."""
         self.fields: list[int] = []
         self.units = 0
         self._shape = shape
@@ -154,22 +156,23 @@ class ExpertWork:
         outputs = len(experts) * (2 * shape.inner + shape.hidden)
         self._byte_size = unit_of(shape.pool.threads, outputs) if few else self._size
         self._ups: list[int] = []
-        """Units of each expert's first product."""
+        """The number of units of each expert's first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)
         self._x, self._out = x, rows
         self.layouts: dict[Layout, tuple[int, int, int]] = {}
-        """Of tokens in 8 bits: where they are, the word that counts units done, and how many there are."""
+        """For each layout of 8-bit tokens: their address, the counter of units done, and the number of units."""
         self.prepared: dict[Layout, tuple[int, int, int]] = {}
-        """The same of tokens that were made before."""
+        """The same for tokens that an earlier work has rounded."""
         self.byte_rows = 0
-        """Bytes of all rows in 8 bits, ..."""
+        """Bytes of all 8-bit rows."""
         self._gated_byte_rows = 0
-        """... and where gated rows in 8 bits go."""
+        """The address of the next gated 8-bit rows."""
         self._kept: list[object] = []
         self._lists = shape.pool.row_lists if lists is None else lists
 
     def make_byte_rows(self, tokens: int) -> None:
-        """The tokens in 8 bits, in every layout that a first product needs; room for the gated rows behind them."""
+        """Add tasks that round the tokens to 8 bits, in every layout of a first product, and reserve memory for gated
+        rows."""
         hidden, pool = self._shape.hidden, self._shape.pool
         ups = {each.layout: each for expert in self._experts for each in byte_functions(expert.matrices[:-1])}
         sizes = [tokens * layout.nbytes(hidden) for layout in ups]
@@ -187,7 +190,7 @@ class ExpertWork:
         self._begin_row_lists()
 
     def take_byte_rows(self, prepared: Mapping[Layout, int]) -> None:
-        """In the place of `make_byte_rows`: the tokens in 8 bits are at these addresses."""
+        """Use tokens that are in 8 bits already, at these addresses, instead of calling `make_byte_rows`."""
         pool = self._shape.pool
         self.prepared = {layout: (at, pool.at_once, 0) for layout, at in prepared.items()}
         self._gated_byte_rows = pool.byte_rows(self._gated_bytes)
@@ -206,13 +209,13 @@ class ExpertWork:
         )
 
     def _begin_row_lists(self) -> None:
-        """Room for one of each matrix, and for one of all rows."""
+        """Reserve memory for one list of rows per matrix and one of all rows."""
         counts = [(len(expert.matrices), len(expert.places)) for expert in self._experts]
         words = sum([matrices * (1 + 2 * rows) for matrices, rows in counts])
         self._lists.begin(words + 1 + 2 * sum([rows for _, rows in counts]))
 
     def ups(self) -> None:
-        """The first products, into the scratch: row after row, expert after expert."""
+        """Add the first products; results go to scratch memory, by expert and then row."""
         inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
         wide, count = self._shape.wide_at, self._counts
         for matrices, places in self._experts:
@@ -247,7 +250,7 @@ class ExpertWork:
         count: int,
         ups: int,
     ) -> None:
-        """Gates, whose results go straight to rows in 8 bits, and the product with those."""
+        """Add tasks that gate and round rows to 8 bits, and the second product with them."""
         shape, rows, size = self._shape, self._gated_byte_rows, min(len(places), ROWS_OF_UNIT)
         self.fields += (self.units, len(places), size, tasks.FORMAT, count, ups, count, functions.gated_rows)
         self.fields += (wide, shape.table_at, rows, shape.inner, 0)
@@ -272,7 +275,7 @@ class ExpertWork:
         self.units += -(-matrix.outputs // self._byte_size)
 
     def downs(self) -> None:
-        """Gates and second products."""
+        """Add the gates and the second products."""
         shape, fields, out = self._shape, self.fields, self._out
         hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table_at
         wide, gated, count = shape.wide_at, shape.gated_at, self._counts
@@ -298,7 +301,7 @@ class ExpertWork:
             count += 8
 
     def _row(self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, x: int, out: int) -> None:
-        """A matrix times one row."""
+        """Add the product of a matrix with one row."""
         address, outputs, columns, products = matrix
         size, products = self._size, products or self._shape.pool.own_order
         if products is None:
@@ -312,7 +315,7 @@ class ExpertWork:
     def _rows(
         self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """A matrix times several rows: (x, out) of each."""
+        """Add the product of a matrix with several rows, given as (x, out) addresses."""
         address, outputs, columns, products = matrix
         size, products = self._size, products or self._shape.pool.own_order
         if products is not None and self._shape.pool.rows_are_alone:
@@ -331,7 +334,7 @@ class ExpertWork:
             self.units += -(-outputs // size)
 
     def add_rows(self, function: int, gains: int, totals: Sequence[int]) -> None:
-        """Every row times its gain, added to the totals at these addresses, once all products are there."""
+        """Add the task that adds every row times its gain to the totals at these addresses, after all products."""
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
         given = self._lists.add([(self._out + 2 * hidden * n, total) for n, total in enumerate(totals)])
         self.fields += (self.units, hidden, _SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
@@ -339,7 +342,8 @@ class ExpertWork:
         self.units += -(-hidden // _SUM_UNIT)
 
     def sums(self, spans: Sequence[tuple[int, int]], gains: int, out: int) -> None:
-        """Every token's rows, once all products are there: spans as in `Sums`, addresses of the gains and of [T, H]."""
+        """Add the sums of every token's rows, after all products: `spans` as in `Sums`; `gains` and `out` are
+        addresses."""
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
         for token, (first, count) in enumerate(spans):
             if count:
@@ -350,12 +354,15 @@ class ExpertWork:
 
 
 _X, _OUT, _FIRST = 1 << 50, 1 << 51, 1 << 52
-"""No addresses: they stand in tasks for the token, its sum, and the first of its experts' matrices."""
+"""Placeholders in tasks for the addresses of the token, of its sum, and of the first of its experts' matrices."""
 
 
 class PreparedToken:
-    """The tasks of one token's experts of some formats, but for addresses: made once, as making them takes Python a
-    fifth of the time of their products."""
+    """The tasks of one token's experts, prepared with placeholders for addresses and reused for experts of the same
+    formats.
+
+    Making tasks in Python takes a fifth of the time of the products.
+    """
 
     def __init__(self, shape: TokenExperts, experts: Sequence[Sequence[Matrix]]) -> None:
         count = len(experts)
@@ -379,16 +386,16 @@ class PreparedToken:
         self._order = (self._fields[self._at_matrices] - _FIRST).tolist()
 
     def _places(self) -> tuple[int, int, int]:
-        """Where the pool and the shape have room for what is between the products."""
+        """Return the addresses of scratch memory in the pool and the shape."""
         return self._shape.pool.byte_rows(self._work.byte_rows), self._shape.wide_at, self._shape.gated_at
 
     @property
     def is_current(self) -> bool:
-        """Whether that room is still where it was."""
+        """Whether the scratch memory is still at the same addresses."""
         return self._places() == self._memory
 
     def run(self, x: int, matrices: Sequence[int], gains: Sequence[float], out: int) -> None:
-        """Addresses of the token, of its experts' matrices, and of its sum."""
+        """Run the tasks for a token, its experts' matrices and its sum, given as addresses."""
         fields = self._fields
         fields[self._at_x], fields[self._at_out] = x, out
         fields[self._at_matrices] = [matrices[n] for n in self._order]

@@ -1,4 +1,4 @@
-"""An instruction set as a value: what a generator of kernels must know of the CPU that it writes for."""
+"""Instruction sets as values: the properties of a CPU that kernel generators need."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from smoe.kernels.jit import cpu_has
 
 @dataclass(frozen=True)
 class Isa:
-    """One of the instruction sets that kernels are written for."""
+    """An instruction set that kernels can be generated for."""
 
     name: str
     lanes: int
-    """float32 numbers that are computed together: of one register, or of two small ones."""
+    """float32 numbers that are computed together, in one register or two small ones."""
     registers: int
-    """So many of those."""
+    """The number of such registers."""
     needs: tuple[str, ...]
-    """Features by LLVM's names."""
+    """Required CPU features by LLVM's names."""
     has_bf16_dots: bool = False
-    """Products of pairs of bf16 numbers, added up in float32, in one instruction."""
+    """Whether one instruction adds products of pairs of bf16 numbers in float32."""
 
     has_int8_dots: bool = False
-    """Products of four bytes each, added up in 32 bits, in one instruction."""
+    """Whether one instruction adds products of four bytes in 32 bits."""
 
     has_signed_bytes: bool = False
-    """Where bytes are multiplied, both may be signed; else codes are not, as far as that can be."""
+    """Whether both operands of byte products may be signed; otherwise codes are unsigned where possible."""
 
     family: str = X86
 
     @property
     def is_here(self) -> bool:
-        """Whether this CPU has it, and `SMOE_MAX_CPU_ISA` allows it."""
+        """Whether this CPU has the instruction set and `SMOE_MAX_CPU_ISA` allows it."""
         return cpu_has(*self.needs)
 
     @property
     def attributes(self) -> str:
-        """Of a function, in LLVM's language: registers of full width, which LLVM avoids on some CPUs of `X86`."""
+        """The LLVM attributes of functions; on x86 they request registers of full width, which LLVM avoids on some
+        CPUs."""
         if self.family == AARCH64:
             return "nounwind"
         bits = 32 * self.lanes
@@ -51,7 +52,7 @@ AVX512 = Isa("AVX-512", 16, 32, _AVX512)
 AVX2 = Isa("AVX2", 8, 16, ("avx2", "fma", "f16c"))
 NEON = Isa("NEON", 8, 16, ("neon",), has_signed_bytes=True, family=AARCH64)
 ISAS = (AVX512_BF16, AVX512, AVX2, NEON)
-"""Those that kernels are written for: of each family, widest first."""
+"""The instruction sets for kernels; within each family the widest is first."""
 AVX512_VNNI = Isa("AVX-512 VNNI", 16, 32, (*_AVX512, "avx512vnni"), has_int8_dots=True)
 AVX2_VNNI = Isa("AVX-VNNI", 8, 16, (*AVX2.needs, "avxvnni"), has_int8_dots=True)
 NEON_DOTPROD = Isa("NEON with dot products", 8, 16, (*NEON.needs, "dotprod"), has_int8_dots=True,
@@ -60,22 +61,22 @@ ISAS_OF: dict[str, tuple[Isa, ...]] = {
     BF16: ISAS,
     INT8: (AVX512_VNNI, AVX512, AVX2_VNNI, AVX2, NEON_DOTPROD, NEON),
 }
-"""Those that products with quantised matrices are written for, by what a row of x is multiplied as."""
+"""The instruction sets for products with quantized matrices, by the type in which rows are multiplied."""
 
 
 _AMD = "sse4a"
-"""Only AMD's CPUs have it."""
+"""A feature that only AMD's CPUs have."""
 
 
 def read_once_locality() -> int:
-    """LLVM's locality of a prefetch of weights that are read once: past the second cache level where the CPU can.
+    """Return LLVM's locality for prefetching weights that are read once; on AMD it bypasses the second cache level.
 
-    That level then holds what Python needs between two products, and the weights themselves come faster: on Zen 5 bf16
-    at 66 to 80 GB/s in the place of 62. Other CPUs fetch into the second level: nothing else was measured there.
+    That level then holds what Python needs between two products, and weights arrive faster: on Zen 5, bf16 at 66 to 80
+    GB/s instead of 62. Other CPUs prefetch into the second level; nothing else was measured there.
     """
     return 0 if cpu_has(_AMD) else 2
 
 
 def widest(activations: str = BF16) -> Isa | None:
-    """The first of these instruction sets that this CPU has."""
+    """Return the first of these instruction sets that this CPU has, or None."""
     return next((isa for isa in ISAS_OF[activations] if isa.is_here), None)

@@ -1,10 +1,11 @@
-"""From LLVM's intermediate language to a callable: machine code for this very CPU, and no compiler to install.
+"""Compile LLVM text to functions for this CPU, without an installed compiler.
 
-    in the user's cache      object code --> memory                              `object_cache.py`, `machine_code.py`
-    else, LLVM loaded here   source --> object code --> cache, memory            `compiler.py`
-    else                     the same by a process that then ends: LLVM takes 75 MiB of the process that loads it
+    in the user's cache          object code --> memory                           `object_cache.py`, `machine_code.py`
+    else, LLVM is loaded here    source --> object code --> cache, memory         `compiler.py`
+    else                         the same in a process that then ends: LLVM would take 75 MiB of this one
 
-Where code cannot be brought into a process by us (`machine_code.py` knows Linux only), LLVM is loaded and does it.
+On systems where smoe cannot load object code itself (`machine_code.py` supports only Linux), LLVM is loaded and does
+it.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from smoe.cpu_isa import CPU_ISA, max_cpu_isa
 from smoe.kernels import compiler, machine_code, object_cache
 
 _kept: list[Any] = []
-"""What owns the machine code, which callables outlive modules."""
+"""Owners of the machine code, which callables may outlive."""
 
 
 class Source(NamedTuple):
-    """A module in LLVM's language that is not generated unless it must be compiled, which may take as long again."""
+    """A module as LLVM text that is generated only if it must be compiled, because generating may take as long as
+    compiling."""
 
     make: Callable[..., str]
-    """A function of a module of ours."""
+    """A module-level function that returns the text."""
     arguments: tuple[object, ...] = ()
-    """What it is given: values whose `repr` says all there is of them."""
+    """The function's arguments: values whose `repr` is complete."""
 
     @property
     def key(self) -> str:
-        """Tells it apart from every other one: by its text where the function may depend on more than what it is
-        given, as one within another function does."""
+        """A string that identifies the text: function and arguments, or the text itself for a nested function."""
         if "<" in self.make.__qualname__:
             return self.text()
         return f"{self.make.__module__}.{self.make.__qualname__}{self.arguments!r}"
 
     def text(self) -> str:
-        """Generates it."""
+        """Return the generated text."""
         return self.make(*self.arguments)
 
 
 @functools.cache
 def llvm() -> Any:
-    """LLVM, or None without it: the kernels are an acceleration, and without them everything still works."""
+    """Return LLVM, or None if llvmlite is missing; kernels are optional."""
     try:
         import llvmlite.binding
     except ImportError:
@@ -56,18 +57,18 @@ def llvm() -> Any:
 
 
 def is_available() -> bool:
-    """Whether anything can be compiled here."""
+    """Return whether anything can be compiled on this machine."""
     return bool(_host_features()) if machine_code.is_known() else llvm() is not None
 
 
 def _is_loaded() -> bool:
-    """Whether this process has paid for LLVM."""
+    """Return whether this process has loaded LLVM."""
     return "llvmlite.binding" in sys.modules
 
 
 @functools.cache
 def _version() -> str:
-    """LLVM's, as llvmlite counts it; empty without it. Does not load LLVM."""
+    """Return llvmlite's version, or an empty string if it is missing; this does not load LLVM."""
     if importlib.util.find_spec("llvmlite") is None:
         return ""
     import llvmlite
@@ -77,13 +78,15 @@ def _version() -> str:
 
 _FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), ("avx512fp16", "all"),
               ("avx512", "avx512"), ("avxvnni", "avx_vnni"), ("avx", "avx2"), ("dotprod", "neon_dotprod"))  # fmt: skip
-"""How LLVM's names of extensions begin, and the first of `CPU_ISA` that has them; the first that fits counts. NEON is
-part of every aarch64: code is made with it wherever any is."""
+"""Prefixes of LLVM's feature names, and the first `CPU_ISA` that includes them; the first match counts.
+
+Every aarch64 CPU has NEON, so code always uses it.
+"""
 
 
 def cpu_has(*features: str) -> bool:
-    """Whether this CPU, and the operating system on it, has all the instruction sets named as LLVM names them, and
-    `SMOE_MAX_CPU_ISA` allows them."""
+    """Return whether the CPU and the operating system have all these features (LLVM's names) and `SMOE_MAX_CPU_ISA`
+    allows them."""
     if max_cpu_isa() == "none" or not is_available():
         return False
     found = _features()
@@ -92,7 +95,7 @@ def cpu_has(*features: str) -> bool:
 
 @functools.cache
 def _host_features() -> dict[str, bool]:
-    """This CPU's extensions by LLVM's names; empty without LLVM."""
+    """Return this CPU's features by LLVM's names; empty without LLVM."""
     if not machine_code.is_known():
         return compiler.features_here(llvm())
     if not _version():
@@ -101,7 +104,7 @@ def _host_features() -> dict[str, bool]:
     known = object_cache.read(key)
     if known is None:
         found = compiler.features_here(llvm()) if _is_loaded() else compiler.host_features()
-        if found:  # else llvmlite is broken, and may be repaired
+        if found:  # an empty result means a broken llvmlite, which may be repaired
             object_cache.write(key, json.dumps(found).encode())
         return found
     stored: dict[str, bool] = json.loads(known)
@@ -109,7 +112,7 @@ def _host_features() -> dict[str, bool]:
 
 
 def _features() -> dict[str, bool]:
-    """The same without those above `SMOE_MAX_CPU_ISA`."""
+    """Return the CPU's features without those above `SMOE_MAX_CPU_ISA`."""
     found, most = dict(_host_features()), CPU_ISA.index(max_cpu_isa())
     for feature in found:
         first = next((isa for begins, isa in _FIRST_ISA if feature.startswith(begins)), "none")
@@ -119,15 +122,15 @@ def _features() -> dict[str, bool]:
 
 
 def _flattened(features: Mapping[str, bool]) -> str:
-    """In LLVM's form."""
+    """Return features in LLVM's textual form."""
     return ",".join(f"{'+' if has else '-'}{name}" for name, has in sorted(features.items()))
 
 
 def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
-    """Functions of a module, without results. Calling one releases the interpreter lock.
+    """Compile a module and return its functions, which have no results. Calls release the interpreter lock.
 
-    Takes some 50 ms to 1 s, and 2 ms where the object code is in the user's cache. Raises `RuntimeError` with LLVM's
-    message where the text is wrong.
+    Compiling takes 50 ms to 1 s; loading from the user's cache takes 2 ms. Raises `RuntimeError` with LLVM's message if
+    the text is invalid.
     """
     features = _flattened(_features())
     if machine_code.is_known():
@@ -143,7 +146,7 @@ def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) 
 
 
 def _image(source: Source, features: str) -> machine_code.Image:
-    """From the cache; else it is compiled, and stored there."""
+    """Return linked code from the cache, or compile and store it."""
     key = object_cache.key_of(_version(), features, source.key)
     known = object_cache.read(key)
     if known is not None:
@@ -163,7 +166,7 @@ def _compiled_here(source: str, features: str, names: Sequence[str]) -> list[int
 
 
 def address_of(function: Callable[..., None]) -> int:
-    """Where a function's machine code begins, for machine code that is to call it."""
+    """Return the address of a function's machine code, for calls from other machine code."""
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None, "a function of no address"
     return address

@@ -1,11 +1,11 @@
-"""Machine code that another process has compiled: an object file (ELF) put together and made ready to call.
+"""Load machine code from an object file (ELF) that another process has compiled.
 
     object file    | .text | .rodata.cst16 | .rodata | symbols | relocations |
-    memory         | .text | .rodata.cst16 | .rodata |          places relative to each other: it may lie anywhere
+    memory         | .text | .rodata.cst16 | .rodata |          relative addresses: it may be loaded anywhere
 
-Only what our kernels are made of is known: code and constants that refer to each other by distance
-(`relocations.py`). Whatever else a file asks for (a library's function, memory of its own to write to) is refused, by
-name. A CPU of aarch64 must be informed that code is new: else it may run what it has read of that memory before.
+Only the contents of our kernels are supported: code and constants that refer to each other by distance
+(`relocations.py`). Other contents, such as library functions or writable data, are refused with their name. On aarch64
+the instruction cache must be flushed before new code runs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _MAGIC = b"\x7fELF\x02\x01\x01"
 _CONTENTS, _SYMBOLS, _RELOCATIONS, _EMPTY = 1, 2, 4, 8
 _WRITABLE, _IN_MEMORY = 1, 2
 _UNWINDING = ".eh_frame"
-"""For debuggers; nothing here is ever unwound."""
+"""The section for debuggers and exceptions, which kernels do not need."""
 _UNDEFINED, _SPECIAL = 0, 0xFF00
 
 
 class Image(NamedTuple):
-    """Code and constants as they lie in memory, wherever that is."""
+    """Linked code and constants, independent of their address."""
 
     data: bytes
     functions: dict[str, int]
-    """Offset of each."""
+    """The offset of each function."""
 
 
 class _Section(NamedTuple):
@@ -49,12 +49,12 @@ class _Section(NamedTuple):
     flags: int
     data: bytes
     target: int
-    """Of relocations, the section that they change."""
+    """For relocations, the number of the section that they change."""
     alignment: int
 
 
 def is_known() -> bool:
-    """Whether code can be brought into this process: x86-64 and aarch64 Linux, by the system's own calls."""
+    """Return whether object code can be loaded into this process: on x86-64 and aarch64 Linux."""
     if sys.platform != "linux" or sys.maxsize <= 1 << 32:
         return False
     return platform.machine() == "x86_64" or (FAMILY == AARCH64 and _flush() is not None)
@@ -62,7 +62,7 @@ def is_known() -> bool:
 
 @functools.cache
 def _flush() -> Callable[[int, int], object] | None:
-    """(begin, end) of code that is new; None where there is no way to inform it."""
+    """Return the function that flushes the instruction cache for (begin, end), or None if there is none."""
     try:
         flush = getattr(ctypes.CDLL("libgcc_s.so.1"), "__clear_cache")
     except (OSError, AttributeError):
@@ -72,7 +72,7 @@ def _flush() -> Callable[[int, int], object] | None:
 
 
 def linked(file: bytes) -> Image:
-    """An object file's code and constants one behind the other. Raises `RuntimeError` for what is not known."""
+    """Return the linked code and constants of an object file. Raises `RuntimeError` for unsupported contents."""
     try:
         sections = _sections(file)
         kept = {n: each for n, each in enumerate(sections) if _is_kept(each)}
@@ -94,10 +94,10 @@ def linked(file: bytes) -> Image:
 
 
 class Loaded:
-    """An image in memory that can be called, and no longer be written to, as long as this lives."""
+    """An image in executable, read-only memory, as long as this object lives."""
 
     def __init__(self, image: Image) -> None:
-        """Raises `OSError` where the system does not allow new code."""
+        """Load the image. Raises `OSError` if the system does not allow new code."""
         self._functions = image.functions
         self._memory = mmap.mmap(-1, max(1, len(image.data)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.write(image.data)
@@ -111,7 +111,7 @@ class Loaded:
             flush(self._begin, self._begin + len(self._memory))
 
     def address_of(self, name: str) -> int:
-        """Where a function begins; raises `KeyError` where there is none of that name."""
+        """Return the address of a function; raises `KeyError` if there is none of that name."""
         return self._begin + self._functions[name]
 
 
@@ -155,7 +155,7 @@ def _is_kept(section: _Section) -> bool:
 
 
 def _places(symbols: _Section, strings: bytes, begins: dict[int, int]) -> list[tuple[str, int | None]]:
-    """(name, place in the image) of every symbol; None: it is not in it."""
+    """Return (name, offset in the image) of every symbol; the offset is None for symbols outside of it."""
     found = list[tuple[str, int | None]]()
     for name, _, _, section, value, _ in _SYMBOL.iter_unpack(symbols.data):
         is_there = section != _UNDEFINED and section < _SPECIAL and section in begins

@@ -1,4 +1,4 @@
-"""A matrix as machine code knows it: where it lies, its shape, and what multiplies it."""
+"""A matrix for machine code: its address, its shape, and the functions that multiply it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ROWS = (1, 2, 4)
 
 
 class ByteFunctions(NamedTuple):
-    """Machine code that multiplies rows in 8 bits: addresses (`byte_rows.py`, `byte_products.py`)."""
+    """Addresses of machine code that multiplies 8-bit rows (`byte_rows.py`, `byte_products.py`)."""
 
     layout: Layout
-    """Of the rows that `products` takes."""
+    """The function that rounds rows to 8 bits for `products`."""
     rows: int
     gated_rows: int
     products: int
@@ -35,43 +35,43 @@ class Products(NamedTuple):
     """Machine code for matrices of one format."""
 
     of_rows: tuple[int, ...]
-    """Addresses of the products with one, two and four rows; none where rows are multiplied `in_bytes`."""
+    """Addresses of the products with one, two and four rows; empty if rows are multiplied `in_bytes`."""
     unpack: int | None
-    """Address of what writes rows of the matrix as bf16; None for those that are."""
+    """The address of the function that dequantizes rows to bf16; None for bf16 matrices."""
     in_bytes: ByteFunctions | None = None
-    """What multiplies rows that are rounded to 8 bits (`EngineConfig.activations`)."""
+    """The functions for rows that are rounded to 8 bits (`EngineConfig.activations`)."""
 
     @property
     def activations(self) -> str:
-        """What a row of x is multiplied as."""
+        """The type in which rows of x are multiplied."""
         return BF16 if self.in_bytes is None else INT8
 
 
 class Matrix(NamedTuple):
-    """Weights [outputs, columns], row by row."""
+    """A weight matrix [outputs, columns], stored row by row."""
 
     address: int
     outputs: int
     columns: int
     products: Products | None = None
-    """None: bf16 numbers, for which the pool chooses: in the library's order or its own."""
+    """The functions for its format. None for bf16 matrices, which the pool multiplies in torch's order or its own."""
 
 
 def in_bf16(*matrices: torch.Tensor) -> tuple[Matrix, ...]:
-    """Matrices [K, N] whose rows lie in memory along K; the tensors must outlive the answer."""
+    """Return matrices [K, N], stored along K, for machine code; the tensors must outlive the result."""
     return tuple(Matrix(each.data_ptr(), each.shape[1], each.shape[0]) for each in matrices)
 
 
 @functools.cache
 def products_of(form: Format, activations: str = BF16) -> Products | None:
-    """Machine code for a format on this CPU, made once a process; None where there is none for it."""
+    """Return the machine code for a format on this CPU, compiled once per process, or None if it is not supported."""
     isa = widest(activations)
     return None if isa is None else _compiled(form, isa, activations)
 
 
 @functools.cache
 def own_order() -> Products | None:
-    """Machine code for bf16 numbers in an order of sums of our own, likewise."""
+    """Return machine code for bf16 matrices in our own order of sums, compiled once per process, or None."""
     isa = widest()
     if isa is None:
         return None
@@ -83,7 +83,7 @@ def own_order() -> Products | None:
 
 @functools.cache
 def added_rows(activations: str) -> int:
-    """The address of the function that adds rows to totals (`added_rows.py`), where there is one for products."""
+    """Return the address of the function that adds weighted rows to totals (`added_rows.py`)."""
     isa = widest(activations)
     assert isa is not None, activations
     from smoe.kernels import added_rows as rows
@@ -93,7 +93,7 @@ def added_rows(activations: str) -> int:
 
 
 def _compiled(form: Format, isa: Isa, activations: str) -> Products:
-    from smoe.kernels import quantised  # needs llvmlite, which not every machine has
+    from smoe.kernels import quantised  # requires llvmlite, which is optional
 
     if activations == INT8 and activations_fit(form):
         layout = Layout.of(form)

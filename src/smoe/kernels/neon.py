@@ -1,10 +1,10 @@
-"""What aarch64 has instructions of its own for: NEON, and products of four bytes where there are some.
+"""Operations with special instructions on aarch64: NEON, and dot products of four bytes where available.
 
-Its registers hold four numbers of float32. Here two of them count as one of eight: bytes are then loaded eight at a
-time, and the 32 that there are hold what the 16 of AVX2 do. Instructions are asked for register by register.
+A NEON register holds four float32 numbers. Here two registers count as one of eight: bytes are then loaded eight at a
+time, and 32 registers hold as much as AVX2's 16. Each operation is applied register by register.
 
     16 bytes of codes, of x   sdot           four products added to each lane (FEAT_DotProd)
-                              smull, addp    products in 16 bits, the sums of two; then of two of these in 32
+                              smull, addp    products in 16 bits, added in pairs; these added in pairs in 32 bits
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from smoe.kernels.builder import Code
 
 _BITS = 128
-"""Of a register."""
+"""Bits of a register."""
 _BYTES, _WORDS = ir.VectorType(BYTE, _BITS // 8), ir.VectorType(WORD, _BITS // 32)
 _PLACE_OF_ONE, _PLACE_OF_NONE = 0x02020000, 0x0100FFFF
-"""Where the four bytes of a float32 lie in a table of upper halves: its lower two, beyond the end, are zero."""
+"""Indices of a float32's four bytes in a table of upper halves; those of its lower half are out of range, which yields
+0."""
 
 
 def looked_up_bytes(code: Code, table: Sequence[int], codes: Value) -> Value:
@@ -49,7 +50,7 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
 
 
 def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
-    """One load after the other."""
+    """Load one entry after the other."""
     build, addresses = code.build, []
     for n in range(places.type.count):
         place = build.zext(build.extract_element(places, ir.Constant(WORD, n)), LONG)
@@ -58,7 +59,7 @@ def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
-    """Every lane gets the byte in which its bit is, and keeps that bit: LLVM would take out one bit after the other."""
+    """Select by testing each lane's bit in a copied byte, because LLVM would extract one bit after the other."""
     build, kind, count = code.build, numbers.type, numbers.type.count
     if kind.element == WORD:
         bits, own = code.splat(build.zext(word, WORD), count), code.words([1 << n for n in range(count)])
@@ -71,13 +72,14 @@ def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
 
 
 def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
-    """The same instructions whether `is_signed` or not: what is not is 127 at most."""
+    """Return total plus dot products of four bytes; unsigned codes are at most 127, so `is_signed` makes no
+    difference."""
     four = _four_at_once if code.isa.has_int8_dots else _two_at_once
     return _by_register(code, lambda *some: four(code, *some), total, codes, x)
 
 
 class DotSum:
-    """Sums of `byte_dots`, which have 32 bits from the start."""
+    """An accumulator of `byte_dots`, always in 32 bits."""
 
     def __init__(self, code: Code, most: int, is_signed: bool) -> None:
         self._code = code
@@ -85,15 +87,15 @@ class DotSum:
         self._total: Value = ir.Constant(code.registers(WORD), None)
 
     def add(self, codes: Value, x: Value) -> None:
-        """One more product of four bytes in every lane."""
+        """Add a dot product of four bytes in every lane."""
         self._total = byte_dots(self._code, self._total, codes, x, self._is_signed)
 
     def pin(self) -> None:
-        """What was added so far is computed before what follows (`Code.pinned`)."""
+        """Order the sum so far before the following instructions (`Code.pinned`)."""
         self._total = self._code.pinned(self._total)
 
     def total(self) -> Value:
-        """int32 [n]"""
+        """Return the sums: int32 [n]."""
         return self._total
 
 
@@ -123,13 +125,13 @@ def pinned(code: Code, register: Value) -> Value:
 
 
 def nearest(code: Code, reals: Value) -> Value:
-    """What is too large becomes the largest, and what is no number zero."""
+    """Round to int32; large numbers become the largest, and NaN becomes zero."""
     kind, name = ir.FunctionType(_WORDS, [ir.VectorType(FLOAT, 4)]), "llvm.aarch64.neon.fcvtns.v4i32.v4f32"
     return _by_register(code, lambda some: code.intrinsic(name, kind, [some]), reals)
 
 
 def _by_register(code: Code, function: Callable[..., Value], *values: Value) -> Value:
-    """A function of one register of each, for values of one or two."""
+    """Apply a function register by register to values of one or two registers."""
     parts = values[0].type.count * _width(values[0]) // _BITS
     if parts == 1:
         return function(*values)
@@ -142,5 +144,5 @@ def _by_register(code: Code, function: Callable[..., Value], *values: Value) -> 
 
 
 def _width(value: Value) -> int:
-    """Bits of each number."""
+    """Return the bits of each number in a register."""
     return 32 if value.type.element == FLOAT else int(value.type.element.width)

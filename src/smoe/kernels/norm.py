@@ -1,19 +1,18 @@
-"""RMSNorm of a few rows in one piece: torch's bits, without the eight operations of which the library makes it.
+"""RMSNorm of a few rows in one function with torch's bits; transformers uses eight operations.
 
     mean  =  (x0 x0 + x1 x1 + ...) / size            float32
     out   =  bf16(weight * bf16(x * (1 / sqrt(mean + eps))))
 
-Everything but the sum is one rounding after the other, so the order of torch's sum is all there is to copy. It goes
-through a row in registers of 8 numbers, on machines with wider ones too, and sums them in four accumulators:
+All but the sum is a sequence of single roundings, so only the order of torch's sum must be reproduced. torch reads a
+row in registers of 8 numbers, even on CPUs with wider ones, and adds them to four accumulators:
 
     register     0  1  2  3  4  5  6  7  8 ...
-    accumulator  0  1  2  3  0  1  2  3  0 ...      the up to three registers left over go to the first
+    accumulator  0  1  2  3  0  1  2  3  0 ...      up to three remaining registers go to the first
 
-After every 16 registers an accumulator is added to a sum of its own and starts again. In the end each is added to its
-sum, the four in order, and then the 8 lanes one by one. Longer rows than 8192 would begin a second level of such sums.
-
-A row of 2048 numbers takes 0.6 us. Whether the bits agree on the machine at hand is proven before the kernel is used
-(`fastpath/norm.py`).
+After every 16 registers each accumulator is added to a sum of its own and reset. At the end each accumulator is added
+to its sum, the four sums in order, and then the 8 lanes one by one. Rows longer than 8192 would need a second level of
+such sums. A row of 2048 numbers takes 0.6 us. The bits are compared with torch's on the machine before the kernel is
+used (`fastpath/norm.py`).
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.registers import as_bf16, broadcast, halved, joined, widened
 
 LONGEST = 8192
-"""Numbers of a row: of more, torch sums the sums once again."""
+"""The longest supported row; torch sums longer ones in another order."""
 _LANES = 16
 _SUM_LANES = 8
 _ACCUMULATORS = 4
 _ROUND = 16
-"""Registers after which an accumulator starts again."""
+"""The number of registers after which an accumulator is reset."""
 _TOGETHER = _ACCUMULATORS * _SUM_LANES
 
 
 def fits(size: int) -> bool:
-    """Whether rows of `size` numbers are of a kind that the kernel knows."""
+    """Return whether the kernel supports rows of `size` numbers."""
     return 0 < size <= LONGEST and size % _LANES == 0
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of every row of x [..., size] times weight [size]: bf16, each in one piece, at least one row."""
+    """Return RMSNorm of every row of x [..., size] times weight [size], in bf16; rows are contiguous, at least one."""
     out, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     _function()(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
@@ -51,7 +50,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @functools.cache
 def _function() -> Callable[..., None]:
-    """Machine code, made once a process: addresses of x, weight and out; rows; size; epsilon."""
+    """Return the machine code, compiled once per process: f(x, weight, out, rows, size, epsilon)."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     signature = (pointer, pointer, pointer, number, number, ctypes.c_float)
     (function,) = compile_functions(Source(source), {"rms_norm": signature})
@@ -59,7 +58,7 @@ def _function() -> Callable[..., None]:
 
 
 def source() -> str:
-    """The kernel in LLVM's language."""
+    """Return the kernel as LLVM text."""
     return _ROWS + _mean_of_squares() + _WEIGH
 
 
@@ -90,7 +89,8 @@ attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"=
 
 
 def _mean_of_squares() -> str:
-    """In torch's order: `low` are the accumulators, `high` the sums to which they are added."""
+    """Return the mean of squares in torch's order: `low` are the accumulators, `high` the sums to which they are
+    added."""
     each = range(_ACCUMULATORS)
     vector = f"<{_SUM_LANES} x float>"
     return f"""
@@ -138,7 +138,7 @@ total:
 
 
 def _square(name: str, at: str) -> str:
-    """`%square.name`: a register of x at the number `at`, squared."""
+    """Return code for `%square.name`: the squares of a register of x from element `at` on."""
     return f"""\
   %at.{name} = getelementptr i16, ptr %x, i64 {at}
   %bits.{name} = load <{_SUM_LANES} x i16>, ptr %at.{name}, align 2
@@ -147,7 +147,7 @@ def _square(name: str, at: str) -> str:
 
 
 def _add(k: int, vector: str) -> str:
-    """An accumulator takes its square; after a round its sum takes it, and it starts again."""
+    """Return code that adds a square to accumulator k, and after 16 registers moves the accumulator to its sum."""
     return f"""\
   %low{k}.more = fadd {vector} %low{k}, %square.{k}
   %high{k}.more = fadd {vector} %high{k}, %low{k}.more
@@ -189,4 +189,4 @@ done:
   ret void
 }}
 """
-"""Every number times the row's scale, then times its weight, each product rounded to bf16."""
+"""Multiplies each number by the row's scale and then by its weight; both products are rounded to bf16."""

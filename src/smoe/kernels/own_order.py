@@ -1,16 +1,15 @@
-"""Rows times matrices in bf16 by an order of sums of our own: the memory's rate where the library's bits have none.
+"""Products of rows with bf16 matrices in our own order of sums, for CPUs on which torch's order is slow.
 
-The library's order (`row_product.py`) asks for AVX-512 BF16. On other CPUs its bits come at half the memory's rate or
-less, and here every output is summed in as many chains as the instruction set likes:
+torch's order (`row_product.py`) requires AVX-512 BF16. On other CPUs its bits take at least twice the time of reading
+the weights. Here each output is summed in as many chains as suit the instruction set:
 
-    memory: w k k+1 | k+2 k+3 | ...      32 bits hold two numbers: the even one shifted up, the odd one with its lower
-    x, once        even | odd            half cleared are both float32 already
-
+    memory: w  k k+1 | k+2 k+3 | ...     32 bits hold two numbers: the even one shifted up, and the odd one with its
+    x, once        even | odd            lower half cleared, are float32 already
     output n = all lanes of  sum over k of  even(w) even(x)   +   all lanes of  sum over k of  odd(w) odd(x)
 
-A product of two bf16 numbers is exact in float32, so nothing is rounded but the sums. Their order is fixed by shape,
-rows at once and instruction set (grade E1); that their error is no larger than the library's is proven at load
-(`proof.py`). The functions take the same arguments as those of `quantised.py`: callers need not know which it is.
+A product of two bf16 numbers is exact in float32, so only the sums are rounded. Their order depends on shape, number of
+rows and instruction set (grade E1). At load their error is compared with torch's (`proof.py`). The functions have the
+same arguments as those of `quantised.py`, so that callers need not distinguish them.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
 
 AHEAD = 8192
-"""Bytes between what is computed and what is fetched."""
+"""Bytes between computation and prefetch."""
 LINE = 64
 _LINES = 2
-"""In one turn of the loop over a row."""
+"""Cache lines per iteration of the loop over a row."""
 _CHAINS = 8
-"""Running sums at most, shared out among the rows of x: fewer would wait for each other."""
+"""The total number of running sums for all rows of x; with fewer, additions would wait for each other."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
 def products_name(rows: int) -> str:
-    """Of the function that multiplies so many rows of x."""
+    """Return the name of the function that multiplies `rows` rows of x."""
     return f"products_bf16_{rows}"
 
 
 def module_of(isa: Isa) -> str:
-    """`products_bf16_1`, `_2` and `_4` in LLVM's language; K is a multiple of 32."""
+    """Return `products_bf16_1`, `_2` and `_4` as LLVM text; K must be a multiple of 32."""
     module = ir.Module()
     for rows in (1, 2, 4):
         _products(module, isa, rows)
@@ -49,7 +48,7 @@ def module_of(isa: Isa) -> str:
 
 
 def _products(module: ir.Module, isa: Isa, rows: int) -> None:
-    """One row of the matrix after the other: memory is read faster in one stream than in several."""
+    """Add a function that computes one output after the other: a single stream of memory is read fastest."""
     code = Code(module, isa, products_name(rows), _ARGUMENTS)
     given, w, out, bias, begin, end, columns = code.arguments
     build = code.build
@@ -74,7 +73,7 @@ def _products(module: ir.Module, isa: Isa, rows: int) -> None:
 
 
 def _halved(code: Code, x: Value, columns: Value) -> Value:
-    """A row of bf16 numbers as float32: a register of those in even places, one of those in odd ones, and so on."""
+    """Convert a bf16 row to float32: alternating registers of even places and odd places."""
     build, lanes = code.build, code.isa.lanes
     scratch = code.scratch(build.mul(columns, code.number(4)))
 
@@ -90,7 +89,7 @@ def _halved(code: Code, x: Value, columns: Value) -> Value:
 
 
 def _dots(code: Code, row: Value, xs: Sequence[Value], columns: Value) -> list[Value]:
-    """The products of one row of the matrix with every row of x."""
+    """Return the products of one row of the matrix with every row of x."""
     build, per_row = code.build, _CHAINS // len(xs)
     add = _add_pairs if code.isa.has_bf16_dots else _add_halves
     chains = [[code.reals(0.0)] * per_row for _ in xs]
@@ -122,7 +121,7 @@ def _dots(code: Code, row: Value, xs: Sequence[Value], columns: Value) -> list[V
 
 
 def _add_pairs(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Value, sums: list[list[Value]]) -> None:
-    """The n-th register of a turn times the same of every row of x, by the instruction for it."""
+    """Multiply the n-th register of an iteration with every row of x, using bf16 dot products."""
     kind = code.registers(HALF_WORD, 2 * code.isa.lanes)
     loaded = code.load(kind, weights)
     for x, chains in zip(xs, sums, strict=True):
@@ -131,7 +130,7 @@ def _add_pairs(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Valu
 
 
 def _add_halves(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Value, sums: list[list[Value]]) -> None:
-    """The same in float32: even places and odd ones."""
+    """Multiply the n-th register of an iteration with every row of x in float32, even and odd places separately."""
     kind, at = code.registers(FLOAT), code.build.mul(at, code.number(2))
     for half, numbers in enumerate(code.even_and_odd(code.load(code.registers(WORD), weights))):
         for x, chains in zip(xs, sums, strict=True):
@@ -141,7 +140,7 @@ def _add_halves(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Val
 
 
 def _total(code: Code, chains: Sequence[Value]) -> Value:
-    """All lanes of all chains."""
+    """Return the sum of all lanes of all chains."""
     while len(chains) > 1:
         half = len(chains) // 2
         chains = [code.build.fadd(a, b) for a, b in zip(chains[:half], chains[half:], strict=True)]

@@ -1,21 +1,20 @@
-"""Attention of a prompt's tokens over a KV cache in bf16, in tiles, with sums in an order of our own (grade E1).
+"""Attention of a prompt's tokens over a bf16 KV cache, in tiles, with our own order of sums (grade E1).
 
-A key head's queries are rows: of every position those of all query heads that share its keys. A block of rows lies
-across the lanes of registers, so scores need no sums within a register, and every row's numbers stay in one lane:
+The queries of a key head are rows: for every position, those of all query heads that share the key head. A block of
+rows is spread over the lanes of registers. So scores need no sums within a register, and each row's numbers stay in one
+lane:
 
-    block of 128 keys    packed once for several blocks of rows; values in pairs of keys where bf16 has dot products
+    block of 128 keys    packed once for several blocks of rows; values in pairs of keys if bf16 has dot products
       scores             S[key, row] = k . q             tiles of 8 keys x 3 registers of rows
-      softmax            P[key, row] = exp(S - largest)  what there is so far is scaled by exp(old - new largest)
+      softmax            P[key, row] = exp(S - largest)  earlier outputs are scaled by exp(old - new largest)
       values             O[d, row]  += v . P             tiles of 8 numbers x 3 registers of rows
 
 Both products are one routine: a number of the cache, copied to all lanes, times registers of rows. Blocks of keys are
-counted from the text's first position, and a key in a row's future adds zero, so a row's bits depend on itself and its
-keys alone: not on what other rows are there, on how a prompt is cut into pieces, or on who computes it. Without dot
-products of bf16 numbers the same is done in float32, into which keys and values are widened as they are packed.
-
-Where they are, weights are rounded to bf16, as the library rounds them, and their sum is that of the rounded ones: what
-rounding adds to all of them alike cancels out. That the error is no larger than the library's is proven before use
-(`fastpath/prompt_attention.py`). Figures in docs/log/kernels.md.
+counted from the text's first position, and keys in a row's future add zero. So a row's bits depend only on itself and
+its keys: not on other rows, on the chunks of a prompt, or on the thread. Without bf16 dot products everything is
+computed in float32, to which keys and values are widened while packing. With them, weights are rounded to bf16, as
+torch does, and their sum is that of the rounded weights, so that a common rounding error cancels out. Before use, the
+error is compared with torch's (`fastpath/prompt_attention.py`). Measurements are in docs/log/kernels.md.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.tile import TILE
 
 MOST_VECTORS = 3
-"""Registers of rows in a block; with 8 keys or numbers 24 running sums, or with 4 of them 12, fill all registers."""
+"""Registers of rows per block. Times 8 keys (or 4) they make 24 (or 12) running sums, which fill all registers."""
 _MOST_BLOCKS = 8
-"""Blocks of rows of a unit: they share what is packed, and their outputs stay in the second cache level."""
+"""The largest number of blocks per unit: they share packed keys, and their outputs stay in the second cache level."""
 _UNITS_A_THREAD = 4
-"""So many at least, where there are rows enough: those at a prompt's end take longest."""
+"""The least number of units per thread, if there are enough rows; rows at a prompt's end take longest."""
 _WAKING_PRODUCTS = 1 << 23
-"""Fewer products of a query's with a key's number take less time than waking a sleeper."""
+"""The number of multiplications below which computing alone is faster than waking a sleeping thread."""
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether query [1, heads, m, size] and K, V [1, key heads, n, size] are of a kind that the kernel knows."""
+    """Return whether the kernel supports query [1, heads, m, size] and K, V [1, key heads, n, size]."""
     tensors = query, keys, values
     rows, heads, tokens, size = query.shape
     return (
@@ -60,16 +59,19 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 class PromptAttention:
-    """Attention of the last m of n positions, on the threads of a pool, one call at a time."""
+    """Computes attention of the last m of n positions on the threads of a pool, one call at a time."""
 
     def __init__(self, pool: SpinningPool, isa: Isa | None = None) -> None:
-        """`isa`: the instruction set; the widest of this CPU where none is given."""
+        """`isa`: the instruction set; None for the widest of this CPU."""
         self._pool = pool
         self._isa = isa or widest()
         self._memory = bytearray()
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """[1, m, heads, size], of tensors as in `fits`: the first row attends to n - m + 1 keys, the next one more."""
+        """Compute attention, [1, m, heads, size], for tensors as in `fits`.
+
+        The first row attends to n - m + 1 keys, each following row to one more.
+        """
         heads, tokens, size = query.shape[1:]
         key_heads, count = keys.shape[1:3]
         isa = self._isa
@@ -91,11 +93,11 @@ class PromptAttention:
         return out
 
     def _blocks(self, blocks: int, key_heads: int) -> int:
-        """Of these blocks of rows, how many are a unit."""
+        """Return the number of blocks of rows per unit."""
         return max(1, min(_MOST_BLOCKS, blocks * key_heads // (_UNITS_A_THREAD * self._pool.threads)))
 
     def _scratch(self, stride: int) -> int:
-        """The address of a word that is zero, and a line behind it `stride` bytes for every thread."""
+        """Return the address of a zeroed counter, followed after one cache line by `stride` bytes for every thread."""
         need = stride * self._pool.threads + 2 * LINE
         if need > len(self._memory):
             self._memory = bytearray(need)
@@ -107,8 +109,8 @@ class PromptAttention:
 
 @functools.cache
 def compiled(isa: Isa, size: int, vectors: int) -> int:
-    """The kernel's address, made once a process."""
-    from smoe.kernels import prompt_tiles  # needs llvmlite, which not every machine has
+    """Return the address of the kernel, compiled once per process."""
+    from smoe.kernels import prompt_tiles  # requires llvmlite, which is optional
 
     signature = (ctypes.c_void_p, ctypes.c_longlong)
     (function,) = compile_functions(Source(prompt_tiles.module_of, (isa, size, vectors)), {NAME: signature})

@@ -1,11 +1,11 @@
-"""A prompt's tokens through the experts of a layer, some experts at a time.
+"""Compute a prompt's tokens through the experts of a layer, some experts at a time.
 
-    tokens in 8 bits       made once for all experts
+    tokens in 8 bits       rounded once for all experts
     expert after expert    first product, gate, second product          rows of one work: [n, H] in bf16
                            total [T, H] += gain * row                   in float32, in ascending expert order
 
-No more than the rows of one work are in memory besides the totals. The sum of a token's experts is rounded once (grade
-E1), and depends on the order of the experts alone.
+Besides the totals, only the rows of one work are in memory. The sum of a token's experts is rounded once (grade E1) and
+depends only on the order of the experts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from smoe.kernels.matrix import Matrix, added_rows
 from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
 MOST_ROWS_OF_WORK = 512
-"""Rows of one work, but for an expert that alone has more: 2 MB where H is 2048."""
+"""Rows per work (2 MB if H is 2048), unless a single expert has more."""
 
 
 class Chosen(NamedTuple):
-    """An expert, the tokens that have chosen it, and their routing weights."""
+    """An expert, the tokens routed to it, and their routing weights."""
 
     matrices: Sequence[Matrix]
     tokens: Sequence[int]
@@ -36,34 +36,34 @@ class Chosen(NamedTuple):
 
 
 def has_byte_products(matrices: Sequence[Matrix]) -> bool:
-    """Whether all these matrices are multiplied with rows in 8 bits."""
+    """Return whether all these matrices are multiplied with 8-bit rows."""
     return len(byte_functions(matrices)) == len(matrices)
 
 
 class PromptExperts:
-    """The tokens x [T, H] in bf16, and what their experts have added up to so far."""
+    """The sums of experts' outputs for the tokens x [T, H] in bf16."""
 
     def __init__(self, kernel: TokenExperts, x: torch.Tensor) -> None:
         self._kernel = kernel
         self._x = x.contiguous()
         self.total = torch.zeros(x.shape, dtype=torch.float32)
-        """[T, H]"""
+        """The sums so far: [T, H]."""
         self._byte_rows: dict[Layout, torch.Tensor] = {}
         self._waiting: list[Chosen] = []
         self._rows = 0
 
     def has_room(self, tokens: int) -> bool:
-        """Whether one more expert of so many tokens may be added before the next `flush`."""
+        """Return whether an expert with `tokens` tokens can be added before the next `flush`."""
         is_small = self._rows + tokens <= MOST_ROWS_OF_WORK and len(self._waiting) < MOST_EXPERTS
         return is_small or not self._waiting
 
     def add(self, expert: Chosen) -> None:
-        """One more expert, where there is room; `flush` computes it."""
+        """Add an expert, if `has_room`; `flush` computes it."""
         self._waiting.append(expert)
         self._rows += len(expert.tokens)
 
     def flush(self) -> int:
-        """Compute all experts that were added; returns how many."""
+        """Compute all added experts and return their number."""
         waiting, count = self._waiting, self._rows
         self._waiting, self._rows = [], 0
         if not waiting:
@@ -92,7 +92,7 @@ class PromptExperts:
         kernel.run(work, len(experts))
 
     def _make_byte_rows(self, experts: Sequence[Expert]) -> None:
-        """The tokens in 8 bits in every layout that these experts need, where they are not there yet."""
+        """Round the tokens to 8 bits in every layout of these experts that is still missing."""
         pool, (tokens, hidden) = self._kernel.pool, self._x.shape
         for functions in {each for expert in experts for each in byte_functions(expert.matrices[:-1])}:
             if functions.layout in self._byte_rows:

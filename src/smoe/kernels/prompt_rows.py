@@ -1,8 +1,8 @@
-"""A prompt's queries, keys, values and outputs on their way into the tiles of `prompt_tiles.py` and out of them.
+"""Pack a prompt's queries, keys and values into the tiles of `prompt_tiles.py`, and unpack the outputs.
 
-cache      | d0 d1 d2 ...        key by key      packed   the same, or in float32, a whole number of tiles
-queries    | d0 d1 d2 ...        row by row      block    | d of row 0 | d of row 1 | ...   number by number
-outputs    block, number by number, in float32   to       | d0 d1 d2 ...   row by row, in bf16
+cache      | d0 d1 d2 ...        key by key      packed   the same, or in float32, in whole tiles
+queries    | d0 d1 d2 ...        row by row      block    | d of row 0 | d of row 1 | ...   element by element
+outputs    block, element by element, in float32          to       | d0 d1 d2 ...   row by row, in bf16
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def smaller(code: Code, a: Value, b: Value | int) -> Value:
 
 
 def register(code: Code, place: Value, n: int) -> Value:
-    """The n-th register of float32 at an address."""
+    """Return the n-th float32 register at an address."""
     return code.load(code.registers(FLOAT), code.at(place, 4 * code.isa.lanes * n), 4 * code.isa.lanes)
 
 
@@ -50,7 +50,7 @@ def put(code: Code, value: Value, place: Value, n: int) -> None:
 
 
 def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
-    """As many registers as each has numbers: round by round, halves of pairs of registers change places."""
+    """Transpose n registers of n numbers: in each round, pairs of registers exchange halves."""
     found, lanes, step = list(rows), len(rows), 1
     while step < lanes:
         for n in (n for n in range(lanes) if not n & step):
@@ -63,8 +63,10 @@ def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
 
 
 def first_rows(module: ir.Module, layout: PromptLayout) -> None:
-    """`first_rows(fields, block, row, head)`: what a block of rows begins with, rows `row` ... of a key head. Past the
-    last one that one comes again."""
+    """Add `first_rows(fields, block, row, head)`, which initializes a block with rows `row` ... of a key head.
+
+    Beyond the last row, that row is repeated.
+    """
     code, (fields, block, row, head) = begun(module, layout, "first_rows", "*fields", "*block", "row", "head")
     build, shared = code.build, field(code, fields, "shared")
     last = build.sub(field(code, fields, "rows"), code.number(1))
@@ -103,7 +105,7 @@ def first_rows(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _each_register(code: Code, layout: PromptLayout, step: int, body: Callable[[Value, Value], None]) -> None:
-    """`body(at, d)` for every register of rows, which begins at byte `at` of a line, and every `step` numbers."""
+    """Generate `body(at, d)` for every register of rows (`at`: its byte in a line) and every `step`-th element `d`."""
 
     def register(at: Value, _: list[Value]) -> list[Value]:
         def numbers(d: Value, _: list[Value]) -> list[Value]:
@@ -117,14 +119,14 @@ def _each_register(code: Code, layout: PromptLayout, step: int, body: Callable[[
 
 
 def _row_addresses(code: Code, layout: PromptLayout, block: Value, kind: str, at: Value) -> list[Value]:
-    """Of the rows of the register that begins at byte `at` of a line."""
+    """Return the addresses of the rows in the register that begins at byte `at` of a line."""
     begin = layout.addresses + 2 * ROW_ADDRESSES.index(kind) * layout.line
     places = code.at(block, code.build.add(code.number(begin), times(code, at, 2)))
     return [code.load(POINTER, code.at(places, 8 * i), 8) for i in range(layout.isa.lanes)]
 
 
 def _queries(code: Code, layout: PromptLayout, block: Value, at: Value, d: Value) -> None:
-    """Numbers d ... of a register of queries, one word of all of them after the other."""
+    """Transpose elements d ... of a register of queries into the block."""
     build, lanes, words = code.build, layout.isa.lanes, []
     for row in _row_addresses(code, layout, block, "query", at):
         place = code.at(row, times(code, d, 2))
@@ -138,7 +140,7 @@ def _queries(code: Code, layout: PromptLayout, block: Value, at: Value, d: Value
 
 
 def packed_keys(module: ir.Module, layout: PromptLayout) -> None:
-    """`packed_keys(memory, keys, stride, count)`: a whole number of tiles of keys, zeros behind the last."""
+    """Add `packed_keys(memory, keys, stride, count)`, which packs keys, filled up to whole tiles with zeros."""
     code, (memory, keys, stride, count) = begun(module, layout, "packed_keys", "*memory", "*keys", "stride", "count")
     lanes, size = layout.isa.lanes, layout.size
 
@@ -158,7 +160,8 @@ def packed_keys(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def packed_values(module: ir.Module, layout: PromptLayout) -> None:
-    """`packed_values(memory, values, stride, count)`, likewise: one key's numbers in float32, or two keys' in turns."""
+    """Add `packed_values(memory, values, stride, count)`, which packs values: in float32, or interleaved from two keys
+    in bf16."""
     code, (memory, values, stride, count) = begun(
         module, layout, "packed_values", "*memory", "*values", "stride", "count"
     )
@@ -183,7 +186,7 @@ def packed_values(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _or_nothing(code: Code, nothing: Value, rows: Value, stride: Value, n: Value, count: Value) -> Value:
-    """Row number n of the cache, or zeros where it is not there."""
+    """Return the address of row n of the cache, or of zeros if it does not exist."""
     row = code.at(rows, times(code, n, stride))
     return code.build.select(code.build.icmp_signed("<", n, count), row, nothing)
 
@@ -194,8 +197,10 @@ def whole_tiles(code: Code, layout: PromptLayout, count: Value) -> Value:
 
 
 def last_rows(module: ir.Module, layout: PromptLayout) -> None:
-    """`last_rows(block)`: outputs divided by the sums of weights, in bf16, to every row's place. Of a row that comes
-    again the same bits are written again."""
+    """Add `last_rows(block)`, which divides outputs by the sums of weights and stores them in bf16.
+
+    Repeated rows store the same bits again.
+    """
     code, (block,) = begun(module, layout, "last_rows", "*block")
     build, lanes = code.build, layout.isa.lanes
 

@@ -1,11 +1,11 @@
-"""The machine code of `prompt_attention.py`, which describes it: attention of a prompt's tokens in tiles.
+"""The machine code for `prompt_attention.py`, which explains the method.
 
 units                       until all are taken
   unit                      some blocks of rows of a key head
-    first_rows              queries transposed, addresses, nothing so far
+    first_rows              transposed queries, addresses, initial state
     for 128 keys            packed_keys, packed_values
       for every block       scores, weights, outputs
-    last_rows               divided, rounded, to their places
+    last_rows               division, rounding, storing
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ from smoe.kernels.prompt_rows import (
 )
 
 _TURNS = 4
-"""Steps of a product in one turn of its loop."""
+"""Steps of a product per iteration of its loop."""
 _EXP2 = (0.009582853142197829, 0.055906426730691836, 0.2402409862276153, 0.6931241931538614, 1.0)
-"""2 ** f from -1/2 to 1/2, off by 3e-6 at most; exactly 1 at 0, so that an unchanged maximum changes nothing."""
+"""Coefficients of 2 ** f for f from -1/2 to 1/2, with an error of at most 3e-6; exactly 1 at 0, so that an unchanged
+maximum scales by 1."""
 _TO_WHOLE = 1.5 * 2.0**23
-"""Added to a small float32, it leaves the nearest whole number in the lowest bits."""
+"""The constant that rounds a small float32 to an integer in its lowest bits when added."""
 
 
 def module_of(isa: Isa, size: int, vectors: int) -> str:
-    """The function `prompt_attention(fields, thread)` for LLVM, of heads of `size` numbers and blocks of so many
-    registers of rows: it computes units until all are taken, in memory of the thread of that number."""
+    """Return `prompt_attention(fields, thread)` as LLVM text, for heads of `size` elements and blocks of `vectors`
+    registers.
+
+    It computes units until all are taken, using the memory of thread number `thread`.
+    """
     module, layout = ir.Module(), PromptLayout(isa, size, vectors)
     for function in (first_rows, packed_keys, packed_values, _scores, _weights, _outputs, last_rows, _unit, _units):
         function(module, layout)
@@ -60,7 +64,7 @@ def _larger(code: Code, a: Value, b: Value) -> Value:
 def _product(
     code: Code, layout: PromptLayout, copied: Value, across: int, along: int, rows: Value, count: Value
 ) -> list[Value]:
-    """Running sums, `tile` times all vectors: over j < count of word [r across, j along] times register [j] of rows."""
+    """Return `tile` x `vectors` running sums over j < count of word [r across, j along] times register [j] of rows."""
     lanes, vectors = layout.isa.lanes, range(layout.vectors)
 
     def turn(j: Value, sums: list[Value]) -> list[Value]:
@@ -79,7 +83,7 @@ def _product(
 
 
 def _added(code: Code, total: Value, a: Value, b: Value) -> Value:
-    """Total plus a . b, of words that hold two numbers in bf16, or one in float32."""
+    """Return total plus a . b, for words with two bf16 numbers or one float32."""
     if not code.isa.has_bf16_dots:
         return code.fma(a, b, total)
     halves = code.registers(HALF_WORD, 2 * code.isa.lanes)
@@ -87,9 +91,12 @@ def _added(code: Code, total: Value, a: Value, b: Value) -> Value:
 
 
 def _scores(module: ir.Module, layout: PromptLayout) -> None:
-    """`scores(memory, block, first, count, seen, scale)`: of keys `first` ..., `count` of them, with a block's queries;
-    the first `seen` of these every row sees. The block's largest scores, and what earlier sums are to be scaled with,
-    follow from them."""
+    """Add `scores(memory, block, first, count, seen, scale)`: scores of `count` keys from `first` on with a block's
+    queries.
+
+    Every row attends to the first `seen` of these keys. The function also updates each row's largest score and the
+    factor for earlier sums.
+    """
     code, (memory, block, first, count, seen, scale) = begun(
         module, layout, "scores", "*memory", "*block", "first", "count", "seen", "scale"
     )
@@ -129,8 +136,8 @@ def _scores(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _exp2(code: Code, x: Value) -> Value:
-    """2 ** x for x <= 0: the fraction by a polynomial, the whole number added to its exponent. What would be denormal
-    is 0."""
+    """Return 2 ** x for x <= 0: a polynomial of the fraction, with the integer part added to the exponent. Subnormal
+    results are 0."""
     build, whole = code.build, code.reals(_TO_WHOLE)
     shifted = build.fadd(x, whole)
     fraction = build.fsub(x, build.fsub(shifted, whole))
@@ -144,7 +151,7 @@ def _exp2(code: Code, x: Value) -> Value:
 
 
 def _weights(module: ir.Module, layout: PromptLayout) -> None:
-    """`weights(memory, block, count, scale)`: scores become weights, in their place, and are added up."""
+    """Add `weights(memory, block, count, scale)`, which replaces scores by weights in place and sums them."""
     code, (memory, block, count, scale) = begun(module, layout, "weights", "*memory", "*block", "count", "scale")
     build, vectors, lanes = code.build, range(layout.vectors), layout.isa.lanes
     scores = code.at(memory, layout.scores)
@@ -174,7 +181,7 @@ def _weights(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _outputs(module: ir.Module, layout: PromptLayout) -> None:
-    """`outputs(memory, block, count)`: values by weights, added to what there is so far."""
+    """Add `outputs(memory, block, count)`, which adds values times weights to the outputs."""
     code, (memory, block, count) = begun(module, layout, "outputs", "*memory", "*block", "count")
     vectors = range(layout.vectors)
     values, weights = code.at(memory, layout.values), code.at(memory, layout.scores)
@@ -195,7 +202,7 @@ def _outputs(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _unit(module: ir.Module, layout: PromptLayout) -> None:
-    """`unit(fields, memory, n)`: some blocks of rows of a key head. Units count from the end of the text, where rows
+    """Add `unit(fields, memory, n)`: some blocks of rows of a key head, counted from the end of the text, where rows
     have most keys."""
     code, (fields, memory, n) = begun(module, layout, "unit", "*fields", "*memory", "n")
     build, zero, one = code.build, code.number(0), code.number(1)
@@ -259,7 +266,7 @@ def _block_at(code: Code, layout: PromptLayout, memory: Value, u: Value) -> Valu
 
 
 def _units(module: ir.Module, layout: PromptLayout) -> None:
-    """`prompt_attention(fields, thread)`"""
+    """Add `prompt_attention(fields, thread)`."""
     code = Code(module, layout.isa, NAME, ("*fields", "thread"))
     fields, thread = code.arguments
     build, function = code.build, code.function

@@ -1,4 +1,4 @@
-"""Are the bits equal? Our kernels stand in for the library only where they have been found to give its very bits."""
+"""Compare our kernels with torch at load: they are used only if they compute torch's bits or are as accurate."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.threads import threads
 
 _PROOF_OUTPUTS = 1 << 16
-"""A wrong order shows in about one output of 5000, so this many miss it once in half a million times."""
+"""Outputs to compare. A wrong order of sums changes about one output in 5000, so a test misses it once in half a
+million."""
 _PROOF_ROWS = 32
-"""Products that are compared before the next ones are made."""
+"""Rows that are multiplied and compared at a time."""
 _NEAR_OUTPUTS = 1 << 12
 _LEEWAY = 1.1
-"""Both round the sum to bf16 in the end, which is nearly all of the error, and not always to the same side, ..."""
+"""The error allowed relative to torch's. Both round to bf16 at the end, which dominates the error and may differ in
+direction."""
 _OWN_ORDER_LEEWAY = 1.01
-"""... which of equal weights, summed in another order, happens only where both sides are equally far."""
+"""The same for our own order of sums of equal weights, where rounding differs in direction only near ties."""
 
 
 def same_bits(ours: torch.Tensor, theirs: object) -> bool:
-    """Whether both are tensors of one shape and type with the same numbers; what is no number counts as equal."""
+    """Return whether both are tensors of one shape and dtype with equal values; NaN equals NaN."""
     if not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
         return False
     return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether the kernel's bits are the library's on this matrix [K, N] and bias [N], on one thread and on all; of a
-    pool that multiplies in its own order, whether it is as near to the exact product as the library is."""
+    """Return whether the pool's product with this matrix [K, N] and bias [N] is acceptable, on one thread and on all.
+
+    That means torch's bits, or, for a pool with its own order, an error no larger than torch's.
+    """
     if pool.own_order is not None:
         return _is_near(pool, matrix, bias, 1)
     return _agrees(pool, matrix, bias, 0, {1, torch.get_num_threads()})
 
 
 def part_that_agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> int | None:
-    """The `part` with which the kernel's bits on this matrix [K, N] and bias [N] are the library's on all threads.
+    """Return the `part` with which the kernel has torch's bits on this matrix [K, N] and bias [N] on all threads, or
+    None.
 
-    The library gives each thread a part of the sums of few outputs, so its bits depend on their number. None where no
-    part is found. A pool that multiplies in its own order has one part, where it is as near as the library.
+    torch splits sums among threads if there are few outputs, so its bits depend on the number of threads. A pool with
+    its own order has part 0 if its error is no larger than torch's.
     """
     if pool.own_order is not None:
         return 0 if _is_near(pool, matrix, bias, 1) else None
@@ -53,9 +58,9 @@ def part_that_agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tenso
 
 
 def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
-    """Whether the kernel's bits of so many rows at once are the library's on this matrix [K, N], on any threads.
+    """Return whether the pool's product of `rows` rows with this matrix [K, N] is acceptable, on any number of threads.
 
-    The pool must know how to multiply several. In an order of its own it must be as near as the library.
+    The pool must support several rows. As in `agrees`, a pool with its own order is compared by its error.
     """
     if pool.own_order is not None:
         return _is_near(pool, matrix, None, rows)
@@ -72,11 +77,11 @@ def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
 
 
 def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Tensor) -> bool:
-    """Whether our product with a quantised matrix, or with its `rows`, the first bytes [n, bytes], is no
-    further from the exact one than torch's bf16 product on the dequantised weights, on average.
+    """Return whether our product with a quantized matrix is at least as accurate, on average, as torch's on dequantized
+    weights.
 
-    Where it rounds activations, the exact one is that of the rounded ones, and ours no further from it than a result
-    must be that is rounded to bf16: else a wrong kernel would hide behind what is lost on purpose.
+    `rows` are the first rows as bytes [n, bytes]. If activations are rounded to 8 bits, the reference uses the rounded
+    ones, and our error must be that of rounding to bf16; otherwise the rounding would hide a wrong kernel.
     """
     assert matrix.products is not None
     outputs, numbers = rows.shape[0], torch.from_numpy(form.decode(rows.numpy()))
@@ -90,7 +95,7 @@ def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Ten
 
 
 def _is_near(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None, rows: int) -> bool:
-    """Whether our product of so many rows with a matrix [K, N] is no further from the exact one than the library's."""
+    """Return whether our product of `rows` rows with a matrix [K, N] has an error no larger than torch's."""
     if not _fits(matrix, bias):
         return False
     columns, outputs = matrix.shape
@@ -108,7 +113,7 @@ def _is_near(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 def is_no_further(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, leeway: float = _LEEWAY) -> bool:
-    """Whether our error is no larger than theirs, on average."""
+    """Return whether our mean square error is at most `leeway` times theirs."""
     error, bound = ((each.double() - exact).square().mean() for each in (ours, theirs))
     return bool(error <= leeway * bound)
 
@@ -123,7 +128,7 @@ def _agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None,
         products = [Product(x, matrix, x.new_empty(1, outputs), bias, part) for x in rows]
         pool.multiply(products)
         for count in counts:
-            with threads(count):  # row by row: several at once the library may sum in another order
+            with threads(count):  # row by row, because for several rows torch may sum in another order
                 if not all(same_bits(each.out, functional.linear(each.x, matrix.t(), bias)) for each in products):
                     return False
         left -= len(rows)

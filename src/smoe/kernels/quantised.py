@@ -1,16 +1,15 @@
-"""Products of rows with quantised matrices, straight from the file's layout, for any format and instruction set.
+"""Products of rows with quantized matrices in the layout of the file, for any format and instruction set.
 
     matrix   row n | block | block | ...        each block: scales, codes (`smoe/formats/base.py`)
-    x        k .................. in float32, once for many rows, with the sum of every group of numbers; within a group
-                                  in the order of its runs, so that codes in neighbouring bytes meet neighbours
-
+    x        k .................. in float32, converted once, with the sum of every group; within a group in the
+             order of its runs, so that codes in neighbouring bytes multiply neighbours
     output n = sum over groups of  scale * (codes . x)  -  offset * (sum of the group's x)
 
-Codes are whole numbers of at most eight bits, so a product with a bf16 number is exact in float32, and nothing is
-rounded but the sums: the error is far below that of bf16 products on dequantised weights. The order of sums is fixed
-by format, shape and instruction set (grade E1). At the rates of memory a weight may take no more than some tenths of a
-cycle: a code is widened, made a float and multiplied by one instruction each; whatever is once per group or block is
-done for all groups of the block in one register.
+Codes are integers of at most eight bits, so a product with a bf16 number is exact in float32, and only the sums are
+rounded: the error is far below that of bf16 products on dequantized weights. The order of sums depends on format, shape
+and instruction set (grade E1). To keep up with memory, a weight may take only tenths of a cycle. So widening,
+conversion and multiplication of a code are one instruction each, and what is needed once per group or block is computed
+for all groups of a block in one register.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers,
 from smoe.kernels.quantised_dots import subtracted
 
 AT_ONCE = 4
-"""Rows of the matrix in the making at the same time, for one row of x; they share what is loaded of it."""
+"""Rows of the matrix that are computed together for one row of x, which they share."""
 AHEAD = 8192
-"""Bytes between what is computed and what is fetched: a row is too short for the hardware to see a pattern in it."""
+"""Bytes between computation and prefetch: rows are too short for hardware prefetchers."""
 LINE = 64
 UNROLLED = 64
-"""Numbers of a row in one turn of the loop over blocks, at least; a few lines of memory are fetched in each."""
+"""The least number of elements per iteration of the loop over blocks; each iteration prefetches some lines."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
 def products_name(form: Format, rows: int) -> str:
-    """Of the function that multiplies so many rows of x."""
+    """Return the name of the function that multiplies `rows` rows of x."""
     return f"products_{form.name}_{rows}"
 
 
@@ -49,12 +48,12 @@ def unpack_name(form: Format) -> str:
 
 
 def module_of(forms: Sequence[Format], isa: Isa) -> str:
-    """Functions for every format, in LLVM's language, that multiply rows of bf16 numbers.
+    """Return the functions for these formats that multiply bf16 rows, as LLVM text.
 
     `products_F_1(x, w, out, bias, begin, end, K)` computes outputs begin ... end - 1 of one row; `bias` may be null.
     `products_F_2(pairs, w, -, -, begin, end, K)` and `products_F_4` have (x, out) of every row in `pairs`, and no bias.
-    `unpack_F(out, w, -, -, begin, end, K)` writes those rows of the matrix as bf16. All take the same arguments, so
-    that the caller need not know which it is (`tasks.py`).
+    `unpack_F(out, w, -, -, begin, end, K)` dequantizes rows begin ... end - 1 to bf16. All have the same argument
+    types, so that callers need not distinguish them (`tasks.py`).
     """
     module = ir.Module()
     for form in forms:
@@ -65,7 +64,7 @@ def module_of(forms: Sequence[Format], isa: Isa) -> str:
 
 
 def byte_names(form: Format) -> list[str]:
-    """Functions that multiply rows in 8 bits: what makes rows, what makes gated rows, and the products."""
+    """Return the names of the functions for 8-bit rows: rounding, gating with rounding, and products."""
     layout = Layout.of(form)
     return [
         byte_rows.function_name(layout),
@@ -75,7 +74,7 @@ def byte_names(form: Format) -> list[str]:
 
 
 def byte_module_of(form: Format, isa: Isa) -> str:
-    """The functions that `byte_names` names, and `unpack_F`."""
+    """Return the functions of `byte_names` and `unpack_F` as LLVM text."""
     module = ir.Module()
     byte_rows.add_function(module, isa, form, _ARGUMENTS)
     byte_rows.add_gated_function(module, isa, form, _ARGUMENTS)
@@ -91,14 +90,14 @@ def _text(module: ir.Module, isa: Isa) -> str:
 
 
 class _Way(NamedTuple):
-    """How rows of x are multiplied."""
+    """The method by which rows of x are multiplied."""
 
     zero: int
-    """What codes are too large by as they are multiplied."""
+    """The number that is subtracted from codes after multiplication."""
     add_block: Callable[
         [Code, Format, Sequence[Value], Sequence[Row], Value, Sequence[Value], Sequence[Value]], list[Value]
     ]
-    """(code, form, places, rows, block, gains, totals): see `_add_halves`."""
+    """The function (code, form, places, rows, block, gains, totals) for one block: see `_add_halves`."""
 
 
 def _way(isa: Isa, form: Format) -> _Way:
@@ -147,7 +146,8 @@ def _products(module: ir.Module, isa: Isa, form: Format, way: _Way, rows: int) -
 
 
 def _row(code: Code, form: Format, x: Value, columns: Value) -> Row:
-    """Arrange a row of bf16 numbers, widened where need be, and add up its groups where the format needs that."""
+    """Copy a bf16 row into the order of the format's runs, widened to float32 if necessary, with sums of groups if
+    needed."""
     build, lanes, size = code.build, code.isa.lanes, group_numbers(form)
     is_in_halves = quantised_dots.fits(code.isa, form)
     numbers = code.scratch(build.mul(columns, code.number(4)))
@@ -176,13 +176,13 @@ def _row(code: Code, form: Format, x: Value, columns: Value) -> Row:
 def _dots(
     code: Code, form: Format, way: _Way, matrix: Sequence[Value], xs: Sequence[Row], blocks: Value
 ) -> list[Value]:
-    """The products of every row of the matrix with every row of x: row after row of the matrix."""
+    """Return the products of every row of the matrix with every row of x, by row of the matrix."""
     build, groups = code.build, len(form.groups)
     count, has_offsets = len(matrix) * len(xs), _has_offsets(way, form)
     begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
     def one(b: Value, carried: list[Value]) -> list[Value]:
-        """Block number b."""
+        """Add block number b to the carried sums."""
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
         places = [code.at(row, first) for row in matrix]
@@ -226,7 +226,7 @@ def _add_halves(
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """Totals plus one block of every row of the matrix times every row of x in bf16, scaled."""
+    """Return totals plus the scaled products of one block, for every row of the matrix and every row of x in bf16."""
     first = code.build.mul(block, code.number(2 * form.numbers))
     return quantised_dots.add_block(code, form, places, [code.at(x.numbers, first) for x in xs], gains, totals)
 
@@ -240,7 +240,7 @@ def _add_reals(
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """The same times x in float32."""
+    """Return totals plus the scaled products of one block, with x in float32."""
     first = code.build.mul(block, code.number(4 * form.numbers))
     numbers, found = [code.at(x.numbers, first) for x in xs], list(totals)
     for g, group in enumerate(form.groups):
@@ -250,7 +250,7 @@ def _add_reals(
 
 
 def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value], xs: Sequence[Value]) -> list[Value]:
-    """The codes of one group of every row of the matrix, times every row of x; unscaled."""
+    """Return the unscaled products of one group's codes, for every row of the matrix and every row of x."""
     lanes, build = code.isa.lanes, code.build
     sums: list[Value] = [None] * (len(places) * len(xs))
     begin = min(run.first for run in group.runs)
@@ -267,7 +267,7 @@ def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value],
 
 
 def _unpack(module: ir.Module, isa: Isa, form: Format) -> None:
-    """Rows of the matrix as bf16."""
+    """Add the function that dequantizes rows of the matrix to bf16."""
     code = Code(module, isa, unpack_name(form), _ARGUMENTS)
     out, w, _, _, begin, end, columns = code.arguments
     build = code.build

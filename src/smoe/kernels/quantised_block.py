@@ -1,5 +1,4 @@
-"""What machine code reads of a block: codes as floats, the groups' scales, and the order of a row that is multiplied
-with them."""
+"""Read quantized blocks in machine code: codes as floats, scales of groups, and the order of elements."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, LONG, WORD, Value
 
 
 class Row(NamedTuple):
-    """A row of x as the products read it."""
+    """A row of x in the order and type that products read."""
 
     numbers: Value
-    """Address of K numbers: float32 or bf16."""
+    """The address of K numbers in float32 or bf16."""
     sums: Value
-    """Address of the sum of every group of them; not filled where the format needs none."""
+    """The address of the sum of every group; undefined where the format needs no sums."""
 
 
 class Scales(NamedTuple):
-    """Of one block: registers with a number for every group."""
+    """The scales of one block: registers with one number per group."""
 
     gains: Value
     offsets: Value
-    """None where nothing is to be subtracted."""
+    """The offsets to subtract; None if there are none."""
 
 
 def group_numbers(form: Format) -> int:
@@ -35,14 +34,15 @@ def group_numbers(form: Format) -> int:
 
 
 def order_of(form: Format) -> list[int]:
-    """The numbers of a group, counted from its first, run after run."""
+    """Return the elements of a group in stored order (run by run), counted from its first element."""
     runs = form.groups[0].runs
     first = min(run.first for run in runs)
     return [run.first - first + i * run.step for run in runs for i in range(run.numbers)]
 
 
 def arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> list[Value]:
-    """Registers whose n-th number is number `order[n]` of those given; each takes its own from two at most."""
+    """Permute the numbers of registers: number n of the result is `order[n]`; each result register reads at most
+    two."""
     lanes, found = code.isa.lanes, []
     if list(order) == list(range(len(order))):
         return list(registers)
@@ -56,7 +56,7 @@ def arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> li
 
 
 def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits | Points], place: Value, i: int) -> Value:
-    """The codes of numbers i, i + 1, ... of a run as floats, `zero` not yet subtracted."""
+    """Return the codes of elements i, i + 1, ... of a run as floats, before `zero` is subtracted."""
     build, kind = code.build, code.registers(WORD)
     if form.is_signed:
         (field,) = fields
@@ -84,7 +84,7 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits | Points], 
 
 
 def float8(code: Code, codes: Value) -> Value:
-    """Bytes in E4M3 as floats, by way of 16 bits: one more bit of exponent, whose middle lies 8 higher."""
+    """Convert bytes in E4M3 to floats via fp16, whose exponent has one more bit and a bias greater by 8."""
     build, count = code.build, codes.type.count
     raw = build.zext(codes, code.registers(HALF_WORD, count))
     sign = build.shl(build.and_(raw, code.halves([128] * count)), code.halves([8] * count))
@@ -104,14 +104,14 @@ def _field(code: Code, field: Field, place: Value, i: int) -> Value:
 
 
 def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
-    """A bit for each number, from a word that holds them all, where it belongs in a code."""
+    """Return a bit for each element, shifted to its position in the code, from a word that holds all bits."""
     lanes = code.isa.lanes
     word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
     return code.where_set(word, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
 
 
 def _reals(code: Code, kind: str, place: Value, i: int) -> Value:
-    """Numbers i, i + 1, ... of those from `place` on."""
+    """Return elements i, i + 1, ... of unquantized numbers from `place` on."""
     if kind == "F32":
         return code.load(code.registers(FLOAT), code.at(place, 4 * i))
     if kind == "BF16":
@@ -120,7 +120,7 @@ def _reals(code: Code, kind: str, place: Value, i: int) -> Value:
 
 
 def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
-    """Numbers i, i + 1, ... of points, one look-up after the other."""
+    """Return elements i, i + 1, ... of grid points by one look-up after the other."""
     build, grid, lanes = code.build, points.grid, code.isa.lanes
     table, kind = code.constant(grid.name, grid.points.tobytes()), ir.IntType(8 * grid.width)
     count, first = lanes // grid.width, i // grid.width
@@ -143,7 +143,7 @@ def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
 
 
 def _with_eighth_sign(code: Code, signs: Value) -> Value:
-    """Seven bits with an eighth, so that an even number of them is set: 32 bits."""
+    """Return seven sign bits plus an eighth that makes the number of set bits even: 32 bits."""
     build, odd = code.build, signs
     for by in (4, 2, 1):
         odd = build.xor(odd, build.lshr(odd, ir.Constant(WORD, by)))
@@ -151,7 +151,7 @@ def _with_eighth_sign(code: Code, signs: Value) -> Value:
 
 
 def _one_code(code: Code, fields: Sequence[Field], place: Value) -> Value:
-    """A code of one block: 32 bits."""
+    """Return one code of a block: 32 bits."""
     build, total = code.build, None
     for field in fields:
         part = build.zext(code.load(BYTE, code.at(place, field.byte)), WORD)
@@ -162,7 +162,7 @@ def _one_code(code: Code, fields: Sequence[Field], place: Value) -> Value:
 
 
 def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
-    """Gains and offsets of a block's groups; codes are too large by `zero`."""
+    """Return gains and offsets of a block's groups; `zero` is subtracted from codes through the offsets."""
     build, groups = code.build, len(form.groups)
     gains = code.splat(_scalar(code, form.scale, place), groups)
     codes = _scale_codes(code, form, place)
@@ -179,7 +179,7 @@ def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
 
 
 def _scale_codes(code: Code, form: Format, place: Value) -> Value:
-    """What the block's scale is multiplied with for every group, as floats; None where that is nothing."""
+    """Return the codes that multiply the block's scale, one per group, as floats; None if groups have none."""
     build, groups = code.build, len(form.groups)
     codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
     if codes is None:
@@ -198,7 +198,7 @@ def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
         return ir.Constant(FLOAT, scalar.factor)
     if scalar.kind == "E8M0":
         bits = build.shl(build.zext(code.load(BYTE, at), WORD), ir.Constant(WORD, 23))
-        # 2 ** -127 has no bits of its own in that place
+        # 2 ** -127 is subnormal
         tiny = ir.Constant(WORD, 1 << 22)
         is_least = build.icmp_unsigned("==", bits, ir.Constant(WORD, 0))
         return build.bitcast(build.select(is_least, tiny, bits), FLOAT)
@@ -210,7 +210,7 @@ def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
 
 
 def _group_codes(code: Code, fields_of: Sequence[tuple[Field, ...]], place: Value, is_signed: bool) -> Value:
-    """A code for every group, in one register; None where groups have none."""
+    """Return one code per group in a register; None if groups have none."""
     if not fields_of[0]:
         return None
     build, groups = code.build, len(fields_of)

@@ -1,11 +1,11 @@
-"""Codes as bf16 numbers, two at a time with those of x: the inner loop where the CPU has such an instruction.
+"""Multiply codes with x as pairs of bf16 numbers, on CPUs with bf16 dot products.
 
-    codes of 16 or 32 neighbouring bytes -> 16 bits each -> bf16 -> total += code . x        32 numbers an instruction
+    codes of 16 or 32 neighbouring bytes -> 16 bits each -> bf16 -> total += code . x     32 products per instruction
 
-A code of up to seven bits becomes a bf16 number by one operation: 128 + code is 0x4300 | code. The 128 goes away with
-what is subtracted anyway, once a block, against the sums of x. What a table says is looked up in a register, and so are
-four bits from which nothing else is subtracted.
-That takes a third of the instructions of widening each code to 32 bits, converting and multiplying it.
+A code of up to seven bits becomes a bf16 number in one operation: 128 + code is 0x4300 | code. The 128 is subtracted
+once per block, with the sums of x, together with the format's own zero. Formats with a table look codes up in a
+register, and so do 4-bit codes if nothing else is subtracted. This takes a third of the instructions of widening each
+code to 32 bits, converting and multiplying it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from smoe.kernels.kinds import BYTE, HALF_WORD, Value
 
 SHIFT = 128
 _PIECE = 16
-"""Numbers of a run that are taken together; two pieces fill a register."""
+"""Elements of a run that are converted together; two such pieces fill a register."""
 
 
 class _Piece(NamedTuple):
-    """Numbers i ... i + 15 of a run."""
+    """Elements i to i + 15 of a run."""
 
     group: int
     run: Run
@@ -36,20 +36,20 @@ class _Piece(NamedTuple):
 
 
 def fits(isa: Isa, form: Format) -> bool:
-    """Whether codes of this format become bf16 numbers exactly, and the CPU multiplies them."""
+    """Return whether this format's codes become bf16 numbers exactly and the CPU has bf16 dot products."""
     is_other = form.is_signed or form.is_float8 or form.reals or form.grid is not None
     return isa.has_bf16_dots and not is_other and form.most < SHIFT
 
 
 def subtracted(isa: Isa, form: Format) -> int:
-    """What codes are too large by as they are multiplied, the format's own zero included."""
+    """Return the number to subtract from converted codes, the format's own zero included."""
     if not fits(isa, form):
         return form.zero
     return 0 if _table_of(form) is not None else form.zero + SHIFT
 
 
 def _table_of(form: Format) -> tuple[float, ...] | None:
-    """What each of 16 codes stands for, where that is looked up: nothing is to be subtracted then."""
+    """Return the values of the 16 codes if they are looked up (then nothing is subtracted), else None."""
     if form.table is not None or form.minimum is not None:
         return form.table
     fields = [field for group in form.groups for run in group.runs for field in run.fields]
@@ -65,10 +65,10 @@ def add_block(
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """Totals [16 floats each] plus one block of every row of the matrix times every row of x, scaled.
+    """Return totals [16 floats each] plus the scaled products of one block, for every row of the matrix and of x.
 
-    `places`: where the block begins in each row of the matrix; `xs`: where its numbers begin in each row of x, in the
-    order of the runs; `gains`: of every row of the matrix, a number for each group.
+    `places` are the block's addresses in the rows of the matrix; `xs` those of its elements in the rows of x, in the
+    order of runs; `gains` has a number per group for every row of the matrix.
     """
     found, at = list(totals), 0
     for (first, second), pairs in groupby(_pairs(form), lambda pair: (pair[0].group, pair[1].group)):
@@ -98,7 +98,7 @@ def _pairs(form: Format) -> Iterator[tuple[_Piece, _Piece]]:
 
 
 def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value) -> Value:
-    """32 codes, `SHIFT` added, or what the table has for them: bf16 as 16 bits each."""
+    """Return 32 codes as bf16 (16 bits each), with `SHIFT` added, or the table's values."""
     build, total, table = code.build, None, _table_of(form)
     for field, second in zip(one.run.fields, other.run.fields, strict=True):
         assert not isinstance(field, Points)
@@ -119,7 +119,7 @@ def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value)
 
 
 def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, place: Value) -> Value:
-    """The bytes of two pieces, shifted to where their codes begin: 16 bits each."""
+    """Return the bytes of two pieces, shifted to the beginning of their codes: 16 bits each."""
     build = code.build
     begins, follows = field.byte + one.i, second.byte + other.i
     if (follows, second.shift) == (begins + _PIECE, field.shift):
@@ -140,7 +140,7 @@ def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, 
 
 
 def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piece, place: Value) -> Value:
-    """A bit for each number of two pieces, where it belongs in a code."""
+    """Return one bit for each element of two pieces, shifted to its position in the code."""
     build, size = code.build, _PIECE // 8
     begins, follows = bits.byte + one.i // 8, second.byte + other.i // 8
     if follows == begins + size:
@@ -153,7 +153,7 @@ def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piec
 
 
 def _bf16_bits(number: float) -> int:
-    """Of a number that is exact in bf16."""
+    """Return the bits of a number that is exact in bf16."""
     bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
     assert bits & 0xFFFF == 0, number
     return bits >> 16

@@ -1,7 +1,7 @@
-"""The tasks of a product with quantised matrices, which the threads of a pool carry out (`tasks.py`).
+"""The tasks of products with quantized matrices, for the threads of a pool (`tasks.py`).
 
-rows of bf16     one row a task, or passes of up to four
-rows in 8 bits   tasks that make them, which the tasks of all matrices wait for; then any number of rows at once
+rows of bf16     one row per task, or passes of up to four
+rows in 8 bits   tasks that round them, for which the tasks of all matrices wait; then any number of rows together
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ if TYPE_CHECKING:
     from smoe.kernels.spinning_pool import SpinningPool
 
 LONE_UNIT = 128
-"""Outputs in a unit of a single product, of which the last unit would else be waited for."""
+"""Outputs per unit of a single product: small, because its last unit is waited for."""
 MOST_UNIT = 1024
-"""Outputs in a unit of few rows: every unit waits for its first lines from memory."""
+"""The largest number of outputs per unit for few rows: each unit waits for its first lines from memory."""
 _UNITS_OF_THREAD = 4
-"""So many units each thread gets of the product of few rows, where the matrices are large enough."""
+"""Units per thread for products of few rows with large matrices."""
 FEW_ROWS = 4
-"""So many take less time to multiply than their matrix takes to come from memory."""
+"""The number of rows for which reading the matrix takes longer than multiplying."""
 MOST_QUANTISED_ROWS = 32
-"""Rows of bf16 that a quantised matrix is multiplied with, in passes of `MOST_ROWS`: for more it takes less time to
-unpack the matrix once."""
+"""The largest number of bf16 rows for our kernels, in passes of `MOST_ROWS`; for more, dequantizing the matrix once is
+faster."""
 MOST_BYTE_ROWS = 4096
-"""Of rows in 8 bits: their sums take 64 bytes each of a thread's stack."""
+"""The largest number of 8-bit rows: each needs 64 bytes on a thread's stack."""
 ROWS_OF_UNIT = 4
-"""Rows that are rounded to 8 bits in a unit."""
+"""Rows per unit of rounding to 8 bits."""
 
 
 def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
-    """Rows that quantised matrices are multiplied with at once, at most."""
+    """Return the largest number of rows that these quantized matrices can be multiplied with at once."""
     in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
     return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
 
 
 def unit_of(threads: int, outputs: int) -> int:
-    """Outputs in a unit of few rows in 8 bits, of so many outputs in all."""
+    """Return the outputs per unit for few 8-bit rows and `outputs` outputs in total."""
     units = -(-outputs // (threads * _UNITS_OF_THREAD * LONE_UNIT))
     return min(MOST_UNIT, units * LONE_UNIT)
 
 
 class Target(NamedTuple):
-    """A matrix, and where the products of all rows with it go."""
+    """A matrix and the address of its products with all rows."""
 
     matrix: Matrix
     out: int
-    """Address of the first row's outputs, in bf16."""
+    """The address of the first row's outputs, in bf16."""
     stride: int
     """Bytes between two rows' outputs."""
     bias: int = 0
-    """Address of as many numbers as the matrix has outputs; 0 for none."""
+    """The address of the bias, one number per output; 0 for none."""
 
 
 class QuantisedWork:
-    """The tasks of one product with quantised matrices, and the memory that they refer to."""
+    """The tasks of one product with quantized matrices, and the memory that they refer to."""
 
     def __init__(self, pool: SpinningPool, x: torch.Tensor, targets: Sequence[Target]) -> None:
-        """x [M, K] in bf16, in one piece."""
+        """x is [M, K], in bf16 and contiguous."""
         self.fields: list[int] = []
         self.units = self.weights = 0
         self.layouts: dict[Layout, tuple[int, int, int]] = {}
-        """Of rows in 8 bits: where they are, the word that counts units done, and how many there are."""
+        """For each layout of 8-bit rows: their address, the counter of units done, and the number of units."""
         self._pool, self._rows, self._x = pool, x.shape[0], x.data_ptr()
         self._referred: list[object] = []
         outputs = sum([each.matrix.outputs for each in targets])
@@ -79,7 +79,7 @@ class QuantisedWork:
             self._add(target)
 
     def _make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
-        """The rows in 8 bits, in every layout that one of the matrices needs."""
+        """Add tasks that round the rows to 8 bits in every layout of the matrices."""
         functions = {
             each.products.in_bytes.layout: (each.products.in_bytes.rows, each.columns)
             for each in matrices

@@ -1,4 +1,4 @@
-"""Pieces of text in LLVM's language about whole registers: constants, copies of one number, transpositions."""
+"""Snippets of LLVM text for registers: constants, copies of a number, conversions, transpositions."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Iterable
 
 
 def joined(parts: Iterable[str]) -> str:
-    """Pieces of a text, one below the other."""
+    """Return lines of text, one below the other."""
     return "\n".join(parts)
 
 
 def filled(element: str, lanes: int = 16) -> str:
-    """A register of so many times the same."""
+    """Return a constant register of `lanes` copies of `element`."""
     return "<" + ", ".join([element] * lanes) + ">"
 
 
 def constant(value: float) -> str:
-    """16 times a float32."""
+    """Return a constant register of 16 copies of a float32."""
     return filled(f"float {single(value)}")
 
 
 def single(value: float) -> str:
-    """A float32 as LLVM writes it: the bits of the same number in float64."""
+    """Return a float32 constant as LLVM writes it: the bits of the same number in float64."""
     (single,) = struct.unpack("f", struct.pack("f", value))
     return f"0x{struct.pack('>d', single).hex().upper()}"
 
 
 def from_bits(bits: int) -> float:
-    """The float32 of these bits."""
+    """Return the float32 with these bits."""
     value: float = struct.unpack("f", struct.pack("I", bits))[0]
     return value
 
 
 def broadcast(name: str, value: str, kind: str = "float") -> str:
-    """16 copies of a number, by the name of `%name.all`."""
+    """Return code for `%name.all`: 16 copies of a number."""
     return f"""\
   %{name}.one = insertelement <16 x {kind}> poison, {kind} {value}, i64 0
   %{name}.all = shufflevector <16 x {kind}> %{name}.one, <16 x {kind}> poison, <16 x i32> zeroinitializer"""
 
 
 def rounded(to: str, bits: str, kind: str = "<16 x i32>") -> str:
-    """float32 bits rounded to bf16, to even; the lower half is zero."""
+    """Return code that rounds float32 bits to bf16, ties to even; the lower half becomes zero."""
 
     def constant(value: int) -> str:
         return filled(f"i32 {value}") if kind.startswith("<") else str(value)
@@ -55,7 +55,7 @@ def rounded(to: str, bits: str, kind: str = "<16 x i32>") -> str:
 
 
 def widened(bits: str, result: str, lanes: int) -> str:
-    """bf16 numbers, as 16 bits each -> float."""
+    """Return code that converts bf16 numbers, as 16 bits each, to float."""
     half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
     return f"""\
   %{bits}.wide = zext {half} %{bits} to {whole}
@@ -64,7 +64,7 @@ def widened(bits: str, result: str, lanes: int) -> str:
 
 
 def as_bf16(number: str, result: str, lanes: int) -> str:
-    """float -> the float that is its bf16; whatever is no number becomes the one NaN."""
+    """Return code that rounds a float to bf16, kept as float; every NaN becomes the same one."""
     whole, real, flag = (_typed(kind, lanes) for kind in ("i32", "float", "i1"))
     return f"""\
   %{number}.bits = bitcast {real} %{number} to {whole}
@@ -75,7 +75,7 @@ def as_bf16(number: str, result: str, lanes: int) -> str:
 
 
 def halved(number: str, result: str, lanes: int) -> str:
-    """A float that is a bf16 -> its bf16 bits."""
+    """Return code that converts a float with a bf16 value to bf16 bits."""
     half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
     return f"""\
   %{result}.bits = bitcast {real} %{number} to {whole}
@@ -92,7 +92,7 @@ def _whole(value: int, lanes: int) -> str:
 
 
 def transposed(rows: list[str], element: str) -> tuple[list[str], list[str]]:
-    """As many registers as each has numbers, transposed by rounds of shuffles; the lines and the columns' names.
+    """Return code that transposes n registers of n numbers by rounds of shuffles, and the names of the columns.
 
     Round s exchanges bit s of the register's number with bit s of the lane's.
     """
@@ -109,6 +109,6 @@ def transposed(rows: list[str], element: str) -> tuple[list[str], list[str]]:
 
 
 def _shuffle(to: str, a: str, b: str, lanes: list[int], element: str) -> str:
-    """A register of `lanes` of two registers of the same kind, those of b counted after those of a."""
+    """Return a shuffle that picks `lanes` of two registers; lanes of b are counted after those of a."""
     kind, mask = f"<{len(lanes)} x {element}>", ", ".join(f"i32 {lane}" for lane in lanes)
     return f"  {to} = shufflevector {kind} {a}, {kind} {b}, <{len(lanes)} x i32> <{mask}>"

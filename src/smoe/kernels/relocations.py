@@ -1,11 +1,11 @@
-"""How machine code learns where something lies: the bits of an instruction that say how far away it is.
+"""Relocations of machine code: insert the distance of an address into the bits of an instruction.
 
-An object file has a list of such places, each of a kind (`R_X86_64_...`, `R_AARCH64_...`). Known are those by distance:
-code and constants may then lie anywhere in memory, as long as they begin at a multiple of 4096 bytes, which aarch64
-counts in, whatever the size of the system's own pages.
+An object file lists the places to change and their types (`R_X86_64_...`, `R_AARCH64_...`). Only relative types are
+supported, so that code and constants may be loaded anywhere at a multiple of 4096 bytes. aarch64 counts in these units
+whatever the system's page size.
 
-    x86-64    PC32            32 bits from the place itself
-    aarch64   ADR_..._PG_HI21  distance in 4096 bytes   ADD/LDSTn_..._LO12   the place's lowest 12 bits, in numbers
+    x86-64    PC32            32 bits relative to the place
+    aarch64   ADR_..._PG_HI21  distance in 4096 bytes   ADD/LDSTn_..._LO12   the address's lowest 12 bits, in elements
               CALL26, JUMP26   distance in instructions PREL32               as PC32
 """
 
@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 
 X86_64, AARCH64 = 62, 183
-"""ELF's numbers of machines."""
+"""ELF's machine numbers."""
 _PAGE_BITS = 12
 
 
@@ -34,7 +34,7 @@ def _pages(data: bytearray, at: int, to: int) -> None:
 
 
 def _within_page(size_bits: int) -> Callable[[bytearray, int, int], None]:
-    """In units of 2 ** size_bits bytes."""
+    """Return the relocation of an address within 4096 bytes, in units of 2 ** size_bits bytes."""
 
     def fill_in(data: bytearray, at: int, to: int) -> None:
         place = to & (1 << _PAGE_BITS) - 1
@@ -64,4 +64,4 @@ KINDS: Mapping[int, Mapping[int, Callable[[bytearray, int, int], None]]] = {
         299: _within_page(4),
     },
 }
-"""Of each machine, by the kind's number: (image, place in it, place that is meant) -> the image changed."""
+"""For each machine, the relocation functions by type: (image, offset to change, target offset) -> None."""

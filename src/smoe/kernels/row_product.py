@@ -1,23 +1,22 @@
-"""One row times a matrix in bf16: oneDNN's bits at the memory's rate.
+"""One row times a bf16 matrix: oneDNN's bits at the speed of memory.
 
-Decoding one token multiplies one row by every matrix it meets, so each weight is used once and the memory's rate is the
-limit. oneDNN (torch's CPU library) reaches half of it, because it first rearranges the matrix into a buffer of its own
-as it would for many rows. Here 16 weight rows are transposed in registers instead:
+Decoding multiplies one row with every matrix, so each weight is used once and memory bandwidth is the limit. oneDNN
+(torch's CPU library) reaches half of it, because it first copies the matrix into another layout, as it would for many
+rows. Here 16 weight rows are transposed in registers instead:
 
     memory: W [N, K], row by row                 registers: 16 x 16 pairs of weights, transposed
     row n    | k k+1 | k+2 k+3 | ...  ->         pair k      of rows n .. n+15   dot x[k, k+1]
     row n+1  | k k+1 | ...                       pair k+2    of rows n .. n+15   dot x[k+2, k+3]
     ...                                          ...          each lane is one output
 
-Grade E0 asks for the library's own bits, and a sum's bits are its order. oneDNN's (brgemm, AVX-512 BF16), found by
-trying: for every output one running sum over k in steps of two, started again every 512 k; the chains' sums are added
-as they come. Several rows are summed 1024 k at a time where there are more than 1024. Where outputs are few and k many,
-each of its threads sums a part of the k, and the parts are added at the end. The same instruction is used here in the
-same order, so the bits agree. Whether they do on the machine at hand is proven at load on the model's own weights
-(`spinning_pool.py`); where they do not, torch computes.
+Grade E0 requires torch's bits, which depend on the order of sums. oneDNN's order (brgemm, AVX-512 BF16) was found by
+experiments: for every output one running sum over k in steps of two, restarted every 512 k; the sums of these chains
+are added in sequence. Several rows restart every 1024 k if K exceeds 1024. With few outputs and large K, each thread
+sums a part of the k, and the parts are added at the end. This kernel uses the same instruction in the same order. At
+load its bits are compared with torch's on the model's own weights (`spinning_pool.py`); if they differ, torch computes.
 
-What is needed `AHEAD` numbers later, in these rows or in the next 16, is fetched meanwhile: a row of 768 is too short
-for the hardware to see a pattern in it. Figures in docs/log/kernels.md.
+The weights `AHEAD` elements further, in these rows or the next 16, are prefetched: rows of 768 are too short for
+hardware prefetchers. Measurements are in docs/log/kernels.md.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ if TYPE_CHECKING:
     import torch
 
 LANES = 16
-"""Outputs computed together: 32-bit lanes of one register."""
+"""Outputs computed together: the 32-bit lanes of one register."""
 TILE = 32
-"""k taken in one step: bf16 numbers of one register."""
+"""k per step: the bf16 numbers of one register."""
 AHEAD = 512
-"""k between what is computed and what is fetched: 16 KB of 16 rows, a part of the first cache level."""
+"""k between computation and prefetch: 16 KB for 16 rows, a part of the first cache level."""
 CHAIN = 512
-"""k after which the running sum of a single row starts again."""
+"""k after which the running sum of a single row restarts."""
 _LEAST_WEIGHTS = 16**3
-"""torch gives products with no more multiplications than this to another library than oneDNN."""
+"""torch computes products with at most this many multiplications by another library than oneDNN."""
 
 
 def fits(matrix: torch.Tensor) -> bool:
-    """Whether a matrix [K, N] is of a kind that the kernel knows."""
+    """Return whether the kernel supports a matrix [K, N]."""
     import torch
 
     columns, rows = matrix.shape
@@ -52,22 +51,21 @@ def fits(matrix: torch.Tensor) -> bool:
 
 
 def fits_shape(columns: int, outputs: int) -> bool:
-    """Whether a matrix of so many numbers a row, row by row, is."""
+    """Return whether the kernel supports a matrix of this shape, stored row by row."""
     return columns % TILE == 0 and outputs % LANES == 0 and outputs * columns > _LEAST_WEIGHTS
 
 
 def chain_of(columns: int, rows: int) -> int:
-    """k after which the library starts a running sum again, where it multiplies `rows` rows of K = `columns`
-    numbers."""
+    """Return the k after which torch restarts a running sum when it multiplies `rows` rows of `columns` elements."""
     return 2 * CHAIN if rows > 1 and columns > 2 * CHAIN else CHAIN
 
 
 def source(several: bool) -> str:
-    """The kernel in LLVM's language, for one row, and with `several` for two and for four at once.
+    """Return the kernel as LLVM text, for one row, and with `several` also for two and four at once.
 
-    `row_product(x, w, out, bias, begin, end, K, part, length)` computes the outputs begin ... end - 1 of one row:
-    strips of 16, parts of so many k, chains of `length`, tiles of 32 k. `bias` may be null; the library adds it before
-    it rounds. `row_product_2` and `_4` have one pointer in place of x and out, to (x, out) of every row, and no bias.
+    `row_product(x, w, out, bias, begin, end, K, part, length)` computes outputs begin ... end - 1 of one row: strips of
+    16, parts of `part` k, chains of `length`, tiles of 32 k. `bias` may be null; torch adds it before rounding.
+    `row_product_2` and `_4` have a pointer to (x, out) of every row instead of x and out, and no bias.
     """
     return DECLARATIONS + _one_row() + (_some_rows(2) + _some_rows(4) if several else "")
 
@@ -110,7 +108,8 @@ strip.end:
 
 
 def _some_rows(rows: int) -> str:
-    """Weights are transposed once for all rows, which takes longer than multiplying."""
+    """Return the function for several rows; weights are transposed once for all, which takes longer than
+    multiplying."""
     pointers = [f"{name}{r}" for r in range(rows) for name in ("x", "out")]
     loads = [
         f"  %{name}.at = getelementptr ptr, ptr %pairs, i64 {n}\n  %{name} = load ptr, ptr %{name}.at"
@@ -134,7 +133,7 @@ strip.end:
 
 
 def _sums(rows: int) -> str:
-    """From a strip's first number to its sums, one register a row: `%total.next.0` and so on."""
+    """Return code for the sums of a strip, one register per row: `%total.next.0` and so on."""
     transposing, pairs = transposed([f"%r{i}" for i in range(LANES)], "i32")
     each, zero = range(rows), "<16 x float> [zeroinitializer"
     dots = [line for r in each for line in _dots(pairs, r)]
@@ -186,7 +185,7 @@ def _first_or_sum(r: int) -> str:
 
 
 def _end(results: list[str]) -> str:
-    """A strip's results, rounded; then the next strip."""
+    """Return code that stores a strip's rounded results and goes to the next strip."""
     stores = [
         f"""\
   %rounded.{r} = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> {result})
@@ -205,7 +204,7 @@ done:
 
 
 def _load(i: int) -> str:
-    """32 numbers of the strip's row i, and a hint to fetch those `AHEAD` of them."""
+    """Return code that loads 32 elements of the strip's row i and prefetches those `AHEAD` further."""
     return f"""\
   %o{i} = add i64 %k, %row{i}
   %p{i} = getelementptr i16, ptr %w, i64 %o{i}
@@ -215,7 +214,7 @@ def _load(i: int) -> str:
 
 
 def _dots(pairs: list[str], r: int) -> list[str]:
-    """16 steps of row r's running sum."""
+    """Return 16 steps of row r's running sum."""
     lines, acc = [], f"%acc.{r}"
     for j, pair in enumerate(pairs):
         name = f"{r}.{j}"

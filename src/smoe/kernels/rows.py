@@ -1,4 +1,4 @@
-"""Rows of activations as machine code is handed them: lists of addresses."""
+"""Lists of rows' addresses, as arguments of machine code."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import struct
 from collections.abc import Sequence
 
 MOST_ROWS = 4
-"""Rows that are multiplied by one matrix at once."""
+"""The largest number of rows that one matrix is multiplied with at once."""
 
 
 def passes(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
-    """What a quantised matrix is multiplied with, `MOST_ROWS` at a time; a last one that is alone comes twice."""
+    """Divide (x, out) pairs into passes of at most `MOST_ROWS`; a single one in the last pass is repeated."""
     parts = [pairs[begin : begin + MOST_ROWS] for begin in range(0, len(pairs), MOST_ROWS)]
     return [Pairs(part if len(part) > 1 else [*part, *part]) for part in parts]
 
 
 class Pairs:
-    """Addresses of rows and of where their products go, for machine code; they must outlive the work.
+    """Addresses of rows and of their products, for machine code; the object must outlive the work.
 
-    The last of three comes twice: four at once take less time than two and one.
+    The last of three rows is repeated, because four at once are faster than two and one.
     """
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -31,22 +31,24 @@ class Pairs:
 
 
 class RowLists:
-    """Room for lists of rows in 8 bits, for machine code: how many rows, then for each its address and that of its
-    product. What is written there stays until `begin` is called for the next work."""
+    """Memory for lists of 8-bit rows: the number of rows, then each one's address and that of its product.
+
+    The lists are valid until `begin` is called for the next work.
+    """
 
     def __init__(self) -> None:
         self._words = (ctypes.c_int64 * 0)()
         self._address = self._used = 0
 
     def begin(self, words: int) -> None:
-        """Room for so many words; earlier lists may be written over."""
+        """Allocate `words` words; earlier lists become invalid."""
         if len(self._words) < words:
             self._words = (ctypes.c_int64 * words)()
             self._address = ctypes.addressof(self._words)
         self._used = 0
 
     def add(self, pairs: Sequence[tuple[int, int]]) -> int:
-        """The address of one more list, which takes 1 + 2 * rows words."""
+        """Store a list, which takes 1 + 2 * rows words, and return its address."""
         place, count = self._used, 1 + 2 * len(pairs)
         self._used += count
         struct.pack_into(f"{count}q", self._words, 8 * place, len(pairs), *itertools.chain.from_iterable(pairs))

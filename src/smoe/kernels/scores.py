@@ -1,13 +1,12 @@
-"""Scores of one query token, q . k for every key, in LLVM's language: text that `attention.py` adds to its own.
+"""Scores q . k of one query token with every key, as LLVM text for `attention.py`.
 
-torch's order: four running sums a key, of d = 0, 4, 8 ...; 1, 5, 9 ...; 2 ...; 3 ...; then (s0 + s2) + (s1 + s3).
+torch's order has four running sums per key, of d = 0, 4, 8 ...; 1, 5, 9 ...; 2 ...; 3 ...; then (s0 + s2) + (s1 + s3).
 
     memory: K, key by key                    registers: 8 x 8 groups of four d, transposed
     key n    | d0 .. d3 | d4 .. d7 | ... ->  d0 .. d3    of keys n .. n+7     as d0, d2 and d1, d3 in float32
     key n+1  | d0 .. d3 | d4 .. d7 | ...     d4 .. d7    of keys n .. n+7
 
-So a register has the running sums of eight keys side by side, and keys are transposed once for all query heads that
-share them.
+So a register holds the running sums of eight keys, and keys are transposed once for all query heads that share them.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from smoe.kernels.registers import joined, transposed
 from smoe.kernels.tile import TILE, fetched, in_float32
 
 _KEYS = 8
-"""Keys whose products with the queries are computed together."""
+"""Keys that are multiplied together."""
 _AHEAD = 32
-"""Keys that are fetched ahead into the second cache level: 3000 keys and values take 0.48 ms from memory, else 0.78."""
+"""Keys to prefetch into the second cache level: 3000 keys and values then take 0.48 ms from memory instead of 0.78."""
 
 
 def source(row: int) -> str:
-    """`spread` and `scores`; `row`: floats from one head's scores to the next one's."""
+    """Return `spread` and `scores`; `row` is the number of floats from one head's scores to the next one's."""
     return _scores(row) + "\n" + _SPREAD
 
 
@@ -57,13 +56,13 @@ done:
   ret void
 }
 """
-"""Queries in float32, of every four numbers 0, 2, 1, 3: as the keys' lie in their registers."""
+"""Converts queries to float32, with each four elements in the order 0, 2, 1, 3 of the transposed keys."""
 
 
 def _scores(row: int) -> str:
-    """s[h, n] = q[h] . k[n]: groups of 8 keys (the last key again where fewer are left), tiles of 32 d, then heads.
+    """Return s[h, n] = q[h] . k[n]: groups of 8 keys (the last key is repeated), tiles of 32 d, then heads.
 
-    `pairs` [h, 2, 16] holds a group's running sums, s0 and s2 of each key, then s1 and s3; zero between groups.
+    `pairs` [h, 2, 16] holds a group's running sums, s0 and s2 of each key, then s1 and s3; it is zero between groups.
     """
     return f"""
 define internal void @scores(ptr noalias %q, ptr noalias %k, i64 %stride, i64 %n, i64 %size, i64 %group,
@@ -115,7 +114,7 @@ def _row(i: int) -> str:
 
 
 def _tile() -> str:
-    """`%e0` ... `%e7`, `%o0.f` ... `%o7.f`: four d of all keys in each pair."""
+    """Return code for `%e0` ... `%e7`, `%o0.f` ... `%o7.f`: each pair holds four d of all keys."""
     transposing, fours = transposed([f"%r{i}" for i in range(_KEYS)], "i64")
     return f"""\
 {joined(f"  %p{i} = getelementptr i16, ptr %row{i}, i64 %d" for i in range(_KEYS))}
@@ -126,7 +125,7 @@ def _tile() -> str:
 
 
 def _products() -> str:
-    """A tile of all keys with the same tile of head `%h`'s query, added to the running sums."""
+    """Return code that multiplies a tile of all keys with that of head `%h`'s query and adds it to the running sums."""
     return f"""\
   %pair.offset = mul i64 %h, 32
   %even.at = getelementptr float, ptr %pairs, i64 %pair.offset
@@ -142,7 +141,7 @@ def _products() -> str:
 
 
 def _multiply(j: int) -> str:
-    """One step of the running sums: four d of all keys with the same four of one query."""
+    """Return code for one step of the running sums: four d of all keys with the same four of one query."""
 
     def step(kind: str, key: str, at: int) -> str:
         return f"""\
@@ -158,7 +157,7 @@ def _multiply(j: int) -> str:
 
 
 def _total(row: int) -> str:
-    """Head `%t`'s running sums become eight scores, and start again."""
+    """Return code that turns head `%t`'s running sums into eight scores and resets them."""
     evens, odds = (", ".join(f"i32 {2 * i + odd}" for i in range(8)) for odd in (0, 1))
     return f"""\
   %total.offset = mul i64 %t, 32

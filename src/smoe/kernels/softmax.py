@@ -1,8 +1,8 @@
-"""Softmax of a block of scores as torch's CPU attention has it, in LLVM's language.
+"""Softmax of a block of scores with the bits of torch's CPU attention, as LLVM text for `attention.py`.
 
-Scores become exp(score - maximum), rounded to bf16: in whole registers of 16 by a polynomial, the rest by libm's expf.
-Their sum, of what was not rounded, takes two running sums of registers in turn, folded by halves, and then the rest one
-by one. It is the text of a function that `attention.py` adds to its own.
+Scores become exp(score - maximum), rounded to bf16: by a polynomial in whole registers of 16, and by libm's expf for
+the rest. Their sum, taken before rounding, uses two alternating running sums of registers, which are folded by halves;
+the rest is added one by one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from smoe.kernels.registers import broadcast, constant, filled, from_bits, joine
 
 
 def source() -> str:
-    """s [n] becomes exp(s scale - maximum), rounded to bf16 as float32; `state` keeps maximum and sum over blocks.
+    """Return `softmax`: s [n] becomes exp(s scale - maximum), rounded to bf16 as float32.
 
-    Blocks after the first scale the outputs so far, `totals` [size].
+    `state` holds maximum and sum over blocks. Blocks after the first scale the earlier outputs, `totals` [size].
     """
     return f"""
 declare float @llvm.fma.f32(float, float, float)
@@ -34,7 +34,7 @@ done:
 
 
 def _largest() -> str:
-    """Scores are scaled where they lie; of each lane the largest, among the first n."""
+    """Return code that scales scores in place and finds the largest of the first n in each lane."""
     lanes = "<" + ", ".join(f"i64 {n}" for n in range(16)) + ">"
     return f"""\
 entry:
@@ -60,7 +60,7 @@ largest:
 
 
 def _maximum() -> str:
-    """The largest so far: of this block and those before."""
+    """Return code for the maximum of this block and earlier ones."""
     return f"""\
 maximum:
   %block.max = call float @llvm.vector.reduce.fmax.v16f32(<16 x float> %max.next)
@@ -78,7 +78,7 @@ maximum:
 
 
 def _exps() -> str:
-    """Whole registers; sums in two registers that take turns."""
+    """Return code for whole registers, with two alternating sums."""
     return f"""\
 exps:
   %j = phi i64 [0, %maximum], [%j.next, %exps]
@@ -97,7 +97,7 @@ exps:
 
 
 def _rest() -> str:
-    """Both sums folded to one number; what is left of the block, one by one."""
+    """Return code that folds both sums to one number and handles the rest of the block one by one."""
     return f"""\
 fold:
   %a.last = phi <16 x float> [zeroinitializer, %maximum], [%b, %exps]
@@ -124,7 +124,7 @@ rest:
 
 
 def _update() -> str:
-    """The sum over blocks; outputs so far are brought to the new maximum."""
+    """Return code that updates the sum over blocks and scales earlier outputs to the new maximum."""
     return f"""\
 update:
   %block.sum = phi float [%folded, %fold], [%sum.next, %rest]
@@ -149,7 +149,8 @@ scaling:
 
 
 def _exp(x: str) -> str:
-    """torch's `fexp_u20` of x: 2 ** (x log2 e), the fraction by a polynomial, made as the number's own bits."""
+    """Return code for torch's `fexp_u20` of x: 2 ** (x log2 e), with a polynomial of the fraction, computed in the
+    number's bits."""
     fma = "call <16 x float> @llvm.fma.v16f32"
     c0, c1, c2, c3 = (
         constant(c) for c in (0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236)
@@ -170,7 +171,7 @@ def _exp(x: str) -> str:
 
 
 def _fold(width: int) -> str:
-    """Lane i with lane i + width: what torch's exchange of halves gives in lane 0."""
+    """Return code that adds lane i + width to lane i: lane 0 then equals that of torch's exchange of halves."""
     mask = ", ".join(f"i32 {n ^ width}" for n in range(16))
     return f"""\
   %m{width} = shufflevector <16 x float> %f{2 * width}, <16 x float> poison, <16 x i32> <{mask}>

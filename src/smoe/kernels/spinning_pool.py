@@ -1,15 +1,15 @@
-"""Several threads on the short computations of a layer, without waiting for each other to wake up.
+"""A thread pool for the short computations of a layer, whose threads spin instead of sleeping.
 
-Products of a few hundred microseconds are too short for the usual ways of sharing: waking a thread takes 50 to 100 us
-on a virtual machine, and equal halves of the work wait for the half that began late. Here the caller
-publishes its tasks in a shared block of memory and begins at once; units are taken one by one with an atomic counter
-(`tasks.py`), so a helper joins when it is there, and the end is never more than one unit away:
+Products of some hundred microseconds are too short for usual pools: waking a thread takes 50 to 100 us on a virtual
+machine, and equal shares wait for the thread that began last. Here the caller publishes tasks in shared memory and
+begins at once. Units are taken one by one from an atomic counter (`tasks.py`), so helpers join when they are awake, and
+the end is at most one unit away:
 
     caller   | publish | unit 0 | unit 1 | unit 3 | unit 5 | unit 7 | done
     helper   . . asleep . . . . | unit 2 | unit 4 | unit 6 |  spin, then sleep
 
-Helpers look out for new work for a moment before they sleep, all in machine code, without the interpreter lock. The
-bits do not depend on who computes a unit (`row_product.py`, `attention.py`).
+Helpers look for new work for a while before they sleep, in machine code and without the interpreter lock. The bits do
+not depend on the thread that computes a unit (`row_product.py`, `attention.py`).
 """
 
 from __future__ import annotations
@@ -34,47 +34,50 @@ if TYPE_CHECKING:
     import torch
 
 UNIT = 256
-"""Outputs in a unit: 1 MB of weights at K = 2048, some 60 us. Of smaller ones too much that is fetched ahead is taken
-by another thread."""
+"""Outputs per unit: 1 MB of weights at K = 2048, some 60 us. With smaller units, too much prefetched data is used by
+another thread."""
 OWN_ORDER_GAIN = 1.1
-"""So many times as fast as the library an order of sums of our own must be, where its bits cannot be had."""
+"""The speedup over torch that our own order of sums must have to be used where torch's bits are not available."""
 _SPIN_CYCLES = 20_000
-"""How long a helper looks out for work before it sleeps: some 10 us. Longer takes from the readers what it gives us."""
+"""How long a helper looks for work before it sleeps: some 10 us. Longer spinning slows the reading threads more than it
+helps."""
 _SPIN_CYCLES_ALONE = 25_000_000
-"""The same where nothing is read: some 0.6 ms, the longest that Python takes between two products of a token."""
+"""The same without reading threads: some 0.6 ms, the longest time that Python takes between two products of a token."""
 _CYCLES_A_SECOND = 3e9
-"""Of such a CPU, for those whose clock ticks otherwise."""
+"""The clock rate assumed for these numbers, for CPUs whose clock has other ticks."""
 WAKING_WEIGHTS = 1 << 20
-"""Fewer weights are multiplied before a sleeper would be awake."""
+"""The number of weights below which work ends before a sleeping thread would wake up."""
 _CLOSING_SECONDS = 0.001
 
 
 class Product(NamedTuple):
-    """out is to become x @ matrix, plus the bias where there is one."""
+    """A product to compute: out = x @ matrix, plus the bias if there is one."""
 
     x: torch.Tensor
-    """[1, K]"""
+    """The row [1, K]."""
     matrix: torch.Tensor
-    """[K, N]"""
+    """The matrix [K, N]."""
     out: torch.Tensor
-    """[1, N]"""
+    """The result [1, N]."""
     bias: torch.Tensor | None = None
-    """[N]"""
+    """The bias [N], or None."""
     part: int = 0
-    """How many k are summed together before the parts are added up; 0: all."""
+    """The k that are summed together before the parts are added; 0: all."""
 
 
 class Ahead(NamedTuple):
-    """Memory that is worth fetching, as machine code finds it (`tasks.py`)."""
+    """Memory to prefetch, in the form of machine code's arguments (`tasks.py`)."""
 
     packed: bytes
-    """Of one size always: a helper may read it while the next one is written over it. Its search for a piece ends with
-    either, and a wrong address is only fetched for nothing."""
+    """The ranges, always of one size, because a helper may read them while the next ones are written.
+
+    Its search ends with either, and prefetching a wrong address has no effect.
+    """
     pieces: int
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[int, int]]) -> Ahead:
-        """(address, bytes) of each, in the order in which it is needed; of more than `MOST_RANGES` the first."""
+        """Return the ranges (address, bytes), in the order of use; only the first `MOST_RANGES` are used."""
         words, pieces = [tasks.NEVER] * (2 * tasks.MOST_RANGES + 1), 0
         for n, (address, nbytes) in enumerate(ranges[: tasks.MOST_RANGES]):
             words[2 * n : 2 * n + 2] = pieces, address
@@ -84,25 +87,24 @@ class Ahead(NamedTuple):
 
 _LINE = 64
 _FEW_ROWS = 8
-"""Of bf16 matrices in our own order on CPUs with AVX-512, where the library has a fast product for more (oneDNN)."""
+"""The largest number of rows for bf16 matrices in our own order with AVX-512; for more, oneDNN is fast."""
 
 
 class SpinningPool:
-    """The calling thread and `threads - 1` helpers. Used by one thread at a time.
+    """A pool of the calling thread and `threads - 1` helpers, for use by one thread at a time.
 
-    `several`: knows how to multiply several rows at once, too. `has_bf16`: knows products in bf16: in the library's
-    order, which needs a CPU that `is_supported`, or with `in_own_order` in ours (`own_order.py`). Those of quantised
-    formats it always knows.
+    `several`: support several rows at once. `has_bf16`: support bf16 products, in torch's order on CPUs that are
+    `is_supported`, or with `in_own_order` in ours (`own_order.py`). Quantized formats are always supported.
     """
 
     def __init__(self, threads: int, several: bool = False, has_bf16: bool = True, in_own_order: bool = False) -> None:
         self.threads = threads
         self.several = several or in_own_order
         self.own_order = own_order() if in_own_order else None
-        """What multiplies bf16 matrices in place of the library's order, ..."""
+        """The functions for bf16 matrices in our own order; None in torch's order."""
         isa = widest()
         self.most_own_rows = MOST_QUANTISED_ROWS if isa is not None and isa.lanes < 16 else _FEW_ROWS
-        """... and so many rows at most."""
+        """The largest number of rows for our own order."""
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * tasks.WORDS)()
         self._address = ctypes.addressof(self._block)
@@ -110,17 +112,17 @@ class SpinningPool:
         self._progress_at, self._tasks_at = self.word(tasks.PROGRESS), self.word(tasks.HEADER)
         self._ranges_at = self.word(tasks.RANGES)
         self.at_once = self.word(tasks.PATIENCE)
-        """A word that has always reached 0: for tasks that wait for nothing."""
+        """A counter that has always reached 0, for tasks that wait for nothing."""
         self.nowhere = self.word(tasks.NOWHERE)
         self.finished = self.word(tasks.FINISHED)
         self.rows_are_alone = False
-        """Whether each of several rows is summed as it would be alone, not as the library sums several."""
+        """Whether several rows are each summed like a single row, instead of like torch's several rows."""
         self._byte_rows, self._byte_rows_at = bytearray(), 0
         self.row_lists = RowLists()
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
-        """Held, but for the moment between waking a helper and its waking up."""
+        """Locks that are held except between a wake-up call and the helper's waking up."""
         self._helpers = [
             threading.Thread(target=self._help, args=(n,), name=f"smoe-multiply-{n}", daemon=True)
             for n in range(threads - 1)
@@ -130,22 +132,22 @@ class SpinningPool:
             helper.start()
 
     def expect_readers(self, are_there: bool) -> None:
-        """Whether other threads have use for the cores between two works; if not, helpers look out for work longer."""
+        """Set whether other threads need the cores between two works; if not, helpers look for work longer."""
         self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE)
 
     def fetch_ahead(self, ahead: Ahead) -> None:
-        """Memory that will be multiplied next: helpers fetch it while Python runs. What was named before, and is not
-        fetched yet, no longer is."""
+        """Set the memory for helpers to prefetch while Python runs; it replaces memory that is not prefetched yet."""
         self._block[tasks.SPARE] = 0
         ctypes.memmove(self._ranges_at, ahead.packed, len(ahead.packed))
         self._block[tasks.SPARE] = ahead.pieces << 32
 
     def word(self, index: int) -> int:
-        """The address of a word of the block."""
+        """Return the address of a word of the shared memory."""
         return self._address + 8 * index
 
     def multiply(self, products: Sequence[Product]) -> None:
-        """Compute all products; every matrix must be one that `row_product.fits`, every x and out lie in one piece."""
+        """Compute all products; every matrix must satisfy `row_product.fits`, and every x and out must be
+        contiguous."""
         for begin in range(0, len(products), tasks.MOST_TASKS):
             self._multiply(products[begin : begin + tasks.MOST_TASKS])
 
@@ -168,12 +170,14 @@ class SpinningPool:
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def chain(self, columns: int, rows: int) -> int:
-        """`chain_of`, for rows that are together, or each alone."""
+        """Return `chain_of` for several rows, or for single rows if they are summed alone."""
         return chain_of(columns, 1 if self.rows_are_alone else rows)
 
     def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-        """out [M, N] = x [M, K] @ matrix, in the library's order for M rows (`MOST_ROWS` at most), or in ours, for at
-        most `most_own_rows`."""
+        """Compute out [M, N] = x [M, K] @ matrix.
+
+        M is at most `MOST_ROWS` in torch's order for M rows, or `most_own_rows` in our own order.
+        """
         columns, outputs = matrix.shape
         if self.own_order is not None:
             self.multiply_quantised(x, [Matrix(matrix.data_ptr(), outputs, columns, self.own_order)], out)
@@ -186,10 +190,11 @@ class SpinningPool:
     def multiply_quantised(
         self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """out [M, N] = x [M, K] times quantised matrices, side by side; both lie in one piece.
+        """Compute out [M, N] = x [M, K] times quantized matrices, whose outputs are concatenated; x and out are
+        contiguous.
 
-        M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; rows of bf16 numbers that are
-        multiplied together have none.
+        M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; several bf16 rows multiplied
+        together must have none.
         """
         stride, column, targets = 2 * out.shape[1], 0, []
         for matrix in matrices:
@@ -199,12 +204,12 @@ class SpinningPool:
         self.multiply_each(x, targets)
 
     def multiply_each(self, x: torch.Tensor, targets: Sequence[Target]) -> None:
-        """x [M, K] times quantised matrices, whose products each go to a place of their own."""
+        """Compute x [M, K] times quantized matrices, each with an output address of its own."""
         work = QuantisedWork(self, x, targets)
         self.run(work.fields, work.units, is_long=work.weights >= WAKING_WEIGHTS, counts=len(work.layouts))
 
     def byte_rows(self, nbytes: int) -> int:
-        """The address of so many bytes for rows in 8 bits: of one work only, as the next one writes over them."""
+        """Return the address of `nbytes` bytes for 8-bit rows of one work; the next work overwrites them."""
         if not nbytes:
             return 0
         if len(self._byte_rows) < nbytes + _LINE:
@@ -213,7 +218,7 @@ class SpinningPool:
         return -(-self._byte_rows_at // _LINE) * _LINE
 
     def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:
-        """Write quantised matrices as bf16, each to an address of its own."""
+        """Dequantize matrices to bf16, each to its own address."""
         fields: list[int] = []
         units = weights = 0
         for (address, outputs, columns, products), to in matrices:
@@ -225,23 +230,23 @@ class SpinningPool:
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def share(self, function: int, arguments: Sequence[int], units: int, is_long: bool) -> None:
-        """Have machine code at the address `function` called as `function(arguments, unit)` for every unit, by anybody.
+        """Call machine code at the address `function` as `function(arguments, unit)` for every unit, on all threads.
 
-        `is_long`: worth waking those who sleep.
+        `is_long`: wake sleeping threads.
         """
-        follow = self.word(tasks.HEADER + tasks.FIELDS)  # the words behind this one task
+        follow = self.word(tasks.HEADER + tasks.FIELDS)  # the words after this only task
         fields = (0, units, 1, tasks.CALL, self.at_once, 0, self.nowhere, function, follow, 0, 0, 0, 0, *arguments)
         self.run(fields, units, is_long)
 
     def run(self, fields: Sequence[int], units: int, is_long: bool, counts: int = 0) -> None:
-        """Carry out tasks: their fields one after the other, `units` in all.
+        """Run tasks, given by their concatenated fields, with `units` units in total.
 
-        The first `counts` words of the progress begin at zero. `is_long`: worth waking those who sleep.
+        The first `counts` progress counters are reset. `is_long`: wake sleeping threads.
         """
         self.run_packed(struct.pack(f"{len(fields)}q", *fields), 8 * len(fields), units, is_long, counts)
 
     def run_packed(self, packed: bytes | int, nbytes: int, units: int, is_long: bool, counts: int = 0) -> None:
-        """`run`, of fields that are packed in words of 8 bytes, or lie so at an address."""
+        """Run tasks whose fields are packed in words of 8 bytes, as bytes or at an address."""
         assert nbytes <= 8 * tasks.MOST_TASKS * tasks.FIELDS, "more tasks than there is room for"
         ctypes.memset(self._progress_at, 0, 8 * counts)
         ctypes.memmove(self._tasks_at, packed, nbytes)
@@ -250,7 +255,7 @@ class SpinningPool:
         self._work(self._address, units)
 
     def close(self) -> None:
-        """End the helpers."""
+        """Stop the helpers."""
         self._is_closed = True
         while any(helper.is_alive() for helper in self._helpers):
             self._wake()
@@ -264,7 +269,7 @@ class SpinningPool:
         self.close()
 
     def _wake(self) -> None:
-        """A thread that falls asleep just now misses this work, which gets done without it."""
+        """Wake sleeping helpers. A thread that is just falling asleep misses this work, which completes without it."""
         for helper, is_asleep in enumerate(self._is_asleep):
             if is_asleep:
                 self._is_asleep[helper] = False
@@ -279,7 +284,7 @@ class SpinningPool:
 
 @functools.cache
 def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Machine code, made once a process."""
+    """Return `work` and `serve`, compiled once per process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     source = Source(tasks.source, (has_bf16, several))
     work, serve = compile_functions(source, {"work": (pointer, number), "serve": (pointer,)})
@@ -287,7 +292,7 @@ def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Call
 
 
 def _ticks(cycles: int) -> int:
-    """As many of the clock by which helpers are patient."""
+    """Return the ticks of the helpers' clock for this number of cycles."""
     return cycles if FAMILY == X86 else int(cycles * (_ticks_a_second() / _CYCLES_A_SECOND))
 
 
@@ -300,5 +305,5 @@ def _ticks_a_second() -> int:
 
 
 def is_supported() -> bool:
-    """Whether this CPU has the kernel's instructions, and llvmlite is there to make it."""
+    """Return whether this CPU has the bf16 kernel's instructions and llvmlite can compile it."""
     return cpu_has("avx512f", "avx512bf16")

@@ -1,33 +1,32 @@
-"""Work shared out in machine code: tasks cut into units, which threads take one by one from an atomic counter.
+"""Distribution of work in machine code: tasks consist of units, which threads take one by one from an atomic counter.
 
-The block of memory that the threads share, in words of 8 bytes:
+The memory that the threads share, in words of 8 bytes:
 
-    open       how many units there are (upper half) and the first free one (lower half); 0 while the
-               tasks may be changed. One word, so that a late thread never takes a unit of the next work for one
-               of this.
-    finished   how many units are done
-    patience   ticks for which a helper looks out for work before it sleeps (`_Own.now`)
-    spare      how many pieces of memory are worth fetching (upper half) and the first that is not fetched yet (lower
-               half): what will be multiplied next, for helpers that have nothing else to do
-    progress   a count for each of the caller's own purposes, such as an expert's finished units
-    tasks      one after the other, in the order in which their units are taken
-    ranges     of the memory worth fetching: (first piece, address) of each, with `NEVER` behind the last
+    open       the number of units (upper half) and the first free one (lower half); 0 while the tasks may be changed.
+               One word, so that a late thread cannot take a unit of the next work for one of this
+    finished   the number of units done
+    patience   ticks for which a helper looks for work before it sleeps (`_Own.now`)
+    spare      the number of pieces of memory to prefetch (upper half) and the first free one (lower half): the
+               next weights, for helpers that have nothing else to do
+    progress   counters for the caller, such as an expert's finished units
+    tasks      in the order in which their units are taken
+    ranges     memory to prefetch: (first piece, address) of each, with `NEVER` after the last
 
-A task is (first unit, outputs, outputs in a unit, kind, wait at, wait for, count at, a, b, c, d, e, f): its units
-begin once the word at `wait at` has reached `wait for`, and each that is done adds one to the word at `count at`.
-Tasks wait only for earlier ones, whose units have already been taken: no thread waits for ever.
+A task is (first unit, outputs, outputs per unit, kind, wait at, wait for, count at, a, b, c, d, e, f). Its units begin
+once the word at `wait at` has reached `wait for`, and each adds one to the word at `count at` when it is done. Tasks
+wait only for earlier ones, whose units have already been taken, so there is no deadlock.
 
     kind       a       b        c      d      e    f     computes
     PRODUCT    x       matrix   out    bias   K    part  row_product.py
-    ROWS       pairs   matrix          rows   K    chain row_product.py, of several rows: (x, out) of each
+    ROWS       pairs   matrix          rows   K    chain row_product.py for several rows: (x, out) of each
     GATE       wide    table    inner  I                 elementwise.py
     COMBINE    rows    gains    out    count  H          elementwise.py
-    CALL       address arguments                         some other function(arguments, unit)
-    FORMAT     address x        matrix out    K     bias quantised.py: a product, or what it says of its arguments
+    CALL       address arguments                         another function(arguments, unit)
+    FORMAT     address x        matrix out    K     bias quantised.py, or a function with the same argument types
 
-What one thread writes and another reads is ordered by the words of the header and of the progress alone, on CPUs that
-keep no order of their own, too: who publishes or counts does it in one operation that nothing written before may come
-after (seq_cst), and who looks or takes does it in one that nothing read later may come before (acquire, seq_cst).
+Only the words of header and progress order the memory accesses of threads, on weakly ordered CPUs too. Publishing and
+counting are operations after all earlier writes (seq_cst); looking and taking are operations before all later reads
+(acquire, seq_cst).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from smoe.cpu_isa import AARCH64, FAMILY, X86
 from smoe.kernels import elementwise, row_product
 
 OPEN, FINISHED, PATIENCE, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
-"""Words of the header; `open` has a cache line to itself. The count at `NOWHERE` is never read."""
+"""Indices of words in the header; `open` has a cache line of its own. The counter at `NOWHERE` is never read."""
 MOST_COUNTS = 144
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
@@ -46,26 +45,26 @@ MOST_TASKS = 8192
 RANGES = HEADER + MOST_TASKS * FIELDS
 MOST_RANGES = 8
 NEVER = (1 << 63) - 1
-"""No range begins with this piece: where a search for one ends."""
+"""A piece number that no range begins with; it ends the search for a range."""
 WORDS = RANGES + 2 * MOST_RANGES + 1
-"""Of the whole block."""
+"""The number of words of the shared memory."""
 PIECE = 4096
-"""Bytes that are fetched before a helper looks out for work again: 0.2 us."""
+"""Bytes that are prefetched before a helper looks for work again: 0.2 us."""
 _LINE = 64
 PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
 _STRIP = 32
-"""Outputs for which all rows are computed before the next: their weights stay in the second cache level meanwhile."""
+"""Outputs that are computed for all rows before the next: their weights stay in the second cache level."""
 _LOWER = (1 << 32) - 1
 
 
 class _Own(NamedTuple):
-    """What CPUs of a family have instructions of their own for."""
+    """Instructions that differ between CPU families."""
 
     declarations: str
     pause: str
-    """Let others go first for a moment."""
+    """Pause the thread for a moment."""
     now: str
-    """Ticks of a clock that every core has: cycles, or what `ticks_a_second` says."""
+    """Read a clock that all cores have: cycles, or ticks of `ticks_a_second`."""
 
 
 _OWN = {
@@ -89,7 +88,7 @@ define void @ticks_a_second(ptr %at) {
   ret void
 }
 """,
-        "call void @llvm.aarch64.isb(i32 15)",  # what is called yield ends at once on most
+        "call void @llvm.aarch64.isb(i32 15)",  # the instruction named yield ends at once on most CPUs
         "call i64 @llvm.read_volatile_register.i64(metadata !0)",  # LLVM's own steady counter is always 0 here
     ),
 }
@@ -101,11 +100,11 @@ attributes #0 = { nounwind }
 
 
 def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:
-    """Everything in LLVM's language; `work(block, units)` and `serve(block)` are called from outside, and on aarch64
-    `ticks_a_second(at)`.
+    """Return all functions as LLVM text; `work(block, units)`, `serve(block)` and, on aarch64, `ticks_a_second(at)` are
+    exported.
 
-    The kinds PRODUCT and ROWS come with `has_bf16` only, which not every CPU can have; ROWS with `several` too: it
-    takes as long to compile as all the rest.
+    The kinds PRODUCT and ROWS require `has_bf16`, which not every CPU supports. ROWS also requires `several`, because
+    it takes as long to compile as everything else.
     """
     several, own = several and has_bf16, _OWN[family]
     products = row_product.source(several) if has_bf16 else row_product.DECLARATIONS
@@ -121,7 +120,7 @@ def _word(name: str, index: int) -> str:
 
 
 def _fields(names: str, kind: str, first: int = 0) -> str:
-    """Loads fields of `%task`, beginning with the `first`."""
+    """Return code that loads fields of `%task`, from field number `first` on."""
     return "\n".join(
         f"  %{name}.field = getelementptr i64, ptr %task, i64 {first + n}\n  %{name} = load {kind}, ptr %{name}.field"
         for n, name in enumerate(names.split())
@@ -132,7 +131,7 @@ _ARGUMENTS = FIELDS - 6
 
 
 def _rows() -> str:
-    """Several rows, strip by strip: four at once, then two, then one."""
+    """Return code for several rows, strip by strip: four at once, then two, then one."""
     return f"""\
 rows:
   %strip = phi i64 [%begin, %entry], [%strip.next, %strip.end]
@@ -175,7 +174,7 @@ done:
 
 
 def _product() -> str:
-    """One row in bf16."""
+    """Return code for one row in bf16."""
     return f"""\
 product:
   %bias = inttoptr i64 %d to ptr
@@ -185,7 +184,7 @@ product:
 
 
 def _unit(own: _Own, has_bf16: bool, several: bool) -> str:
-    """One unit of one task."""
+    """Return the function that computes one unit of a task."""
     labels = {GATE: "gate", COMBINE: "combine", CALL: "call"}
     labels |= ({PRODUCT: "product"} if has_bf16 else {}) | ({ROWS: "rows"} if several else {})
     cases = "  ".join(f"i64 {kind}, label %{label}" for kind, label in labels.items())
@@ -217,7 +216,7 @@ call:
 
 
 def _take(own: _Own) -> str:
-    """Takes and computes units until there are none left."""
+    """Return the function that takes and computes units until none are left."""
     return f"""
 define internal void @take(ptr %block) {{
 entry:
@@ -265,7 +264,7 @@ done:
 
 
 def _work(own: _Own) -> str:
-    """Opens the work, takes part, waits for the last unit and closes the work."""
+    """Return the function that opens the work, takes part, waits for the last unit and closes the work."""
     return f"""
 define void @work(ptr %block, i64 %units) {{
 entry:
@@ -291,7 +290,7 @@ done:
 
 
 def _fetch() -> str:
-    """Fetches the next piece of the memory that is worth it; `false` where none is left."""
+    """Return the function that prefetches the next piece of memory; it returns `false` if none is left."""
     return f"""
 define internal i1 @fetch(ptr %block) {{
 entry:
@@ -337,7 +336,8 @@ none:
 
 
 def _serve(own: _Own) -> str:
-    """Helps until there has been nothing to do for longer than the patience; fetches what is worth it meanwhile."""
+    """Return the helpers' function: compute units and prefetch, until there was no work for longer than the
+    patience."""
     return f"""
 define void @serve(ptr %block) {{
 entry:

@@ -1,4 +1,4 @@
-"""How many threads torch computes with, for a while."""
+"""Set the number of threads that torch computes with, temporarily."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Inside, the calling thread computes on `count` threads; afterwards, however it ends, on as many as before."""
+    """Compute on `count` threads within this context, in the calling thread; the previous number is restored in any
+    case."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(count)

@@ -1,8 +1,8 @@
-"""A tile: 32 bf16 numbers of a key or a value, as they come from memory into one register and into float32.
+"""A tile: 32 bf16 numbers of a key or value, loaded into one register and converted to float32.
 
 one register   | d0 d1 | d2 d3 | d4 d5 | ...        two numbers in each 32 bits
-in float32     | d0 | d2 | d4 | ...                 those of even places: shifted up
-               | d1 | d3 | d5 | ...                 those of odd places: their lower halves cleared
+in float32     | d0 | d2 | d4 | ...                 even places: shifted up
+               | d1 | d3 | d5 | ...                 odd places: lower halves cleared
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from smoe.kernels.registers import filled
 
 TILE = 32
-"""bf16 numbers of one register."""
+"""bf16 numbers per register."""
 
 
 def fetched(at: str, name: str) -> str:
-    """A hint to fetch what lies as far ahead; beyond the end it does nothing."""
+    """Return code that prefetches the address `%ahead` elements further; invalid addresses have no effect."""
     return f"""\
   %far{name} = getelementptr i16, ptr {at}, i64 %ahead
   call void @llvm.prefetch.p0(ptr %far{name}, i32 0, i32 2, i32 1)"""
 
 
 def in_float32(name: str, packed: str) -> str:
-    """32 bf16 numbers in float32: those of even places and those of odd ones."""
+    """Return code that converts 32 bf16 numbers to float32: those of even places and those of odd places."""
     sixteen, high = filled("i32 16"), filled("i32 -65536")
     return f"""\
   %w{name} = bitcast <8 x i64> {packed} to <16 x i32>

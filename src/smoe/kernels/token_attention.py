@@ -1,10 +1,10 @@
-"""One token through norm, attention and norm of a decoder layer as one work of a pool.
+"""Compute one token through norm, attention and norm of a decoder layer as one work of a pool.
 
     norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm
 
-In machine code each part waits for the one before it. So Python runs once a layer; with one module for each part it
-runs some forty times. The parts are the kernels that replace those modules one by one, so the bits are the same. Only
-the rotary embedding has a kernel of its own here: elementwise arithmetic with a rounding after every operation.
+In machine code each part waits for the previous one, so Python runs once per layer instead of some forty times. The
+parts are the kernels that replace the separate modules, so the bits are the same. Only the rotary embedding has a
+kernel of its own here: elementwise arithmetic with a rounding after every operation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, Ahead, SpinningPool
 LANES = 16
 _LINE = 64
 _COUNTS = 12
-"""Words that count what is done: one for each part, and for every layout of rows in 8 bits."""
+"""Progress counters: one for each part and for every layout of 8-bit rows."""
 _MOST_LAYOUTS = 3
 
 
@@ -36,23 +36,23 @@ class Norm(NamedTuple):
     """An RMSNorm."""
 
     at: Callable[[], int]
-    """The address of its weight in bf16 at present."""
+    """Returns the current address of its weight in bf16."""
     size: int
     eps: float
 
 
 class Projection(NamedTuple):
-    """A linear layer as the pool multiplies it."""
+    """A linear layer in the form that the pool multiplies."""
 
     matrix: Matrix
-    """As it lies at first, ..."""
+    """The matrix with its initial address."""
     at: Callable[[], int]
-    """... and the address of it at present."""
+    """Returns the current address of the matrix."""
     nbytes: int
     bias: Callable[[], int] | None = None
-    """The address of its bias in bf16 at present."""
+    """Returns the current address of its bias in bf16; None without a bias."""
     part: int = 0
-    """How many k are summed together, as of `Product`; of bf16 numbers in the library's order."""
+    """The k that are summed together, as in `Product`; for bf16 matrices in torch's order."""
 
     @property
     def outputs(self) -> int:
@@ -64,7 +64,7 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a layer computes with."""
+    """The modules of a layer."""
 
     norm: Norm
     q: Projection
@@ -73,31 +73,31 @@ class Parts(NamedTuple):
     o: Projection
     last_norm: Norm
     q_norm: Norm | None
-    """Of every head, before the rotary embedding; None where heads have no norm."""
+    """The norm of every query head before the rotary embedding; None if heads have no norm."""
     k_norm: Norm | None
     heads: int
     key_heads: int
     size: int
-    """Numbers of a head."""
+    """Elements per head."""
     rotary: int
-    """The first numbers of a head are turned, the others are not."""
+    """Elements per head that the rotary embedding rotates, from the first one on."""
     scale: float
 
 
 class Place(NamedTuple):
-    """Where a token's keys and values go."""
+    """The location of a token's keys and values."""
 
     keys: torch.Tensor
-    """[1, key heads, capacity, size], as `values`."""
+    """The storage [1, key heads, capacity, size]; that of values has the same shape."""
     values: torch.Tensor
     begin: int
-    """The first position of its text in them."""
+    """The index of the text's first position."""
     end: int
-    """Its own position."""
+    """The index of the token's own position."""
 
 
 def fits(parts: Parts) -> bool:
-    """Whether machine code knows such shapes."""
+    """Return whether the kernels support a layer's shapes."""
     hidden, half = parts.norm.size, parts.rotary // 2
     return (
         norm.fits(hidden)
@@ -115,7 +115,7 @@ def fits(parts: Parts) -> bool:
 
 
 class TokenAttention:
-    """The work of one layer. Layers that compute one after the other may share their `Scratch`."""
+    """The work of one layer. Layers that compute one after the other may share a `Scratch`."""
 
     def __init__(self, pool: SpinningPool, parts: Parts, scratch: Scratch) -> None:
         self._pool = pool
@@ -123,13 +123,13 @@ class TokenAttention:
         self._scratch = scratch
         self._arguments = _Arguments(pool, parts)
         self.following: TokenAttention | None = None
-        """The work that comes after this layer's experts: its weights are fetched ahead."""
+        """The work after this layer's experts, whose weights are prefetched."""
         self._weights = Ahead.of([])
         self._known: tuple[int, ...] = ()
-        """Addresses for which the tasks were made."""
+        """The addresses for which the tasks were made."""
         self._tasks, self._units = b"", 0
         self._lists = (ctypes.c_int64 * (3 * 4))()
-        """For each product in 8 bits: one row, its address and that of its product."""
+        """For each 8-bit product a list with one row: its address and that of its product."""
         projections = parts.q, parts.k, parts.v, parts.o
         norms = parts.norm, parts.last_norm, parts.q_norm, parts.k_norm
         self._places = [each.at for each in (*projections, *norms) if each is not None]
@@ -139,7 +139,8 @@ class TokenAttention:
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: Place
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [1, 1, H], cos and sin [1, 1, rotary]: the hidden states behind the attention, and their norm."""
+        """Compute hidden [1, 1, H], with cos and sin [1, 1, rotary], to the hidden states after attention and their
+        norm."""
         after, normed = torch.empty_like(hidden), torch.empty_like(hidden)
         known = self._scratch.address, *[at() for at in self._places]
         if known != self._known:
@@ -168,7 +169,7 @@ class TokenAttention:
 
 
 class _Places(NamedTuple):
-    """Addresses of what lies between the parts."""
+    """Addresses of values between the parts."""
 
     normed: int
     q: int
@@ -178,18 +179,18 @@ class _Places(NamedTuple):
     output: int
     sums: int
     in_bytes: int
-    """The row that is multiplied, in 8 bits, in every layout."""
+    """The row to multiply, in 8 bits, in every layout."""
 
 
 class Scratch:
-    """Memory for what lies between the parts of one layer at a time."""
+    """Memory for values between the parts of one layer at a time."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
         self.address = 0
 
     def reserve(self, parts: Parts) -> None:
-        """Room for a layer."""
+        """Allocate memory for a layer."""
         need = sum(_sizes(parts)) + _LINE
         if need > len(self._memory):
             self._memory = bytearray(need)
@@ -197,7 +198,7 @@ class Scratch:
             self.address = -(-start // _LINE) * _LINE
 
     def places(self, parts: Parts) -> _Places:
-        """Addresses, one behind the other."""
+        """Return consecutive addresses for the values."""
         found, at = [], self.address
         for size in _sizes(parts):
             found.append(at)
@@ -206,15 +207,15 @@ class Scratch:
 
 
 def _sizes(parts: Parts) -> list[int]:
-    """Bytes of each of `_Places`, whole cache lines."""
+    """Return the bytes of each of `_Places`, rounded up to cache lines."""
     hidden, heads = parts.o.outputs, parts.heads * parts.size
-    rows = _MOST_LAYOUTS * 4 * max(hidden, heads)  # a layout's row has some 1.3 bytes a number
+    rows = _MOST_LAYOUTS * 4 * max(hidden, heads)  # a layout's row has some 1.3 bytes per element
     sizes = [2 * each for each in (hidden, heads, parts.k.outputs, parts.v.outputs, heads, hidden)]
     return [-(-size // _LINE) * _LINE for size in (*sizes, 8 * parts.heads, rows)]
 
 
 class _Tasks:
-    """Tasks of which each waits for another: (the word that counts its units, how many there are)."""
+    """Tasks in sequence; a dependency is (progress counter, number of units)."""
 
     def __init__(self, pool: SpinningPool, lists: ctypes.Array[ctypes.c_int64]) -> None:
         self.fields: list[int] = []
@@ -230,7 +231,7 @@ class _Tasks:
         return self._pool.word(tasks.PROGRESS + self._words - 1)
 
     def call(self, function: tuple[int, int], units: int, wait: tuple[int, int]) -> tuple[int, int]:
-        """A function(arguments, unit) for so many units."""
+        """Add a function(arguments, unit) with `units` units."""
         done = self._word()
         self.fields += (self.units, units, 1, tasks.CALL, *wait, done, *function, 0, 0, 0, 0)
         self.units += units
@@ -245,7 +246,7 @@ class _Tasks:
         at: _Places,
         wait: tuple[int, int],
     ) -> tuple[int, int]:
-        """The row at `x` times matrices."""
+        """Add the products of the row at `x` with matrices."""
         done, rows = self._word(), self._rows_in_bytes(x, matrices, at.in_bytes, wait)
         before = self.units
         outputs = sum(each.outputs for each in matrices)
@@ -257,7 +258,8 @@ class _Tasks:
     def _rows_in_bytes(
         self, x: int, matrices: Sequence[Matrix], at: int, wait: tuple[int, int]
     ) -> dict[Layout, tuple[int, tuple[int, int]]]:
-        """The row in 8 bits in every layout that one of the matrices needs: its address, and what to wait for."""
+        """Add tasks that round the row to 8 bits in every layout of the matrices; return address and dependency by
+        layout."""
         found: dict[Layout, tuple[int, tuple[int, int]]] = {}
         for matrix in matrices:
             functions = None if matrix.products is None else matrix.products.in_bytes
@@ -298,7 +300,7 @@ class _Tasks:
         self.units += -(-outputs // unit)
 
     def _list(self, x: int, out: int) -> int:
-        """A list of one row."""
+        """Store a list of one row and return its address."""
         first = 3 * self._listed
         self._lists[first : first + 3] = [1, x, out]
         self._listed += 1
@@ -309,11 +311,11 @@ _NORM = ("x", "weight", "out", "size", "eps")
 _HEADS = ("cos", "sin", "key_place", "value_place", "key_head", "value_head", "q", "k", "v", "q_weight", "k_weight",
           "q_eps", "k_eps", "size", "rotary", "group")  # fmt: skip
 _LAST = ("x", "after", "normed", "added", "weight", "size", "eps")
-"""Words of 8 bytes of each function: addresses, numbers, and a float32's bits."""
+"""The arguments of each function as words of 8 bytes: addresses, numbers, and float32 bits."""
 
 
 class _Arguments:
-    """What the functions are given: (function, its words) of each, of which some differ from token to token."""
+    """The argument words of each function; some of them differ from token to token."""
 
     def __init__(self, pool: SpinningPool, parts: Parts) -> None:
         self._parts = parts
@@ -326,7 +328,7 @@ class _Arguments:
         self.norm, self.heads, self.last, self.attention = pairs
 
     def fill(self, at: _Places) -> None:
-        """Write what is the same for every token."""
+        """Write the arguments that are the same for every token."""
         parts, (of_norm, of_heads, of_last, of_attention) = self._parts, self._words
         hidden, size = parts.o.outputs, parts.size
         of_norm[1:] = [parts.norm.at(), at.normed, hidden, _bits(parts.norm.eps)]
@@ -347,7 +349,7 @@ class _Arguments:
         after: torch.Tensor,
         normed: torch.Tensor,
     ) -> None:
-        """Write what differs from token to token."""
+        """Write the arguments that differ from token to token."""
         of_norm, of_heads, of_last, of_attention = self._words
         keys, values, begin, end = place
         _, key_head, key_row, _ = keys.stride()
@@ -362,14 +364,14 @@ class _Arguments:
 
 
 def _bits(number: float) -> int:
-    """Of a float32."""
+    """Return the bits of a float32."""
     (bits,) = struct.unpack("I", struct.pack("f", number))
     return int(bits)
 
 
 @functools.cache
 def _functions() -> tuple[int, int, int]:
-    """Addresses of the machine code for `_NORM`, `_HEADS` and `_LAST`, made once a process."""
+    """Return the addresses of the functions for `_NORM`, `_HEADS` and `_LAST`, compiled once per process."""
     signature = (ctypes.c_void_p, ctypes.c_longlong)
     names = ("norm_row", "turn_heads", "add_and_norm")
     one, two, three = compile_functions(Source(source), dict.fromkeys(names, signature))
@@ -377,7 +379,7 @@ def _functions() -> tuple[int, int, int]:
 
 
 def source() -> str:
-    """`norm_row`, `turn_heads` and `add_and_norm`, each of (arguments, unit), in LLVM's language."""
+    """Return `norm_row`, `turn_heads` and `add_and_norm`, each called as f(arguments, unit), as LLVM text."""
     return norm.source() + _norm_row() + _turn_heads() + _HEAD + _TURN + _add_and_norm()
 
 
@@ -411,7 +413,8 @@ define void @norm_row(ptr %arguments, i64 %unit) #0 {{
 
 
 def _turn_heads() -> str:
-    """A unit is a key head: the query heads that share it, its key, which goes to its place, and its value."""
+    """Return the function for one key head: it rotates the query heads and the key, and stores key and value in the
+    cache."""
     return f"""
 define void @turn_heads(ptr %arguments, i64 %unit) #0 {{
 entry:
@@ -479,11 +482,11 @@ done:
   ret void
 }}
 """
-"""A head, normed where it has a weight, with its first numbers turned."""
+"""Copies a head, normalized if it has a weight, with its first elements rotated."""
 
 
 def _loaded(name: str, pointer: str, at: str) -> str:
-    """`%name`: numbers of bf16 as float32."""
+    """Return code that loads bf16 numbers as float32 `%name`."""
     return f"""\
   %{name}.at = getelementptr i16, ptr {pointer}, i64 {at}
   %{name}.bits = load <{LANES} x i16>, ptr %{name}.at, align 2
@@ -491,7 +494,7 @@ def _loaded(name: str, pointer: str, at: str) -> str:
 
 
 def _half(name: str, own: str, other: str, cos: str, sin: str) -> str:
-    """bf16(bf16(own cos) + bf16(other sin)), as `%name`."""
+    """Return code for `%name` = bf16(bf16(own cos) + bf16(other sin))."""
     kind = f"<{LANES} x float>"
     return f"""\
   %{name}.a = fmul {kind} {own}, {cos}
@@ -531,11 +534,11 @@ done:
   ret void
 }}
 """
-"""The rotary embedding that takes a head's first half and its second one as a number's two parts."""
+"""The rotary embedding that pairs element n of a head's first half with element n of its second half."""
 
 
 def _add_and_norm() -> str:
-    """after = bf16(x + added), and its norm."""
+    """Return the function for after = bf16(x + added) and its norm."""
     return f"""
 define void @add_and_norm(ptr %arguments, i64 %unit) #0 {{
 entry:

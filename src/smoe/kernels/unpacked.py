@@ -1,4 +1,4 @@
-"""Quantised matrices as the numbers that they stand for, by torch's operations, on any device."""
+"""Dequantize matrices by torch's operations, on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REALS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 [rows, bytes] -> `dtype` [rows, numbers]; computed in float32 and rounded once."""
+    """Dequantize uint8 [rows, bytes] to `dtype` [rows, elements], computed in float32 and rounded once."""
     if form.reals:
         return data.clone(memory_format=torch.contiguous_format).view(_REALS[form.reals]).to(dtype)
     blocks = data.reshape(-1, form.nbytes)
@@ -32,7 +32,7 @@ def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def _codes(blocks: torch.Tensor, fields: Sequence[Field | Bits | Points], count: int) -> torch.Tensor:
-    """int32 [blocks, count]"""
+    """Return codes: int32 [blocks, count]."""
     parts = []
     for field in fields:
         if isinstance(field, Points):
@@ -46,7 +46,7 @@ def _codes(blocks: torch.Tensor, fields: Sequence[Field | Bits | Points], count:
 
 
 def _of_points(blocks: torch.Tensor, points: Points) -> torch.Tensor:
-    """What all points of a run stand for, with their signs."""
+    """Return the values of all grid points of a run, with their signs."""
     grid = torch.tensor(points.grid.points, dtype=torch.int32, device=blocks.device)
     sizes = grid[torch.cat([_codes(blocks, index, 1) for index in points.indices], 1)].flatten(1)
     if not points.signs:
@@ -88,7 +88,7 @@ def _float8(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _scalar(blocks: torch.Tensor, scalar: Scalar) -> torch.Tensor:
-    """float32 [blocks, 1]"""
+    """Return a scalar of each block: float32 [blocks, 1]."""
     if scalar.kind == "E8M0":
         exponents = blocks[:, scalar.byte : scalar.byte + 1].int()
         return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)

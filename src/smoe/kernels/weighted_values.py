@@ -1,8 +1,8 @@
-"""Values weighted by a query's softmax, p . v, in LLVM's language: text that `attention.py` adds to its own.
+"""Values weighted by a query's softmax, p . v, as LLVM text for `attention.py`.
 
-torch's order: p rounded to bf16; an output takes ((p0 v0 + p2 v2) + (p1 v1 + p3 v3)) of four keys at a time, the up to
-three left over last one first. Outputs are in float32 until all keys are through, tile by tile: 16 of even places
-and then 16 of odd ones, as values lie in their registers.
+torch's order: p is rounded to bf16; an output adds ((p0 v0 + p2 v2) + (p1 v1 + p3 v3)) for four keys at a time, and the
+up to three remaining keys from the last one on. Outputs are in float32 until all keys are added, in tiles of 16
+elements of even places and 16 of odd places, as values are in their registers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from smoe.kernels.registers import broadcast, filled, joined, rounded
 from smoe.kernels.tile import TILE, fetched, in_float32
 
 _AHEAD = 16
-"""Values that are fetched ahead into the second cache level (figures in `scores.py`)."""
+"""Values to prefetch into the second cache level (measurements in `scores.py`)."""
 
 
 def source(row: int) -> str:
-    """`weigh` and `finish`; `row`: floats from one head's weights to the next one's."""
+    """Return `weigh` and `finish`; `row` is the number of floats from one head's weights to the next one's."""
     return _weigh(row) + "\n" + _finish()
 
 
 def _weigh(row: int) -> str:
-    """totals[h] += p[h, n] v[n]: four keys at a time, then the rest from the last one on; tiles of 32 d, then heads."""
+    """Return totals[h] += p[h, n] v[n]: four keys at a time, then the rest from the last on; tiles of 32 d, then
+    heads."""
     return f"""
 define internal void @weigh(ptr noalias %p, ptr noalias %v, i64 %stride, i64 %n, i64 %size, i64 %group,
                             ptr noalias %totals) #1 {{
@@ -38,7 +39,7 @@ done:
 
 
 def _four_keys(row: int) -> str:
-    """Blocks `four` to `four.end`, then on to `left`."""
+    """Return blocks `four` to `four.end`, which continue at `left`."""
     return f"""\
 four:
   %k = phi i64 [0, %entry], [%k.next, %four.end]
@@ -74,7 +75,7 @@ four.end:
 
 
 def _one_key(row: int) -> str:
-    """Blocks `left` to `left.end`: the keys that are left, then on to `done`."""
+    """Return blocks `left` to `left.end` for the remaining keys, which continue at `done`."""
     return f"""\
 left:
   %after = phi i64 [%n, %entry], [%n, %four.end], [%l, %left.end]
@@ -154,7 +155,7 @@ def _add_one(kind: str, v: str) -> str:
 
 
 def _finish() -> str:
-    """out[h] = totals[h] times the reciprocal of the sum, in bf16 and in the order of d again."""
+    """Return out[h] = totals[h] times the reciprocal of the sum, in bf16 and in the order of d."""
     return f"""
 define internal void @finish(ptr noalias %out, ptr noalias %totals, ptr noalias %state, i64 %size, i64 %group) #1 {{
 entry:
