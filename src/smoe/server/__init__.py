@@ -1,1 +1,1 @@
-"""Models over HTTP, as OpenAI's clients ask for them."""
+"""An HTTP server for one model, with OpenAI's API."""

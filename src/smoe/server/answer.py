@@ -1,4 +1,4 @@
-"""An answer under way: what comes of its texts, taken in one piece or shown as it comes."""
+"""The common part of the API's responses: generated texts become one JSON body, or a stream of events."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from smoe.server.texts import Texts
 
 @dataclass(frozen=True)
 class Form:
-    """How an answer is written: all that it needs of a request once the request's prompt is made."""
+    """What a response needs of its request after the prompt has been made."""
 
     settings: Mapping[str, str]
-    """What settings are called in the request."""
+    """Names of the library's settings in this request, for error messages."""
     is_streamed: bool
     wants_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with the token counts."""
     has_logprobs: bool
 
 
 class EndpointAnswer(ABC):
-    """What the API's paths have in common."""
+    """The response to one request for text; each endpoint (chat, completions, responses) has a subclass."""
 
     done = DONE
-    """What says that there are no more events."""
+    """The last event of a stream; empty where the endpoint has none."""
 
     def __init__(self, texts: Texts, choices: Sequence[ChoiceText], fields: Mapping[str, str]) -> None:
-        """`fields`: what settings are called in the request."""
+        """`fields`: names of the library's settings in the request, for error messages."""
         self._texts, self._choices, self._fields = texts, list(choices), fields
 
     async def to(self, request: Request, is_streamed: bool) -> Response:
-        """What is sent."""
+        """Return the HTTP response: a stream of events, or one JSON body."""
         if is_streamed:
             return EventStream(self.events(), self._texts)
         return Json(await unless_gone(request, self.whole()))
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the body of a response that is not streamed. Raises an `ApiError` where a text fails."""
         with self._texts as texts:
             try:
                 while not texts.are_over:
@@ -59,7 +59,7 @@ class EndpointAnswer(ABC):
         return self._ended()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes. What goes wrong is an event, too: the status has been sent."""
+        """Yield the stream's events. An error becomes an event too, because the status 200 has already been sent."""
         with self._texts as texts:
             try:
                 if begun := self._begun():
@@ -78,31 +78,31 @@ class EndpointAnswer(ABC):
                 yield self.done
 
     def _keep(self, index: int, delta: Delta) -> None:
-        """What a text gains where nothing is streamed: its choice has it already."""
+        """Process what a text has gained, in a response that is not streamed. The choice itself is already updated."""
 
     @abstractmethod
     def _ended(self) -> dict[str, Any]:
-        """The finished answer."""
+        """Return the body of the finished response."""
 
     def _begun(self) -> bytes:
-        """Events before any text's."""
+        """Return the events that precede those of all texts."""
         return b""
 
     @abstractmethod
     def _added(self, index: int, delta: Delta) -> bytes:
-        """Events of what a text has gained, and of its end."""
+        """Return the events for what text `index` has gained, and for its end."""
 
     @abstractmethod
     def _last(self) -> bytes:
-        """Events after all texts'."""
+        """Return the events that follow those of all texts."""
 
     def _failed(self, problem: ApiError) -> bytes:
-        """The event that says what went wrong."""
+        """Return the event that reports an error."""
         return event(problem.body)
 
 
 def head_of(serving: Serving, prefix: str) -> dict[str, Any]:
-    """What every part of an answer begins with."""
+    """Return the fields that every body and every chunk of a response begins with."""
     return {
         "id": prefix + secrets.token_hex(12),
         "created": int(time.time()),

@@ -1,7 +1,7 @@
-"""What the API answers, described: the other half of `/openapi.json`.
+"""Schemas of the API's responses, for `/openapi.json`.
 
-Answers are put together as plain dictionaries where they come to be; tests hold real ones against these models, which
-allow nothing that they do not name.
+The server builds responses as plain dictionaries. Tests validate real responses with these models, which forbid other
+fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ResponseModel(BaseModel):
-    """Anything that is answered."""
+    """The base of all schemas of responses."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -21,19 +21,19 @@ class ResponseModel(BaseModel):
 
 
 class Problem(ResponseModel):
-    """What has gone wrong."""
+    """An error's details."""
 
     message: str
-    """For people: what was given, what is allowed."""
+    """The error for people: what was given, what is allowed."""
     type: Literal["invalid_request_error", "permission_error", "rate_limit_error", "server_error"]
     param: str | None
-    """The field that it is about, as `messages[0].role`."""
+    """The field that the error is about, such as `messages[0].role`."""
     code: str | None
-    """For programs."""
+    """The kind of error, for programs."""
 
 
 class Refusal(ResponseModel):
-    """Every error, in OpenAI's shape."""
+    """The body of every error, in OpenAI's form."""
 
     error: Problem
 
@@ -45,13 +45,13 @@ class Model(ResponseModel):
     """The model that is served."""
 
     id: str
-    """Its name, as requests give it."""
+    """The model's name, as requests give it."""
     object: Literal["model"]
     created: int
-    """When the server began, in seconds since 1970."""
+    """The start time of the server, in Unix time."""
     owned_by: Literal["smoe"]
     max_model_len: int
-    """Tokens of a prompt and its answer together."""
+    """The most tokens of a prompt and its response together."""
 
 
 class Models(ResponseModel):
@@ -62,7 +62,7 @@ class Models(ResponseModel):
 class Health(ResponseModel):
     status: Literal["ok", "ending", "failed"]
     chat_template: Literal["failed"] | None = None
-    """Where the chat template has exceeded its bounds on the last conversation."""
+    """`failed`: the chat template exceeded its limits on the last conversation."""
 
 
 # -- what completions have in common ----------------------------------------------------------------------------------
@@ -70,33 +70,34 @@ class Health(ResponseModel):
 
 class CachedTokens(ResponseModel):
     cached_tokens: int
-    """Of the prompt, tokens that had been read before."""
+    """Prompt tokens reused from the KV cache."""
 
 
 class ReasoningTokens(ResponseModel):
     reasoning_tokens: int
-    """Of what was written, tokens of thoughts."""
+    """Generated tokens that are reasoning."""
 
 
 class Usage(ResponseModel):
-    """Numbers of tokens; a prompt counts once, however many texts are made of it."""
+    """Token counts. A prompt counts once, however many texts are generated from it."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens | None = None
-    """Where the model may think before it answers."""
+    """Present where the model may reason before it answers."""
 
 
 class Completed(ResponseModel):
-    """The head of every completion."""
+    """The common fields of all completions."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
-    """The same as long as the same request is answered in the same way."""
+    """Identifies the version, the model and the settings that decide a response. Equal requests with equal fingerprints
+    get equal responses."""
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -127,7 +128,7 @@ class CalledFunction(ResponseModel):
 
 
 class Call(ResponseModel):
-    """A tool that the model wants to be called."""
+    """A call of a tool that the model requests."""
 
     id: str
     type: Literal["function"]
@@ -139,7 +140,7 @@ class ChatMessage(ResponseModel):
     content: str | None
     refusal: None
     reasoning_content: str = ""
-    """What the model has thought before."""
+    """The model's reasoning before the answer."""
     tool_calls: list[Call] = Field(default=[], min_length=1)
 
 
@@ -161,10 +162,10 @@ class CallDelta(Call):
 
 
 class ChatDelta(ResponseModel):
-    """What is added."""
+    """What a chunk adds to a choice."""
 
     role: Literal["assistant"] = "assistant"
-    """Only in the first chunk of a choice."""
+    """Present in the first chunk of a choice."""
     content: str = ""
     reasoning_content: str = ""
     tool_calls: list[CallDelta] = Field(default=[], min_length=1)
@@ -178,12 +179,12 @@ class ChatChunkChoice(ResponseModel):
 
 
 class ChatChunk(Completed):
-    """The data of an event of a stream; the last one is `[DONE]`."""
+    """The data of one event of a stream; the last event's data is `[DONE]`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    """In the last chunk, where `stream_options.include_usage` asks for it."""
+    """Present in the last chunk, where `stream_options.include_usage` is true."""
 
 
 # -- plain completions ------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class TextChunkChoice(TextChoice):
 
 
 class TextChunk(Completed):
-    """The data of an event of a stream; the last one is `[DONE]`."""
+    """The data of one event of a stream; the last event's data is `[DONE]`."""
 
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
@@ -245,7 +246,7 @@ class ReasoningText(ResponseModel):
 
 
 class OutputReasoning(ResponseModel):
-    """What the model has thought."""
+    """The model's reasoning."""
 
     id: str
     type: Literal["reasoning"]
@@ -290,7 +291,7 @@ class TextForm(ResponseModel):
 
 
 class ResponseAnswer(ResponseModel):
-    """A response, with the settings of its request."""
+    """A response and the settings of its request."""
 
     id: str
     object: Literal["response"]
@@ -319,7 +320,7 @@ class ResponseAnswer(ResponseModel):
 
 
 class ResponseEvent(ResponseModel):
-    """The data of an event of a stream; which other fields there are depends on the type."""
+    """The data of one event of a stream; its type determines which of the other fields are present."""
 
     type: Literal[
         "response.created",

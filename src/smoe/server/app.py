@@ -1,4 +1,4 @@
-"""The application: paths, errors in the API's shape, and what every request passes."""
+"""The ASGI application: routes, errors in the API's form, and the middleware around them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _READ = ["GET", "HEAD"]
 
 
 def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget | None = None) -> ASGIApp:
-    """The application that serves one model. `warn`: prints for the user who started it. `bodies`: the memory for
-    bodies."""
+    """Return the application that serves one model. `warn` prints for the user who started the server; `bodies`: the
+    memory for request bodies."""
     app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_models(app, serving)
@@ -102,12 +102,12 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
     @app.api_route("/healthz", methods=_READ)
     async def live() -> Response:
-        """For supervisors that restart a program that is not alive; one that is ending is alive."""
+        """Report whether the process works, for supervisors that restart it. It works also while it shuts down."""
         return Json({"status": serving.state}, 503 if serving.state == "failed" else 200)
 
     @app.api_route("/ready", methods=_READ)
     async def ready() -> Response:
-        """For load balancers."""
+        """Report whether the server accepts requests, for load balancers."""
         return Json({"status": serving.state}, 200 if serving.state == "ok" else 503)
 
     @app.api_route("/metrics", methods=_READ)
@@ -120,7 +120,7 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
 
 def _watching(serving: Serving) -> Watching:
-    """What the page shows of it."""
+    """Return what the page `/watch` shows of the server."""
     talks = "chat" if serving.prompts.has_template else "text"
     about = {"name": serving.name, "talks": talks, "context": serving.engine.context_tokens}
 
@@ -168,6 +168,6 @@ def _of_path(app: FastAPI, scope: Scope, error: HTTPException) -> str:
 
 
 def _methods_of(routes: list[BaseRoute], scope: Scope) -> list[str]:
-    """What a path takes; nothing where there is none."""
+    """Return the methods that a path supports; empty for an unknown path."""
     found = (getattr(route, "methods", ()) for route in routes if route.matches(scope)[0] is not Match.NONE)
     return sorted({method for methods in found for method in methods})

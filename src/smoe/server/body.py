@@ -1,7 +1,7 @@
-"""A request's body: from bytes to what is asked, or to why not.
+"""Parsing of request bodies: from bytes to validated fields.
 
-One JSON object in UTF-8, as it is: not compressed, no key twice, no NaN, Infinity or numbers beyond what any field
-needs, no half characters, and not nested without end, so that whatever looks at it later need not think of these.
+A body is one JSON object in UTF-8, uncompressed. Repeated keys, NaN, Infinity, numbers too large for any field, lone
+surrogates and deep nesting are refused here, so that later code need not check for them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from smoe.server.fields import RequestFields
 from smoe.server.problem import ApiError, refused
 
 _DEEPEST = 100
-"""Objects and lists within each other: some of what looks at them later goes down by recursion."""
+"""The deepest nesting of objects and lists: later code processes them recursively."""
 _MOST_DIGITS = 100
 _EXACT = 2.0**53
-"""Below it, whole numbers are themselves as floats."""
+"""Whole numbers below this bound are exact as floats."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _T = TypeVar("_T", bound=RequestFields)
 
 
 async def body_of(request: Request) -> bytes:
-    """A request's body, of which the request itself keeps nothing. Raises an `ApiError` for one in another form,
-    `ClientGoneError` where it does not come."""
+    """Return a request's body; the request itself keeps no copy. Raises an `ApiError` for an unsupported content type,
+    `ClientGoneError` where the client disconnects."""
     _check_form(request.headers)
     try:
         return b"".join([part async for part in request.stream()])
@@ -42,7 +42,8 @@ async def body_of(request: Request) -> bytes:
 
 
 def asked_of(kind: type[_T], data: bytes) -> _T:
-    """What a body asks. Takes a while: not for the server's own thread. Raises an `ApiError` for what is none."""
+    """Parse and validate a body. Raises an `ApiError` for an invalid one. May take long: do not call this on the event
+    loop's thread."""
     value = _value_of(data)
     try:
         return kind.model_validate(value)
@@ -71,7 +72,7 @@ def _check_form(headers: Headers) -> None:
 
 
 def _value_of(data: bytes) -> Any:
-    """The JSON that a body is."""
+    """Return a body's JSON value."""
     data = data.removeprefix(codecs.BOM_UTF8)
     if not data or data.isspace():
         raise refused("the body is empty; it must be a JSON object")
@@ -122,7 +123,7 @@ def _whole(digits: str) -> int:
 
 
 def _number(digits: str) -> float:
-    """2.0 is 2, as in JSON schemas: fields of whole numbers accept it."""
+    """Return a number; a whole one such as 2.0 as an int, so that integer fields accept it, as JSON schemas do."""
     value = float(digits)
     if value in (float("inf"), float("-inf")):
         raise refused(f"the body has {shortened(digits)}, which is too large for a floating-point number")
@@ -152,7 +153,7 @@ def _too_deep() -> ApiError:
 
 
 def _check_characters(value: Any) -> None:
-    """Refuse half a character: a lone surrogate, which JSON can write and which is no text."""
+    """Raise an `ApiError` for a lone surrogate: JSON can express one, but it is not valid text."""
     parts = value.items() if isinstance(value, dict) else [(None, value)]
     for name, part in parts:
         try:

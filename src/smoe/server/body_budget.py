@@ -1,9 +1,9 @@
-"""How many bytes of bodies the server holds in all, from their first byte until their prompts are rendered.
+"""The limit for all request bodies in memory together, each from its first byte until its prompt is rendered.
 
-    Guard:    admit -> add, add, add ...   (429 where there is no room, before or while a body comes)
+    Guard:    admit -> add, add, add ...   (429 where there is no room, before or during the transfer)
     Serving:                          parse, render -> release
 
-Only bytes that have come count: a client that announces a large body and sends nothing takes no room from others.
+Only received bytes count: a client that announces a large body and sends nothing takes no room from others.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _IN_SCOPE = "smoe.body"
 
 
 class BodyBudget:
-    """The memory for bodies of one server; belongs to its event loop's thread."""
+    """The memory for request bodies of one server. Use it on the event loop's thread only."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self.held_bytes = 0
 
     def admit(self, nbytes: int) -> BodyBytes:
-        """Room for a body of this length, as far as the client gives one (0: it does not). Raises an `ApiError` of
-        status 429 where there is none."""
+        """Return an account for a body of `nbytes` (0: unknown length). Raises an `ApiError` of status 429 where it
+        exceeds the limit."""
         self._check(nbytes)
         return BodyBytes(self)
 
     def take(self, nbytes: int) -> None:
-        """Hold so many bytes more. Raises an `ApiError` of status 429 where there is no room for them."""
+        """Count `nbytes` more. Raises an `ApiError` of status 429 where they exceed the limit."""
         self._check(nbytes)
         self.held_bytes += nbytes
 
@@ -39,23 +39,23 @@ class BodyBudget:
 
 
 class BodyBytes:
-    """What one request's body takes of a budget."""
+    """The bytes of one request's body that count towards a budget."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget, self._nbytes = budget, 0
 
     def add(self, nbytes: int) -> None:
-        """So many bytes have come. Raises an `ApiError` of status 429 where there is no room for them."""
+        """Count `nbytes` received bytes. Raises an `ApiError` of status 429 where they exceed the limit."""
         self._budget.take(nbytes)
         self._nbytes += nbytes
 
     def release(self) -> None:
-        """The body is no longer in memory. May be called again."""
+        """Stop counting the body, which is no longer in memory. Repeated calls have no effect."""
         self._budget.held_bytes -= self._nbytes
         self._nbytes = 0
 
     def put_into(self, scope: Scope) -> None:
-        """Let whatever answers the request release them earlier than its answer ends."""
+        """Attach this account to the request's scope, so that `release_body` can end it before the response ends."""
         scope[_IN_SCOPE] = self
 
 

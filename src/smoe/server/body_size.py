@@ -1,7 +1,7 @@
-"""How many values a body has, counted in its bytes before it is parsed.
+"""Counts the values of a request body in its bytes, before it is parsed.
 
-A parser in C holds Python's lock for as long as it works, and so does what validates its values: with a million small
-lists in 4 MiB that is two seconds in which the server answers nothing. What is counted here bounds that time.
+A C parser holds Python's global lock while it works, and so does validation: a million small lists in 4 MiB would block
+the server for two seconds. The limits here bound that time.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import re
 from smoe.server.problem import ApiError, refused
 
 MOST_CONTAINERS = 50_000
-"""Objects and lists of one body: about 30 ms of parser and as much of validation."""
+"""The most objects and lists of a body; parsing and validating them takes about 30 ms each."""
 MOST_VALUES = 500_000
-"""Values of one body, such as the tokens of a prompt."""
+"""The most values of a body, such as the tokens of a prompt."""
 MOST_FIELDS = 4096
-"""The most fields of one object: validation makes an error of each that is wrong."""
+"""The most fields of one object: validation makes an error for each field that is wrong."""
 _CHUNK_BYTES = 1 << 16
 _BRACES = re.compile(rb"[{}]")
 
 
 def check_size(data: bytes) -> None:
-    """Raise an `ApiError` for a body of too many values. Takes linear time, and no step of it takes long."""
+    """Raise an `ApiError` for a body with too many values. Takes linear time, in short steps."""
     if _is_small(_containers(data), data.count(b",")) and data.count(b":") <= MOST_FIELDS:
         return
     containers = commas = fields = 0
@@ -42,8 +42,8 @@ def check_size(data: bytes) -> None:
 
 
 def _fields_in_a_row(before: int, outside: bytes) -> int:
-    """Fields since the last object began or ended. `before`: those before these bytes, which are no part of a string.
-    Raises an `ApiError` where they are too many for one object."""
+    """Return the number of fields since the last brace. `before`: fields before these bytes; `outside`: bytes outside
+    of strings. Raises an `ApiError` for too many in one object."""
     fields = before
     for number, part in enumerate(_BRACES.split(outside)):
         fields = part.count(b":") + (0 if number else fields)

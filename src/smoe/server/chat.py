@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""The endpoint `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smoe.server.tool_calls import ToolCall
 
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
-    """A conversation goes on, `n` times; whole or as it comes."""
+    """Continue a conversation in `n` texts, as one body or as a stream."""
 
     def work(asked: ChatAsked) -> tuple[Prepared, Form]:
         form = Form(asked.settings, bool(asked.stream), asked.wants_usage, bool(asked.logprobs))
@@ -53,7 +53,7 @@ def _talk(asked: ChatAsked) -> Talk:
 
 
 def _ending(asked: ChatAsked) -> Ending:
-    """How the prompt ends. Raises an `ApiError` for a last message that cannot be continued as is asked."""
+    """Return how the prompt ends. Raises an `ApiError` for a last message that cannot be continued as requested."""
     if not asked.continue_final_message:
         return Ending(add_generation_prompt=asked.add_generation_prompt is not False)
     if asked.add_generation_prompt:
@@ -73,7 +73,7 @@ def _ending(asked: ChatAsked) -> Ending:
 
 
 def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
-    """What an answer must keep to; None for any text."""
+    """Return the JSON schema that the response must follow; None for free text."""
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":

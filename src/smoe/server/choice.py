@@ -1,4 +1,4 @@
-"""One text of an answer, put together from what the decode loop says of it."""
+"""One text of a response (a choice), assembled from the decode loop's events."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from smoe.server.tool_calls import Parser, PlainText, ToolCall
 
 
 class TokenChances(NamedTuple):
-    """A token, and how probable it and the likeliest ones were."""
+    """A token's log probability, and the likeliest tokens with theirs."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
 
     def in_words(self, texts: TokenTexts) -> dict[str, Any]:
-        """The form of chat completions."""
+        """Return the log probabilities in the form of chat completions."""
         top = [_one(texts, token, logprob) for token, logprob in self.top]
         return {**_one(texts, self.token, self.logprob), "top_logprobs": top}
 
 
 class Delta(NamedTuple):
-    """What a piece adds."""
+    """What one event adds to a choice."""
 
     text: str
     calls: list[ToolCall]
@@ -40,26 +40,27 @@ class Delta(NamedTuple):
 
 @dataclass
 class ChoiceText:
-    """Takes pieces; gives what each adds, and holds all of it."""
+    """Assembles one choice: `take` processes an event and returns what it adds."""
 
     request: Request
     parser: Parser = field(default_factory=PlainText)
     markers: dict[int, str] = field(default_factory=dict)
-    """Tokens that texts leave out, and that `parser` and `thinking` look for."""
+    """Texts of special tokens that decoding leaves out and that `parser` and `thinking` need, by token."""
     ends: frozenset[int] = frozenset()
-    """Tokens that are no part of a text."""
+    """End tokens, which are not part of the text."""
     thinking: Thinking | None = None
-    """What tells thoughts from the answer; None: all is the answer."""
+    """Separates reasoning from the answer; None: all text is the answer."""
     text: str = ""
     thought: str = ""
     thought_tokens: int = 0
     calls: list[ToolCall] = field(default_factory=list)
     chances: list[TokenChances] = field(default_factory=list)
     reason: EndReason | None = None
-    """Once it has ended."""
+    """Why the text has ended; None while it continues."""
 
     def take(self, what: Piece | End) -> Delta:
-        """Raises what the text has failed of; an `ApiError` where the server has ended it."""
+        """Process one event and return what it adds. Raises the text's error, or an `ApiError` where the server has
+        cancelled the text."""
         if isinstance(what, End):
             if what.error is not None:
                 raise what.error
@@ -100,7 +101,7 @@ class ChoiceText:
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason in OpenAI's words; None while it goes on."""
+        """The reason in OpenAI's terms; None while the text continues."""
         if self.reason is None:
             return None
         if self.reason is EndReason.LENGTH and not self.parser.is_full:
@@ -109,7 +110,7 @@ class ChoiceText:
 
 
 def usage_of(choices: list[ChoiceText]) -> dict[str, Any]:
-    """The numbers of tokens: of the prompts, each once, and of all texts."""
+    """Return the token counts of a response; a prompt that several choices share counts once."""
     prompts = {id(choice.request.ids): choice.request for choice in reversed(choices)}
     prompt, cached = (
         sum(counts) for counts in zip(*((len(r.ids), r.reused_tokens) for r in prompts.values()), strict=True)

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: texts that are gone on with as they are."""
+"""The endpoint `POST /v1/completions`: continues texts without a chat template."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from smoe.server.texts import TextRequest, Texts
 from smoe.server.token_text import TokenTexts
 
 _USUAL_TOKENS = 16
-"""OpenAI's default."""
+"""OpenAI's default of `max_tokens`."""
 
 
 async def completions(serving: Serving, request: Request) -> Response:
-    """Every prompt is gone on with, `n` times; whole or as it comes."""
+    """Continue each prompt in `n` texts, as one body or as a stream."""
 
     def work(asked: CompletionAsked) -> tuple[list[TextRequest], Form]:
         form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
@@ -61,7 +61,7 @@ class _CompletionAnswer(EndpointAnswer):
         super().__init__(texts, [ChoiceText(request, ends=serving.ends) for request in texts.requests], form.settings)
         self._tokens, self._form = serving.tokens, form
         self._offsets = [0] * len(self._choices)
-        """Characters of each text that its tokens have had so far."""
+        """For each text, the number of characters of its tokens so far."""
         self._head = head_of(serving, "cmpl-") | {"object": "text_completion"}
 
     def _ended(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class _CompletionAnswer(EndpointAnswer):
 
 
 def _top(tokens: TokenTexts, chances: TokenChances) -> dict[str, float]:
-    """The likeliest by their texts; of several with one text the likeliest."""
+    """Return log probabilities by text; of tokens with equal texts, that of the likeliest."""
     found: dict[str, float] = {}
     for token, logprob in chances.top:
         found.setdefault(tokens.of(token)[0], max(logprob, -9999.0))

@@ -1,9 +1,9 @@
-"""One client's connection, with a bound on all that it makes the server wait for.
+"""One client's connection, with a time limit for everything that the server waits for.
 
-connected --head_seconds--> request --body_seconds (guard.py)--> answer --unread_seconds--> idle --idle_seconds-->
+connected --head_seconds--> request --body_seconds (guard.py)--> response --unread_seconds--> idle --idle_seconds-->
                                |
-                               +-- answered before its body has come: what still comes is dropped (lingering), so
-                                   that a client that sends all before it reads finds the answer, and no reset
+                               +-- response before the whole body has come: the rest is dropped (lingering). A client
+                                   that reads only after sending everything gets the response, not a reset.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 10.0
 _MOST_DROPPED_BYTES = 64 << 20
-"""The most bytes of a body that nothing reads any more."""
+"""The most bytes of an unread body that are received and dropped."""
 _SLICE_BYTES = 8 << 10
-"""Received bytes that are parsed in one turn of the event loop. A body in chunks of one byte takes 15 us for six
-bytes of it: 256 KiB, which the event loop reads at once, would take 0.6 s."""
+"""The number of received bytes that are parsed in one turn of the event loop. In chunks of one byte, six bytes of a
+body take 15 us: 256 KiB, one read of the event loop, would take 0.6 s."""
 _PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-"""A peer that has vanished without a word is noticed after two minutes, where the system lets a program say so."""
+"""TCP keep-alive settings, where the system has them: a vanished peer is detected after two minutes."""
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with time limits. `is_waiting` says whether it may make room for another."""
+    """uvicorn's connection with time limits. A connection whose `is_waiting` is true may be closed to make room for
+    another."""
 
     def __init__(
         self,
@@ -50,23 +51,23 @@ class Connection(H11Protocol):
         self._linger = _Limit(self.loop, LINGER_SECONDS, self._abort)
         self._dropped_bytes = 0
         self._unparsed = bytearray()
-        """Bytes that have come and wait for the event loop's next turn; nothing is read meanwhile."""
+        """Received bytes that the event loop parses in later turns; reading is paused meanwhile."""
         self.waiting_since = 0.0
-        """When it began to be idle, or its request to come; seconds of the event loop's clock."""
+        """When the connection became idle or its request began to arrive, in seconds of the event loop's clock."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no request under way."""
+        """Whether the connection has no request in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server waits for the client: for a request, or for the rest of one."""
+        """Whether the server waits for the client to send a request or the rest of one."""
         return self.is_idle or self.cycle.more_body
 
     @property
     def is_lingering(self) -> bool:
-        """Whether it has been answered, and what still comes is dropped."""
+        """Whether the response has been sent and further bytes are dropped."""
         return self._linger.is_running
 
     # -- what the event loop calls ------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class Connection(H11Protocol):
             self.loop.call_soon(self._parse_more)
 
     def _parse_more(self) -> None:
-        """The next slice; after the last one, the connection is read again."""
+        """Parse the next slice; after the last one, resume reading."""
         if not self._unparsed:
             return
         data = bytes(self._unparsed[:_SLICE_BYTES])
@@ -108,7 +109,7 @@ class Connection(H11Protocol):
             return
         super().data_received(data)
         if self.is_idle and self.conn.their_state is h11.IDLE:
-            self._head.start()  # at the first byte, however the rest trickles in
+            self._head.start()  # at the first byte, however slowly the rest arrives
         else:
             self._head.stop()
 
@@ -141,12 +142,12 @@ class Connection(H11Protocol):
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def refuse(self, answer: bytes) -> None:
-        """Answer whatever it asks, and end."""
+        """Send a response whatever the request is, and close the connection."""
         self.transport.write(answer)
         self._close(self.transport, has_more=True)
 
     def _close(self, transport: asyncio.Transport, has_more: bool = False) -> None:
-        """Once everything is sent; where the client still sends, after that has been dropped."""
+        """Close the connection after everything is sent. If the client is still sending, drop its bytes first."""
         if transport.is_closing() or not (has_more or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)):
             transport.close()
             if transport.get_write_buffer_size():
@@ -166,7 +167,7 @@ class Connection(H11Protocol):
 
 
 class _Limit:
-    """A time limit."""
+    """A timer that calls a function when its time is over."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, then: Callable[[], None]) -> None:
         self._loop, self._seconds, self._then = loop, seconds, then
@@ -177,7 +178,7 @@ class _Limit:
         return self._timer is not None
 
     def start(self) -> None:
-        """One that runs goes on."""
+        """Start the timer; no effect while it runs."""
         if self._timer is None:
             self._timer = self._loop.call_later(self._seconds, self._then)
 
@@ -188,8 +189,11 @@ class _Limit:
 
 
 class _Lingering:
-    """A transport that its connection closes: uvicorn would end one at once whose client still sends, and the system
-    then tells the client of a reset in the place of the answer."""
+    """A transport whose `close` calls the connection's own.
+
+    uvicorn would close a connection at once while its client still sends. The system then reports a reset to the client
+    instead of the response.
+    """
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[asyncio.Transport], None]) -> None:
         self._transport, self._close = transport, close
@@ -207,7 +211,7 @@ class _Lingering:
 
 
 def _probe(transport: asyncio.Transport) -> None:
-    """Have the system look whether the peer is still there."""
+    """Turn on TCP keep-alive, so that the system detects a vanished peer."""
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return

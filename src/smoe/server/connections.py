@@ -1,7 +1,7 @@
-"""All connections of a server: how many there may be, and which one ends where there is no room for another.
+"""The connections of a server: how many may be open, and which one is closed to make room for another.
 
-A new connection takes the place of the one that has waited longest for its client: clients that connect and say nothing
-cannot keep others out, since a client that sends its request at once never waits longest.
+A new connection replaces the one that has waited longest for its client. Clients that connect and send nothing cannot
+lock out others, because a client that sends its request at once never waits longest.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from smoe.server.settings import FEWEST_CONNECTIONS, ServerConfig
 
 _log = logging.getLogger(__name__)
 _MOST_ACCEPTED = 128
-"""Connections that are accepted in one turn of the event loop, before any of them is looked at."""
+"""The most connections that are accepted in one turn of the event loop."""
 _FEWEST_SPARE_FILES = 16
 _QUIET_SECONDS = 60.0
-"""Between two warnings of the same kind."""
+"""The least time between two warnings of the same kind."""
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionLimit(NamedTuple):
-    """What the system's limit on open files leaves to connections."""
+    """The numbers of connections that the system's limit on open files allows."""
 
     connections: int
     accepted: int
@@ -37,8 +37,8 @@ class ConnectionLimit(NamedTuple):
 
 
 def room_for(wanted: int, files: int | None, opened: int) -> ConnectionLimit:
-    """`files`: what the process may open (None: any number), `opened`: what it has opened. A quarter of the rest is
-    left to files of the model; half of that quarter to connections that have been accepted and not been looked at."""
+    """Return the numbers of connections. `files`: the limit on open files (None: none); `opened`: files that are open.
+    A quarter of the remaining files is reserved for the model; half of that quarter bounds the accepted connections."""
     if files is None:
         return ConnectionLimit(wanted, _MOST_ACCEPTED)
     left = files - opened
@@ -47,7 +47,7 @@ def room_for(wanted: int, files: int | None, opened: int) -> ConnectionLimit:
 
 
 def files_allowed() -> int | None:
-    """How many files this process may open; None where the system has no such limit."""
+    """Return how many files this process may open; None where the system has no such limit."""
     try:
         import resource
     except ImportError:
@@ -57,10 +57,10 @@ def files_allowed() -> int | None:
 
 
 class Connections:
-    """The connections of one server; belongs to its event loop's thread."""
+    """The connections of one server. Use it on the event loop's thread only."""
 
     def __init__(self, config: ServerConfig, warn: Callable[[str], None] = _log.warning) -> None:
-        """`warn`: prints for the user who started the server."""
+        """`warn` prints for the user who started the server."""
         self.config, self._warn = config, warn
         opened = psutil.Process().num_fds() if psutil.POSIX else 0
         self.room = room_for(config.max_connections, files_allowed(), opened)
@@ -72,26 +72,26 @@ class Connections:
         self._warned = -_QUIET_SECONDS
 
     def admit(self, connection: Connection) -> None:
-        """Keep a new connection; where there is no room, in the place of another, or answer that there is none."""
+        """Admit a new connection. Where there is no room, close another one, or refuse the new one."""
         if len(connection.connections) <= self.room.connections:
             return
         if not self.drop_one(connection.connections, connection):
             connection.refuse(_no_room())
 
     def drop_one(self, among: set[Any], spared: Connection | None = None) -> bool:
-        """End the connection that has waited longest for its client: those without a request first. False where the
-        server works for all of them."""
+        """Close the connection that has waited longest for its client, idle ones first. Return False where all of them
+        have requests in progress."""
         found = [each for each in among if isinstance(each, Connection) and each is not spared and each.is_waiting]
         if not found:
             return False
         longest = min(found, key=lambda each: (not each.is_idle, each.waiting_since))
         longest.transport.abort()
-        among.discard(longest)  # the event loop reports its end in its next turn; the next newcomer counts now
+        among.discard(longest)  # the event loop removes it later, in its next turn
         return True
 
     def failed(self, among: set[Any], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler: where no file can be opened for a new connection, one ends, and one line
-        a minute says so."""
+        """The event loop's exception handler. Where the process cannot open a file for a new connection, it closes one
+        and warns at most once a minute."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _OUT_OF_FILES:
             loop.default_exception_handler(context)
@@ -106,7 +106,7 @@ class Connections:
 
 
 def _no_room() -> bytes:
-    """A whole answer."""
+    """Return a complete HTTP response of status 503."""
     problem = busy("all connections are in use; try again later")
     body = json.dumps(problem.body).encode()
     head = ["HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", f"Content-Length: {len(body)}"]

@@ -1,4 +1,4 @@
-"""Responses for connected clients: streams of server-sent events, and whole ones."""
+"""HTTP responses: streams of server-sent events, and JSON bodies."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from smoe.server.texts import Texts
 
 _T = TypeVar("_T")
 PATIENCE_SECONDS = 15.0
-"""A stream that says nothing for so long sends a comment: proxies and clients then know that it lives."""
+"""After so long without an event, a stream sends a comment, so that proxies and clients do not close it."""
 STILL_HERE = b": still here\n\n"
 _LINE_ENDS = "\x85\u2028\u2029"
-"""Ends of lines that JSON leaves as they are."""
+"""Line separators that JSON does not escape."""
 DONE = b"data: [DONE]\n\n"
 
 
 def to_json(value: Any) -> bytes:
-    """Half characters become question marks: a tool's description may have some."""
+    """Return a value as JSON. Lone surrogates become question marks: a tool's description may contain some."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf8", "replace")
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """One server-sent event: one line by whatever rule its client splits lines (httpx ends them as Python does)."""
+    """Return one server-sent event. Its data is one line by any client's rule (httpx splits lines as Python does)."""
     data = to_json(value)
     for character in _LINE_ENDS:
         data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
@@ -38,7 +38,7 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class Json(Response):
-    """An answer in one piece."""
+    """A response with a JSON body."""
 
     media_type = "application/json"
 
@@ -47,11 +47,11 @@ class Json(Response):
 
 
 class ClientGoneError(Exception):
-    """The client has disconnected."""
+    """Raised where the client has disconnected."""
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """What `work` gives. Raises `ClientGoneError`, and cancels it, where the client leaves before."""
+    """Return the result of `work`. Cancels it and raises `ClientGoneError` where the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))
     try:
@@ -64,7 +64,7 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
 
 
 class EventStream(Response):
-    """Events as they come, until they end or the client leaves: then texts that have not ended are cancelled."""
+    """A response that streams events. When the client disconnects, unfinished texts are cancelled."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], texts: Texts) -> None:
         super().__init__(
@@ -93,7 +93,7 @@ class EventStream(Response):
 
 
 async def _left(receive: Receive) -> None:
-    """Wait until the client has left."""
+    """Wait until the client disconnects."""
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()

@@ -1,6 +1,7 @@
-"""Why a request's fields are refused, in the API's words: what was given, and what is allowed.
+"""Error messages for invalid request fields: what was given, and what is allowed.
 
-pydantic says where and what kind of error; what is allowed is read from the same JSON schema that describes the API.
+pydantic reports the place and the kind of an error. What is allowed comes from the JSON schema that also describes the
+API.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _PLURALS = {"string": "strings", "integer": "whole numbers", "number": "numbers"
 
 
 class _Place(NamedTuple):
-    """Where an error is."""
+    """Where a validation error is."""
 
     name: str
-    """The field's name as OpenAI writes it: `messages[0].role`."""
+    """The field's name as OpenAI writes it, such as `messages[0].role`; without keys that the client chose."""
     shown: str
-    """The same, with keys that the client chose."""
+    """The name with keys that the client chose."""
     schema: dict[str, Any]
     given: Any
 
 
 def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiError:
-    """What is wrong with the first field that is."""
+    """Return the `ApiError` for the first invalid field."""
     errors = error.errors(include_url=False, include_context=True, include_input=False)
     if not errors[0]["loc"]:
         return refused(f"the body must be a JSON object; it is {shown(body)}")
@@ -67,7 +68,7 @@ def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiE
 
 
 def shown(value: Any) -> str:
-    """A value of a request in a message: bounded, whatever it is."""
+    """Return a request's value for a message, shortened."""
     if value == [] or value == {}:
         return "an empty list" if value == [] else "an empty object"
     text = _beginning(value)
@@ -79,7 +80,7 @@ def shown(value: Any) -> str:
 
 
 def _beginning(value: Any) -> str:
-    """A value's JSON, as far as a message needs it: a large value is not written to its end."""
+    """Return the beginning of a value's JSON; a large value is not serialized to its end."""
     if isinstance(value, str):
         return json.dumps(value[: _LONGEST_SHOWN + 1], ensure_ascii=False)
     text = ""
@@ -91,12 +92,12 @@ def _beginning(value: Any) -> str:
 
 
 def shortened(name: str) -> str:
-    """A field's name, which may be anything, in a message."""
+    """Return a field's name for a message, shortened: a client may send any name."""
     return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
 
 
 def words_of(schema: dict[str, Any], kind: type[BaseModel]) -> str:
-    """What a JSON schema allows."""
+    """Describe in words what a JSON schema allows."""
     schema = _resolved(schema, kind)
     choices = _choices(schema)
     if len(choices) > 1:
@@ -163,7 +164,7 @@ def _code(error: Any) -> str:
 
 
 def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place:
-    """Along the way that pydantic names, as far as it is one of the request's own and no branch of a union."""
+    """Return the place of an error. `loc` is pydantic's path; branches of unions are not part of the name."""
     schema, given, name, is_ours = _schema_of(kind), body, "", True
     path = ""
     for part in loc:
@@ -189,12 +190,12 @@ def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place
 
 
 def _choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The types of a union, without null."""
+    """Return the types of a union except null; empty for another schema."""
     return [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
 
 
 def _resolved(schema: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """A schema without references and the possibility of null."""
+    """Return a schema with its reference resolved and null removed."""
     while True:
         if "$ref" in schema:
             schema = _schema_of(kind)["$defs"][schema["$ref"].rsplit("/", 1)[1]]

@@ -1,9 +1,9 @@
-"""What is asked of the API, field by field, as OpenAI names them.
+"""The fields of requests, by OpenAI's names.
 
-An unknown field is refused, as OpenAI refuses it. One that OpenAI knows is used, ignored where the answer is
-right without it, or refused where it would not be (`check_unsupported`). So are those of other servers, but for the
-values that change nothing (`neutral_fields.py`). Bounds stand here for readers of the API's
-description; what is no request's affair alone is checked where it is used.
+Unknown fields are refused, as OpenAI does. Fields of OpenAI's API that change nothing here are ignored; fields that
+would change the response are refused (`check_unsupported`). Fields of other servers are accepted with their neutral
+values only (`neutral_fields.py`). The bounds declared here appear in the API's description; checks that need more than
+the request are elsewhere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from smoe.server.problem import refused
 MOST_TEXTS = 128
 """The most texts of one request."""
 MOST_MESSAGES = 10_000
-"""The most messages of one conversation: to validate so many takes some 20 ms, in which the server answers no other
-request."""
+"""The most messages of one conversation. Validating so many takes some 20 ms, during which no other request is
+answered."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASES = 1024
 _HOTTEST = 2.0
-"""OpenAI's limit."""
+"""OpenAI's upper bound of `temperature`."""
 
 Tokens = Annotated[int | None, Field(ge=1)]
 Likeliest = Annotated[int | None, Field(ge=0, le=20)]
@@ -35,7 +35,8 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[Token], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-"""A list ends at its first wrong item: an error of every item of a long one would take seconds and memory."""
+"""Validation of a list stops at its first wrong item: one error for each item of a long list would take seconds and
+memory."""
 
 
 def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
@@ -49,18 +50,18 @@ def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
 
 
 class RequestFields(NeutralFields):
-    """What every kind of request has."""
+    """The fields that all kinds of requests share."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, use_attribute_docstrings=True, json_schema_extra=_tell_unsupported
     )
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields that would change the answer in a way that we cannot, and the values that do not."""
+    """Fields that would change the response but are not supported, with the values that change nothing."""
     names: ClassVar[dict[str, str]] = {}
-    """What our settings are called here."""
+    """This request's names for the library's settings, where they differ."""
 
     model: str
-    """The model's name: /v1/models."""
+    """The model's name, as `/v1/models` lists it."""
     temperature: float | None = Field(default=None, ge=0, le=_HOTTEST)
     """0: the likeliest token. Left out: the model's own value, as for all fields below."""
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -68,18 +69,18 @@ class RequestFields(NeutralFields):
     top_k: int | None = Field(default=None, ge=-1)
     """Not OpenAI's: choose among this many of the likeliest tokens; 0 or -1: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Not OpenAI's: choose among tokens that have at least this share of the likeliest one's probability; 0: all."""
+    """Not OpenAI's: choose among tokens that have at least this share of the likeliest token's probability; 0: all."""
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    """Not OpenAI's: above 1, fewer repetitions."""
+    """Not OpenAI's: values above 1 reduce repetition."""
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    """The same seed draws the same text again. 64 bits; -1: as if left out."""
+    """Equal seeds draw equal texts. 64 bits; -1: as if left out."""
     stream: bool | None = None
     """Send events while the text is generated, instead of one response."""
     user: str | None = None
-    """Ignored."""
+    """Accepted and ignored."""
 
     def check_unsupported(self) -> None:
-        """Refuse what would be answered wrongly."""
+        """Raise an `ApiError` for a field whose value would change the response but is not supported."""
         for name, harmless in (NEUTRAL | self.unsupported).items():
             value = getattr(self, name)
             if value is not None and not any(_is_same(value, each) for each in harmless):
@@ -89,12 +90,12 @@ class RequestFields(NeutralFields):
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the library's settings are called in this request: those alone that it has."""
+        """The library's settings of this request, each with its name here."""
         return {name: name for name in type(self).model_fields} | self.names
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equality as in JSON: true is not 1."""
+    """Compare as JSON does: true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
@@ -102,36 +103,36 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     include_usage: bool | None = None
-    """Whether a stream ends with the numbers of tokens."""
+    """Whether a stream ends with the token counts."""
 
 
 class Completing(RequestFields):
-    """What chat and plain completions have in common."""
+    """The fields that chat and plain completions share."""
 
     n: int | None = Field(default=None, ge=1, le=MOST_TEXTS)
-    """Texts for each prompt; the n-th draws with `seed` + n."""
+    """The number of texts for each prompt; the n-th draws with `seed` + n."""
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
     """Strings at which a text ends; the string itself is not part of the text."""
     max_tokens: Tokens = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     logit_bias: dict[str, Bias] | None = Field(default=None, max_length=_MOST_BIASES)
-    """Token numbers, and the value added to the logit of each."""
+    """The value added to the logit of each token, by token id."""
     stream_options: StreamOptions | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Where the text ends."""
+        """The strings at which the text ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionAsked(Completing):
-    """`POST /v1/completions`."""
+    """A request to `POST /v1/completions`."""
 
     names: ClassVar = {"max_new_tokens": "max_tokens"}
 
@@ -141,13 +142,13 @@ class CompletionAsked(Completing):
         | Annotated[list[Token], Field(min_length=1, fail_fast=True)]
         | Annotated[list[Ids], Field(min_length=1, max_length=MOST_TEXTS, fail_fast=True)]
     )
-    """A text, several texts, the tokens of a text, or those of several."""
+    """A text, several texts, the tokens of a text, or the tokens of several texts."""
     logprobs: Likeliest | Literal[False] = None
     """How many of the likeliest tokens to list for each token; false: no probabilities."""
 
     @property
     def likeliest(self) -> int | None:
-        """`logprobs`; None for no probabilities."""
+        """`logprobs` as a number; None: no probabilities."""
         return None if self.logprobs is False else self.logprobs
 
 
@@ -168,7 +169,7 @@ class Tool(BaseModel):
 
 
 class _Message(BaseModel):
-    """One of a conversation. What else clients keep in it is ignored."""
+    """A message of a conversation. Other fields that clients store in messages are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -179,7 +180,7 @@ class _Message(BaseModel):
 
 
 class GivenMessage(_Message):
-    """A message that is not the model's."""
+    """A message from anyone but the model."""
 
     role: Literal["system", "developer", "user", "tool", "function"]
     content: str | Objects
@@ -213,7 +214,7 @@ class ResponseFormat(BaseModel):
 
 
 class ChatAsked(Completing):
-    """`POST /v1/chat/completions`."""
+    """A request to `POST /v1/chat/completions`."""
 
     unsupported = {
         "audio": (),
@@ -230,7 +231,7 @@ class ChatAsked(Completing):
     """Overrides `max_tokens`. Without both: as many as the context has room for."""
     logprobs: bool | None = None
     top_logprobs: Likeliest = None
-    """Needs `logprobs`."""
+    """How many of the likeliest tokens to list for each token; needs `logprobs`."""
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(default=None, max_length=128, fail_fast=True)
     tool_choice: str | dict[str, Any] | None = None
@@ -238,14 +239,15 @@ class ChatAsked(Completing):
     parallel_tool_calls: bool | None = None
     """false: the response ends with its first call."""
     reasoning_effort: str | None = None
-    """Given to the chat template."""
+    """Passed to the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Not OpenAI's: given to the chat template."""
+    """Not OpenAI's: variables for the chat template."""
     add_generation_prompt: bool | None = None
-    """Not OpenAI's: whether the prompt ends with the beginning of an answer; left out: unless the last message is
-    continued."""
+    """Not OpenAI's: whether the prompt ends with the beginning of a response. Left out: true, unless the last message
+    is continued."""
     continue_final_message: bool | None = None
-    """Not OpenAI's: go on with the text of the last message, which is an assistant's, and answer with what is added."""
+    """Not OpenAI's: continue the text of the last message, which must be an assistant's; the response contains what is
+    added."""
     audio: Any = None
     functions: Any = None
     function_call: Any = None
@@ -265,13 +267,13 @@ class ChatAsked(Completing):
 
     @property
     def settings(self) -> dict[str, str]:
-        """`max_new_tokens` by the name that this request gives it."""
+        """The library's settings of this request; `max_new_tokens` has the name of whichever field is given."""
         found = super().settings
         return found | ({"max_new_tokens": "max_tokens"} if self.max_completion_tokens is None else {})
 
 
 class ResponseText(BaseModel):
-    """How a response is written."""
+    """The form of a response's text."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
@@ -280,7 +282,7 @@ class ResponseText(BaseModel):
 
 
 class ResponseAsked(RequestFields):
-    """`POST /v1/responses`."""
+    """A request to `POST /v1/responses`."""
 
     unsupported = {
         "background": (False,),
@@ -301,23 +303,23 @@ class ResponseAsked(RequestFields):
     input: str | Objects
     """A text, or the items of a conversation: messages, function calls and their results."""
     instructions: str | None = None
-    """For this response only."""
+    """The system message of this response; it is not stored."""
     max_output_tokens: Tokens = None
-    """Left out: as many as the context has room for."""
+    """The most new tokens. Left out: as many as the context has room for."""
     previous_response_id: str | None = None
-    """A stored response whose conversation is continued."""
+    """The stored response whose conversation is continued."""
     store: bool | None = None
-    """Whether the response is stored, so that later ones can continue it; left out: yes."""
+    """Whether the response is stored, so that later requests can continue it; left out: true."""
     text: ResponseText | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128, fail_fast=True)
-    """Functions only."""
+    """Only functions are supported."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: the response ends with its first call."""
     metadata: dict[str, str] | None = None
-    """Returned in the response."""
+    """Returned unchanged in the response."""
     reasoning: dict[str, Any] | None = None
-    """Its `effort` is given to the chat template."""
+    """Its `effort` is passed to the chat template."""
     background: Any = None
     conversation: Any = None
     image: Any = None

@@ -1,4 +1,4 @@
-"""A prompt and two tokens before anybody may ask, so that no request waits for what a model's first use takes.
+"""A first prompt and two tokens at start, so that no request waits for the costs of a model's first use.
 
 kernels compiled, or loaded from the user's cache | the libraries' own, made at first use | memory touched
 """
@@ -17,8 +17,8 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 
 
 def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Run a first pass in a decode loop of its own, so that no later text continues it. Raises what the model fails
-    with."""
+    """Generate two tokens in a separate decode loop, so that no later text continues this one. Raises the error with
+    which the model fails."""
     engine: Any = model.offload
     vocabulary = int(model.config.get_text_config().vocab_size)
     count = min(_PROMPT_TOKENS, engine.context_tokens - _NEW_TOKENS, vocabulary)

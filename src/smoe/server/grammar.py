@@ -1,7 +1,7 @@
-"""Texts that are JSON, whatever the model would rather say: a grammar narrows its choice at every token.
+"""Constrained output, such as JSON: a grammar masks the tokens that may not come next.
 
-The grammars are llguidance's. A request's is compiled before it is handed in, so that a schema that is not supported is
-refused and not discovered later.
+llguidance compiles the grammars. Each is compiled before its request is queued, so that an unsupported schema is
+refused at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import torch
 from smoe.server.problem import ApiError, refused
 
 _LONGEST_SCHEMA = 200_000
-"""Characters."""
+"""The most characters of a schema."""
 _STACK_BYTES = 256 << 20
-"""The stack of the thread that compiles a grammar: llguidance recurses, from reference to reference. The deepest
-schema that is read, 4,300 references one after the other, takes 150 MiB of it, and 8 MiB, which threads usually have,
-end the process after some hundreds. The system gives what is touched."""
+"""The stack of the thread that compiles a grammar: llguidance recurses at each reference. The deepest accepted schema,
+a chain of 4,300 references, takes 150 MiB of it. A usual stack of 8 MiB would overflow after some hundreds and end the
+process. The system allocates only what is touched."""
 _T = TypeVar("_T")
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""A model that may write space writes nothing else, if it is small enough."""
+"""Small models, where they may write spaces, write nothing else."""
 
 
 class Grammars:
-    """Grammars for one model's tokens. Made when the first is asked for: a large vocabulary takes a second."""
+    """Compiles grammars for one model's tokens. The first use prepares the vocabulary, which takes a second for a large
+    one."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
@@ -37,7 +38,8 @@ class Grammars:
         self._tokens: Any = None
 
     def of_schema(self, schema: dict[str, Any], param: str) -> Grammar:
-        """JSON that keeps to a schema. Raises an `ApiError` that names `param` for one that is not supported."""
+        """Return the grammar of JSON that follows a schema. Raises an `ApiError` that names `param` for an unsupported
+        schema."""
         import llguidance
 
         try:
@@ -47,17 +49,17 @@ class Grammars:
             raise _unsupported_schema(error, param) from error
 
     def of_object(self) -> Grammar:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return self.of_schema({"type": "object"}, "response_format")
 
     def of_lark(self, rules: str, param: str) -> Grammar:
-        """A grammar in llguidance's own form."""
+        """Return a grammar from rules in llguidance's Lark format."""
         import llguidance
 
         return self.of_rules(llguidance.LLMatcher.grammar_from_lark(rules), param)
 
     def of_rules(self, rules: str, param: str) -> Grammar:
-        """A grammar as llguidance keeps it."""
+        """Return a grammar from rules in llguidance's internal format."""
         import llguidance
 
         tokens = self._known_tokens(param)
@@ -69,7 +71,7 @@ class Grammars:
         return grammar
 
     def _on_a_deep_stack(self, work: Callable[[], _T]) -> _T:
-        """What `work` returns, on a thread whose stack holds the deepest grammar."""
+        """Return the result of `work`, run on a thread with a large stack."""
         with ThreadPoolExecutor(1, "smoe-grammar") as thread:
             with self._making:  # the size holds for all threads that begin meanwhile
                 before = threading.stack_size(_STACK_BYTES)
@@ -92,28 +94,28 @@ class Grammars:
 
 
 class Grammar:
-    """The rules that one text keeps to: a `Constraint` of the decode loop."""
+    """A grammar's state within one text: a `Constraint` of the decode loop."""
 
     def __init__(self, matcher: Any, vocabulary: int, param: str) -> None:
-        """`param`: the request's field that the rules are of."""
+        """`param`: the request's field that contains the rules."""
         self._matcher, self._param = matcher, param
         self._vocabulary = vocabulary
         self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
 
     def another(self) -> Grammar:
-        """The same rules for another text."""
+        """Return a copy of the grammar's state for another text."""
         return Grammar(self._matcher.deep_copy(), self._vocabulary, self._param)
 
     def check_first(self) -> None:
-        """Raise an `ApiError` for rules that fail at the first token, such as a schema that refers to itself without
-        end, or that no text can keep to."""
+        """Raise an `ApiError` for rules that fail at the first token, such as endless self-reference, or that no text
+        can match."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         if not self._mask.any():
             raise _unsupported_schema("no text can match it", self._param)
 
     def narrow(self, logits: torch.Tensor) -> None:
-        """logits [V]: those of tokens that may not come next become minus infinity."""
+        """Set the logits of forbidden tokens to minus infinity. `logits`: [V]."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocabulary]
@@ -122,19 +124,19 @@ class Grammar:
         logits[self._vocabulary :] = -torch.inf
 
     def take(self, token: int) -> None:
-        """This one came."""
+        """Advance the grammar by the chosen token."""
         self._matcher.consume_token(token)
         self._check()
 
     def _check(self) -> None:
-        """Rules that turn out too complex in the middle of a text are the request's fault, as those that cannot be
-        compiled are."""
+        """Raise an `ApiError` where the rules have become too complex within a text: the request's schema causes
+        that."""
         if self._matcher.is_error():
             raise _unsupported_schema(self._matcher.get_error(), self._param)
 
 
 def schema_text(schema: dict[str, Any], param: str) -> str:
-    """A schema as JSON. Raises an `ApiError` that names `param` for one that is too long."""
+    """Return a schema as JSON text. Raises an `ApiError` that names `param` for one that is too long."""
     text = json.dumps(schema)
     if len(text) > _LONGEST_SCHEMA:
         raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")

@@ -1,8 +1,9 @@
-"""A model's tokens as grammars need them: text that a grammar asks for is never one of the added tokens.
+"""The tokenizer for grammars: it never encodes required text as an added token.
 
-llguidance splits the text that must come next with the model's own tokenizer. Where that text looks like an added token
-(`<tool_call>` of Qwen3, in a schema's `const` for example), the tokenizer makes the added token of it, which stands for
-no text in a grammar: the grammar then allows a token that it refuses. Here such text is split into ordinary tokens.
+llguidance tokenizes the text that must come next with the model's own tokenizer. Where that text looks like an added
+token (`<tool_call>` of Qwen3, for example in a schema's `const`), the tokenizer returns the added token. An added token
+stands for no text in a grammar, so the grammar would allow a token and then refuse it. This tokenizer splits such text
+into ordinary tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from llguidance.hf import from_tokenizer
 
 
 def grammar_tokens(tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> LLTokenizer:
-    """The tokenizer that grammars are compiled for. A vocabulary of 150,000 tokens takes a second or two."""
+    """Return the tokenizer that grammars are compiled for. A vocabulary of 150,000 tokens takes a second or two."""
     plain = TokenizerWrapper(_PlainText(tokenizer, vocabulary, ends))
     return LLTokenizer(plain, n_vocab=vocabulary, eos_token=list(ends))
 
 
 class _PlainText:
-    """What llguidance asks of a tokenizer: the bytes of every token, and the tokens of a text."""
+    """The interface that llguidance requires of a tokenizer: the bytes of every token, and the tokens of a text."""
 
     bos_token_id = None
 

@@ -1,9 +1,9 @@
-"""Who may ask, and how much: what every request passes before anything looks at it.
+"""Checks of every request before the API processes it.
 
-    Host is ours -> Origin may ask -> body within bounds, in time -> key is right -> the API
+    Host is ours -> Origin is allowed -> key is right -> body within bounds, in time -> the API
 
-A web page in a user's browser can send requests to this machine: names that lead to it (DNS rebinding) are recognised
-by `Host`, other pages by `Origin`.
+A web page in a user's browser can send requests to this machine. The check of `Host` refuses other names that resolve
+to this machine (DNS rebinding); the check of `Origin` refuses other pages.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST_WARNINGS = 20
 _LONGEST_ORIGIN = 200
 
 Counted = Callable[[str, int], None]
-"""Hears the path and status of every answer."""
+"""A function that receives the path and the status of every response."""
 
 
 class Guard:
-    """Around an application."""
+    """ASGI middleware that checks every request."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Guard:
         warn: Callable[[str], None] = _log.warning,
         bodies: BodyBudget | None = None,
     ) -> None:
-        """`open_paths`: paths that need no key. `warn`: prints for the user who started the server. `bodies`:
-        the memory for bodies (None: the configuration's)."""
+        """`open_paths`: paths that need no key. `warn` prints for the user who started the server. `bodies`: the memory
+        for request bodies (None: the limit in `config`)."""
         self._app, self._config, self._open, self._counted, self._warn = app, config, open_paths, counted, warn
         self._refused: set[str] = set()
-        """Origins that were warned of."""
+        """Origins that a warning has named."""
         self._bodies = bodies or BodyBudget(config.most_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +109,7 @@ class Guard:
             raise ApiError(403, message, type="permission_error", code="unknown_origin")
 
     def _warn_of(self, origin: str) -> None:
-        """Once of each; a page's reader sees no more than that it fails."""
+        """Warn once for each refused origin: the page's user sees no reason."""
         if len(origin) > _LONGEST_ORIGIN or origin in self._refused or len(self._refused) >= _MOST_WARNINGS:
             return
         self._refused.add(origin)
@@ -137,7 +137,7 @@ class Guard:
         return self._bodies.admit(nbytes)
 
     async def _with_body(self, held: BodyBytes, receive: Receive) -> Receive:
-        """The whole body is read here, as far as there may be one; what follows reads it from memory."""
+        """Receive the whole body within the limits, and return a `receive` that replays it from memory."""
         seconds = self._config.body_seconds
         try:
             first = await asyncio.wait_for(self._body(held, receive), seconds)
@@ -178,12 +178,12 @@ def _has_body(headers: Headers) -> bool:
 
 
 def _refuse(problem: ApiError, has_body: bool) -> Json:
-    """An answer that does not wait for the rest of a body: the connection ends with it."""
+    """Return an error response that does not wait for the rest of a body; the connection ends after it."""
     return Json(problem.body, problem.status, problem.headers | ({"Connection": "close"} if has_body else {}))
 
 
 def _place_of(origin: str) -> str | None:
-    """An origin's host and port; None for one that is no address."""
+    """Return an origin's host and port; None for an invalid address."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -191,13 +191,13 @@ def _place_of(origin: str) -> str | None:
 
 
 def _check_path(path: str) -> None:
-    """A path that ends with a line feed is not the one without, though patterns take it for that."""
+    """Raise an `ApiError` for unprintable characters: route patterns would ignore a line feed at the end of a path."""
     if not path.isprintable():
         raise ApiError(404, f"there is no {path[:100]!r} here; its path contains characters that are not allowed")
 
 
 def _name_of(host: str) -> str:
-    """A Host header without its port."""
+    """Return the host name of a Host header, without the port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

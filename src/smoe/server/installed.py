@@ -1,4 +1,5 @@
-"""Whether models can be served here. Imports nothing heavy: the command line asks before anything is loaded."""
+"""A check that the server's libraries are installed. It imports nothing heavy, so the command line calls it before the
+model is loaded."""
 
 from __future__ import annotations
 

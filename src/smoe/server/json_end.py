@@ -1,4 +1,4 @@
-"""Where a JSON object or list ends, in a text that grows: every character is looked at once."""
+"""Finds where a JSON object or list ends in a growing text. Each character is scanned once."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ _OUTSIDE = re.compile(r"[ \t\r\n0-9truefalsnE.,:+-]*")
 """What may stand between brackets and strings: space, numbers, `true`, `false`, `null`, separators."""
 _IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _DEEPEST = 100
-"""The deepest nesting: as deep as the body of a request may be: a client sends back what it was given."""
+"""The deepest nesting, as deep as a request's body may be: a client sends back the calls that it received."""
 
 
 class JsonEnd:
-    """Finds the end of one value that begins with a bracket."""
+    """Finds the end of one JSON object or list."""
 
     def __init__(self, begin: int) -> None:
-        """`begin`: where the value begins."""
+        """`begin`: the position of the opening bracket."""
         self._place = begin
-        """All before it has been looked at."""
+        """Everything before this position has been scanned."""
         self._open = ""
         """The brackets that are open."""
         self._is_in_string = False
         self.is_broken = False
-        """Whether no JSON begins like this, whatever comes."""
+        """Whether the text cannot become valid JSON."""
 
     def find(self, text: str) -> int | None:
-        """The place after the value's last character; None where it has not come. `text`: all of it so far."""
+        """Return the position after the value's last character; None if the value is incomplete. `text`: all text so
+        far."""
         while not self.is_broken:
             pattern = _IN_STRING if self._is_in_string else _OUTSIDE
             found = pattern.match(text, self._place)
             self._place = self._place if found is None else found.end()
             if self._place == len(text) or (self._is_in_string and text[self._place] == "\\"):
-                return None  # at the end, or before an escape of which half is there
+                return None  # at the end, or before an incomplete escape
             self._take(text[self._place])
             self._place += 1
             if not self._open and not self.is_broken:
@@ -39,7 +40,7 @@ class JsonEnd:
         return None
 
     def _take(self, character: str) -> None:
-        """A quotation mark or a bracket; anything else breaks the value."""
+        """Process a quotation mark or a bracket; any other character makes the value invalid."""
         if character == '"' and self._open:
             self._is_in_string = not self._is_in_string
         elif character in "{[" and len(self._open) < _DEEPEST:

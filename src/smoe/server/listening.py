@@ -1,10 +1,10 @@
-"""The server itself, and how it ends.
+"""The HTTP server and its shutdown.
 
 first SIGTERM or Ctrl-C        no more connections; new requests get 503
-      |  drain_seconds         texts under way go on
-      v                        what is left is cancelled: a whole answer becomes 503, a stream ends with an error
-      |  _LAST_SECONDS         for that to be written
-      v                        who has not taken it is let go
+      |  drain_seconds         texts in progress continue
+      v                        the rest is cancelled: a whole response becomes 503, a stream ends with an error
+      |  _LAST_SECONDS         for these errors to be sent
+      v                        clients that have not read them are disconnected
 second one                     the same, without drain_seconds
 """
 
@@ -31,26 +31,26 @@ from smoe.server.serving import Serving
 _log = logging.getLogger(__name__)
 _LAST_SECONDS = 2
 _HEAP_TICKS = 100
-"""Ticks of uvicorn, ten a second, between two times that free memory is given back to the system."""
+"""The number of uvicorn's ticks, ten a second, between two returns of free memory to the system."""
 _MOST_PENDING = 1024
-"""Connections that the system keeps until they are accepted."""
+"""The most connections that the system queues until they are accepted."""
 _SPARE_SECONDS = 10
-"""After which uvicorn stops waiting for connections that should be gone by then."""
+"""The time after which uvicorn stops waiting for connections that should have ended by then."""
 
-logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # it would tell stderr of each client that was let go
+logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # else stderr has a line for each disconnection
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains before it ends. `run` returns when it has. It handles no signals: the caller forwards
-    them by `handle_exit`."""
+    """A uvicorn server that lets running texts finish before `run` returns. It handles no signals: the caller passes
+    them to `handle_exit`."""
 
     def __init__(
         self, serving: Serving, tell: Callable[[str], None] = _log.warning, warn: Callable[[str], None] = _log.warning
     ) -> None:
-        """`tell` and `warn`: print for the user who started the server."""
+        """`tell` and `warn` print for the user who started the server."""
         self._group = Connections(serving.config, warn)
         self.bodies = BodyBudget(serving.config.most_bodies_bytes)
-        """What its requests' bodies take of memory now."""
+        """The memory that request bodies take now."""
         super().__init__(
             spoken_by(
                 make_app(serving, warn, self.bodies),
@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
         self._serving, self._tell = serving, tell
         self._is_in_a_hurry = False
         self._here: asyncio.AbstractEventLoop | None = None
-        """While it ends."""
+        """The event loop while the server shuts down; None before."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
@@ -71,10 +71,10 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(handler)
         await super().startup(sockets)
         for each in sockets or []:
-            each.listen(_MOST_PENDING)  # uvicorn's backlog is also what is accepted in one turn of the event loop
+            each.listen(_MOST_PENDING)  # uvicorn's backlog is the number accepted in one turn
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether it ends now."""
+        """Return whether the server ends now."""
         if self._serving.config.exit_on_failure and self._serving.state == "failed":
             self.should_exit = True
         if counter % _HEAP_TICKS == 0:
@@ -83,11 +83,12 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None. uvicorn would raise them once more within its own coroutine."""
+        """Install no signal handlers: uvicorn's would raise the signals again within its own coroutine."""
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
-        """End the server; at the second call at once. In the thread of `run`, between any two steps of it."""
+        """Shut down the server; at a second call, immediately. Called in the thread of `run`, between any two
+        instructions."""
         if self.should_exit and not self._is_in_a_hurry:
             self._is_in_a_hurry = True
             if self._here is not None:
@@ -95,7 +96,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let what is under way go on for a while, then end it."""
+        """Let requests in progress continue for `drain_seconds`, then cancel them."""
         serving, self._here = self._serving, asyncio.get_running_loop()
         serving.end_soon()
         under_way, seconds = serving.running + serving.waiting, serving.config.drain_seconds
@@ -118,7 +119,7 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(_LAST_SECONDS, self._let_go)
 
     def _let_go(self) -> None:
-        """Disconnect clients that do not take what they have been sent."""
+        """Disconnect clients that do not read what has been sent."""
         for connection in list(self.server_state.connections):
             _log.info("closing the connection of a client that has not read its response")
             connection.transport.abort()

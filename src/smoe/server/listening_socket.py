@@ -1,8 +1,7 @@
-"""The server's socket, and the addresses by which it is reached. Imports nothing heavy: a port that is taken is refused
-before anything is loaded.
+"""The server's socket and its addresses. Imports nothing heavy: a port in use is refused before anything is loaded.
 
-    bound    the port is ours; connections are refused
-    opened   connections wait until the server accepts them
+bound    the port is ours; connections are refused
+opened   connections wait until the server accepts them
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from smoe.errors import ConfigError
 from smoe.server.settings import ServerConfig
 
 _ELSEWHERE = "192.0.2.1"
-"""For documentation only. The route to it begins at this machine's own address."""
+"""An address reserved for documentation. The route to it begins at this machine's own address."""
 
 
 def bound(config: ServerConfig) -> socket.socket:
-    """A socket at the server's address. Raises `ConfigError`."""
+    """Return a socket that is bound to the server's address. Raises `ConfigError` where that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         bound_socket = socket.socket(family, kind, protocol)
@@ -35,13 +34,13 @@ def bound(config: ServerConfig) -> socket.socket:
 
 
 def _alone() -> int:
-    """The socket option for a port without sharing that is free again at once. On Windows SO_REUSEADDR would let
-    a second server bind it."""
+    """Return the socket option for a port that is not shared and can be bound again at once. On Windows, SO_REUSEADDR
+    would let a second server bind it."""
     return int(getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR))
 
 
 def opened(bound_socket: socket.socket, config: ServerConfig) -> None:
-    """Have it listen. Raises `ConfigError` where another process listens on the port by now."""
+    """Let the socket listen. Raises `ConfigError` where another process listens on the port by now."""
     try:
         bound_socket.listen()
     except OSError as error:
@@ -49,13 +48,13 @@ def opened(bound_socket: socket.socket, config: ServerConfig) -> None:
 
 
 def address_of(bound_socket: socket.socket) -> str:
-    """Where it is reached from here, as the beginning of a URL."""
+    """Return the URL by which this machine reaches the server."""
     host, port = bound_socket.getsockname()[:2]
     return _url("localhost" if ipaddress.ip_address(host).is_unspecified else host, port)
 
 
 def addresses_of(bound_socket: socket.socket) -> list[str]:
-    """Where it is reached from here and, where that is another address, from other machines."""
+    """Return the URL by which this machine reaches the server and, if different, the one for other machines."""
     host, port = bound_socket.getsockname()[:2]
     here = [address_of(bound_socket)]
     if not ipaddress.ip_address(host).is_unspecified:
@@ -69,7 +68,7 @@ def _url(host: str, port: int) -> str:
 
 
 def _own_address(family: int) -> str | None:
-    """The address by which other machines see this one, as far as its routes say; nothing is sent. None where it has
+    """Return this machine's address for other machines, according to its routes; nothing is sent. None where it has
     none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -97,7 +96,7 @@ def _refused(config: ServerConfig, error: OSError | UnicodeError) -> ConfigError
 
 
 def _by_whom(port: int) -> str:
-    """Who listens there, as far as the system says."""
+    """Name the processes that listen on the port, as far as the system reports them."""
     import psutil
 
     try:
@@ -105,6 +104,6 @@ def _by_whom(port: int) -> str:
             each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port and each.pid
         }
         names = [f"{psutil.Process(pid).name()} (process {pid})" for pid in sorted(found)]
-    except (psutil.Error, OSError, RuntimeError):  # it may not be ours to know
+    except (psutil.Error, OSError, RuntimeError):  # the system may not permit the query
         return ""
     return f" by {', '.join(names)}" if names else ""

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus (`/metrics`). Names begin with `smoe_`, those of the process with `process_`;
+"""The server's metrics for Prometheus (`/metrics`). Names begin with `smoe_`, those of the process with `process_`;
 units are seconds, bytes, tokens."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from smoe.runtime.engine import Engine
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
 
-disable_created_metrics()  # when each counter began: a series more for each, which Prometheus does not use
+disable_created_metrics()  # the start time of each counter: an additional series that Prometheus does not use
 
 
 class Meters:
-    """The counters of one server. `on_event` is called by the loop's thread, all else by any."""
+    """The metrics of one server. Only the decode loop's thread calls `on_event`; any thread may call the rest."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._registry = registry = CollectorRegistry()
         self._last_token_at: dict[int, float] = {}
-        """When each request that is decoded last had a token."""
+        """The time of the last token of each running request."""
         self.answers = Counter(
             "smoe_http_requests_total",
             "HTTP responses sent, by path and status.",
@@ -55,7 +55,7 @@ class Meters:
         registry.register(_Process())  # type: ignore[arg-type]
 
     def on_event(self, request: Request, what: Piece | End) -> None:
-        """One more token of a text, or its end."""
+        """Count one token of a text, or the end of the text."""
         now = time.perf_counter()
         if isinstance(what, End):
             self._last_token_at.pop(id(request), None)
@@ -73,7 +73,7 @@ class Meters:
         self._last_token_at[id(request)] = now
 
     def count(self, name: str) -> dict[tuple[str, ...], float]:
-        """The values of a counter of ours (`smoe_generated_tokens`), each value by its labels' values."""
+        """Return the values of one of these counters (such as `smoe_generated_tokens`), by the values of its labels."""
         found = [each for each in self._registry.collect() if each.name == name]
         return {
             tuple(sample.labels.values()): sample.value
@@ -83,12 +83,12 @@ class Meters:
         }
 
     def shown(self) -> bytes:
-        """All of it, in Prometheus's text form."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 class _Live:
-    """Values of engine and loop, read at each request of `/metrics`."""
+    """Metrics of engine and decode loop, computed at each request of `/metrics`."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._engine, self._loop = engine, loop
@@ -118,7 +118,7 @@ class _Live:
 
 
 class _Process:
-    """What the process takes of the machine, by the names that all of Prometheus's clients give it."""
+    """The process's memory and CPU time, by the names that Prometheus's client libraries use."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

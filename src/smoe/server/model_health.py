@@ -1,7 +1,7 @@
-"""Whether the model can still be used: what the ends of texts say of it.
+"""Whether the model can still be used, judged by how texts end.
 
-CheckpointError    its files were written or replaced since they were loaded: failed, until it is loaded again
-TransferError      a disk that cannot be read: failed after several in succession, until a text ends well
+CheckpointError    files were changed since they were loaded: failed, until the model is loaded again
+TransferError      the disk cannot be read: failed after several in succession, until a text ends well
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from smoe.generation.request import End, EndReason
 
 _log = logging.getLogger(__name__)
 _MOST_UNREAD = 3
-"""Texts in succession that a disk has failed; fewer may be a passing fault."""
+"""The number of read errors in succession after which the model has failed; fewer may be a temporary fault."""
 _ENDED_WELL = (EndReason.END, EndReason.STOP, EndReason.LENGTH)
 
 
 class ModelHealth:
-    """The health of one model. `note` belongs to the decode loop's thread; what it finds may be read by any."""
+    """The health of one model. Only the decode loop's thread calls `note`; any thread may read the result."""
 
     def __init__(self) -> None:
         self.lost: Exception | None = None
-        """Why no text can be made any more."""
+        """The error after which no text can ever be generated; None: no such error."""
         self._unread: list[TransferError] = []
 
     @property
     def failure(self) -> Exception | None:
-        """Why texts cannot be made now; None where they can."""
+        """The error because of which no text can be generated now; None where texts can be generated."""
         return self.lost or (self._unread[-1] if len(self._unread) >= _MOST_UNREAD else None)
 
     def note(self, end: End) -> None:
-        """A text has ended."""
+        """Take the end of a text into account."""
         if isinstance(end.error, CheckpointError):
             self.lose(end.error)
         elif isinstance(end.error, TransferError):
@@ -40,7 +40,7 @@ class ModelHealth:
             self._unread = []
 
     def lose(self, error: Exception) -> None:
-        """No text can be made any more."""
+        """Record that no text can be generated any more."""
         if self.lost is None:
             _log.error("the model can no longer be used: %s", error)
             self.lost = error

@@ -1,6 +1,5 @@
-"""Fields of other servers' APIs that this one does not have. Many clients send them with every request, with the value
-that changes nothing: that value is accepted, any other is refused (`Asked.check_unsupported`).
-"""
+"""Fields of other servers' APIs that this one does not have. Many clients send them in every request with the value
+that changes nothing. That value is accepted; any other is refused (`RequestFields.check_unsupported`)."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
-"""Fields and the values that change nothing; null is one for all."""
+"""The fields, with the values that change nothing; null is always one."""
 
 
 class NeutralFields(BaseModel):
-    """What every kind of request may have in addition to its own fields."""
+    """The fields of other servers' APIs that every request may have."""
 
     bad_words: Any = None
     best_of: Any = None

@@ -1,7 +1,7 @@
-"""What `/openapi.json` says: every path, what it takes and all that it may answer.
+"""The content of `/openapi.json`: every path with its requests and responses.
 
-Written here and not derived from the functions that answer: errors have one shape, most of them
-before any function is called (`guard.py`), and an answer may be a stream.
+It is declared here and not derived from the route functions: errors have one form and mostly occur before a route is
+called (`guard.py`), and a response may be a stream.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _REFUSALS = {
 _OF_ALL = (403, 408, 413, 429, 500, 503)
 _OF_ASKING = (400, 404, 415)
 _ABOUT = """\
-As OpenAI's API. Errors have one shape, `Refusal`; beside those that are named with the paths, a path that there is not
-is 404, and a method that a path does not take 405. Once a stream has begun its status has been sent: what goes wrong
-then is an event, `data: {"error": ...}`, of responses `response.failed`.
+The API follows OpenAI's. Errors have one form, `Refusal`. In addition to the listed errors, an unknown path
+returns 404, and an unsupported method 405. A stream's status is sent before its first event: a later error
+is an event, `data: {"error": ...}`, or `response.failed` in streams of responses.
 """
 
 
@@ -48,20 +48,20 @@ class Operation:
     path: str
     summary: str
     content: dict[str, Any]
-    """The contents of the answer of status 200, by media type: a model, or a description."""
+    """The content of the response of status 200, by media type: a model, or a description."""
     asked: type[RequestFields] | None = None
     refusals: tuple[int, ...] = ()
-    """Statuses in addition to those of every path."""
+    """Error statuses in addition to those of every path."""
     others: dict[int, type[BaseModel]] = field(default_factory=dict)
-    """Statuses whose body is no `Refusal`."""
+    """Statuses whose body is not a `Refusal`."""
     is_open: bool = False
-    """Whether no key is asked for."""
+    """Whether the path needs no key."""
     takes_head: bool = True
-    """For a GET: whether it takes HEAD as well."""
+    """For a GET: whether HEAD is supported as well."""
 
 
 def _probe(path: str, summary: str) -> Operation:
-    """What systems ask that watch a server: without a key, and with the same body whatever the status."""
+    """Return the description of a health check: without a key, and with the same kind of body for every status."""
     return Operation("get", path, summary, {_JSON: answers.Health}, others={503: answers.Health}, is_open=True)
 
 
@@ -111,7 +111,7 @@ OPERATIONS = (
 
 
 def document(model: str, needs_key: bool) -> dict[str, Any]:
-    """The description of a server of one model, as OpenAPI 3.1 has it."""
+    """Return the OpenAPI 3.1 description of a server of one model."""
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
         described = _described(each, needs_key)
@@ -174,7 +174,7 @@ def _content(kinds: dict[str, Any]) -> dict[str, Any]:
             found[kind] = {"schema": {"type": "string", "description": what}}
         elif isinstance(what, dict):
             found[kind] = what
-        elif kind == _EVENTS:  # OpenAPI 3.1 has no word for what an event holds
+        elif kind == _EVENTS:  # OpenAPI 3.1 cannot describe the data of an event
             found[kind] = {"x-event-data": {"$ref": _REF.format(model=what.__name__)}}
         else:
             found[kind] = {"schema": {"$ref": _REF.format(model=what.__name__)}}
@@ -182,7 +182,7 @@ def _content(kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schemas(model: str) -> dict[str, Any]:
-    """All models that are used; requests may name the one model alone."""
+    """Return the schemas of all models in use; the field `model` of requests allows the served model only."""
     kinds: list[type[BaseModel]] = [answers.Refusal]
     for each in OPERATIONS:
         asked = [] if each.asked is None else [each.asked]

@@ -1,4 +1,4 @@
-"""What has gone wrong, in the API's own shape: a status and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the API's form: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RETRY_SECONDS = 2
 
 
 class ApiError(Exception):
-    """Why a request gets no answer. `message` is shown to the client: no path, no name of this machine."""
+    """An error response. The client sees `message`: it contains no paths and no names of this machine."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """The JSON body of the response."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
@@ -55,18 +55,18 @@ class ApiError(Exception):
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """What was asked cannot be done: status 400. A named field is in `param` for programs."""
+    """Return an error of status 400. `param`: the field that the error is about, for programs."""
     return ApiError(400, message, param=param, code="invalid_value" if code is None and param is not None else code)
 
 
 def busy(why: str) -> ApiError:
-    """There is no room now: status 429."""
+    """Return an error of status 429: there is no room now."""
     message, seconds = f"the server is busy: {why}", _RETRY_SECONDS
     return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_seconds=seconds)
 
 
 def over() -> ApiError:
-    """The server ends: status 503."""
+    """Return an error of status 503: the server is shutting down."""
     return ApiError(
         503,
         "the server is shutting down; try again when it is back",
@@ -77,15 +77,15 @@ def over() -> ApiError:
 
 
 def failed(why: Exception) -> ApiError:
-    """No request can be answered any more: status 503."""
+    """Return an error of status 503: the model can no longer be used."""
     reason = "its files were changed after it was loaded" if isinstance(why, CheckpointError) else None
     message = f"the model can no longer be used: {reason or 'see the server log'}; start the server again"
     return ApiError(503, message, type="server_error", code="model_failed")
 
 
 def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bool = False) -> ApiError:
-    """An error of the library, as a client gets it. `fields`: what settings are called in its request; one that is not
-    there is the server's own affair. `is_whole_context`: the model has no more positions than it is served with."""
+    """Convert an error of the library to the client's. `fields`: names of settings in the request; an error in any
+    other setting is the server's fault. `is_whole_context`: the server already uses all of the model's positions."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
@@ -105,12 +105,12 @@ def problem_of(error: Exception, fields: Mapping[str, str], is_whole_context: bo
 
 
 def in_fields(message: str, fields: Mapping[str, str]) -> str:
-    """A message of the library with the request's fields in the place of its settings."""
+    """Return a message of the library with the request's field names instead of setting names."""
     return _SETTING.sub(lambda found: f"'{fields.get(found[1], found[1])}'", message)
 
 
 def _about_context(error: ContextError, is_whole: bool) -> str:
-    """The message in the words that clients look for."""
+    """Return the message with the phrase that clients search for."""
     given = re.search(r"has (\d+) tokens", str(error))
     tokens = f", and the prompt has {given[1] if given else 'many more'}"
     more = "" if is_whole else ", or start the server with a longer context"

@@ -1,4 +1,4 @@
-"""From conversations and texts to a prompt's tokens, by the model's own tokenizer and chat template."""
+"""Converts conversations and texts to prompt tokens, with the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from smoe.server.thinking import is_begun, may_think
 from smoe.server.tool_calls import form_of
 
 _LAST_TOKENS = 16
-"""The last tokens of a prompt: among them the mark that begins a thought, in one token or several, and the space after
-it."""
+"""The number of last prompt tokens that contain the marker that begins reasoning (one or several tokens) and the space
+after it."""
 _CHARACTERS, _MARGIN = 16, 16
-"""Of a prompt so many characters for each token that there is room for are looked at first. Where these are too many
-tokens already, and more than the last few, which more characters might join, so is the whole."""
+"""Of a long prompt, this many characters for each token of the context are tokenized first. If these give too many
+tokens, by more than a margin for tokens that further text may merge, the whole prompt is too long."""
 _SOMETHING = [{"role": "user", "content": "?"}]
 _A_TOOL = {
     "type": "function",
@@ -34,45 +34,45 @@ class Prompts:
     def __init__(
         self, tokenizer: Any, vocabulary: int, context_tokens: int, *, parses_control_tokens: bool = False
     ) -> None:
-        """`context_tokens`: longer prompts need not be split into tokens to the end. `parses_control_tokens`: text of
-        control tokens in messages becomes those tokens."""
+        """`context_tokens`: longer prompts are not tokenized to their end. `parses_control_tokens`: the text of a
+        control token in a message becomes that token."""
         self._tokenizer, self._vocabulary, self._context_tokens = tokenizer, vocabulary, context_tokens
         self._conversations = ConversationPrompts(
             tokenizer, context_tokens, parses_control_tokens=parses_control_tokens
         )
         self.has_template = self._conversations.template.exists
         self._not_given = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        """What a request may not give to the template: what the library itself looks at, a template among it."""
+        """Variables that a request may not give to the template, because the library itself uses them."""
         source = self._conversations.template.source
         self.takes_tools = self.has_template and self._shows_tools()
         self.tool_form = form_of(source) if self.takes_tools else None
-        """How the model writes calls; None: unknown."""
+        """The model's format of tool calls; None: unknown."""
         self._thinks = may_think(source)
 
     @property
     def template_state(self) -> str:
-        """none, ok or failed (`ChatTemplate.state`)."""
+        """The state of the chat template: none, ok or failed (`ChatTemplate.state`)."""
         return self._conversations.template.state
 
     def close(self) -> None:
-        """Write no more conversations; one that is being written fails. From any thread."""
+        """Render no more conversations; one in progress fails. Any thread may call this."""
         self._conversations.template.close()
 
     def has_begun_to_think(self, ids: Sequence[int]) -> bool | None:
-        """Whether a conversation's prompt ends within a thought; None where this model writes none that are known
-        here."""
+        """Return whether a conversation's prompt ends within reasoning; None where the model has no known form of
+        reasoning."""
         if not self._thinks:
             return None
         return is_begun(self._tokenizer.decode(list(ids[-_LAST_TOKENS:]), skip_special_tokens=False))
 
     def of_text(self, text: str) -> list[int]:
-        """A text to be gone on with, with what the tokenizer puts before it. Raises `ConfigError` for one of no
-        tokens, `ContextError` for one of far too many."""
+        """Return the tokens of a text to be continued, with the tokenizer's initial tokens. Raises `ConfigError` for a
+        text without tokens, `ContextError` for one far too long."""
         self._check_length(text)
         return encode(self._tokenizer, [text])[0]
 
     def of_tokens(self, ids: Sequence[int]) -> list[int]:
-        """Tokens as they are. Raises an `ApiError` for what is none."""
+        """Return prompt tokens unchanged. Raises an `ApiError` for ids outside the vocabulary."""
         if any(not 0 <= token < self._vocabulary for token in ids):
             raise refused(
                 f"'prompt' has token ids outside the vocabulary; they must be from 0 to {self._vocabulary - 1}",
@@ -88,7 +88,8 @@ class Prompts:
         param: str = "messages",
         ending: Ending = NEW_ANSWER,
     ) -> list[int]:
-        """A conversation, as the template writes it, up to where the model answers. `given` is the template's."""
+        """Return the tokens of a conversation in the template's form, up to the model's answer. `given`: the template's
+        variables. Raises an `ApiError`."""
         if not self.has_template:
             message = (
                 "this model has no chat template, so it cannot continue a conversation; use /v1/completions to "
@@ -124,8 +125,8 @@ class Prompts:
             raise refused(f"this model's chat template cannot render this conversation: {error}", param) from error
 
     def _check_length(self, text: str) -> None:
-        """Refuse by its beginning a text that is much too long: a million characters take the tokenizer seconds, in
-        which no other prompt is read, and hundreds of megabytes."""
+        """Raise `ContextError` for a text whose beginning is already too long. Tokenizing a million characters takes
+        seconds, which delay other prompts, and hundreds of megabytes."""
         beginning, most = text[: _CHARACTERS * self._context_tokens], self._context_tokens
         if len(beginning) == len(text):
             return
@@ -133,7 +134,7 @@ class Prompts:
             raise ContextError.far_too_long(most)
 
     def _shows_tools(self) -> bool:
-        """Whether the template says anything of tools."""
+        """Return whether the template writes the given tools."""
         try:
             without = self._written(_SOMETHING, None, {}, "messages")
             return self._written(_SOMETHING, [_A_TOOL], {}, "messages").text != without.text
@@ -141,7 +142,7 @@ class Prompts:
             return False
 
     def _turn(self, message: dict[str, Any], param: str) -> dict[str, Any]:
-        """A message as templates expect it: text in one piece, the arguments of calls as values."""
+        """Return a message in the form of templates: its text as one string, arguments of calls as values."""
         role = "tool" if message["role"] == "function" else message["role"]
         turn = {"role": role, "content": text_of(message.get("content"), param)}
         for name in ("name", "reasoning_content", "tool_call_id"):
@@ -153,7 +154,7 @@ class Prompts:
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None, param: str) -> str:
-    """A message's text, of whatever parts. Raises an `ApiError` for parts that are no text."""
+    """Return a message's text, which may be in parts. Raises an `ApiError` for a part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -179,7 +180,7 @@ def _as_values(call: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _check_characters(text: str, param: str) -> None:
-    """Refuse half a character (a lone surrogate): a call's arguments are JSON within JSON, which can write one."""
+    """Raise an `ApiError` for a lone surrogate: the arguments of calls are JSON within JSON, which can contain one."""
     try:
         text.encode("utf8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""How bytes of a connection become requests: by the parser that is tested, whatever else is installed."""
+"""uvicorn's settings: HTTP is parsed by h11, which is tested, whatever else is installed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import uvicorn
 
 
 def spoken_by(app: Any, http: Any = "h11", **given: Any) -> uvicorn.Config:
-    """An app's settings: HTTP/1.1 by h11 (a pinned requirement; uvicorn would take httptools where it is installed), no
-    WebSockets, Python's own event loop; no log, which is ours.
+    """Return the settings for an application: HTTP/1.1 by h11 (uvicorn would use httptools where installed), no
+    WebSockets, Python's event loop, no log of uvicorn's.
 
-    `http`: a protocol class of uvicorn's that parses with h11, in the place of its own."""
+    `http`: a protocol class that replaces uvicorn's h11 protocol.
+    """
     return uvicorn.Config(
         app,
         http=http,

@@ -1,10 +1,10 @@
-"""One line of the log for every request, when it is over (shown with `-v`).
+"""Logs one line for every finished request (shown with `-v`).
 
     POST /v1/chat/completions 200 6.51s prompt=34 reused=12 new=200 first=0.12s rate=31.2/s ended=length
     GET /v1/models 200 0.00s
 
-`first`: from being asked to the first token; `rate`: tokens a second from there on, of all texts together. `ended`:
-length, stop, failed, cut_off (by the server's end), client_gone.
+`first`: the time from the request to the first token. `rate`: tokens a second after the first, of all texts together.
+`ended`: length, stop, failed, cut_off (by the server's shutdown), client_gone.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _ENDED = {
     EndReason.CANCELLED: "cut_off",
 }
 _asked: ContextVar[list[Texts] | None] = ContextVar("asked", default=None)
-"""The fields of the present request, where its line is wanted."""
+"""The texts of the current request; None where requests are not logged."""
 
 
 def note_asked(texts: Texts) -> None:
-    """These are made for the request at hand."""
+    """Count the texts as those of the current request."""
     asked = _asked.get()
     if asked is not None:
         asked.append(texts)
 
 
 class RequestLines:
-    """Around an application."""
+    """ASGI middleware that logs every request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -94,6 +94,7 @@ def _of_texts(asked: Sequence[Texts], is_whole: bool) -> list[str]:
 
 
 def _shown(path: str) -> str:
-    """A path is whatever a client has sent: no line of its own, and none that fills the log."""
+    """Return a client's path for the log: shortened, and as a literal where it contains spaces or unprintable
+    characters."""
     short = path[:_LONGEST_PATH]
     return short if short.isprintable() and " " not in short else repr(short)

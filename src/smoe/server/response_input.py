@@ -1,4 +1,4 @@
-"""What a response is asked of, in the words of chat completions."""
+"""Converts requests for responses to the form of chat completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, list[dict[str, Any]]]:
-    """The messages of a prompt, and the conversation to store the answer with: `before` is what was stored earlier."""
+    """Return the conversation to prompt with, and the messages to store with the response. `before`: messages of the
+    stored response that is continued."""
     messages = before + messages_of(asked.input)
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     effort = (asked.reasoning or {}).get("effort")
@@ -32,7 +33,7 @@ def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, l
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items of an `input` as messages. Raises an `ApiError` for what is none."""
+    """Return the items of an `input` as messages. Raises an `ApiError` for an invalid item."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -69,7 +70,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Calls that follow each other, or a text, are one message."""
+    """Add a call to the last message if that is the assistant's, or else as a message of its own."""
     function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
     call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":

@@ -1,4 +1,4 @@
-"""Responses that were given, so that later ones can go on with them: the newest, within a bound."""
+"""Stored responses, which later requests can continue: the newest, within limits of number and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _MOST_BYTES = 32 << 20
 
 
 class StoredResponse(NamedTuple):
-    """One, and the conversation up to and with it, as JSON: what it was parsed into takes ten times the memory."""
+    """A response, and its conversation including the response, both as JSON: parsed objects take ten times the
+    memory."""
 
     response: bytes
     messages: bytes
@@ -25,7 +26,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """Stored responses, in memory: gone when the server ends."""
+    """Stored responses in memory; they are lost when the server ends."""
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = _MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -36,7 +37,7 @@ class ResponseStore:
         return len(self._responses)
 
     def put(self, response: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-        """Keep one; the oldest are forgotten for it."""
+        """Store a response and its conversation; the oldest responses are deleted to make room."""
         stored = StoredResponse(to_json(response), to_json(messages))
         self._responses[response["id"]] = stored
         self._bytes += stored.nbytes
@@ -45,16 +46,16 @@ class ResponseStore:
             self._bytes -= oldest.nbytes
 
     def get(self, name: str) -> bytes:
-        """One as JSON. Raises an `ApiError` for one that is not here, or not any more."""
+        """Return a response as JSON. Raises an `ApiError` for an unknown or deleted one."""
         return self._found(name).response
 
     def messages(self, name: str, param: str) -> list[dict[str, Any]]:
-        """The conversation up to and with one. Raises an `ApiError` that names `param` for one that is not here."""
+        """Return the conversation including a response. Raises an `ApiError` that names `param` for an unknown one."""
         found: list[dict[str, Any]] = json.loads(self._found(name, param).messages)
         return found
 
     def _found(self, name: str, param: str | None = None) -> StoredResponse:
-        found = self._responses.get(name)  # once: prompts are made on another thread
+        found = self._responses.get(name)  # one lookup only: prompts are made on another thread
         if found is None:
             message = (
                 f"there is no response {name[:100]!r} here; it was not stored, was deleted, or belongs to another "
@@ -64,6 +65,6 @@ class ResponseStore:
         return found
 
     def delete(self, name: str) -> None:
-        """Forget one. Raises an `ApiError` for one that is not here."""
+        """Delete a response. Raises an `ApiError` for an unknown one."""
         self._bytes -= self._found(name).nbytes
         del self._responses[name]

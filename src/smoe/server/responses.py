@@ -1,4 +1,5 @@
-"""`/v1/responses`, as far as chat clients use it: text and functions, whole or as events, gone on with by name."""
+"""The endpoint `/v1/responses`, as far as chat clients use it: text and functions, as one body or as events, continued
+by id."""
 
 from __future__ import annotations
 
@@ -28,27 +29,27 @@ _PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("output_text", {"logprobs": []}),
     "reasoning": ("reasoning_text", {}),
 }
-"""Of an item of text: the type of its one part, and its other fields."""
+"""For each kind of text item: the type of its only part, and the part's other fields."""
 
 
 class Responses:
-    """Those of one server."""
+    """The responses of one server."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._store = ResponseStore()
 
     def get(self, name: str) -> bytes:
-        """One that was given, as JSON."""
+        """Return a stored response as JSON."""
         return self._store.get(name)
 
     def delete(self, name: str) -> dict[str, Any]:
-        """Forget one."""
+        """Delete a stored response."""
         self._store.delete(name)
         return {"id": name, "object": "response", "deleted": True}
 
     async def make(self, request: Request) -> Response:
-        """One more."""
+        """Generate a response."""
         serving = self._serving
 
         def work(asked: ResponseAsked) -> tuple[Prepared, _Form]:
@@ -66,15 +67,15 @@ class Responses:
 
 
 class _Form(NamedTuple):
-    """All that a response needs of its request. As JSON: what it was parsed into takes ten times the memory."""
+    """What a response needs of its request, as JSON: parsed objects take ten times the memory."""
 
     settings: dict[str, str]
     is_streamed: bool
     is_stored: bool
     empty: bytes
-    """The response that has nothing yet."""
+    """The response without any output."""
     messages: bytes
-    """The conversation that it answers."""
+    """The messages of the conversation."""
 
 
 def _form_of(asked: ResponseAsked, model: str, messages: list[dict[str, Any]]) -> _Form:
@@ -93,7 +94,7 @@ class _ResponsesAnswer(EndpointAnswer):
         self._events = 0
 
     def _response(self) -> dict[str, Any]:
-        """The response that has nothing yet."""
+        """Return the response without any output."""
         empty: dict[str, Any] = json.loads(self._form.empty)
         return empty
 
@@ -109,7 +110,7 @@ class _ResponsesAnswer(EndpointAnswer):
         return b"".join(self._event(f"response.{state}", response=response) for state in ("created", "in_progress"))
 
     def _added(self, index: int, delta: Delta) -> bytes:
-        """Text goes on with the message, a call is an item of its own."""
+        """Return the events of a delta: text extends the current message, and each call is an item of its own."""
         return b"".join(self._items(delta))
 
     def _last(self) -> bytes:
@@ -187,7 +188,7 @@ class _ResponsesAnswer(EndpointAnswer):
         return event({"type": type, **what, "sequence_number": self._events - 1}, type)
 
     def _finished(self) -> dict[str, Any]:
-        """The finished response; stored, unless `store` is false."""
+        """Return the finished response, and store it unless `store` is false."""
         request, is_cut = self._choice.request, self._choice.reason is EndReason.LENGTH
         prompt, new = len(request.ids), len(request.new_ids)
         response = self._response() | {
@@ -218,7 +219,7 @@ class _ResponsesAnswer(EndpointAnswer):
 
 
 def _empty(asked: ResponseAsked, model: str) -> dict[str, Any]:
-    """A response that has nothing yet."""
+    """Return a response without any output."""
     return {
         "id": "resp_" + secrets.token_hex(16),
         "object": "response",

@@ -1,4 +1,4 @@
-"""The page `/watch` for one run of the command line: on this machine only, on its own thread, during the run."""
+"""The page `/watch` during a run of the command line: for this machine only, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _START_SECONDS = 10.0
 
 
 class RunPage:
-    """A page that shows one run."""
+    """The page that shows one run."""
 
     def __init__(self, address: str, watching: Watching) -> None:
         self.address = address
         self.watching = watching
 
     def say(self, text: str) -> None:
-        """More of the run's text."""
+        """Append to the run's text on the page."""
         self.watching.say(text)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a browser opens the page; False: none did within so many seconds."""
+        """Wait until a browser opens the page. Return False where none does so within `seconds`."""
         return self.watching.has_begun.wait(seconds)
 
 
 @contextmanager
 def shown(engine: Engine, name: str, port: int = 0) -> Iterator[RunPage]:
-    """Inside, the engine is shown at `address`; afterwards open pages show that the run is over.
+    """Show the engine on a page for the duration of the `with` block; afterwards open pages show that the run is over.
 
-    Raises `ConfigError` where the port is taken.
+    Raises `ConfigError` where the port is in use.
     """
     config, phase = ServerConfig(port=port), {"running": 1}
     is_over = threading.Event()
@@ -59,7 +59,7 @@ def shown(engine: Engine, name: str, port: int = 0) -> Iterator[RunPage]:
         finally:
             phase |= {"running": 0, "over": 1}
             if watching.is_watched:
-                time.sleep(3 * LOOK_SECONDS)  # a look that tells the end
+                time.sleep(3 * LOOK_SECONDS)  # one more look, which shows the end
             is_over.set()
             server.should_exit = True
             thread.join(_START_SECONDS)

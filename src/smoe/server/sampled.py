@@ -1,4 +1,4 @@
-"""From a request's fields to how tokens are chosen. What a request does not say is the model's own."""
+"""Converts a request's fields to sampling settings. Fields that a request leaves out have the model's own values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from smoe.server.fields import Completing, RequestFields
 from smoe.server.problem import refused
 
 _ANY_SEED = -1
-"""The value of vLLM and llama.cpp: the same as no seed."""
+"""The seed that vLLM and llama.cpp treat like none."""
 
 
 def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
-    """Raises `ConfigError` for values out of bounds, an `ApiError` for tokens that there are not."""
+    """Return a request's sampling. Raises `ConfigError` for values out of bounds, an `ApiError` for unknown tokens."""
     own = model.generation_config
     temperature, top_k = asked.temperature, None if asked.top_k is None else max(0, asked.top_k)
     narrows = asked.top_p not in (None, 1) or bool(top_k) or bool(asked.min_p)
@@ -48,12 +48,12 @@ def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: in
 
 
 def another(sampling: Sampling, number: int) -> Sampling:
-    """The same for the `number`-th text of a request: it draws with a seed of its own."""
+    """Return the sampling of the `number`-th text of a request, which differs in its seed."""
     return replace(sampling, seed=(sampling.seed + number) % 2**63) if number else sampling
 
 
 def _first(*values: float | None) -> float:
-    """The first that is there."""
+    """Return the first value that is not None."""
     return next(value for value in values if value is not None)
 
 

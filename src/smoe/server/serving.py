@@ -1,4 +1,4 @@
-"""A model that many may ask: its decode loop on a thread, and what turns requests into prompts and back."""
+"""A served model: its decode loop on a thread, and the conversion of requests to prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _A = TypeVar("_A", bound=RequestFields)
 
 
 class Serving:
-    """One model under one name. `start`, then requests, then `close`."""
+    """One model under one name. Call `start`, then handle requests, then `close`."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, config: ServerConfig) -> None:
         self.model, self.name, self.config = model, name, config
@@ -63,7 +63,7 @@ class Serving:
         self.tokenizer = tokenizer
         self.fingerprint = _fingerprint(name, self.engine)
         self.before = self.engine.stats()
-        """What the engine has counted before anything was asked."""
+        """The engine's counters before the first request."""
         self._places = self.engine.config.max_sequences
         self._loop = DecodeLoop(model, tokenizer, self._places + config.max_waiting)
         self.meters = Meters(self.engine, self._loop)
@@ -73,21 +73,22 @@ class Serving:
         self._is_ending = self._has_read = False
         self._thread = threading.Thread(target=self._run, name="smoe-decode", daemon=True)
         self._preparing = ThreadPoolExecutor(1, "smoe-prompts")
-        """Tokenizers are not made for several threads, and a long prompt is not to hold the others' answers up."""
+        """One thread makes all prompts: tokenizers are not thread-safe, and a long prompt must not delay other
+        responses."""
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the decode loop."""
         self.before = self.engine.stats()
         self._thread.start()
 
     def give_back_memory(self) -> None:
-        """Have the heap's free pages given back to the system, if a body has been read since the last call."""
+        """Return the heap's free pages to the system, if a body has been read since the last call."""
         if self._has_read and not self._is_ending:
             self._has_read = False
             self._preparing.submit(give_back_heap)
 
     def close(self) -> None:
-        """End what is under way, and wait until it has."""
+        """Cancel all texts, and wait until the decode loop has ended."""
         self._is_ending = True
         self._loop.close()
         self.end_now()
@@ -96,44 +97,43 @@ class Serving:
         self._preparing.shutdown()
 
     def end_soon(self) -> None:
-        """Take no more requests; those that there are go on."""
+        """Accept no more requests; texts in progress continue."""
         self._is_ending = True
         self._loop.close()
 
     def end_now(self) -> None:
-        """End what is under way, a chat template that does not end included."""
+        """Cancel all texts, and a chat template that does not end."""
         self._loop.cancel_all()
         self.prompts.close()
 
     @property
     def state(self) -> str:
-        """ok, ending or failed."""
+        """The state of the server: ok, ending or failed."""
         return "failed" if self.failure is not None else "ending" if self._is_ending else "ok"
 
     @property
     def failure(self) -> Exception | None:
-        """Why the state is failed; None where it is not."""
+        """The error of a failed model; None where the state is not failed."""
         return self.health.failure
 
     @property
     def running(self) -> int:
-        """Texts that are read or decoded."""
+        """The number of texts in prefill or decode."""
         return self._loop.running
 
     @property
     def waiting(self) -> int:
-        """Texts without a place."""
+        """The number of texts in the queue."""
         return self._loop.waiting
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which a request waited for a token."""
+        """Seconds during which at least one request waited for a token."""
         return self._loop.busy_seconds
 
     async def read(self, kind: type[_A], request: HttpRequest, work: Callable[[_A], _T]) -> _T:
-        """What `work` makes of a request's body, on the thread of prompts: it parses, renders and tokenises one body
-        at a time, and what was parsed does not outlive `work`, so of all requests that wait only bodies and tokens are
-        in memory. Raises an `ApiError` in the request's words."""
+        """Return what `work` makes of a parsed request, on the thread for prompts. It processes one request at a time,
+        so that waiting requests hold only bodies and tokens. Raises an `ApiError`."""
         self.refuse_if_ending()
         self._has_read = True
         try:
@@ -154,8 +154,8 @@ class Serving:
         raise problem  # outside of the `except`: the error would keep what was parsed in memory
 
     def ask(self, wanted: Sequence[TextRequest], fields: Mapping[str, str], is_streamed: bool) -> Texts:
-        """Have texts made; what is not streamed, and does not end early, is looked at when it ends. Raises an
-        `ApiError`, in the request's words, where they will not be."""
+        """Hand texts to the decode loop. Texts that are not streamed wake the server only when they end. Raises an
+        `ApiError` that uses the names in `fields`."""
         self.refuse_if_ending()
         self._check_room(len(wanted))
         try:
@@ -167,7 +167,7 @@ class Serving:
         return texts
 
     def _check_room(self, texts: int) -> None:
-        """Refuse, before any is handed in, what will never have room together, and what has none now."""
+        """Raise an `ApiError` for more texts than the server can ever take, or than it has room for now."""
         places, queue = self._places, self.config.max_waiting
         if texts > places + queue:
             message = (
@@ -181,27 +181,27 @@ class Serving:
             raise busy(f"{wanted}; try again later")
 
     def check(self, wanted: TextRequest, fields: Mapping[str, str]) -> None:
-        """Raise the `ApiError` that `ask` would for a prompt of no tokens, or of too many."""
+        """Raise the `ApiError` that `ask` would raise for an empty or too long prompt."""
         try:
             self._loop.check(Request(wanted.ids, wanted.sampling, lambda what: None))
         except Exception as error:
             raise problem_of(error, fields, self._is_whole_context) from error
 
     def refuse_if_ending(self) -> None:
-        """Raise an `ApiError` where nothing will be answered any more."""
+        """Raise an `ApiError` where the model has failed or the server is shutting down."""
         if self.health.lost is not None:
             raise failed(self.health.lost)
         if self._is_ending:
             raise over()
 
     def check_name(self, model: str) -> None:
-        """Raise an `ApiError` where another model is asked for."""
+        """Raise an `ApiError` for the name of another model."""
         if model != self.name:
             message = f"the model {model[:100]!r} does not exist here; this server serves {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def room_for(self, ids: Sequence[int]) -> int:
-        """New tokens that the context leaves to a prompt: one at least."""
+        """Return how many new tokens the context allows after a prompt, at least 1."""
         return max(1, self.engine.context_tokens - len(ids))
 
     def _run(self) -> None:
@@ -214,7 +214,7 @@ class Serving:
             self._bell.say(self._give_up)
 
     def _on_event(self, request: Request, what: Piece | End) -> None:
-        """Called on the decode loop's thread."""
+        """Count a text's event; the decode loop's thread calls this."""
         self.meters.on_event(request, what)
         if isinstance(what, End):
             self.health.note(what)
@@ -226,6 +226,6 @@ class Serving:
 
 
 def _fingerprint(name: str, engine: Engine) -> str:
-    """What decides an answer, in addition to the request."""
+    """Return a hash of everything but the request that decides a response."""
     decides = (name, __version__, engine.arithmetic, sorted(map(str, engine.config.lossy)))
     return "smoe_" + hashlib.sha256(repr(decides).encode()).hexdigest()[:12]

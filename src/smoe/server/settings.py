@@ -1,4 +1,4 @@
-"""Where a server listens, who may ask it, and how much at once."""
+"""The server's settings: its address, who may use it, and its limits."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ FEWEST_CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server. Checked when it is made: a server for other machines needs a key or an explicit permission."""
+    """The settings of one server, checked when constructed: one that other machines can reach needs a key or
+    `no_auth`."""
 
     host: str = LOOPBACK
-    """An address of this machine; others than loopback need an `api_key`, or `no_auth`."""
+    """An address of this machine; one that other machines can reach needs `api_key` or `no_auth`."""
     port: int = 8000
-    """0: any free one."""
+    """The port; 0: any free one."""
     api_key: str | None = field(default=None, repr=False)
-    """What clients must send; None: nothing is asked of them."""
+    """The key that clients must send; None: they need none."""
     no_auth: bool = False
-    """Let everybody ask who reaches `host`."""
+    """Answer every client that can reach `host`, without a key."""
     allow_origin: tuple[str, ...] = ()
     """Origins of other web pages that may send requests: `https://chat.example`; `*` for all."""
     max_waiting: int = 64
     """The length of the queue; further requests get 429."""
     max_body_bytes: int = 4 << 20
     max_bodies_bytes: int | None = None
-    """The memory of all bodies that are being received, or wait until their prompts are rendered; those that come then
-    are refused (429). None: eight times `max_body_bytes`."""
+    """The memory for all bodies that are being received or wait until their prompts are rendered; further ones get 429.
+    None: eight times `max_body_bytes`."""
     max_connections: int = 512
-    """Fewer where the process may not open so many files. A new one takes the place of the one that has waited longest
-    for its request."""
+    """The most open connections; fewer where the process may not open so many files. A new one replaces the one that
+    has waited longest for its request."""
     head_seconds: float = 10.0
-    """A request's head that takes longer to come is not waited for."""
+    """The time limit for receiving a request's head."""
     body_seconds: float = 60.0
-    """A body that takes longer to come is not waited for."""
+    """The time limit for receiving a request's body."""
     idle_seconds: float = 30.0
-    """A connection without a request is closed so long after its last answer."""
+    """A connection without a request is closed so long after its last response."""
     unread_seconds: float = 60.0
-    """A client that takes nothing of its answer for so long is disconnected."""
+    """A client that reads nothing of its response for so long is disconnected."""
     exit_on_failure: bool = False
-    """End the server once the model can no longer be used."""
+    """Whether the server ends when the model can no longer be used."""
     parses_control_tokens: bool = False
-    """Whether the text of a control token in a message becomes that token; else it stays text."""
+    """Whether the text of a control token in a message becomes that token; otherwise it stays text."""
     drain_seconds: float = 30.0
-    """How long running texts may continue once the server ends."""
+    """How long running texts may continue when the server shuts down."""
 
     def __post_init__(self) -> None:
         for name, holds, allowed in (
@@ -103,17 +104,17 @@ class ServerConfig:
 
     @property
     def most_bodies_bytes(self) -> int:
-        """Bytes of bodies in memory at once."""
+        """The most bytes of request bodies in memory at once."""
         return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone can ask."""
+        """Whether only this machine can send requests."""
         return is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or an address (`::1` with or without brackets) is this machine's own."""
+    """Return whether a host name or an address (`::1` with or without brackets) is this machine's own."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:

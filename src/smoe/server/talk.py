@@ -1,4 +1,4 @@
-"""What chat completions and responses have in common: a conversation that the model goes on with, perhaps by tools."""
+"""The common part of chat completions and responses: a conversation that the model continues, with or without tools."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from smoe.server.tool_rules import must_call
 
 @dataclass
 class Talk:
-    """A prompt's messages, in our own form."""
+    """A conversation to continue, and how to continue it."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """As chat completions have them."""
+    """The tools that the model may call, in the form of chat completions."""
     tool_choice: str | dict[str, Any] | None = None
     is_single_call: bool = False
-    """Whether the answer ends with its first call."""
+    """Whether the response ends with its first call."""
     schema: dict[str, Any] | None = None
-    """What the answer must keep to."""
+    """The JSON schema that the response must follow; None: free text."""
     schema_field: str = "response_format"
     template: dict[str, Any] = field(default_factory=dict)
-    """For the chat template."""
+    """Variables for the chat template."""
     ending: Ending = NEW_ANSWER
     max_new_tokens: int | None = None
-    """None: as many as there is room for."""
+    """The most new tokens; None: as many as the context has room for."""
     texts: int = 1
     logprobs: int | None = None
 
 
 @dataclass
 class Prepared:
-    """What is handed in, and how what comes is read."""
+    """The texts to generate, and how to parse them."""
 
     wanted: list[TextRequest]
     parser: Callable[[], Parser]
     ends_early: bool
-    """Whether what comes may end a text, so that it is looked at as it comes."""
+    """Whether parsing may end a text early, so that each token must be parsed as it comes."""
     markers: dict[int, str]
     ends: frozenset[int]
     has_begun_to_think: bool | None
-    """Within the prompt; None: this model, or this answer, has no thoughts."""
+    """Whether the prompt ends within reasoning; None: this model or this response has no reasoning."""
 
     def choices(self, requests: Sequence[Request]) -> list[ChoiceText]:
-        """The choices of the requests that were made of `wanted`."""
+        """Return the choices of `requests`, which were made from `wanted`."""
         begun = self.has_begun_to_think
         return [
             ChoiceText(request, self.parser(), self.markers, self.ends, None if begun is None else Thinking(begun))
@@ -67,7 +67,8 @@ class Prepared:
 
 
 def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str, str]) -> Prepared:
-    """Tokens, sampling, grammar. Takes a while: not for the server's own thread."""
+    """Make the prompt's tokens, the sampling and the grammar. May take long: do not call this on the event loop's
+    thread."""
     offered, must = _offered(talk)
     ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"], talk.ending)
     room = serving.room_for(ids)
@@ -83,7 +84,7 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
         grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
     grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
     wanted = [TextRequest(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
-    begun = _has_begun_to_think(serving, talk, ids) if grammar is None else None  # what keeps to a form is the answer
+    begun = _has_begun_to_think(serving, talk, ids) if grammar is None else None  # constrained output has no reasoning
     if begun is not None:
         markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))
     ends_early = form is not None and talk.is_single_call
@@ -91,7 +92,7 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
 
 
 def _has_begun_to_think(serving: Serving, talk: Talk, ids: Sequence[int]) -> bool | None:
-    """Whether the answer begins within a thought; None where this model writes none that are known here."""
+    """Return whether the response begins within reasoning; None where the model has no known form of reasoning."""
     begun = serving.prompts.has_begun_to_think(ids)
     if begun is None or not talk.ending.continue_final_message:
         return begun
@@ -99,7 +100,7 @@ def _has_begun_to_think(serving: Serving, talk: Talk, ids: Sequence[int]) -> boo
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tools that the model gets, and those one of which it must call, if it must."""
+    """Return the tools that the model gets, and the tools of which it must call one (empty: it need not)."""
     choice, tools = talk.tool_choice, talk.tools
     if choice is None or choice == "auto":
         return tools, []
@@ -119,20 +120,20 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _parser(form: str | None, offered: Sequence[dict[str, Any]], is_single: bool) -> Callable[[], Parser]:
-    """What reads the calls of these tools; plain text where there are none, or the model's form is not known."""
+    """Return a constructor of the parser for these tools' calls; of `PlainText` for an unknown format."""
     if form is None:
         return PlainText
     return partial(PARSERS[form], [tool["function"]["name"] for tool in offered], is_single)
 
 
 def _added(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
-    """The texts that are an added token of the tokenizer, special or not."""
+    """Return those texts that are added tokens of the tokenizer, with their ids."""
     added = tokenizer.added_tokens_decoder
     tokens = {text: tokenizer.convert_tokens_to_ids(text) for text in texts}
     return {text: token for text, token in tokens.items() if token in added and added[token].content == text}
 
 
 def _left_out(tokenizer: Any, tokens: Mapping[str, int]) -> dict[int, str]:
-    """The special ones of these tokens: decoded texts leave them out."""
+    """Return the special tokens among `tokens`, which decoded texts leave out."""
     added = tokenizer.added_tokens_decoder
     return {token: text for text, token in tokens.items() if added[token].special}

@@ -1,8 +1,8 @@
-"""What the decode loop's thread says of requests' texts, brought to the server's.
+"""Passes the decode loop's events to the server's thread.
 
 loop's thread   Piece Piece  Piece  ring()   Piece  End   ring()      once a step, for all requests together
                      \\      |     /              \\     /
-server's              [Piece, Piece, Piece]       [Piece, End]        as much as has come by the time it looks
+server's              [Piece, Piece, Piece]       [Piece, End]        all events since the last call
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from smoe.generation.request import Constraint, End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
 
 Metered = Callable[[Request, Piece | End], None]
-"""Hears everything first, on the loop's thread."""
+"""A function that receives every event first, on the decode loop's thread."""
 
 
 class Bell:
-    """Wakes coroutines that wait for texts, in the server's thread. Two threads that wake each other for every token of
-    every text take each other's time: with eight texts a sixth of a step's."""
+    """Wakes coroutines that wait for texts, once a step. Two threads that wake each other for every token slow each
+    other down: with eight texts, by a sixth of a step."""
 
     def __init__(self) -> None:
         self._for: deque[Texts] = deque()
         self._here: asyncio.AbstractEventLoop | None = None
 
     def hang(self) -> None:
-        """Attach it, in the server's thread, before any request."""
+        """Attach the bell to the server's event loop, before any request."""
         self._here = asyncio.get_running_loop()
 
     def note(self, texts: Texts) -> None:
-        """An event has come that a coroutine waits for; any thread."""
+        """Note that `texts` has an event for a waiting coroutine. Any thread may call this."""
         if not texts.is_noted:
             texts.is_noted = True
             self._for.append(texts)
 
     def ring(self) -> None:
-        """After every step; any thread."""
+        """Wake the coroutines whose texts have events, after every step. Any thread may call this."""
         if self._for:
             self.say(self._wake)
 
     def say(self, what: Callable[[], None]) -> None:
-        """Have something done in the server's thread; any thread."""
+        """Run `what` in the server's thread. Any thread may call this."""
         if self._here is not None and not self._here.is_closed():
             self._here.call_soon_threadsafe(what)
 
@@ -57,7 +57,7 @@ class Bell:
 
 
 class TextRequest(NamedTuple):
-    """One text to be made."""
+    """One text to be generated."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -66,27 +66,27 @@ class TextRequest(NamedTuple):
 
 
 class TextEvent(NamedTuple):
-    """An event, and the number of its text."""
+    """An event and the number of its text."""
 
     number: int
     what: Piece | End
 
 
 class Texts:
-    """The texts of one HTTP request. Leaving its `with` cancels those that have not ended."""
+    """The texts of one HTTP request. Leaving its `with` block cancels those that have not ended."""
 
     def __init__(
         self, loop: DecodeLoop, bell: Bell, wanted: Sequence[TextRequest], metered: Metered, is_in_a_hurry: bool
     ) -> None:
-        """Hands all of them in, or none: raises what `DecodeLoop.hand_in` does. Who is in no hurry is woken by ends
-        alone."""
+        """Queue all texts, or none: raises what `DecodeLoop.hand_in` raises. If not `is_in_a_hurry`, only ends wake the
+        coroutine."""
         self._loop, self._bell, self._metered, self._is_in_a_hurry = loop, bell, metered, is_in_a_hurry
         self._events: deque[TextEvent] = deque()
-        """Events that have not been taken yet."""
+        """Events that `next` has not returned yet."""
         self._waiter: asyncio.Future[None] | None = None
         self._left = set(range(len(wanted)))
         self.is_noted = False
-        """The bell's."""
+        """Whether the bell has noted these texts."""
         self.requests: list[Request] = []
         self.reasons: list[EndReason] = []
         """Why texts have ended, in the order of their ends."""
@@ -116,11 +116,11 @@ class Texts:
 
     @property
     def are_over(self) -> bool:
-        """Whether every text has ended, and all events have been taken."""
+        """Whether every text has ended and `next` has returned all events."""
         return not self._left
 
     async def next(self, patience_seconds: float) -> list[TextEvent]:
-        """Events since the last call; empty where none came for so long."""
+        """Return the events since the last call; empty where none has come within `patience_seconds`."""
         if not self._events:
             here = asyncio.get_running_loop()
             self._waiter = here.create_future()
@@ -140,19 +140,19 @@ class Texts:
         return news
 
     def wake(self) -> None:
-        """In the server's thread: wake `next`."""
+        """Wake `next`, in the server's thread."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def cancel(self) -> None:
-        """End what has not ended, within a step."""
+        """Cancel texts that have not ended; they end within a step."""
         if self._left:
             for request in self.requests:
                 request.is_cancelled = True
             self._loop.wake()
 
     def give_up(self, error: Exception) -> None:
-        """The loop has failed: no more events will come."""
+        """End all texts with `error`: the decode loop has failed."""
         for number in range(len(self.requests)):
             self._hear(TextEvent(number, End(EndReason.FAILED, "", error)))
 

@@ -1,10 +1,10 @@
-"""What a model thinks before it answers: `<think>` ... `</think>` at the beginning of what it writes, as Qwen3 and
-DeepSeek have it. Clients get it in a field of its own, not in the answer.
+"""Separates a model's reasoning from its answer: `<think>` ... `</think>` at the beginning of a text, as of Qwen3 and
+DeepSeek. Clients get the reasoning in a field of its own.
 
-    <think> I see. </think> Yes.     the model begins to think, or does not
-    I see. </think> Yes.             the prompt has begun for it, as some templates do
+    <think> I see. </think> Yes.     the model begins to reason, or does not
+    I see. </think> Yes.             the prompt contains the beginning, as some templates write it
 
-Space around either part is neither's.
+Space around either part is removed.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from smoe.generation.detokenizer import overlap
 
 BEGIN, END = "<think>", "</think>"
 TOKENS = (BEGIN, END)
-"""What is looked for; where texts leave it out, as a special token, the caller of `push` writes it."""
+"""The markers. Where decoding leaves them out as special tokens, the caller adds their text to `push`."""
 
 
 def may_think(template: str) -> bool:
-    """Whether a model of this chat template writes thoughts in this form."""
+    """Return whether a model with this chat template writes reasoning in this form."""
     return BEGIN in template or END in template
 
 
 def is_begun(prompt: str) -> bool:
-    """Whether a prompt ends within a thought."""
+    """Return whether a prompt ends with the marker that begins reasoning."""
     return prompt.rstrip().endswith(BEGIN)
 
 
 def is_open(text: str) -> bool:
-    """Whether a text ends within a thought."""
+    """Return whether a text ends within reasoning."""
     return text.rfind(BEGIN) > text.rfind(END)
 
 
 class Thinking:
-    """Reads one text as it comes; `push` and `flush` return (reasoning, answer)."""
+    """Parses one text piece by piece; `push` and `flush` return (reasoning, answer)."""
 
     def __init__(self, is_begun: bool) -> None:
         self._held = ""
         self._is_begun, self._is_over = is_begun, False
         self._is_blank = True
-        """Whether the present part has only blanks so far."""
+        """Whether the current part has only spaces so far."""
 
     @property
     def is_thinking(self) -> bool:
         return self._is_begun and not self._is_over
 
     def push(self, text: str) -> tuple[str, str]:
-        """Some more."""
+        """Parse the next piece of text."""
         if self._is_over:
             return "", self._inner(text)
         self._held += text
@@ -56,12 +56,12 @@ class Thinking:
             elif BEGIN.startswith(begin):
                 return "", ""
             else:
-                self._is_over, self._is_blank = True, False  # an answer keeps the space that it begins with
+                self._is_over, self._is_blank = True, False  # an answer without reasoning keeps its initial space
                 return "", self._all()
         return self._thought()
 
     def flush(self) -> tuple[str, str]:
-        """That was all: a thought may have been cut off."""
+        """Parse the end of the text; the reasoning may be incomplete."""
         held = self._all()
         return (self._inner(held.rstrip()), "") if self.is_thinking else ("", held)
 
@@ -76,7 +76,7 @@ class Thinking:
         return self._inner(thought), ""
 
     def _inner(self, text: str) -> str:
-        """Without the space that a part begins with."""
+        """Remove the space at the beginning of a part."""
         if self._is_blank:
             text = text.lstrip()
             self._is_blank = not text

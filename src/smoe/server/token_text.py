@@ -1,4 +1,4 @@
-"""Single tokens for clients, with their probabilities: a text, and the bytes that it stands for."""
+"""Texts and bytes of single tokens, for responses with probabilities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class TokenTexts:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token: int) -> tuple[str, list[int]]:
-        """A token's text, and its bytes: of half a character, which is no text, the bytes are the token's own."""
+        """Return a token's text and bytes. For a token with a part of a character, the bytes are those of its
+        vocabulary entry."""
         if token not in self._known:
             text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
             known = _bytes_of(self._tokenizer.convert_ids_to_tokens(token)) if _NO_CHARACTER in text else None
@@ -26,7 +27,7 @@ class TokenTexts:
 
 
 def _bytes_of(piece: str | None) -> bytes | None:
-    """The bytes that a vocabulary's entry stands for; None where it is not written byte by byte."""
+    """Return the bytes of a vocabulary entry; None where the vocabulary is not written byte by byte."""
     if piece is None:
         return None
     if found := _BYTE.fullmatch(piece):
@@ -36,7 +37,7 @@ def _bytes_of(piece: str | None) -> bytes | None:
 
 
 def _letters() -> dict[str, int]:
-    """GPT-2's alphabet: a printable character for every byte."""
+    """Return the byte for each character of GPT-2's alphabet, which has a printable character for every byte."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

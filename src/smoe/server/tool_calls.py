@@ -30,34 +30,34 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class ToolCall(NamedTuple):
-    """One call."""
+    """One call of a tool."""
 
     id: str
     name: str
     arguments: str
-    """A JSON object."""
+    """The arguments as the text of a JSON object."""
 
 
 class Parser(ABC):
-    """Reads one text as it comes; `push` and `flush` return what is text, and the calls that are whole."""
+    """Parses one text piece by piece; `push` and `flush` return visible text and complete calls."""
 
     tokens: ClassVar[tuple[str, ...]] = ()
-    """What the parser looks for. Where the tokenizer leaves one out of texts, as a special token, the caller of `push`
-    writes it."""
+    """The markers that the parser needs. Where decoding leaves one out as a special token, the caller adds its text to
+    `push`."""
     is_full = False
-    """Whether as many calls have come as may; what follows is left out."""
+    """Whether the allowed number of calls is complete; later text is ignored."""
 
     @abstractmethod
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Some more."""
+        """Parse the next piece of text."""
 
     @abstractmethod
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """That was all."""
+        """Parse the end of the text."""
 
 
 class PlainText(Parser):
-    """No calls."""
+    """A parser for texts without calls."""
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         return text, []
@@ -67,27 +67,27 @@ class PlainText(Parser):
 
 
 class CallParser(Parser):
-    """What the forms have in common. The text that has come and is neither shown nor read begins
+    """The common parser of all formats. The text that is received but not yet returned (`_held`) begins
 
-    - with text, in which the next marker is looked for,
-    - with what may be a call (`_is_call`),
-    - or after a call (`_is_after`), with what separates it from the next one, which is not shown.
+    - with text, in which the parser searches the next marker,
+    - with a possible call (`_is_call`),
+    - or, after a call (`_is_after`), with separators before the next call, which are not returned.
     """
 
     marker: ClassVar[str]
-    """What begins a call."""
+    """The text that begins a call."""
     head: ClassVar[re.Pattern[str]]
-    """A call up to where its JSON begins; group 1, if there is one, is the name of the tool."""
+    """A pattern for a call up to the beginning of its JSON; group 1, if present, is the tool's name."""
     partial_head: ClassVar[re.Pattern[str]]
-    """The beginnings of a `head`, as a whole."""
+    """A pattern for every incomplete beginning of `head`."""
     end: ClassVar[str] = ""
-    """What may end a call."""
+    """Text that may end a call."""
     separators: ClassVar[str] = " \t\r\n"
-    """Characters between calls."""
+    """Characters that may separate calls."""
     next_marker: ClassVar[str] = ""
-    """What begins a call after another, where it is not `marker`."""
+    """The text that begins a second call, where it differs from `marker`."""
     closing: ClassVar[str] = ""
-    """What may end all calls."""
+    """Text that may end the whole section of calls."""
     id_letters: ClassVar[int] = 24
     id_prefix: ClassVar[str] = "call_"
 
@@ -97,10 +97,10 @@ class CallParser(Parser):
         self._held = ""
         self._is_call = self._is_after = False
         self._has_called = self._has_ended = False
-        """Whether a call has come; whether its `end` has."""
+        """Whether a call has been parsed; whether its `end` has."""
         self._json: JsonEnd | None = None
         self._skipped = ""
-        """The separators before what may be a call."""
+        """The separators before a possible call."""
         self._shown = ""
         self._calls: list[ToolCall] = []
 
@@ -119,7 +119,7 @@ class CallParser(Parser):
         return shown, calls
 
     def _step(self, is_last: bool) -> bool:
-        """Go on by one part of the held text; whether there may be another."""
+        """Parse one part of the held text. Return whether there may be another part to parse."""
         if self.is_full:
             self._held = ""
             return False
@@ -159,7 +159,8 @@ class CallParser(Parser):
         return True
 
     def _is_text(self, length: int | None = None) -> bool:
-        """So many characters are no call; None: the marker, and what comes after it is looked at again."""
+        """Treat the next `length` characters as text instead of a call; None: only the marker, and parse what follows
+        it again."""
         if length is None:
             length = len(self.marker) if self._held.startswith(self.marker) else 1
         self._shown += self._skipped
@@ -187,11 +188,12 @@ class CallParser(Parser):
         return True
 
     def _begins_call(self, text: str) -> bool:
-        """Whether another call follows."""
+        """Return whether `text` begins another call."""
         return text.startswith(self.marker)
 
     def _calls_in(self, text: str, name: str | None) -> list[ToolCall]:
-        """The calls that a JSON text is: the arguments of `name`, one call or a list; none where it is not."""
+        """Return the calls in a JSON text: the arguments of tool `name`, one call, or a list of calls. Empty for
+        anything else."""
         try:
             value = json.loads(text, strict=False)
             if name is not None:
@@ -208,8 +210,7 @@ class CallParser(Parser):
         return None if arguments is None else ToolCall(self._new_id(), value["name"], arguments)
 
     def _arguments(self, value: dict[str, Any]) -> str | None:
-        """Those of a call, as a JSON object; None where they are something else. Raises `ValueError` for a text that
-        is no JSON."""
+        """Return a call's arguments as a JSON object; None for another type. Raises `ValueError` for invalid JSON."""
         given = value.get("arguments", value.get("parameters"))
         if isinstance(given, str):
             given = json.loads(given, strict=False) if given.strip() else None
@@ -222,7 +223,7 @@ class CallParser(Parser):
 
 
 class Hermes(CallParser):
-    """`<tool_call>` and `</tool_call>` around each."""
+    """Calls between `<tool_call>` and `</tool_call>`."""
 
     marker = "<tool_call>"
     end = "</tool_call>"
@@ -232,7 +233,7 @@ class Hermes(CallParser):
 
 
 class Mistral(CallParser):
-    """A marker before each call, or before a list of them."""
+    """Calls after a marker: one marker before each call, or before a list of calls."""
 
     marker = "[TOOL_CALLS]"
     tokens = (marker, "[CALL_ID]", "[ARGS]")
@@ -241,11 +242,11 @@ class Mistral(CallParser):
     )
     partial_head = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]{0,200}\s*(?:\[[\w\[\]]{0,200})?\s*")
     id_prefix, id_letters = "", 9
-    """Their templates take ids of nine characters only."""
+    """Mistral's chat templates accept only ids of nine characters."""
 
 
 class Llama(CallParser):
-    """JSON at the beginning of a text, or after a marker."""
+    """Calls as JSON at the beginning of a text, or after a marker."""
 
     marker = "<|python_tag|>"
     tokens = (marker,)
@@ -261,12 +262,12 @@ class Llama(CallParser):
         return text.startswith((self.marker, "{"))
 
     def _arguments(self, value: dict[str, Any]) -> str | None:
-        """JSON without arguments is an answer: nothing but them marks a call."""
+        """Return None for JSON without arguments, which is an answer: only the arguments identify a call."""
         return super()._arguments(value) if value.keys() & {"arguments", "parameters"} else None
 
 
 def _beginnings(text: str) -> str:
-    """A pattern of all beginnings of a text, itself and none of it too."""
+    """Return a pattern for every prefix of `text`, including the whole and the empty one."""
     pattern = ""
     for letter in reversed(text):
         pattern = f"(?:{re.escape(letter)}{pattern})?"
@@ -274,7 +275,8 @@ def _beginnings(text: str) -> str:
 
 
 def _sectioned(marker: str, begin: str, separator: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """`head` and `partial_head` of calls in a section that `marker` begins: `begin`, a name, `separator`, JSON."""
+    """Return `head` and `partial_head` for calls in a section: the section's `marker` (optional), `begin`, a name,
+    `separator`, JSON."""
     section, name = rf"(?:{re.escape(marker)}\s*)?", r"[\w.:-]"
     head = rf"{section}{re.escape(begin)}\s*({name}{{1,200}})\s*{re.escape(separator)}\s*(?=\{{)"
     partial = rf"{section}(?:{_beginnings(begin)}|{re.escape(begin)}\s*{name}{{0,200}}\s*{_beginnings(separator)}\s*)"
@@ -282,14 +284,14 @@ def _sectioned(marker: str, begin: str, separator: str) -> tuple[re.Pattern[str]
 
 
 class _InSection(CallParser):
-    """Calls in a section whose marker may be missing; each begins with `next_marker`."""
+    """Calls in a section whose marker may be missing; each call begins with `next_marker`."""
 
     def _begins_call(self, text: str) -> bool:
         return text.startswith((self.marker, self.next_marker))
 
 
 class Kimi(_InSection):
-    """A section of calls, each with an id that is made of its name and its number."""
+    """A section of calls, each with an id that consists of its name and number."""
 
     marker, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     next_marker, end = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -297,14 +299,14 @@ class Kimi(_InSection):
     head, partial_head = _sectioned(marker, next_marker, "<|tool_call_argument_begin|>")
 
     def _calls_in(self, text: str, name: str | None) -> list[ToolCall]:
-        """The calls in a text, with the model's own ids, which its template writes unchanged."""
+        """Return the calls in a text, with the model's own ids, which its chat template writes unchanged."""
         assert name is not None
         plain = name.removeprefix("functions.").rpartition(":")[0] or name
         return [call._replace(id=name) for call in super()._calls_in(text, plain)]
 
 
 class DeepSeek(_InSection):
-    """A section of calls, name and JSON."""
+    """A section of calls, each a name and JSON."""
 
     marker, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     next_marker, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -313,7 +315,7 @@ class DeepSeek(_InSection):
 
 
 class DeepSeekR1(DeepSeek):
-    """Its predecessors' form: the JSON in a block."""
+    """The format of R1 and V3, with the JSON in a fenced block."""
 
     end = "```<｜tool▁call▁end｜>"
     head, partial_head = _sectioned(DeepSeek.marker, f"{DeepSeek.next_marker}function<｜tool▁sep｜>", "```json")
@@ -330,7 +332,7 @@ PARSERS: dict[str, type[CallParser]] = {
 
 
 def form_of(template: str) -> str | None:
-    """The form that a chat template asks for; None: unknown."""
+    """Return the format of tool calls that a chat template uses; None for an unknown format."""
     if Kimi.marker in template and "<|tool_call_argument_begin|>" in template:
         return "kimi"
     if DeepSeek.marker in template and "<｜tool▁sep｜>" in template:

@@ -1,12 +1,11 @@
-"""The grammar of a text that must be a call of a tool, in the form of the model's family.
+"""The grammar that forces a text to be a tool call, in the format of the model's family.
 
-    start: <[151657]> "\\n" call "\\n" <[151658]>        the form's own tokens, where the tokenizer has them
+    start: <[151657]> "\\n" call "\\n" <[151658]>        the format's own tokens, where the tokenizer has them
     call: call_0 | call_1
     call_0: "{\\"name\\": \\"warmth\\", \\"arguments\\": " arguments_0 "}"
     arguments_0: %json {...}
 
-The parameters of each tool are a schema of their own: a reference within them (`#`, `#/$defs/City`) means what it means
-there.
+The parameters of each tool are a separate schema, so that references in them (`#`, `#/$defs/City`) keep their meaning.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from smoe.server.grammar import COMPACT, Grammar, Grammars, schema_text
 from smoe.server.problem import refused
 
 _ENFORCED = ("hermes", "mistral", "llama")
-"""The forms that have rules here."""
+"""The formats for which rules exist."""
 
 
 def must_call(grammars: Grammars, form: str | None, own: Mapping[str, int], tools: Sequence[dict[str, Any]]) -> Grammar:
-    """A call of one of `tools`. `own`: the tokens of the form that the tokenizer has, by their texts. Raises an
-    `ApiError` where the model's form has no rules here, or a tool's parameters are no schema of an object."""
+    """Return the grammar of a call of one of `tools`. `own`: tokens of the format's markers, by their texts. Raises an
+    `ApiError` for a format without rules, or parameters that are not an object schema."""
     if form not in _ENFORCED:
         message = "this model's format of tool calls cannot be enforced; give 'tool_choice' auto"
         raise refused(message, "tool_choice", "unsupported_parameter")
@@ -44,7 +43,7 @@ def must_call(grammars: Grammars, form: str | None, own: Mapping[str, int], tool
 
 
 def _rules_of(function: dict[str, Any], key: str, number: int) -> list[str]:
-    """The rules of a call of one function."""
+    """Return the rules for a call of one function."""
     name = json.dumps(function["name"], ensure_ascii=False)
     head = _literal(f'{{"name": {name}, "{key}": ')
     schema = schema_text({**_object_schema(function), "x-guidance": COMPACT}, "tools")
@@ -52,7 +51,7 @@ def _rules_of(function: dict[str, Any], key: str, number: int) -> list[str]:
 
 
 def _object_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """A function's parameters, which are an object whatever else they say."""
+    """Return a function's parameters as an object schema. Raises an `ApiError` for another type."""
     parameters = function.get("parameters") or {}
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -62,5 +61,5 @@ def _object_schema(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    """A text as a grammar writes it."""
+    """Return a text as a literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What a server has done, in numbers, when it ends."""
+"""The totals of a server's work, printed when it ends."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from smoe.machine.process_memory import peak_bytes
 from smoe.server.serving import Serving
 
 _ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Paths by which a model is asked for text."""
+"""Paths that generate text."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The totals of one server, from its start."""
+    """The totals of one server since its start."""
 
     requests: int
     """Requests for text, whatever their result."""
     refused_requests: int
-    """Those that were answered with 4xx."""
+    """Requests for text that were answered with 4xx."""
     failed_requests: int
-    """Those that were answered with 5xx."""
+    """Requests for text that were answered with 5xx."""
     prompt_tokens: int
-    """Tokens of prompts whose reading began."""
+    """Tokens of prompts whose prefill began."""
     reused_tokens: int
-    """Those of them that had been read before."""
+    """Prompt tokens that were reused from the KV cache."""
     new_tokens: int
     busy_seconds: float
-    """Seconds in which a request waited for a token."""
+    """Seconds during which at least one request waited for a token."""
     hit_ratio: float | None
-    """The share of the experts used in decoding that was in memory; None where nothing was decoded."""
+    """The share of the experts used in decoding that were in memory; None where nothing was decoded."""
     bytes_read: int
     """Bytes of experts read from disk."""
     peak_memory_bytes: int
@@ -39,7 +39,7 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens, of all texts together, in the time in which a request waited for one."""
+        """New tokens of all texts, divided by `busy_seconds`; None where there are none."""
         return self.new_tokens / self.busy_seconds if self.new_tokens and self.busy_seconds > 0 else None
 
     def as_json(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Totals:
 
 
 def totals_of(serving: Serving) -> Totals:
-    """The totals of a server whose model is still open."""
+    """Return the totals of a server whose model is still open."""
     engine, meters = serving.engine, serving.meters
     answers = {labels: int(n) for labels, n in meters.count("smoe_http_requests").items() if labels[0] in _ASKING}
     counters = engine.stats() - serving.before

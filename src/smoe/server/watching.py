@@ -1,10 +1,10 @@
-"""The page at `/`, and what it shows: the state of a running engine, for all open pages.
+"""The page at `/` and its events: the state of a running engine, for all open pages.
 
-    /        the page: files of `page/`, nothing from anywhere else
-    /watch   server-sent events: `model` once (what does not change), then `look`, up to ten a second (what has)
+    /        the page: files of `page/`, nothing from elsewhere
+    /watch   server-sent events: `model` once (what does not change), then `look`, up to ten a second (what has changed)
 
-One look serves all open pages; without pages the engine is not watched. A look is one call of the server's loop and
-another for each who looks: every time that this thread goes on, the engine's may have to wait for it to get a core.
+One look serves all open pages; without pages the engine is not watched. A look takes one call on the server's event
+loop, and another for each page: whenever this thread runs, the engine's thread may have to wait for a core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOK_SECONDS = 0.1
 _MOST_BEHIND = 100
-"""Looks that a page may lag behind; a slower one is disconnected, and connects again."""
+"""The most looks that a page may be behind; a slower page is disconnected and connects again."""
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": (
@@ -41,42 +41,42 @@ HEADERS = {
 
 
 class Watching:
-    """Watches one engine for all open pages. All but `say` belongs to the server's own thread."""
+    """Watches one engine for all open pages. Only `say` may be called outside of the server's thread."""
 
     def __init__(
         self, watched: Watched, about: dict[str, Any], state: Callable[[], dict[str, Any]], is_over: Callable[[], bool]
     ) -> None:
-        """`about`: what the page gets in addition to the engine's description; `state`: further values that change;
-        `is_over`: whether the run has ended."""
+        """`about`: values for the page in addition to the engine's description. `state` returns further values that
+        change; `is_over` whether the run has ended."""
         self.looks = 0
-        """Made so far."""
+        """The number of looks so far."""
         self.has_begun = threading.Event()
-        """Set once a page is open."""
+        """Set when a page is open for the first time."""
         self._watched, self._about, self._state, self._is_over = watched, about, state, is_over
         self._queues: set[asyncio.Queue[bytes | None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._quiet = 0
-        """Looks since the last message."""
+        """The number of looks since the last message."""
         self._texts: deque[str] = deque()
         self._text = ""
         self._sent_state: dict[str, Any] = {}
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody looks."""
+        """Whether a page is open."""
         return bool(self._queues)
 
     def say(self, text: str) -> None:
-        """More of a text that is shown in the place of a chat; from any thread."""
+        """Append to the text that the page shows instead of a chat. Any thread may call this."""
         self._texts.append(text)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The messages for one page, until the run is over or the page closes."""
+        """Yield the messages for one page, until the run is over or the page closes."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_BEHIND)
         if not self._queues:
             self._watched.begin()
             self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_on)
-        self._look()  # the other pages have by now what this one gets as a whole
+        self._look()  # the other pages now have everything that this one gets at once
         self._queues.add(queue)
         self.has_begun.set()
         model, whole = event(self._about | self._watched.described(), "model"), event(self._whole(), "look")
@@ -96,7 +96,7 @@ class Watching:
                 self._watched.end()
 
     def _whole(self) -> dict[str, Any]:
-        """How things stand."""
+        """Return the complete state, for a new page."""
         tiers = [pair for place in enumerate(self._watched.tiers) for pair in place if place[1]]
         return {"tiers": tiers} | self._sent_state | ({"text": self._text} if self._text else {})
 
@@ -117,7 +117,7 @@ class Watching:
             _put(queue, data)
 
     def _look(self) -> None:
-        """One look, sent to all pages."""
+        """Take one look and send it to all pages."""
         self.looks += 1
         found = self._watched.look()
         state = self._state()
@@ -134,7 +134,7 @@ class Watching:
 
 
 def _put(queue: asyncio.Queue[bytes | None], data: bytes | None) -> None:
-    """Queue a message for one page; a page that is a hundred behind is disconnected."""
+    """Queue a message for one page; a page that is too far behind is disconnected."""
     if queue.full():
         while not queue.empty():
             queue.get_nowait()
@@ -143,7 +143,8 @@ def _put(queue: asyncio.Queue[bytes | None], data: bytes | None) -> None:
 
 
 def add_page(app: FastAPI, watching: Watching) -> set[str]:
-    """The page and what it watches; returns the paths that need no key: the page asks for it."""
+    """Add the page and its events to an application. Return the paths that need no key, because the page asks for
+    it."""
 
     @app.get("/watch")
     async def watch() -> Response:
