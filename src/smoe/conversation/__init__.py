@@ -1,1 +1,1 @@
-"""From a conversation to a prompt's tokens, by the model's chat template, within bounds of time and memory."""
+"""Converts conversations to prompt tokens with the model's chat template, within limits of time and memory."""

@@ -1,4 +1,4 @@
-"""A model's chat template: from a conversation to one text."""
+"""A model's chat template, which renders a conversation as one text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEVELOPER = Conversation([{"role": "developer", "content": _INSTRUCTION}, {"rol
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer. A conversation that it cannot write is given in other forms
+    """The chat template of one tokenizer. If it fails on a conversation, it gets the conversation in other forms
     (`conversation.py`)."""
 
     def __init__(self, tokenizer: Any, process: TemplateProcess | None = None) -> None:
@@ -24,31 +24,32 @@ class ChatTemplate:
         template = tokenizer.chat_template
         self.exists = template is not None
         self.source = "\n".join(template.values()) if isinstance(template, dict) else template or ""
-        """The source; of several templates (one for tools) all."""
+        """The template's source; if there are several templates (one for tools), all of them."""
         self._knows_developer: bool | None = None
         self._has_ended = True
 
     @property
     def state(self) -> str:
-        """none: the model has none. failed: it has exceeded its bounds on the last conversation. Else ok."""
+        """The state of the template. none: the model has none; failed: it exceeded its limits on the last conversation;
+        else ok."""
         return "none" if not self.exists else "ok" if self._has_ended else "failed"
 
     def write(
         self, conversation: Conversation, variables: dict[str, Any] | None = None, ending: Ending = NEW_ANSWER
     ) -> str:
-        """The conversation, up to where the model answers or goes on; `variables` are the template's own. Raises
-        `ChatTemplateError`."""
+        """Return the conversation as text, up to where the model answers or continues. `variables`: the template's own.
+        Raises `ChatTemplateError`."""
         if any(message["role"] == "developer" for message in conversation.messages) and not self._takes_developer():
             conversation = developer_as_system(conversation)
         return self._written(conversation, variables or {}, ending)
 
     def close(self) -> None:
-        """Write nothing more; what is being written fails. From any thread."""
+        """Render nothing more; a conversation in progress fails. Any thread may call this."""
         self._process.close()
 
     def _written(self, conversation: Conversation, variables: dict[str, Any], ending: Ending) -> str:
-        """Try the other forms; those count with which the template gets further: it ends, or fails for another
-        reason."""
+        """Render the conversation, if necessary in other forms. A form is adopted when the template ends, or fails for
+        another reason, with it."""
         deadline = self._process.deadline()
         try:
             return self._rendered(conversation, variables, deadline, ending)
@@ -92,7 +93,8 @@ class ChatTemplate:
         return _cut_off(text) if ending.continue_final_message else text
 
     def _takes_developer(self) -> bool:
-        """Whether a developer's text appears in what the template writes; the role's name alone says little."""
+        """Return whether a developer's text appears in the rendered conversation. That the source contains the role's
+        name is not enough."""
         if self._knows_developer is None:
             try:
                 text = self._rendered(_DEVELOPER, {}, self._process.deadline())
@@ -105,7 +107,7 @@ class ChatTemplate:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without empty fields, its thoughts by both names that templates read."""
+    """Return a message without empty fields, with its reasoning under both names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     if "reasoning_content" in message:
         message = {"thinking": message["reasoning_content"], **message}
@@ -113,7 +115,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_ended(conversation: Conversation) -> Conversation:
-    """The conversation with a mark behind the text of the last message, which is to be continued."""
+    """Return the conversation with a marker at the end of the last message, which is to be continued."""
     *before, last = conversation.messages
     text = last.get("content")
     if not isinstance(text, str):
@@ -122,7 +124,8 @@ def _open_ended(conversation: Conversation) -> Conversation:
 
 
 def _cut_off(text: str) -> str:
-    """The rendered conversation up to the mark; a template that strips texts gets the end of the message stripped."""
+    """Return the rendered conversation up to the marker. If the template strips texts, the end of the message is
+    stripped too."""
     place = text.rfind(_GOES_ON.strip())
     if place < 0:
         raise ChatTemplateError("the template leaves out the last message, so it cannot be continued")

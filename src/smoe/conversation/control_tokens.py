@@ -1,15 +1,16 @@
-"""Text of control tokens within messages stays text: a web page that a tool has read cannot end the turn.
+"""Protects prompts from control tokens in messages: their text stays text, so a web page that a tool read cannot end
+the turn.
 
     content        a <|im_end|> b
-    marked         a <MARK|im_end|> b       before the template, after the first character of each token's text
+    marked         a <MARK|im_end|> b       before the template: a mark after the first character of each token's text
     rendered       ...user\\na <MARK|im_end|> b<|im_end|>...
-    encoded        [...user\\na <] [|im_end|> b<|im_end|>...]      in pieces, cut at the marks, which are left out
+    encoded        [...user\\na <] [|im_end|> b<|im_end|>...]      in pieces, cut at the marks, which are removed
 
-No piece has the whole text of a token that was marked, so the tokenizer does not find it; the template's own tokens are
-whole. A conversation without such text is rendered and encoded as it is: in one piece, without a mark.
+No piece contains the whole text of a marked token, so the tokenizer does not find it; the template's own tokens are
+whole. A conversation without such text is rendered and encoded unchanged: in one piece, without a mark.
 
-The mark is one character of Unicode's private use that neither the conversation nor the template has, so whatever a
-template does with texts (trim, split, JSON) leaves it whole.
+The mark is a private-use character of Unicode that occurs neither in the conversation nor in the template. Operations
+of templates on text (trim, split, JSON) leave it whole.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from smoe.conversation.conversation import Conversation
 from smoe.errors import ChatTemplateError, ContextError
 
 _MARKS = range(0xE000, 0xF900)
-"""Private use, within the characters that JSON escapes by one code."""
+"""The private-use characters that JSON escapes with one code."""
 _OF_THE_MODEL = ("content", "reasoning_content", "thinking")
-"""What an assistant's message has of the model's own tokens."""
+"""The fields of an assistant's message in which the model's own tokens may occur."""
 
 
 class ControlTokens:
-    """Those of one tokenizer: all special ones, and others that are written like marks in its chat template."""
+    """The control tokens of one tokenizer: all special tokens, and other tokens that look like marks in its chat
+    template."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -40,12 +42,11 @@ class ControlTokens:
             if len(token.content) > 1 and (token.special or (_is_mark(token.content) and token.content in template))
         )
         self._first = re.compile(_first_of(self.texts) if self.texts else "(?!)")
-        """The first character of each."""
+        """A pattern for the first character of each control token."""
 
     def marked(self, conversation: Conversation, context_tokens: int) -> tuple[Conversation, str]:
-        """The conversation with marks in the text of control tokens that is not the model's own, and the mark; as it is
-        and no mark where there is no such text. Raises `ContextError` where there is more of it than the context has
-        tokens."""
+        """Return the conversation with marks in the text of control tokens that is not the model's own, and the mark
+        (empty: none needed). Raises `ContextError` for more marks than `context_tokens`."""
         found = 0
         for text in _given_texts(conversation):
             for _ in self._first.finditer(text):
@@ -63,8 +64,8 @@ class ControlTokens:
         return replace(conversation, messages=messages, tools=_mapped(conversation.tools, changed)), mark
 
     def encode(self, text: str, mark: str, context_tokens: int) -> list[int]:
-        """The tokens of a rendered conversation, or of the end of one. Raises `ContextError` where there are more
-        pieces than the context has tokens: each has one at least, and a template may write a text many times."""
+        """Return the tokens of a rendered conversation, or of its end. Raises `ContextError` for more pieces than
+        `context_tokens`: each has at least one token, and a template may repeat a text."""
         pieces = _cut(text, mark) if mark else [text]
         if len(pieces) > context_tokens:
             raise ContextError.far_too_long(context_tokens)
@@ -75,8 +76,8 @@ class ControlTokens:
         return ids
 
     def _within_text(self, pieces: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts that go on, without the space that some tokenizers put before a text: each is read after
-        a line break, whose tokens are left out."""
+        """Return the tokens of text pieces without the space that some tokenizers put before a text. Each piece is
+        tokenized after a line break, whose tokens are removed."""
         line_break: list[int] = self._tokenizer("\n", add_special_tokens=False)["input_ids"]
         rows = self._tokenizer([f"\n{piece}" for piece in pieces], add_special_tokens=False)["input_ids"]
         return [
@@ -87,7 +88,8 @@ class ControlTokens:
         ]
 
     def _unused(self, conversation: Conversation) -> str:
-        """A character for marks."""
+        """Return a private-use character that occurs nowhere in the conversation or template. Raises
+        `ChatTemplateError` where there is none."""
         used = set(self._template)
         for text in (*_texts(conversation.messages), *_texts(conversation.tools), *self.texts):
             used |= {character for character in set(text) if not character.isascii()}
@@ -99,13 +101,14 @@ class ControlTokens:
 
 
 def _is_mark(text: str) -> bool:
-    """Written like `<think>` or `[INST]`: no word, rule or run of spaces, which vocabularies have as tokens as well."""
+    """Return whether a token looks like `<think>` or `[INST]`. Words, rules and runs of spaces can be added tokens as
+    well."""
     return text[0] + text[-1] in ("<>", "[]")
 
 
 def _first_of(texts: Iterable[str]) -> str:
-    """A pattern for the first character of any of some texts, each of two characters or more: one within another is
-    found as well."""
+    """Return a pattern for the first character of any of `texts`, each of two characters or more. It also finds a text
+    that overlaps another."""
     tree: dict[str, Any] = {}
     for text in texts:
         branch = tree
@@ -116,7 +119,7 @@ def _first_of(texts: Iterable[str]) -> str:
 
 
 def _pattern(tree: dict[str, Any]) -> str:
-    """A pattern for any text of a tree, which looks at each character once."""
+    """Return a pattern for any text of a prefix tree. It scans each character once."""
     if "" in tree:
         return ""  # the shorter text is there, whatever follows
     branches = []
@@ -130,8 +133,8 @@ def _pattern(tree: dict[str, Any]) -> str:
 
 
 def _cut(text: str, mark: str) -> list[str]:
-    """Cut the text at each mark, also where the template has written it as JSON's or Python's escape. One piece at
-    least."""
+    """Cut a text at each mark, also where the template has written the mark as JSON's or Python's escape. Return at
+    least one piece."""
     first, *others = text.replace(json.dumps(mark)[1:-1], mark).split(mark)
     return [first, *(piece for piece in others if piece)]
 
@@ -143,7 +146,7 @@ def _own(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given_texts(conversation: Conversation) -> Iterable[str]:
-    """All texts that are not the model's own."""
+    """Yield all texts that are not the model's own."""
     for message in conversation.messages:
         own = _own(message)
         yield from _texts({name: value for name, value in message.items() if name not in own})
@@ -163,7 +166,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """Plain data with all texts changed, the names in dictionaries too."""
+    """Return plain data with `change` applied to all texts, including keys of dictionaries."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""A conversation as chat templates take it, and the other forms of it that some templates need.
+"""Conversations in the form of chat templates, and equivalent forms for templates that fail on the usual one.
 
-A template that fails on a conversation gets it once more in another form, in which it says the same:
+A template that fails on a conversation gets it again in another form with the same meaning:
 
 | form | for templates that |
 | --- | --- |
 | `developer_as_system` | do not know the role `developer` |
-| `system_in_user` | refuse a system message: its text begins the first user message |
-| `tools_in_full` | read a tool's `description` or `parameters`, which may be left out, or iterate over no tools |
+| `system_in_user` | refuse a system message: its text is put before the first user message |
+| `tools_in_full` | need a tool's optional `description` or `parameters`, or iterate over missing tools |
 | `short_ids` | refuse ids of calls other than nine letters and digits |
 | `arguments_as_text` | read the arguments of calls as JSON text rather than as values |
 """
@@ -26,12 +26,12 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class Ending(NamedTuple):
-    """How a conversation's text ends, in the chat template's words."""
+    """How a rendered conversation ends, in terms of chat templates."""
 
     add_generation_prompt: bool = True
-    """With the beginning of an answer."""
+    """Whether the text ends with the beginning of an answer."""
     continue_final_message: bool = False
-    """Within the last message."""
+    """Whether the text ends within the last message."""
 
 
 NEW_ANSWER = Ending()
@@ -39,19 +39,19 @@ NEW_ANSWER = Ending()
 
 @dataclass(frozen=True)
 class Conversation:
-    """Plain data: texts, numbers, lists and dictionaries."""
+    """The messages and tools of a conversation as plain data: texts, numbers, lists and dictionaries."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    """As chat completions have them."""
+    """The tools, in the form of chat completions."""
 
     def with_messages(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Conversation:
-        """The conversation with every message changed."""
+        """Return the conversation with `change` applied to every message."""
         return replace(self, messages=[change(message) for message in self.messages])
 
 
 def developer_as_system(conversation: Conversation) -> Conversation:
-    """What the developer writes is the system message."""
+    """Give the developer's messages the role `system`."""
 
     def changed(message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "role": "system"} if message["role"] == "developer" else message
@@ -60,7 +60,7 @@ def developer_as_system(conversation: Conversation) -> Conversation:
 
 
 def system_in_user(conversation: Conversation) -> Conversation:
-    """The texts of system messages begin the first user message."""
+    """Put the texts of system messages before the text of the first user message."""
     system = [message["content"] for message in conversation.messages if message["role"] == "system"]
     others = [message for message in conversation.messages if message["role"] != "system"]
     for place, message in enumerate(others):
@@ -71,7 +71,7 @@ def system_in_user(conversation: Conversation) -> Conversation:
 
 
 def tools_in_full(conversation: Conversation) -> Conversation:
-    """Tools and their parameters have all that a schema may leave out: descriptions, types, properties."""
+    """Add all optional fields of tools and their parameters: descriptions, types, properties."""
     return replace(conversation, tools=[_in_full(tool) for tool in conversation.tools or ()])
 
 
@@ -89,7 +89,7 @@ def _in_full(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def short_ids(conversation: Conversation) -> Conversation:
-    """Ids of calls are nine letters and digits; equal ones stay equal."""
+    """Replace ids of calls by nine letters and digits; equal ids stay equal."""
 
     def changed(message: dict[str, Any]) -> dict[str, Any]:
         message = dict(message)
@@ -113,7 +113,7 @@ def _short(id: str) -> str:
 
 
 def arguments_as_text(conversation: Conversation) -> Conversation:
-    """The arguments of calls are JSON."""
+    """Write the arguments of calls as JSON text."""
 
     def changed(message: dict[str, Any]) -> dict[str, Any]:
         if "tool_calls" not in message:
@@ -130,4 +130,4 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 OTHER_FORMS = (developer_as_system, system_in_user, tools_in_full, short_ids, arguments_as_text)
-"""Other forms, in the order in which they are tried."""
+"""The functions that change a conversation's form, in the order in which they are tried."""

@@ -1,4 +1,4 @@
-"""From conversations to prompts: marks, template, tokens."""
+"""Makes prompts from conversations: marks, then the chat template, then tokens."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from smoe.errors import ChatTemplateError
 
 
 class Written(NamedTuple):
-    """A conversation as the template has written it."""
+    """A conversation that the template has rendered."""
 
     text: str
-    """The prompt, with marks in the text of control tokens that the messages have."""
+    """The prompt, with marks in the text of control tokens from messages."""
     mark: str
-    """Nothing where there are none."""
+    """The mark; empty where the text has none."""
 
     @property
     def plain(self) -> str:
-        """Without marks."""
+        """The text without marks."""
         return self.text.replace(self.mark, "") if self.mark else self.text
 
 
 class ConversationPrompts:
-    """Makes the prompts of one tokenizer."""
+    """Makes prompts with one tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Any, context_tokens: int, *, parses_control_tokens: bool = False) -> None:
-        """`parses_control_tokens`: text of control tokens in messages becomes those tokens."""
+        """`parses_control_tokens`: the text of a control token in a message becomes that token."""
         self.template = ChatTemplate(tokenizer)
         self._control = ControlTokens(tokenizer, self.template.source)
         self._context_tokens, self._parses_control_tokens = context_tokens, parses_control_tokens
@@ -36,10 +36,10 @@ class ConversationPrompts:
     def write(
         self, conversation: Conversation, variables: dict[str, Any] | None = None, ending: Ending = NEW_ANSWER
     ) -> Written:
-        """The conversation as text, up to where the model answers or goes on.
+        """Return the conversation as text, up to where the model answers or continues.
 
-        Raises `ChatTemplateError`, and `ContextError` where it has more text of control tokens than there is room
-        for."""
+        Raises `ChatTemplateError`, and `ContextError` for more text of control tokens than the context has room for.
+        """
         mark = ""
         try:
             if not self._parses_control_tokens:
@@ -49,5 +49,6 @@ class ConversationPrompts:
             raise ChatTemplateError("the conversation has lists within lists, too many to look at") from error
 
     def encode(self, written: Written, begin: int = 0) -> list[int]:
-        """The tokens of a conversation's text from `begin` on. Raises `ContextError` for far too many."""
+        """Return the tokens of a conversation's text from character `begin` on. Raises `ContextError` for far too
+        many."""
         return self._control.encode(written.text[begin:], written.mark, self._context_tokens)

@@ -1,7 +1,7 @@
-"""The process that renders chat templates, as its parent has it: bounded in time and memory, ended at any moment.
+"""The parent's side of the process that renders chat templates: limited in time and memory, and ended at any moment.
 
-It starts with the first conversation and stays. One that takes too long is killed with its process; the next
-conversation starts another.
+The process starts with the first conversation and is reused. If a conversation takes too long, its process is killed,
+and the next conversation starts another.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from smoe.errors import ChatTemplateError, ChatTemplateLimitError, EngineStateEr
 
 _LIBRARIES = ("jinja2", "markupsafe")
 _ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
-"""What of our environment the process has: no keys."""
+"""The environment variables that the process inherits: none that may contain keys."""
 _LOOK_SECONDS = 0.1
-"""Between two looks whether the user has interrupted: Windows does not wake a thread that waits."""
+"""The time between two checks for an interrupt by the user: Windows does not wake a waiting thread."""
 _START_SECONDS = 60.0
-"""Within which the process must have started, on a machine that is busy loading a model. It takes a tenth of one."""
+"""The time limit for the process to start on a machine that is busy loading a model. Usually a tenth of a second is
+enough."""
 _NOTHING = json.dumps({"template": "", "variables": {}}).encode()
-"""The first request of a process."""
+"""The first request to a process, which tests it."""
 
 
 class TemplateProcess:
-    """Renders one conversation at a time; several threads may ask. `close` may come from any thread."""
+    """Renders one conversation at a time. Any thread may call `render` and `close`."""
 
     def __init__(self) -> None:
         self.seconds = SECONDS
@@ -45,12 +46,12 @@ class TemplateProcess:
         weakref.finalize(self, self._child.kill)
 
     def deadline(self) -> float:
-        """Until when a conversation that begins now may take."""
+        """Return the deadline of a conversation that begins now, on the clock of `time.monotonic`."""
         return time.monotonic() + self.seconds
 
     def render(self, template: str, variables: dict[str, Any], deadline: float) -> str:
-        """What the template makes of its variables, which are plain data. Raises `ChatTemplateError` where it fails,
-        `ChatTemplateLimitError` where it does not end, `EngineStateError` after `close`."""
+        """Return the rendered template; `variables` are plain data. Raises `ChatTemplateError` where it fails,
+        `ChatTemplateLimitError` where it exceeds a limit, `EngineStateError` after `close`."""
         try:
             request = json.dumps({"template": template, "variables": variables}, default=str).encode()
         except (ValueError, RecursionError) as error:
@@ -63,12 +64,12 @@ class TemplateProcess:
             return self._exchanged(request, deadline)
 
     def close(self) -> None:
-        """Render nothing more, and end what is being rendered."""
+        """Render nothing more, and end the process."""
         self._is_closed = True
         self._child.kill()
 
     def _start(self) -> float:
-        """Start the process; the seconds until it has answered for the first time."""
+        """Start the process. Return the seconds until its first response."""
         began = time.monotonic()
         self._child.start(self.seconds)
         if self._is_closed:  # meanwhile, when there was no process to end
@@ -81,7 +82,7 @@ class TemplateProcess:
             exchange = _Exchange(self._child.process, request)
             while exchange.is_alive() and time.monotonic() < deadline:
                 exchange.join(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
-        except BaseException:  # an interrupt: the answer that is still to come belongs to no later request
+        except BaseException:  # after an interrupt, the pending response must not answer a later request
             self._child.kill()
             raise
         if self._is_closed:
@@ -100,12 +101,12 @@ class TemplateProcess:
 
 
 class _Exchange(threading.Thread):
-    """One request and its answer, on a thread: a pipe cannot be waited for with a deadline on every system."""
+    """One request and its response, on a thread: not every system can wait for a pipe with a deadline."""
 
     def __init__(self, child: subprocess.Popen[bytes], request: bytes) -> None:
         super().__init__(name="smoe-template", daemon=True)
         self.kind, self.text = b"", ""
-        """No kind: the process has ended before it answered."""
+        """The kind is empty where the process ended before it responded."""
         self._child, self._request = child, request
         self.start()
 
@@ -123,7 +124,7 @@ class _Exchange(threading.Thread):
 
 
 class _Child:
-    """The process itself. It belongs to the process that has started it, and not to what was forked from that."""
+    """The child process. Only the process that started it uses it, not forks of that process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,8 +144,8 @@ class _Child:
         return self.process.poll()
 
     def start(self, seconds: float) -> None:
-        """Isolated (-I, -S): neither the current folder nor the environment adds to what it can import.
-        What there was before is ended."""
+        """Start the process, after the end of an earlier one. It is isolated (-I, -S): neither the current folder nor
+        the environment affects its imports."""
         self.kill()
         folders = sorted({_folder_of(library) for library in _LIBRARIES})
         program = Path(template_program.__file__)
@@ -161,14 +162,14 @@ class _Child:
         self._parent = os.getpid()
 
     def kill(self) -> None:
-        """End it, and wait until it has; any number of times."""
+        """End the process and wait for its end. Repeated calls have no effect."""
         process = self._process
         if process is None or self._parent != os.getpid():
             return
         process.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with suppress(BrokenPipeError):  # of a request that was not written to its end
+            with suppress(BrokenPipeError):  # a request was not written completely
                 pipe.close()  # type: ignore[union-attr]
 
 

@@ -1,15 +1,15 @@
-"""The program that renders chat templates, in a process of its own (`template_process.py` starts it).
+"""The program that renders chat templates, in a separate process (`template_process.py` starts it).
 
     parent                                      this process
     length, {"template", "variables"} as JSON -->
-                                              <-- kind, length, text: a rendered conversation, or why there is none
+                                              <-- kind, length, text: a rendered conversation, or an error message
 
-A template is a program that came with the weights. One operation of Jinja can take forever inside C code, where neither
-a step counter nor a signal handler runs (the text of a list that holds itself twice, sixty levels deep), so no sandbox
-within the interpreter bounds it. A process can be ended at any time, and the system bounds its memory. The data is a
-copy, so a template may change it (`list.append`).
+A template is a program that comes with the weights. One operation of Jinja can take forever inside C code, where
+neither a step counter nor a signal handler runs (such as the text of a list that contains itself twice, sixty levels
+deep). No sandbox within the interpreter can bound that. A process can be ended at any time, and the system bounds its
+memory. The data is a copy, so a template may change it (`list.append`).
 
-It imports nothing of smoe and no library but Jinja: it starts in a tenth of a second and takes 20 MB.
+The program imports nothing of smoe and no library but Jinja: it starts in a tenth of a second and takes 20 MB.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SECONDS = 10.0
-"""The time limit of one conversation, its attempts together. Real templates take milliseconds."""
+"""The time limit of one conversation, for all attempts together. Real templates take milliseconds."""
 MEMORY_BYTES = 512 << 20
-"""Address space of the process; on Linux."""
+"""The limit of the process's address space, on Linux."""
 MOST_CHARACTERS = 64 << 20
 """The most characters of a rendered conversation."""
 RENDERED, FAILED = b"R", b"F"
 LENGTH_BYTES = 8
 _SPARE_SECONDS = 5.0
-"""After its parent would have ended it, the process ends itself: the parent may have gone."""
+"""The time after the parent's deadline at which the process ends itself, because the parent may no longer exist."""
 _LONGEST_REASON = 2000
 
 
 def main() -> None:
-    """Answer requests until there are no more. Arguments: seconds, bytes of memory, folders of libraries."""
+    """Respond to requests until the input ends. Arguments: seconds, bytes of memory, folders of libraries."""
     seconds, memory_bytes, *folders = sys.argv[1:]
     sys.path += folders
     compiled = lru_cache(4)(_environment().from_string)
@@ -60,7 +60,7 @@ def _answer(compiled: Callable[[str], Any], request: bytes) -> tuple[bytes, str]
         return FAILED, f"line {error.lineno} is not valid Jinja: {error.message}"[:_LONGEST_REASON]
     except TemplateError as error:
         return FAILED, str(error)[:_LONGEST_REASON] or type(error).__name__
-    except Exception as error:  # whatever the template's own operations raise is the answer
+    except Exception as error:  # operations of the template may raise anything
         return FAILED, f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
 
 
@@ -75,7 +75,7 @@ def _rendered(template: Any, variables: dict[str, Any]) -> str:
 
 
 def _environment() -> Any:
-    """Jinja with what the authors of chat templates expect, as transformers has it."""
+    """Return a Jinja environment with the extensions that transformers gives to chat templates."""
     from jinja2.sandbox import SandboxedEnvironment
 
     environment = SandboxedEnvironment(
@@ -87,7 +87,8 @@ def _environment() -> Any:
 
 
 def _generation_tag() -> Any:
-    """`{% generation %}`, around what an assistant writes: it marks texts for training and changes nothing."""
+    """Return the extension for `{% generation %}`, which marks an assistant's text for training and changes nothing
+    here."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
@@ -120,7 +121,7 @@ def _now(form: str) -> str:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """Only Linux keeps to it."""
+    """Limit the address space of this process; on Linux only."""
     if sys.platform == "linux":
         import resource
 
@@ -129,7 +130,7 @@ def _limit_memory(most_bytes: int) -> None:
 
 
 def _read(source: BinaryIO) -> bytes:
-    """The next request; nothing where the parent has gone."""
+    """Return the next request; empty where the parent has ended."""
     length = source.read(LENGTH_BYTES)
     return source.read(int.from_bytes(length, "big")) if len(length) == LENGTH_BYTES else b""
 
