@@ -30,9 +30,7 @@ class Blocks(NamedTuple):
 
 def encode(form: Format, blocks: Blocks) -> Bytes:
     """uint8 [N, nbytes]. For formats whose scales are fp16, and whose codes are what they stand for."""
-    assert form.scale.kind == "F16" and form.table is None and form.grid is None and not form.has_signed_scales, (
-        form.name
-    )
+    assert form.scale.kind == "F16" and form.table is None and form.grid is None, form.name
     out = np.zeros((len(blocks.codes), form.nbytes), np.uint8)
     _put_scalar(out, form.scale, blocks.scale)
     if form.minimum is not None:
