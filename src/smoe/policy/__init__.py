@@ -1,4 +1,4 @@
-"""Decisions as pure functions: standard library and NumPy only, no torch, no files, no clock, no threads.
+"""All decisions, as pure functions: standard library and NumPy only, no torch, files, clock or threads.
 
-The engine carries the plans out with copies and kernels, the simulator on nothing.
+The engine executes the plans with copies and kernels, the simulator without hardware.
 """

@@ -1,13 +1,13 @@
-"""What the machines of a cluster are to have before it is asked for: who keeps what, and who brings in what.
+"""Decides which machines of a cluster hold or load which experts before a layer requests them.
 
-    shadow, predictor --expect--> what each layer of this token and the next will want, as far as it is known
-    router            --asked-->  a layer is over, its experts are computed
-    worker            --answered--> and done with
-                          `--> of each worker's slots: what it computes, then what is wanted next, nearest first
+    draft model, predictor --expect--> experts of the layers of this token and the next, as far as predicted
+    router                 --asked-->  a layer has chosen its experts
+    worker                 --answered--> a worker has computed its experts
+                                `--> a worker's slots: the experts that it computes, then the next ones, nearest first
 
-A machine keeps an expert as long as nearer ones leave it a slot, and what is missing is loaded no earlier
-than it has to be: so slots are given up by what is wanted last, as far as anybody can see (Belady's rule, with a shadow
-for the future), and never for what is wanted later than that.
+A machine keeps an expert as long as nearer ones leave a slot for it, and a missing expert is loaded as late as
+possible. So the predicted expert that is needed last loses its slot, and never for one that is needed later (Belady's
+rule, with a draft model's predictions as the future).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from smoe.policy.placement import WorkerView, by_turns
 from smoe.policy.plan import DEVICE
 
 _EARLY = 1.5
-"""Times the seconds that it takes, an expert is brought in before it is wanted."""
+"""A load starts this many times its duration before the expert is needed."""
 _WEIGHT = 0.02
-"""The weight of a slow layer in the usual time."""
+"""The weight of a slow layer in the decaying mean of a layer's time."""
 
 
 class TokenLayer(NamedTuple):
-    """A layer of a token."""
+    """One layer of one token."""
 
     position: int
     """The token's position in its text."""
@@ -36,21 +36,21 @@ class TokenLayer(NamedTuple):
 
 
 class Here(NamedTuple):
-    """Main's own part."""
+    """The coordinator's own share of the work."""
 
     load: Callable[[], float]
-    """Seconds that it takes to bring in an expert."""
+    """Seconds to load an expert."""
     retained: Callable[[], float]
-    """The share of its computed experts that it need not load."""
+    """The share of its computed experts that need no load."""
     is_at_hand: Callable[[ExpertKey], bool]
-    """Whether it has one, or is loading it."""
+    """Whether an expert is resident or in flight."""
     room: int
-    """Experts that it can bring in ahead."""
+    """The number of experts that it can load ahead."""
 
 
 class AheadSchedule:
-    """Assigns the experts of the present token and the next one to machines. Any thread may call, as far as `lock` is
-    one."""
+    """Assigns the experts of the current token and the next one to machines. Any thread may call it, if `lock` is a
+    real lock."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class AheadSchedule:
         clock: Callable[[], float],
         lock: AbstractContextManager[Any],
     ) -> None:
-        """`method`: one of `PLACEMENT`; `turns`: each layer's number among those with experts; `spares`: experts that
-        predictions name in addition to those a layer chooses; `costs_later`: seconds by which a load by main is worse
-        than it seems (`Placement`); `tell`: says to a worker what it is to have, nearest first; `clock`: in seconds, as
-        workers' times are; `lock`: held while anything changes."""
+        """`method`: one of `PLACEMENT`. `turns`: each layer's number among those with experts. `spares`: experts that
+        predictions name beyond a layer's top-k. `costs_later`: seconds by which a load by the coordinator is worse than
+        its duration (`Placement`). `tell` sends a worker the experts that it should hold, nearest first. `clock`: in
+        seconds, as in `WorkerView`. `lock`: held during changes."""
         self._method = method
         self._turns = turns
         self._spares = spares
@@ -75,29 +75,29 @@ class AheadSchedule:
         self._tell = tell
         self._clock, self._lock = clock, lock
         self._now = TokenLayer(-1, -1)
-        """Where the token under way is."""
+        """The layer that the current token has reached."""
         self._views: Callable[[], Sequence[WorkerView]] = tuple
         self._slots: Mapping[int, int] = {}
         self._expected: dict[TokenLayer, tuple[int, ...]] = {}
-        """Experts, best first, of layers whose routers have not spoken."""
+        """Predicted experts, best first, of layers whose routers have not run."""
         self._groups: dict[TokenLayer, dict[ExpertKey, int]] = {}
-        """Who is to have what, by turns."""
+        """With round-robin placement: the worker for each expert of a layer."""
         self._asked: dict[ExpertKey, int] = {}
-        """What the last layer's router has chosen, and who had it; until it has been computed."""
+        """Experts that the last router chose, with the machines assigned to them, until they are computed."""
         self._assigned: dict[ExpertKey, int] = {}
-        """The machine to which each expert was assigned last; the coordinator: to load it."""
+        """The machine to which each expert was assigned last; the coordinator only for experts that it should load."""
         self._free_at: dict[int, float] = {}
-        """When a worker has read everything that was announced."""
+        """When each worker will have loaded all assigned experts."""
         self._is_short = False
-        """Whether a machine is to load an expert and has no slot for it."""
+        """Whether a machine should load an expert and has no slot for it."""
         self._layer_seconds = 0.0
         self._asked_at = 0.0
         self._horizon = inf
-        """Seconds: the slowest load of an expert."""
+        """Seconds before a layer at which its loads may start: the slowest load of an expert."""
 
     def begin(self, position: int, views: Callable[[], Sequence[WorkerView]], slots: Mapping[int, int]) -> None:
-        """A forward pass begins at this position, with these workers. Predictions for positions before it, or far
-        from it, is forgotten."""
+        """Start a forward pass at `position` with these workers. `slots`: each worker's. Predictions for earlier or
+        distant positions are dropped."""
         with self._lock:
             self._now, self._views = TokenLayer(position, -1), views
             self._asked_at = 0.0
@@ -110,16 +110,16 @@ class AheadSchedule:
             self._go_on()
 
     def place(self, layer: int, is_next: bool) -> TokenLayer:
-        """The place of a layer of the present token, or of the one after it."""
+        """Return the place of a layer of the current token (or, if `is_next`, of the next one)."""
         return TokenLayer(self._now.position + is_next, layer)
 
     def turn(self, place: TokenLayer) -> int:
-        """Which layer this is, counted over those with experts and on from token to token: groups of workers take turns
-        in the same order wherever a token begins."""
+        """Return the layer's number, counted over layers with experts and on from token to token: groups of workers
+        take turns in this order."""
         return place.position * len(self._turns) + self._turns.get(place.layer, -1)
 
     def expect(self, places: Mapping[TokenLayer, Sequence[int]]) -> None:
-        """Expect these experts in these layers, best first, instead of earlier predictions."""
+        """Replace the predictions of these layers; experts are in order of preference, best first."""
         with self._lock:
             is_new = False
             for place, experts in places.items():
@@ -131,12 +131,12 @@ class AheadSchedule:
                 self._go_on()
 
     def withdraw(self, position: int) -> None:
-        """Predictions for this position and later ones belonged to another text."""
+        """Drop predictions for this position and later ones: they belonged to another text."""
         with self._lock:
             self._forget([place for place in self._expected if place.position >= position])
 
     def asked(self, layer: int, chosen: Collection[int]) -> None:
-        """A layer's router has spoken: who has what it has chosen keeps that until he has computed it."""
+        """Record a router's choice. The machines with the chosen experts keep them until they are computed."""
         with self._lock:
             self._note_pace()
             self._now = self._now._replace(layer=layer)
@@ -147,7 +147,7 @@ class AheadSchedule:
             self._go_on()
 
     def answered(self, unit: int, keys: Iterable[ExpertKey]) -> None:
-        """A worker has computed these."""
+        """Record that worker `unit` has computed `keys`."""
         with self._lock:
             done = [key for key in keys if self._asked.get(key) == unit]
             for key in done:
@@ -156,7 +156,7 @@ class AheadSchedule:
                 self._go_on()
 
     def here(self, layer: int) -> list[int]:
-        """The experts of a layer of the token under way that main is to bring in itself."""
+        """Return the experts of a layer of the current token that the coordinator should load itself."""
         with self._lock:
             return [key[1] for key, unit in self._assigned.items() if unit == DEVICE and key[0] == layer]
 
@@ -168,7 +168,7 @@ class AheadSchedule:
             self._groups.pop(place, None)
 
     def _note_pace(self) -> None:
-        """How long a layer takes where nothing is waited for; of one token, as between two there is more."""
+        """Update the time of a layer without waiting. Between two tokens there is other work, which does not count."""
         now = self._clock()
         if self._asked_at:
             took = now - self._asked_at
@@ -177,12 +177,13 @@ class AheadSchedule:
         self._asked_at = now
 
     def _is_near(self, place: TokenLayer) -> bool:
-        """Whether it may be time to bring its experts in: the next layer's always, as nothing is asked before it."""
+        """Return whether loads of the layer's experts may start; always true for the next layer, since no layer is
+        requested before it."""
         steps = self.turn(place) - self.turn(self._now) - 1
         return self._method == "round-robin" or self._layer_seconds * steps <= self._horizon
 
     def _go_on(self) -> None:
-        """Divide all slots again, and inform machines that have to load something."""
+        """Assign all slots again, and notify machines that have to load something."""
         views = {view.unit: view for view in self._views()}
         if not views:
             return
@@ -214,7 +215,8 @@ class AheadSchedule:
     def _reserve(
         self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]
     ) -> Iterator[tuple[TokenLayer, ExpertKey, int | None]]:
-        """Slots for what of a layer is there already; yields what is not, and who is to have it, by turns."""
+        """Reserve slots for the layer's experts that a machine already holds. Yield the others, each with its worker
+        (with round-robin placement)."""
         keys = [(place.layer, expert, EXACT) for expert in self._expected[place]]
         groups: Mapping[ExpertKey, int] = {}
         if self._method == "round-robin":
@@ -231,7 +233,7 @@ class AheadSchedule:
                 yield place, key, group
 
     def _holder(self, key: ExpertKey, views: Mapping[int, WorkerView]) -> int | None:
-        """Who has it or is bringing it in: a worker, or main."""
+        """Return the unit that holds or loads an expert: a worker or the coordinator; None if there is none."""
         unit_to_inform = self._assigned.get(key)
         if unit_to_inform is not None and (unit_to_inform in views or unit_to_inform == DEVICE):
             return unit_to_inform
@@ -241,12 +243,12 @@ class AheadSchedule:
         return unit in views and (self._assigned.get(key) == unit or key in views[unit].holds)
 
     def _first(self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
-        """Who is to bring in an expert of this layer now, if it is time: of those who have it in time who gives up what
-        is wanted last, else who has it first. Who reads something else already may wait, unless the next layer wants
-        it: what is nearer then is unknown yet."""
+        """Return the unit that should load an expert now; None if it is too early. Among units that finish in time, it
+        is the one whose lost expert is needed last; otherwise the first to finish. Units that are already reading wait,
+        except for the next layer."""
         turn, now = self.turn(place), self._clock()
         left = self._layer_seconds * (turn - self.turn(self._now))
-        soon = left - self._layer_seconds  # when the next layer has been asked for
+        soon = left - self._layer_seconds  # time until the next layer is requested
         ends, gives_up = dict[int, float](), dict[int, float]()
         for unit, view in views.items():
             busy = max(0.0, self._free_at.get(unit, now) - now)
@@ -270,27 +272,27 @@ class AheadSchedule:
 
 
 class _Shelf:
-    """A machine's slots, as they are given out."""
+    """The slots of one machine while they are assigned."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.taken: list[ExpertKey] = []
-        """What is computed, or to be brought in."""
+        """Experts that the machine computes or should load."""
         self._held: dict[ExpertKey, float] = {}
-        """What is there and wanted, nearest first, and in which turn."""
+        """Resident experts that are needed later, nearest first, each with its turn."""
 
     @property
     def keys(self) -> list[ExpertKey]:
         return [*self.taken, *self._held][: self._size]
 
     def hold(self, turn: float, key: ExpertKey) -> None:
-        """It is there, and wanted then; of what is wanted twice the first time counts."""
+        """Reserve a slot for a resident expert needed in `turn`; the first reservation counts."""
         if key not in self.taken:
             self._held.setdefault(key, turn)
 
     def gives_up(self, turn: float) -> float | None:
-        """When what would go for something else is wanted: infinite for what is not needed; None where nothing may go,
-        as all is wanted sooner than this turn."""
+        """Return the turn of the expert that would lose its slot: infinite for a free slot; None where all experts are
+        needed by `turn`."""
         if len(self.taken) + len(self._held) < self._size:
             return inf
         if not self._held or len(self.taken) >= self._size:
@@ -299,7 +301,7 @@ class _Shelf:
         return last if last > turn else None
 
     def take(self, key: ExpertKey) -> None:
-        """Bring it in, for what is wanted last."""
+        """Load an expert, in the slot of the one that is needed last."""
         if len(self.taken) + len(self._held) >= self._size:
             self._held.popitem()
         self.taken.append(key)

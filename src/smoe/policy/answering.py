@@ -1,9 +1,9 @@
-"""The misses of a decode step answered within a budget: what each becomes, what that spends, step after step.
+"""Resolves the misses of decode steps within a quality or time budget, and keeps account of what is spent.
 
-    router's choice -> what is missing -> an answer for each (`answers.py`), at prices (`prices.py`) and a rate
-                       (`quality_budget.py`) -> the choice with substitutes, low copies, gaps and the CPU's share in it
+    router's choice -> missing experts -> a resolution for each (`answers.py`), from quality costs (`prices.py`) and a
+                       rate (`quality_budget.py`) -> the routing with substitutes, low copies and dropped routes
 
-Engine and simulator keep one `Answering` each; it has no clock and gets the cost of loads.
+Engine and simulator have one `Answering` each. It has no clock: the costs of loads are arguments.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from smoe.routing import Routing, real_rows
 
 
 class Answered(NamedTuple):
-    """What becomes of one layer's choice."""
+    """The result of resolving one layer's misses."""
 
     routing: Routing
-    """With substitutes in it, the index E for what is left out, and in `low` what low copies serve."""
+    """The routing with substitutes, the index E for dropped routes, and in `low` the experts computed with low
+    copies."""
     selection: Selection
-    """The routes that substitutes serve, and the dropped ones."""
+    """The routes that substitutes compute, and the dropped ones."""
     assigned: Assigned
 
 
 class Assigned(NamedTuple):
-    """Missing experts whose answer is known, where `Balance` would split them."""
+    """Missing experts with their resolutions; takes the place of a `Balance`."""
 
     answers: dict[int, Resolution]
-    """Resolutions by expert, the most important first."""
+    """Resolutions by expert, the most important expert first."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """(to be loaded, most important first; to be computed by the CPU)."""
+        """Return (experts to load, most important first; experts for the CPU)."""
         del routing
         rank = {expert: n for n, expert in enumerate(self.answers)}
         ranked = sorted(missing, key=lambda serve: rank.get(serve.key[1], len(rank)))
@@ -49,19 +50,19 @@ class Assigned(NamedTuple):
 
 
 class Answering:
-    """Answers layer after layer, and keeps the budget."""
+    """Resolves the misses of each layer, within a budget that spans layers and steps."""
 
     def __init__(self, prices: PriceTable, budget: QualityBudget | TimeBudget) -> None:
         self._prices = prices
         self._budget = budget
         self._layer = inf
         self.nats = 0.0
-        """Spent so far, by the prices."""
+        """The quality cost spent so far, in nats."""
         self.waited_seconds = 0.0
-        """Predicted seconds for missing experts in this step."""
+        """Predicted seconds of waiting for missing experts in this step."""
 
     def answer(self, routing: Routing, table: SlotTable, costs: AnswerCosts) -> Answered:
-        """The choice of one layer of a decode step; `routing` has scores and weights."""
+        """Resolve the misses of one layer of a decode step; `routing` must have scores and weights."""
         if routing.layer <= self._layer:
             self._begin_step(routing)
         self._layer = routing.layer
@@ -79,7 +80,7 @@ class Answering:
         return Answered(applied(selection, routing)._replace(low=low), selection, Assigned(chosen.served))
 
     def note_step(self, seconds: float) -> None:
-        """A decode step took so long."""
+        """Record the duration of a decode step."""
         if isinstance(self._budget, TimeBudget):
             self._budget.note(seconds, self.waited_seconds)
 

@@ -1,28 +1,29 @@
-"""One answer for every missing expert of a layer: loaded, computed by the CPU, as a low copy, by a substitute, or none.
+"""Chooses a resolution for every missing expert of a layer: load, CPU, low copy, substitute or drop.
 
-    answer        the link       the CPU        price         holds for
+    resolution    the link       the CPU        quality cost  applies to
     HIGH          costs.high                    0             all routes of the expert
     HOST                         costs.host     0             all routes
     LOW           costs.low                     of each route all routes; no seconds where the low copy is resident
     SUBSTITUTE                                  of the route  a route
     SKIP                                        of the route  a route
 
-Loads go one after the other behind those in flight, the CPU works in parallel, and the layer waits for the slower:
+Loads follow one another after those in flight, the CPU works in parallel, and the layer waits for the slower:
 
-    |-- under_way --|-- HIGH --|-- HIGH --|- LOW -|          link (where nothing is loaded: nothing is waited for)
+    |-- under_way --|-- HIGH --|-- HIGH --|- LOW -|          link (no waiting where nothing is loaded)
     |----- HOST -----|----- HOST -----|                      CPU
 
-What is minimised is those seconds + rate * the sum of the prices. HIGH and HOST have the same price and take the same
-time for every expert, so only their number matters; which of them the CPU gets is settled at the end, the most
-important being loaded. For every (number without a price, number of low loads) the least price is found by dynamic
-programming, and the split between link and CPU in closed form: exact.
+The plan minimises these seconds + rate * the sum of the quality costs. HIGH and HOST have the same quality cost and
+take the same time for every expert, so only their number matters; at the end, the most important of them are loaded and
+the CPU gets the others. For every (number without quality cost, number of low loads), dynamic programming finds the
+least cost, and the split between link and CPU has a closed form: exact.
 
-Without a CPU in addition to the device an expert's resolution hardly affects another's: those whose cheapest lossy
-answer costs most are loaded, however many are best, and that is exact too. With one, and beyond `EXACT_UP_TO` missing
-experts, the same is done for several prices of a low load, as it may hide behind the CPU. On 1500 random steps of 9 to
-14 missing experts this found the optimum in 96 of 100; the mean cost was 0.15 % above it, the worst 13 %.
+Without a CPU in addition to the device, the resolutions of experts hardly depend on one another. The experts whose
+cheapest lossy resolution costs most are loaded, as many as is best, which is exact too. With a CPU and more than
+`EXACT_UP_TO` missing experts the same is done for several costs of a low load, because it may overlap with the CPU. On
+1500 random steps of 9 to 14 missing experts this found the optimum in 96 of 100; the mean cost was 0.15 % above it, the
+worst 13 %.
 
-Every token keeps an expert: where none of its experts is at hand (a *bare* token), one at least is not skipped.
+Every token has at least one expert: of a *bare* token, which misses all of its experts, at least one is not skipped.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from smoe.policy.prices import LayerPrices, Resolution
 from smoe.policy.substitution import Replacement
 
 EXACT_UP_TO = 8
-"""Missing experts for which all combinations are weighed."""
+"""The most missing experts for which all combinations are compared."""
 BARE_UP_TO = 2
-"""Bare tokens for which it is weighed which expert each keeps; in larger batches each keeps what costs least to keep,
-taken alone."""
+"""The most bare tokens for which the choice of the remaining expert is optimised jointly. In larger batches each bare
+token keeps the expert that alone costs least."""
 SHARES_TRIED = 3
-"""The shares of a low load's seconds for which the layer is assumed to wait: none, a third, two, all."""
+"""The assumed shares of a low load's seconds that the layer waits for: none, a third, two thirds, all."""
 
 HIGH, HOST, LOW, SUBSTITUTE, SKIP = (
     Resolution.HIGH,
@@ -54,20 +55,20 @@ HIGH, HOST, LOW, SUBSTITUTE, SKIP = (
 
 
 class AnswerCosts(NamedTuple):
-    """Seconds, of one expert each."""
+    """Seconds per expert."""
 
     high: float
-    """Seconds to load its own copy."""
+    """Seconds to load the full copy."""
     low: float | None = None
-    """Seconds to load its low copy; None where there is none."""
+    """Seconds to load the low copy; None where there is none."""
     host: float | None = None
-    """Computed by the CPU of a machine with a device; None where there is no such CPU."""
+    """Seconds on the CPU of a machine with a device; None where there is no such CPU."""
     under_way: float = 0.0
-    """What the link still has to do before it can begin."""
+    """Seconds until the loads in flight have ended."""
 
     def split(self, zero_priced: int, low: int) -> tuple[float, int]:
-        """(seconds of the layer, experts that the CPU computes) at best, of so many that are loaded or computed by the
-        CPU, with so many low loads; of equal splits that which loads most."""
+        """Return the layer's least seconds and the number of experts for the CPU, for `zero_priced` experts that are
+        loaded or computed by the CPU and `low` low loads. Among equal splits, the one with most loads."""
         link = self.under_way + zero_priced * self.high + low * (self.low or 0.0)
         host = self.host
         if host is None or not zero_priced:
@@ -84,18 +85,18 @@ class AnswerCosts(NamedTuple):
 
 
 class ResolvedMisses(NamedTuple):
-    """What becomes of a layer's missing experts."""
+    """The resolutions of a layer's missing experts."""
 
     served: dict[int, Resolution]
-    """HIGH, HOST or LOW by expert, the most important first; the others' routes are all in `replacements`."""
+    """HIGH, HOST or LOW by expert, the most important first; the routes of all other experts are in `replacements`."""
     replacements: list[Replacement]
-    """Routes that a substitute serves, and dropped ones."""
+    """Routes that a substitute computes, and dropped ones."""
     nats: float
-    """The sum of the prices."""
+    """The sum of the quality costs."""
     seconds: float
-    """How long the layer waits for it, as predicted."""
+    """Predicted seconds that the layer waits."""
     wanted_nats: float
-    """The sum of the prices that there would be without a limit."""
+    """The sum of the quality costs of the best plan without the limit."""
 
 
 NOTHING = ResolvedMisses({}, [], 0.0, 0.0, 0.0)
@@ -109,10 +110,10 @@ def choose(
     top_k: int,
     limit: float = inf,
 ) -> ResolvedMisses:
-    """The answers that cost least; `rate` in seconds per nat, infinite: exact answers only.
+    """Return the resolutions of least cost. `rate`: seconds per nat; infinite: exact resolutions only.
 
-    At most `limit` nats are spent. `top_k`: K, by which bare tokens are known. Of plans that cost the same it is always
-    the same one, whatever the order of `missing`.
+    At most `limit` nats are spent. `top_k`: K, which identifies bare tokens. The result does not depend on the order of
+    `missing`.
     """
     if not missing:
         return NOTHING
@@ -138,43 +139,43 @@ def choose(
 
 
 class _Option(NamedTuple):
-    """One way to answer an expert."""
+    """One possible resolution of an expert."""
 
     step: int
-    """`ZERO_PRICED` or `LOW_LOAD` where it takes time, else 0."""
+    """`ZERO_PRICED` or `LOW_LOAD` where the resolution takes time, else 0."""
     price: float
     keeps: int = 0
-    """The bits of the bare tokens that keep the expert, or a substitute of it."""
+    """The bits of the bare tokens that this resolution gives an expert or substitute."""
     answer: Resolution | None = None
-    """HIGH stands for HIGH and HOST; None where each route has an answer of its own."""
+    """HIGH stands for HIGH and HOST; None where each route has its own resolution."""
     taken: Sequence[bool] = ()
-    """For each route whether its substitute serves it; else it is dropped."""
+    """For each route whether a substitute computes it; otherwise it is dropped."""
 
 
 ZERO_PRICED, LOW_LOAD, FIRST_BARE = 1, 1 << 4, 1 << 8
 """A state of the dynamic programme is one number: two counts of at most `EXACT_UP_TO`, and a bit for each bare token
-that keeps an expert."""
+that has an expert."""
 
 _EXACT = _Option(ZERO_PRICED, 0.0, 0, HIGH)
 _TAKEN, _LEFT_OUT = (True,), (False,)
 
 
 def _importance(entry: Missing) -> tuple[float, int, int]:
-    """Ascending: the most important first."""
+    """Return a sort key: ascending from the most important expert."""
     routes = entry.routes
     weight = routes[0].weight if len(routes) == 1 else max(route.weight for route in routes)
     return -weight, -len(routes), entry.expert
 
 
 def _bare(missing: Sequence[Missing], top_k: int) -> dict[int, int]:
-    """The tokens all of whose experts are missing, each with a bit of its own."""
+    """Return the tokens that miss all of their experts, each with its own bit."""
     counts = Counter(route.token for entry in missing for route in entry.routes)
     return {token: FIRST_BARE << n for n, token in enumerate(token for token in counts if counts[token] == top_k)}
 
 
 def _protected(missing: Sequence[Missing], bare: Container[int], prices: LayerPrices) -> set[tuple[int, int]]:
-    """(token, choice) of the route that each bare token keeps: that whose substitute costs least more than to skip it,
-    or, where no route has a substitute, that of the highest weight."""
+    """Return (token, choice) of the route that each bare token keeps: where a substitute costs least in comparison with
+    dropping, or, if no route has a substitute, the one of highest weight."""
     best: dict[int, tuple[bool, float, int]] = {}
     for entry in missing:
         for route in entry.routes:
@@ -194,11 +195,11 @@ def _options(
     bare: Mapping[int, int],
     protected: Container[tuple[int, int]],
 ) -> list[_Option]:
-    """The answers of one expert, but for those that cannot be part of the best plan; of two that take the same time the
-    one of the lower price first.
+    """Return the possible resolutions of one expert that can be part of the best plan. Of two that take the same time,
+    the cheaper comes first.
 
-    Loading it adds at most its own seconds and what is under way, and so does the CPU: an answer whose price is more
-    than that is never chosen.
+    A load adds at most its own seconds and the rest of the link's work; the CPU is similar. A resolution that costs
+    more is never chosen.
     """
     keeps = 0
     if bare:
@@ -227,8 +228,8 @@ def _options(
 def _free(
     entry: Missing, prices: LayerPrices, bare: Mapping[int, int], protected: Container[tuple[int, int]]
 ) -> list[_Option]:
-    """Without the expert: each route has its substitute or is dropped, whichever is cheaper. The other one too where it
-    alone would keep a bare token an expert; a protected route is never dropped."""
+    """Return the resolutions without the expert: each route has its substitute or is dropped, whichever is cheaper. The
+    other one is added where only it gives a bare token an expert. Protected routes are never dropped."""
     if len(entry.routes) == 1 and not bare and not protected:
         (route,) = entry.routes
         skip, substitute = prices.price(SKIP, route.weight), _substitute_price(route, prices)
@@ -260,7 +261,7 @@ def _substitute_price(route: Route, prices: LayerPrices) -> float:
 
 
 _Way: TypeAlias = "tuple[float, _Way | None, _Option]"
-"""How a state is reached at the least price: (price, how the experts before came to theirs, the last one's option)."""
+"""The cheapest way to a state: (quality cost, the way to the state before, the last expert's option)."""
 
 
 def _together(
@@ -271,7 +272,7 @@ def _together(
     limit: float,
     bare: int,
 ) -> ResolvedMisses:
-    """All combinations, by dynamic programming over states (`ZERO_PRICED`)."""
+    """Compare all combinations, by dynamic programming over states (`ZERO_PRICED`)."""
     states: dict[int, _Way] = {0: (0.0, None, _EXACT)}
     for ways in options:
         reached: dict[int, _Way] = {}
@@ -296,7 +297,7 @@ def _together(
 
 
 def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: float) -> int:
-    """The state of (state, price) that costs least; of equal ones the first."""
+    """Return the state of least cost among (state, quality cost); of equal ones the first."""
     best, best_state = inf, -1
     for state, price in states:
         priced = rate * price
@@ -308,8 +309,8 @@ def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: flo
 
 
 def _by_worth(options: Sequence[Sequence[_Option]], costs: AnswerCosts, rate: float) -> list[_Option]:
-    """The best of all plans in which the experts whose cheapest lossy answer costs most are served exactly, however
-    many, and the others take that answer; for several prices of a low load. Without a CPU the best of all plans."""
+    """Return the best plan of those in which the experts with the dearest lossy resolution are exact and the others
+    lossy, for several costs of a low load. Without a CPU this is the optimum."""
     best: tuple[float, float] = (inf, inf)
     best_picked: list[_Option] = []
     for low in _prices_of_a_low_load(costs):
@@ -342,7 +343,8 @@ def _by_worth(options: Sequence[Sequence[_Option]], costs: AnswerCosts, rate: fl
 
 
 def _prices_of_a_low_load(costs: AnswerCosts) -> Iterator[float]:
-    """What a low load is taken to add to the layer's seconds, as it may hide behind the CPU; infinite: none is made."""
+    """Yield assumed seconds that a low load adds to the layer, since it may overlap with the CPU; infinite: no low
+    loads."""
     yield inf
     if costs.low is not None:
         yield costs.low
@@ -353,7 +355,7 @@ def _prices_of_a_low_load(costs: AnswerCosts) -> Iterator[float]:
 def _answered(
     missing: Sequence[Missing], picked: Sequence[_Option], costs: AnswerCosts, wanted_nats: float | None = None
 ) -> ResolvedMisses:
-    """What was picked for each, in words."""
+    """Convert the picked options to resolutions."""
     served: dict[int, Resolution] = {}
     replacements: list[Replacement] = []
     nats = 0.0

@@ -1,8 +1,8 @@
-"""Misses shared out between the link and the CPU: which missing experts are loaded, which are computed where they lie.
+"""Divides a layer's misses between the link and the CPU: which missing experts are loaded, and which the CPU computes.
 
-SMoE's CPU-load balancer (second version, section V-A; first version, section 5.6). All experts of a model have the same
-size, so a decision is a number: how many of the missing ones are loaded, the most important first, as they are the ones
-that will be wanted again. The CPU computes the others meanwhile, and the layer waits for the slower of the two.
+This is SMoE's CPU-load balancer (second version, section V-A; first version, section 5.6). All experts of a model have
+the same size, so the decision is a number: how many of the missing experts are loaded. The most important are loaded,
+because they will be needed again. The CPU computes the others in parallel, and the layer waits for the slower.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from smoe.policy.plan import HOST, Serve
 from smoe.routing import Routing
 
 RECENT = 16
-"""Measured loads and CPU computations that a cost is the mean of (the papers' p, of which they give no value)."""
+"""The number of recent loads and CPU computations whose mean is the cost (the papers' p, for which they give no
+value)."""
 
 
 FLAT = 8
-"""Tokens for which the CPU takes as long as for one: it waits for the weights (docs/papers/smoe.md)."""
+"""The number of tokens up to which the CPU takes as long as for one, because it waits for the weights
+(docs/papers/smoe.md)."""
 
 
 class Costs(NamedTuple):
-    """Seconds, of one expert each."""
+    """Seconds per expert."""
 
     load: float
-    """Host to device."""
+    """Seconds to load an expert from host to device."""
     host: float
-    """Computed by the CPU; with the order "tokens", for each token."""
+    """Seconds for the CPU to compute an expert; with the order "tokens", for each token."""
     under_way: float = 0.0
-    """What the link still has to do before it can begin."""
+    """Seconds until the loads in flight have ended."""
     token: float = 0.0
-    """Computed by the CPU, for each of many tokens."""
+    """Seconds of the CPU per token, for an expert with many tokens."""
 
 
 class RecentCosts:
-    """Costs as last measured, the mean of so many."""
+    """The mean of the most recently measured costs."""
 
     def __init__(self, recent: int = RECENT) -> None:
         self._load: deque[float] = deque(maxlen=recent)
@@ -51,11 +53,12 @@ class RecentCosts:
         self._host.append(seconds)
 
     def note_token(self, seconds: float) -> None:
-        """The share of one token in an expert computed for more than `FLAT` of them."""
+        """Record the CPU's time per token for an expert with more than `FLAT` tokens."""
         self._token.append(seconds)
 
     def costs(self, under_way: float) -> Costs:
-        """`under_way` counts loads. What has not been measured yet is taken to cost as much as the other way."""
+        """Return the costs. `under_way`: the number of loads in flight. A cost without measurements is taken to equal
+        the other one."""
         load = sum(self._load) / len(self._load) if self._load else None
         host = sum(self._host) / len(self._host) if self._host else None
         load = load if load is not None else host if host is not None else 1.0
@@ -65,8 +68,9 @@ class RecentCosts:
 
 
 def paper(host: Sequence[float], costs: Costs) -> int:
-    """Algorithm 2 as printed, two pointers: the side that is behind gets the next expert, the link first and from the
-    left, the CPU from the right. `host`: CPU seconds of every missing expert, most important first."""
+    """Algorithm 2 as printed, with two pointers: the side that is behind gets the next expert, the link from the left
+    and first, the CPU from the right. `host`: CPU seconds of every missing expert, most important first. Return the
+    number of loads."""
     load_seconds = host_seconds = 0.0
     left, right = 0, len(host) - 1
     while left <= right:
@@ -80,10 +84,11 @@ def paper(host: Sequence[float], costs: Costs) -> int:
 
 
 def optimal(host: Sequence[float], costs: Costs) -> int:
-    """The best of all splits of equation 4, with what is under way counted; of equal ones that which loads most.
+    """Return the number of loads of the best split of equation 4, including loads in flight; among equal splits the one
+    with most loads.
 
-    Algorithm 2 is not optimal: with a load of 3 and one expert that the CPU computes in 1 it still loads, as the link
-    is idle.
+    Algorithm 2 is not optimal: with a load of 3 and one expert that the CPU computes in 1 it still loads, because the
+    link is idle.
     """
 
     def seconds(loaded: int) -> float:
@@ -94,7 +99,7 @@ def optimal(host: Sequence[float], costs: Costs) -> int:
 
 
 def never_load(host: Sequence[float], costs: Costs) -> int:
-    """The CPU computes whatever is missing (Fiddler, arXiv 2402.07033; llama.cpp's static split)."""
+    """Return 0: the CPU computes all missing experts (Fiddler, arXiv 2402.07033; llama.cpp's static split)."""
     return 0
 
 
@@ -103,51 +108,52 @@ BALANCERS: dict[str, Callable[[Sequence[float], Costs], int]] = {
     "optimal": optimal,
     "host": never_load,
 }
-"""How many of the missing experts are loaded, the most important first."""
+"""Functions that return how many of the missing experts are loaded, the most important first."""
 
 BALANCE = ("auto", "none", *BALANCERS)
 """none: all are loaded; auto: optimal where the CPU is not itself the device."""
 
 BALANCE_ORDER = ("score", "tokens")
-"""Who is loaded first: the expert of the highest score, the CPU taking as long for several tokens as for one (second
-version), or of the most tokens, the CPU's time growing with them (first version)."""
+"""Which experts are loaded first: those of the highest score, with CPU time independent of the number of tokens (second
+version), or of the most tokens, with CPU time proportional to them (first version)."""
 
 
 class Sharing(Protocol):
-    """How one layer's misses are shared out between loading and the units that compute in parallel with the device."""
+    """Divides one layer's misses between loads and the units that compute in parallel with the device."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """Split a decode step: (to be loaded, most important first; to be computed elsewhere, with the unit of
-        each)."""
+        """Divide the misses of a decode step. Return (experts to load, most important first; other experts, with their
+        units)."""
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """The experts of a prompt that are computed elsewhere, and by which unit; `ahead` loads come in any
-        case."""
+        """Return the experts of a prompt that other units compute, with their units. `ahead`: loads that are necessary
+        in any case."""
 
     @property
     def takes_all(self) -> bool:
-        """Whether nothing is to be loaded here."""
+        """Whether nothing is loaded here."""
 
 
 class Balance(NamedTuple):
-    """One layer's balancing: how, in which order, and at what costs."""
+    """The division of one layer's misses between link and CPU."""
 
     method: str
     order: str
     costs: Costs
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """(to be loaded, most important first; to be computed by the CPU)."""
+        """Return (experts to load, most important first; experts for the CPU)."""
         ranked = sorted(missing, key=lambda serve: importance(serve, routing, self.order))
         tokens = [len(serve.routes) if self.order == "tokens" else 1 for serve in ranked]
         loaded = BALANCERS[self.method]([self.costs.host * count for count in tokens], self.costs)
         return ranked[:loaded], [serve._replace(unit=HOST) for serve in ranked[loaded:]]
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """The experts of a prompt that the CPU computes: of the fewest tokens, and as many as shorten the layer.
+        """Return the experts of a prompt that the CPU computes: those with the fewest tokens, as many as shorten the
+        layer.
 
-        `ahead` loads come in any case. The best split, whatever the method: only the CPU's time grows with the tokens
-        (first version, section 5.6), and never to load would leave the device idle for the whole prompt.
+        `ahead`: loads that are necessary in any case. The split is always the best one: only the CPU's time grows with
+        the tokens (first version, section 5.6), and without loads the device would be idle during the whole prompt.
         """
         ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
         host = [max(self.costs.host, self.costs.token * len(serve.routes)) for serve in ranked]
@@ -157,13 +163,13 @@ class Balance(NamedTuple):
 
     @property
     def takes_all(self) -> bool:
-        """Never: what stays of a prompt is loaded."""
+        """Always false: the experts of a prompt that stay are loaded."""
         return False
 
 
 def importance(serve: Serve, routing: Routing, order: str) -> tuple[float, ...]:
-    """A missing expert's place in one of `BALANCE_ORDER`, ascending: the most important first. Without scores the place
-    among a token's choices stands for them."""
+    """Return a missing expert's sort key for one of `BALANCE_ORDER`, ascending from the most important. Without scores,
+    the position among a token's choices replaces the score."""
     _, expert, _ = serve.key
     width = len(routing.top_k_index[0])
     if routing.scores is not None:

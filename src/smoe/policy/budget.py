@@ -1,19 +1,18 @@
-"""The memory budget as a ledger: every byte has a name, what does not fit is refused before loading.
+"""Divides the memory budget into named entries (a ledger), and refuses a budget that is too small before loading.
 
 On a machine without a GPU the budget is RAM in addition to the interpreter and its libraries; on a GPU it is device
-memory. Order of claims: non-expert weights, workspace, KV cache, what a predictor copies of weights, read buffers,
-staging (at least two experts); all the rest is cache slots. The minimum number of cache slots is the top-k of the
-widest layer.
+memory. Order of claims: non-expert weights, workspace, KV cache, a predictor's copies of weights, read buffers, staging
+(at least two experts); the rest is cache slots. The minimum number of cache slots is the top-k of the widest layer.
 
-Workspace and KV cache are reserved for the largest step and the longest texts. What of them is not in use can be lent
-to experts (`Ledger.lending`): the pools then have *spare* slots, in use only while the reserve is not.
+Workspace and KV cache are reserved for the largest step and the longest texts. Their unused part can be lent to experts
+(`Ledger.lending`): the pools then have *spare* slots, which are used only while the reserve is not.
 
 Layers whose experts differ in size, as in a file of several formats, have slots of several sizes. Each size, a *slot
-class*, gets the least that its layers need and its share of what is left, so that all keep the same part of their
+class*, gets the minimum that its layers need and a share of the rest, so that all classes hold the same part of their
 experts.
 
-Low copies (HOBBIT) have classes of their own, which get a given share of the bytes that are left, at least what a token
-needs.
+Low copies (HOBBIT) have slot classes of their own, which get a given share of the remaining bytes, at least what a
+token needs.
 """
 
 from __future__ import annotations
@@ -33,49 +32,49 @@ from smoe.units import format_bytes
 MIN_STAGING_SLOTS = 2
 MAX_STAGING_SLOTS = 8
 STAGING_SHARE = 0.05
-"""Staging takes this share of what is left for experts, within the two bounds above."""
+"""The share of the expert slots that are staging slots, within the two bounds above."""
 _PARTS = 1 << 32
-"""What a class lacks is given out in parts so small that every number of slots occurs, ..."""
+"""The slots that a class lacks are assigned in parts so small that every number of slots occurs, ..."""
 _MOST_PARTS = _PARTS * 32
-"""... and beyond the whole as far as staging grows."""
+"""... and beyond all slots as far as staging grows."""
 _ALIKE = 1 / 16
-"""Layers whose experts differ by less share slots: a class of its own would cost two staging slots more, and slots
-that other layers cannot have."""
+"""Layers whose experts differ by less than this share use the same slots: another class would need two more staging
+slots, and other layers could not use its slots."""
 
 
 class SlotClass(NamedTuple):
-    """Slots of one size, and who uses them."""
+    """Slots of one size, and the layers that use them."""
 
     slot_bytes: int
-    """One expert slot, alignment included."""
+    """Bytes of one slot, including alignment."""
     top_k: int
-    """Experts one token uses of one of these layers, at most."""
+    """The most experts of one of these layers that a token uses."""
     experts: int
-    """Routed experts of these layers together."""
+    """The number of routed experts in these layers."""
     layers: tuple[int, ...] = ()
-    """Ascending; empty: all."""
+    """The layers in ascending order; empty: all."""
     form: int = EXACT
     """The format of the copies."""
     passing: int | None = None
-    """There is no expert cache (DuoServe-MoE, OD-MoE): the slots of one token's choice, and so many through which
-    others come; None: as many slots as the budget allows."""
+    """For systems without an expert cache (DuoServe-MoE, OD-MoE): the number of staging slots beyond one token's
+    choice. None: as many slots as the budget allows."""
 
     @property
     def least(self) -> int:
-        """The fewest slots with which a token can pass."""
+        """The fewest slots with which a token can be computed."""
         return self.top_k + (MIN_STAGING_SLOTS if self.passing is None else self.passing)
 
     @property
     def most(self) -> int:
-        """Slots with which every expert is resident."""
+        """The number of slots with which every expert is resident."""
         return self.experts + MAX_STAGING_SLOTS if self.passing is None else self.least
 
 
 def slot_classes(expert_bytes: Mapping[int, int], layers: Mapping[int, SlotClass]) -> tuple[SlotClass, ...]:
-    """The classes of a model, the largest slots first.
+    """Return the slot classes of a model, the largest slots first.
 
-    `expert_bytes`: weights of an expert of each layer, by which layers are put together; `layers`: the class that each
-    would be alone.
+    `expert_bytes`: bytes of an expert's weights by layer, which decide the grouping; `layers`: the class that each
+    layer alone would have.
     """
     found: list[list[int]] = []
     for layer in sorted(layers, key=lambda n: (-expert_bytes[n], n)):
@@ -96,85 +95,83 @@ def slot_classes(expert_bytes: Mapping[int, int], layers: Mapping[int, SlotClass
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model asks of the budget, in bytes unless stated otherwise."""
+    """What a model needs of the memory budget, in bytes unless stated otherwise."""
 
     weights_bytes: int
-    """Non-expert weights and buffers, tied weights once."""
+    """Bytes of non-expert weights and buffers; tied weights count once."""
     workspace_bytes: int
-    """What a step takes whatever its size, as the logits of the last position."""
+    """Bytes of a step that do not depend on its positions, such as the logits of the last position."""
     kv_cache_bytes: int
-    """Reserved at context x sequences."""
+    """Bytes reserved for context x sequences."""
     classes: tuple[SlotClass, ...]
-    """Where experts go."""
+    """The slot classes of full copies."""
     read_buffer_bytes: int = 0
-    """Buffers of the reading threads, where experts cannot be read straight into their slots."""
+    """Bytes of the reading threads' buffers, where experts cannot be read directly into their slots."""
     embedding_bytes: int = 0
-    """Bytes of an input embedding that can stay on disk: a token asks for one row of it."""
+    """Bytes of an input embedding that can stay on disk: a token needs one row of it."""
     predictor_bytes: int = 0
-    """What a predictor keeps of weights: a second copy of the routers, or corrected ones."""
+    """Bytes of weights that a predictor holds: a second copy of the routers, or corrected ones."""
     learned_bytes: int = 0
-    """What was learned of the model: a fitted predictor, an estimate of next uses."""
+    """Bytes of what was learned about the model: a fitted predictor, an estimate of next uses."""
     shadow_bytes: int = 0
-    """Bytes of a draft model: its experts, activations and KV cache; it has the model's other weights.
-    """
+    """Bytes of a draft model: its experts, activations and KV cache; it shares the model's other weights."""
     low: tuple[SlotClass, ...] = ()
-    """Where low copies go; empty: there are none."""
+    """The slot classes of low copies; empty: there are none."""
     low_share: float = 0.0
     """The share of the slots' bytes for low copies."""
     position_bytes: int = 0
-    """Activations of each position of a step."""
+    """Bytes of activations for each position of a step."""
     square_bytes: int = 0
-    """More of them, times the square of the positions: where attention has a score for each pair."""
+    """Bytes of activations for each pair of positions, where attention computes a score for each pair."""
     step_tokens: int = 0
-    """Positions of the largest step."""
+    """The most positions of one step."""
 
     def step_bytes(self, positions: int) -> int:
-        """Activations of a step of so many positions; longer texts take several."""
+        """Return the bytes of activations of a step with `positions` positions; longer texts take several steps."""
         positions = min(positions, self.step_tokens)
         return positions * self.position_bytes + positions * positions * self.square_bytes
 
     @property
     def reserve_bytes(self) -> int:
-        """The part of workspace and KV cache that is in use only at times: by the largest step and the longest
-        texts."""
+        """Bytes of workspace and KV cache that only the largest step and the longest texts use."""
         return self.kv_cache_bytes + self.step_bytes(self.step_tokens)
 
     @property
     def all_classes(self) -> tuple[SlotClass, ...]:
-        """Those of low copies last."""
+        """All slot classes; those of low copies last."""
         return self.classes + self.low
 
     @property
     def slot_bytes(self) -> int:
-        """One expert slot, the largest."""
+        """Bytes of the largest slot."""
         return max(each.slot_bytes for each in self.classes)
 
     @property
     def top_k(self) -> int:
-        """Experts one token of one layer uses, at most."""
+        """The most experts of one layer that a token uses."""
         return max(each.top_k for each in self.classes)
 
     @property
     def total_experts(self) -> int:
-        """Routed experts of all layers."""
+        """The number of routed experts in all layers."""
         return sum(each.experts for each in self.classes)
 
     @property
     def experts_bytes(self) -> int:
-        """All routed experts, each in its slot."""
+        """Bytes of all routed experts in slots."""
         return sum(each.experts * each.slot_bytes for each in self.classes)
 
     def slots_bytes(self, slots: Sequence[int]) -> int:
-        """So many slots of each class, low copies' included."""
+        """Return the bytes of `slots` slots of each class, those of low copies included."""
         return sum(count * each.slot_bytes for count, each in zip(slots, self.all_classes, strict=True))
 
     @property
     def fixed_bytes(self) -> int:
-        """Everything that does not depend on the number of slots."""
+        """Bytes that do not depend on the number of slots."""
         return sum(self.fixed_entries().values())
 
     def fixed_entries(self, embedding_on_disk: bool = False) -> dict[str, int]:
-        """The fixed parts by name, in order of claim."""
+        """Return the fixed entries by name, in order of claim."""
         entries = {
             "non-expert weights": self.weights_bytes - (self.embedding_bytes if embedding_on_disk else 0),
             "workspace": self.workspace_bytes + self.step_bytes(self.step_tokens),
@@ -191,21 +188,21 @@ class Demand:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A budget that works: entries add up to at most `budget_bytes`."""
+    """A memory budget divided into entries, which add up to at most `budget_bytes`."""
 
     budget_bytes: int
     demand: Demand
     pools: tuple[PoolSize, ...]
-    """Slots of each of the demand's classes, those of low copies last."""
+    """The slots of each of the demand's classes; those of low copies last."""
 
     @property
     def embedding_on_disk(self) -> bool:
-        """Whether the input embedding is left there: where not everything fits, experts are worth more."""
+        """Whether the input embedding stays on disk: where not everything fits, experts benefit more from memory."""
         return self.demand.embedding_bytes > 0 and self.budget_bytes < full_bytes(self.demand)
 
     @property
     def weights_bytes(self) -> int:
-        """Non-expert weights in memory."""
+        """Bytes of non-expert weights in memory."""
         return self._fixed_entries["non-expert weights"]
 
     @property
@@ -213,13 +210,14 @@ class Ledger:
         return self.demand.fixed_entries(self.embedding_on_disk)
 
     def lending(self) -> Ledger:
-        """The same with spare slots, which hold experts while workspace and KV cache are not used."""
+        """Return the ledger with spare slots, which hold experts while workspace and KV cache are not used."""
         most = self.slots_beside(0)
         pools = (pool._replace(spare=slots - pool.cache) for pool, slots in zip(self.pools, most, strict=True))
         return replace(self, pools=tuple(pools))
 
     def slots_beside(self, reserve_bytes: int) -> list[int]:
-        """Cache slots of each pool while so many bytes of the reserve are in use; never fewer than without a loan."""
+        """Return the cache slots of each pool while `reserve_bytes` of the reserve are in use; never fewer than without
+        lending."""
         assert not self.demand.low, "low copies have a share of their own"
         lent = max(0, self.demand.reserve_bytes - reserve_bytes)
         room = self.budget_bytes - sum(self._fixed_entries.values()) + lent
@@ -232,7 +230,7 @@ class Ledger:
 
     @property
     def slots_in_use(self) -> list[range]:
-        """The numbers of the slots that are not spare, of each pool."""
+        """The numbers of the slots that are not spare, for each pool."""
         begins = accumulate((slots for slots, _ in self.sizes), initial=0)
         return [
             range(first, first + pool.cache + pool.staging) for first, pool in zip(begins, self.pools, strict=False)
@@ -240,18 +238,18 @@ class Ledger:
 
     @property
     def most_slots(self) -> int:
-        """Cache slots for experts' own copies while nothing of the reserve is used."""
+        """Cache slots for full copies while the reserve is unused."""
         return self.cache_slots + sum(pool.spare for pool in self.pools)
 
     @property
     def most_experts_bytes(self) -> int:
-        """Bytes of experts' own copies, in as many slots."""
+        """Bytes of full copies in `most_slots` slots."""
         pools = zip(self.pools, self.demand.all_classes, strict=True)
         return sum((pool.cache + pool.spare) * each.slot_bytes for pool, each in pools if pool.form == EXACT)
 
     @property
     def cache_slots(self) -> int:
-        """Cache slots for experts' own copies."""
+        """Cache slots for full copies."""
         return sum(pool.cache for pool in self.pools if pool.form == EXACT)
 
     @property
@@ -265,12 +263,12 @@ class Ledger:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(slots, bytes of each) by class, cache, staging and spare slots together."""
+        """(slots, bytes of each) by class: cache, staging and spare slots together."""
         pools = zip(self.pools, self.demand.all_classes, strict=True)
         return [(pool.cache + pool.staging + pool.spare, each.slot_bytes) for pool, each in pools]
 
     def entries(self) -> dict[str, int]:
-        """Bytes by name, in order of claim."""
+        """Return the bytes of each entry, in order of claim."""
         demand = self.demand
         entries = self._fixed_entries | {
             "staging": demand.slots_bytes([pool.staging for pool in self.pools]),
@@ -285,12 +283,12 @@ class Ledger:
 
     @property
     def resident_share(self) -> float:
-        """Share of all routed experts that fit the cache slots."""
+        """The share of all routed experts that fit the cache slots."""
         return self.cache_slots / self.demand.total_experts
 
     @property
     def residents(self) -> str:
-        """What fits the cache slots, in words."""
+        """A phrase that says how many experts fit the cache slots."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
         residents_text = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
         more = (
@@ -300,7 +298,7 @@ class Ledger:
 
     @property
     def spare(self) -> str:
-        """The same where workers compute all experts as long as there are any."""
+        """The same phrase for a cluster whose workers compute all experts while any are connected."""
         return (
             f"no experts resident while workers are connected (room for {self.cache_slots} without them){self._beside}"
         )
@@ -311,11 +309,11 @@ class Ledger:
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
-    """Divide the budget; raises `BudgetError` with the ledger and the smallest budget that would work."""
+    """Divide the budget. Raises `BudgetError` with the entries and the smallest possible budget."""
     on_disk = demand.embedding_bytes if budget_bytes < full_bytes(demand) else 0
     room = budget_bytes - demand.fixed_bytes + on_disk
     for_low = min(int(demand.low_share * room), room - least_bytes(demand.classes))
-    # not what its slots come to: a byte more would then give it a slot, and take many bytes from the others
+    # not rounded to whole slots: one byte more of budget could then take many bytes from the others
     for_low = min(max(least_bytes(demand.low), for_low), most_bytes(demand.low))
     pools = share_out(room - for_low, demand.classes) + share_out(for_low, demand.low)
     if any(pool.cache < each.top_k for pool, each in zip(pools, demand.all_classes, strict=True)):
@@ -325,11 +323,8 @@ def allocate(budget_bytes: int, demand: Demand) -> Ledger:
 
 
 def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
-    """Slots of each class in `room` bytes: the least of each, and as large a part of what it still lacks as goes into
-    the room, the same for all. What a class cannot use goes to the others.
-
-    None of any where not even the least fits.
-    """
+    """Return the slots of each class in `room` bytes: the minimum of each, and the same part of what each still lacks.
+    What a class cannot use goes to the others. All are 0 where not even the minimum fits."""
     if room < least_bytes(classes):
         return tuple(PoolSize(0, 0, each.layers, each.form) for each in classes)
 
@@ -341,8 +336,8 @@ def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
 
 
 def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
-    """Each class with so many `_PARTS` of what it lacks, and never more than all its experts; none shrinks as
-    `part` grows."""
+    """Return slots for each class: its minimum and `part` of `_PARTS` of what it lacks, at most all its experts. No
+    class shrinks as `part` grows."""
     pools = []
     for each in classes:
         slots = each.least + part * (each.most - each.least) // _PARTS
@@ -352,7 +347,7 @@ def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
 
 
 def budget_for_share(share: float, demand: Demand) -> int:
-    """The smallest budget that keeps `share` (above 0, at most 1) of all routed experts in cache slots.
+    """Return the smallest budget in bytes that holds `share` (above 0, at most 1) of all routed experts in cache slots.
 
     Raises `BudgetError` for a share that is less than the experts of one token.
     """
@@ -371,29 +366,29 @@ def budget_for_share(share: float, demand: Demand) -> int:
 
 
 def least_bytes(classes: Sequence[SlotClass]) -> int:
-    """Slots with which a token can pass."""
+    """Return the bytes of the slots with which a token can be computed."""
     return sum(each.least * each.slot_bytes for each in classes)
 
 
 def most_bytes(classes: Sequence[SlotClass]) -> int:
-    """Slots with which every expert is resident."""
+    """Return the bytes of the slots with which every expert is resident."""
     return sum(each.most * each.slot_bytes for each in classes)
 
 
 def minimum_bytes(demand: Demand) -> int:
-    """The smallest budget with which the model can run at all."""
+    """Return the smallest budget in bytes with which the model can run."""
     return demand.fixed_bytes - demand.embedding_bytes + least_bytes(demand.all_classes)
 
 
 def full_bytes(demand: Demand) -> int:
-    """The budget with which every expert is resident."""
+    """Return the budget in bytes with which every expert is resident."""
     own, low = most_bytes(demand.classes), most_bytes(demand.low)
     share = int(own * demand.low_share / (1 - demand.low_share))
     return demand.fixed_bytes + own + max(min(low, share), least_bytes(demand.low))
 
 
 def _staging(slots: int) -> int:
-    """How many of all slots only let experts pass."""
+    """Return how many of `slots` slots are staging slots."""
     return min(MAX_STAGING_SLOTS, max(MIN_STAGING_SLOTS, int(slots * STAGING_SHARE)))
 
 

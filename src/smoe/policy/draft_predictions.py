@@ -1,11 +1,11 @@
-"""A draft model's predictions for the token that the model decodes, and for the one after it; listeners get them.
+"""A draft model's predictions for the token that the model decodes and for the next one, passed on to a listener.
 
-    model    x1 -> ............ -> x2 -> ......      asked: a token at its place
-    shadow      s1 | layer | layer    s2 | layer     for x1; s2 is the next one where the model comes to it, else
-                                                     its predictions are withdrawn
+    model        x1 -> ............ -> x2 -> ......      asked: a token at its position
+    draft model     s1 | layer | layer    s2 | layer     predictions for x1; those for s2 count if
+                                                         the model decodes s2 next, else are withdrawn
 
-Nothing here knows where the draft model runs: on a thread of the model's process (`running_ahead.py`), or on another
-machine (`cluster/following.py`).
+This module does not depend on where the draft model runs: on a thread of the model's process (`running_ahead.py`), or
+on another machine (`cluster/following.py`).
 """
 
 from __future__ import annotations
@@ -16,62 +16,63 @@ from smoe.policy.prediction import Listener, Prediction
 
 
 class Expected(NamedTuple):
-    """What a shadow says of one layer, for one token."""
+    """A draft model's prediction for one layer of one token."""
 
     layer: int
     experts: tuple[int, ...]
-    """Those that its own router chose, best first, and then the spares."""
+    """The experts that the draft model's router chose, best first, then the extra predictions."""
     scores: tuple[float, ...] = ()
-    """The router's value of each; empty for a prediction of another machine."""
+    """The router's score of each expert; empty for a prediction of another machine."""
 
 
 class TokenStep(NamedTuple):
-    """A token at its place in a text."""
+    """A token at its position in a text."""
 
     token: int
     position: int
     text: Any
-    """What tells one text from another: its cache, or a number."""
+    """Identifies the text: its cache, or a number."""
 
 
 class DraftPredictions:
-    """The caller protects it by a lock."""
+    """The predictions of one draft model. The caller protects it with a lock."""
 
     def __init__(self) -> None:
         self.asked: TokenStep | None = None
         """The step that the model decodes; None: no predictions are needed."""
         self.listener: Listener | None = None
-        """Hears everything at once."""
+        """Receives every prediction at once."""
         self._predicted: dict[TokenStep, dict[int, Expected]] = {}
-        """Predictions by layer."""
+        """Predictions by step and layer."""
 
     def __contains__(self, step: TokenStep) -> bool:
-        """Whether the shadow has begun with it."""
+        """Return whether the draft model has started this step."""
         return step in self._predicted
 
     def ask(self, step: TokenStep) -> None:
-        """The model decodes this."""
+        """Record the step that the model decodes."""
         self.asked = step
         if step not in self._predicted and self.listener is not None:
             self.listener.withdraw(step.position)
 
     def pause(self) -> None:
-        """The model does something that no shadow follows."""
+        """Stop predictions: the model does something that no draft model follows."""
         self.asked = None
         self._predicted.clear()
 
     def begin(self, step: TokenStep) -> None:
-        """The draft model decodes this; its predictions for other tokens than the model's are dropped."""
+        """Record that the draft model starts a step; predictions for other steps than this and the model's are
+        dropped."""
         self._predicted = {each: predicted for each, predicted in self._predicted.items() if each == self.asked} | {
             step: {}
         }
 
     def drop(self, step: TokenStep) -> None:
-        """The shadow has given this up."""
+        """Drop a step that the draft model has given up."""
         self._predicted.pop(step, None)
 
     def add(self, step: TokenStep, expected: Expected) -> bool:
-        """It says something of a step that it has begun; returns whether that is wanted."""
+        """Add a prediction for a started step. Return whether it is needed."""
         predicted, is_wanted = self._predicted.get(step), self.wants(step)
         if predicted is None:
             return False
@@ -81,12 +82,12 @@ class DraftPredictions:
         return is_wanted
 
     def wants(self, step: TokenStep) -> bool:
-        """Whether the model decodes it, or may come to it next."""
+        """Return whether the model decodes this step, or may decode it next."""
         asked = self.asked
         return asked is not None and (step == asked or self._is_after(step, asked))
 
     def said(self) -> tuple[list[Expected], list[Expected]]:
-        """(predictions for the token that the model decodes, so far; for the one after it)."""
+        """Return (predictions so far for the token that the model decodes; for the next token)."""
         asked = self.asked
         if asked is None:
             return [], []
@@ -94,7 +95,7 @@ class DraftPredictions:
         return list(self._predicted.get(asked, {}).values()), list(after.values())
 
     def forget(self) -> None:
-        """The draft model has gone: drop all its predictions."""
+        """Drop all predictions: the draft model has gone."""
         self._predicted.clear()
         if self.asked is not None and self.listener is not None:
             self.listener.withdraw(self.asked.position)

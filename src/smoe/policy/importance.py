@@ -1,12 +1,12 @@
-"""How little an expert matters to a token: HOBBIT's unimportance, and what it asks for (arXiv 2411.01433, section 3.2).
+"""How unimportant an expert is for a token, and the precision that follows (HOBBIT, arXiv 2411.01433, section 3.2).
 
     routing weights, largest first      0.5     0.3     0.15     0.05         each row scaled to sum 1
-    unimportance s                      0       0.5     0.8      0.95         the sum of those before
+    unimportance s                      0       0.5     0.8      0.95         the sum of the weights before
 
-    s <= T1: the model's own copy       T1 < s <= T2: a low copy will do      T2 < s: left out
+    s <= T1: the full copy              T1 < s <= T2: a low copy suffices      T2 < s: dropped
 
-That is asked of what is missing only: a copy that is here serves as it is. The first expert is always important. In a
-batch an expert is as important as it is to the token that it matters most to.
+This applies to missing experts only: a resident copy is used as it is. The first expert is always important. In a batch
+an expert is as important as it is to the token for which it matters most.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import NamedTuple
 from smoe.routing import Routing
 
 _ROUNDING = 1e-6
-"""The rounding error of sums of weights: a threshold of a whole share is met by it."""
+"""The tolerance for rounding errors in sums of weights."""
 
 
 class Thresholds(NamedTuple):
     """Bounds of unimportance, 0 <= `low` <= `skip` <= 1; at 1 no expert is beyond."""
 
     low: float = 1.0
-    """T1: above it a low copy will do."""
+    """T1: above it, a low copy suffices."""
     skip: float = 1.0
-    """T2: above it an expert is left out."""
+    """T2: above it, an expert is dropped."""
 
 
 ALL_IMPORTANT = Thresholds()
 
 
 def unimportance(weights: Sequence[float]) -> list[float]:
-    """The unimportance of one token's choices, in their order: the sum of the weights that are larger; of equal ones
-    the first is.
+    """Return the unimportance of one token's choices, in their order: the sum of the larger weights; of equal weights
+    the first counts as larger.
 
-    `weights` [K] are scaled to sum 1.
+    `weights` [K] must be scaled to sum 1.
     """
     order = sorted(range(len(weights)), key=lambda k: -weights[k])
     found = [0.0] * len(weights)
@@ -47,9 +47,9 @@ def unimportance(weights: Sequence[float]) -> list[float]:
 
 
 def least_unimportance(routing: Routing) -> dict[int, float]:
-    """The unimportance of every expert that a step uses, to the token that it matters most to.
+    """Return the unimportance of every expert that a step uses, for the token for which it matters most.
 
-    `routing.weights` must be there.
+    `routing.weights` must not be None.
     """
     assert routing.weights is not None
     least: dict[int, float] = {}
@@ -64,7 +64,7 @@ def least_unimportance(routing: Routing) -> dict[int, float]:
 
 
 def graded(routing: Routing, thresholds: Thresholds) -> tuple[Routing, frozenset[int]]:
-    """The routing with what a low copy will do for, and which experts are not worth a load at all."""
+    """Return the routing with the experts for which a low copy suffices, and the experts that are not worth a load."""
     least = least_unimportance(routing)
     low = frozenset(expert for expert, value in least.items() if value > thresholds.low + _ROUNDING)
     skip = frozenset(expert for expert in low if least[expert] > thresholds.skip + _ROUNDING)
@@ -72,7 +72,7 @@ def graded(routing: Routing, thresholds: Thresholds) -> tuple[Routing, frozenset
 
 
 def without(routing: Routing, gone: frozenset[int]) -> Routing:
-    """The routing without some experts: their routes get the index E, "no expert"."""
+    """Return the routing without some experts: their routes get the index E, "no expert"."""
     none = routing.experts
     return routing._replace(
         top_k_index=[[none if expert in gone else expert for expert in row] for row in routing.top_k_index]
@@ -80,6 +80,6 @@ def without(routing: Routing, gone: frozenset[int]) -> Routing:
 
 
 def scaled(weights: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Every row with the sum 1; rows of zeros stay."""
+    """Return the rows scaled to sum 1; rows of zeros are unchanged."""
     sums = [sum(row) or 1.0 for row in weights]
     return [[weight / total for weight in row] for row, total in zip(weights, sums, strict=True)]

@@ -1,4 +1,4 @@
-"""What a decode step misses in a layer: the experts, and for each of their routes who could take its place."""
+"""The missing experts of a decode step's layer, and a possible substitute for each of their routes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ class Route(NamedTuple):
 
     token: int
     choice: int
-    """Position among the token's K choices."""
+    """The position among the token's K choices."""
     weight: float
-    """Its part of the token's routing weights."""
+    """The route's share of the token's routing weights."""
     substitute: int | None = None
-    """The resident expert that would serve instead; no other missing route of the token has the same."""
+    """The resident expert that could replace the missing one; no other missing route of the token has the same."""
     gap: float = 0.0
-    """The part of the expert's score that the substitute's falls short of it."""
+    """The part of the expert's score by which the substitute's score is lower, 0 to 1."""
 
 
 class Missing(NamedTuple):
-    """An expert that the layer wants and that is neither resident nor under way."""
+    """An expert that the layer needs and that is neither resident nor in flight."""
 
     expert: int
     routes: Sequence[Route]
     low_is_here: bool = False
-    """Its low copy is resident."""
+    """Whether the expert's low copy is resident."""
 
 
 def missing_experts(routing: Routing, at_hand: Container[int], low_here: Container[int] = ()) -> list[Missing]:
-    """What is not `at_hand`, each route with its substitute; `routing` must have scores and weights.
+    """Return the chosen experts that are not `at_hand`, each route with its substitute; `routing` must have scores and
+    weights.
 
-    Substitutes are experts at hand that the token has not chosen, each for one route of the token, the one of the
-    highest score for the route of the lowest weight, as this is given up first. Padding routes are left out.
+    Substitutes are experts at hand that the token has not chosen, each for one route of the token. The substitute of
+    highest score is for the route of lowest weight, because that is replaced first. Padding routes are left out.
     """
     assert routing.scores is not None and routing.weights is not None
     found: dict[int, list[Route]] = {}
@@ -55,14 +56,14 @@ def missing_experts(routing: Routing, at_hand: Container[int], low_here: Contain
 
 
 def _substitutes(scores: Sequence[float], chosen: Sequence[int], at_hand: Container[int]) -> Iterator[int]:
-    """Experts at hand that the token has not chosen, best first; ties by number."""
+    """Yield experts at hand that the token has not chosen, best first; ties by number."""
     for expert in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
-        if scores[expert] == -inf:  # its group is left out
+        if scores[expert] == -inf:  # its group is masked
             return
         if expert not in chosen and expert in at_hand:
             yield expert
 
 
 def _gap(score: float, of_substitute: float) -> float:
-    """The part of a score that its substitute's falls short of it, 0 to 1."""
+    """Return the part of a score by which the substitute's score is lower, 0 to 1."""
     return min(max((score - of_substitute) / score, 0.0), 1.0) if score > 0.0 else 1.0

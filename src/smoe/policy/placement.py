@@ -1,9 +1,9 @@
-"""Which worker of a cluster computes which of the missing experts, and which the main machine loads itself.
+"""Decides which worker of a cluster computes which missing expert, and which experts the coordinator loads itself.
 
-Experts are stateless, so wherever one is computed the result is the same; a placement decides time alone. Two rules:
-*finish*, ours: the most important first, each where it will be done earliest, so that who holds it is preferred; and
-*round-robin* (OD-MoE, section 3.1): workers form groups of as many as a token chooses, layers take turns at the groups,
-and the main machine loads nothing.
+Experts are stateless, so the result does not depend on the machine; a placement affects time only. There are two rules.
+*finish*, ours: experts in order of importance go to the machine that finishes them first, which favours machines that
+hold them. *round-robin* (OD-MoE, section 3.1): workers form groups of K, layers use the groups in turn, and the
+coordinator loads nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smoe.policy.plan import Serve
 from smoe.routing import Routing
 
 PLACEMENT = ("finish", "round-robin")
-"""Where each expert is done earliest; or by turns, as the paper has it."""
+"""finish: each expert where it is finished first; round-robin: groups of workers in turn, as in the paper."""
 
 
 _HARDLY = 0.1
@@ -26,10 +26,10 @@ _HARDLY = 0.1
 
 
 class WorkerView(NamedTuple):
-    """A worker, as it is known when a layer is planned. Times in seconds."""
+    """The state of a worker when a layer is planned. Times are in seconds."""
 
     unit: int
-    """Its number in plans (`Serve.unit`)."""
+    """The worker's number in plans (`Serve.unit`)."""
     holds: Container[ExpertKey]
     """The experts in its memory, as far as is known."""
     load: float
@@ -37,43 +37,43 @@ class WorkerView(NamedTuple):
     expert: float
     """Seconds to compute one expert for few rows."""
     row: float
-    """Seconds to compute each of many rows."""
+    """Seconds per row to compute an expert for many rows."""
     hop: float
-    """There and back."""
+    """Seconds for a message there and back."""
     busy: float = 0.0
-    """Seconds until it has read what was announced before."""
+    """Seconds until the loads announced earlier have ended."""
     brought_at: float = -inf
-    """When it was last given something to bring in: of equal ones all are to have what their slots hold of late."""
+    """The time of its last assigned load; among equals, the least recent gets the next load."""
     most_rows: float = inf
-    """The most rows of one expert that it computes."""
+    """The most rows of one expert that the worker computes."""
 
 
 class Placement(NamedTuple):
-    """How the misses of one layer are shared out."""
+    """The division of one layer's misses between the coordinator and its workers."""
 
     method: str
     """One of `PLACEMENT`."""
     order: str
-    """Which experts are the most important (`EngineConfig.balance_order`)."""
+    """The order of importance of experts (`EngineConfig.balance_order`)."""
     workers: Sequence[WorkerView]
     """The workers in the order of their numbers; empty: everything is loaded here."""
     here_load: float
-    """Seconds to load one expert here; infinite: none is."""
+    """Seconds for the coordinator to load one expert; infinite: it loads none."""
     here_under_way: float
-    """Seconds that loads here still take before another can begin."""
+    """Seconds until the coordinator's loads in flight have ended."""
     turn: int
-    """Which layer this is, counted over those with experts."""
+    """The layer's number, counted over layers with experts."""
     here_costs_later: float = 0.0
-    """Seconds that a load here is worse by than it seems, as what is loaded here is forgotten sooner than what workers
-    load, and will be missed again; below zero: better."""
+    """Seconds by which a load here is worse than its duration, because experts loaded here are evicted sooner than on
+    workers and will be missed again; negative: better."""
 
     @property
     def takes_all(self) -> bool:
-        """Whether nothing is to be loaded here."""
+        """Whether nothing is loaded here."""
         return bool(self.workers) and self.here_load == inf
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """(to be loaded here, most important first; to be computed by workers)."""
+        """Return (experts to load here, most important first; experts for workers)."""
         if not self.workers:
             return list(missing), []
         ranked = sorted(missing, key=lambda serve: importance(serve, routing, self.order))
@@ -82,14 +82,14 @@ class Placement(NamedTuple):
         return [serve for serve in ranked if serve.key not in units], given
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """The experts of a prompt that workers compute, and which worker; `ahead` loads come here in any case. Those of
-        the most tokens are placed first."""
+        """Return the experts of a prompt that workers compute, with their workers; those with most tokens are placed
+        first. `ahead`: loads here that are necessary in any case."""
         ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
         waits = self.here_under_way + ahead * _finite(self.here_load)
         return self._replace(here_under_way=waits, here_costs_later=0.0).units(ranked)
 
     def units(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Who computes each, but for those that are loaded here."""
+        """Return the worker of each expert; experts that are loaded here are left out."""
         if not self.workers:
             return {}
         return self._by_turns(ranked) if self.method == "round-robin" else self._by_finish(ranked)
@@ -99,8 +99,8 @@ class Placement(NamedTuple):
         return by_turns(keys, len(keys), self.turn, self.workers)
 
     def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Greedy: each in its turn to the machine that finishes it first, what was given before included. A worker
-        computes what it holds, and reads what it does not meanwhile."""
+        """Assign each expert in turn to the machine that finishes it first, given the earlier assignments (greedy). A
+        worker computes what it holds while it reads other experts."""
         read, done = [view.hop + view.busy for view in self.workers], [view.hop for view in self.workers]
         brought_at = [view.brought_at for view in self.workers]
         here, found = self.here_under_way, dict[ExpertKey, int]()
@@ -130,11 +130,10 @@ class Placement(NamedTuple):
 
 
 def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[WorkerView]) -> dict[ExpertKey, int]:
-    """Who of the group whose turn it is computes which of a layer's experts, of which a token chooses `size`.
+    """Return the worker of each of a layer's experts within the group whose turn it is; a token chooses `size` experts.
 
-    A machine that holds one, or to which it was announced, keeps it; others are dealt out in ascending order, no more
-    to any than is fair. Of more experts than a token chooses, the last are spares: for the workers that belong to no
-    group, who keep what they hold, too.
+    A machine that holds an expert, or to which it was announced, keeps it. The others are assigned in ascending order
+    and evenly. Experts beyond `size` are extra predictions, assigned to workers outside of all groups.
     """
     units = [view.unit for view in workers]
     members = group(turn, size, units)
@@ -155,8 +154,8 @@ def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[
 
 
 def group(turn: int, size: int, workers: Sequence[int]) -> list[int]:
-    """The workers whose turn it is: as many groups of `size` as there are, one after the other; what is left over is
-    spare. All of them where they are too few for one group."""
+    """Return the workers of the group whose turn it is: consecutive groups of `size`, without the remainder. All
+    workers where they are too few for one group."""
     groups = len(workers) // size if size else 0
     if groups == 0:
         return list(workers)

@@ -1,4 +1,4 @@
-"""One layer of a decode step, planned: who is computed in which order, what is loaded into whose slot."""
+"""Plans one layer of a decode step: the order of computing experts, and the loads with their slots."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def plan_decode(
     eviction: Eviction,
     balance: Sharing | Assigned | None,
 ) -> LayerPlan:
-    """Resident copies first, then those under way, then the missing ones in the order of their loads."""
+    """Return the plan: resident copies first, then those in flight, then the missing ones in the order of their
+    loads."""
     ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged
     ready: list[Serve] = []
     waiting: list[Serve] = []
     missing: list[Serve] = []
     lower: list[Serve] = []
-    """Missing as well: low copies."""
+    """Missing low copies."""
     wanted_staged: list[ExpertKey] = []
     for key, positions in routes.items():
         if key in ready_slots:
@@ -61,7 +62,8 @@ def plan_decode(
 
 
 def _promote(wanted: Sequence[ExpertKey], free: deque[int], victims: deque[ExpertKey]) -> list[Promotion]:
-    """Keep what a prefetch brought in and the layer wants, as far as cache slots allow; uses up free and victims."""
+    """Return promotions of prefetched copies that the layer uses, as far as cache slots allow; consumes `free` and
+    `victims`."""
     promotions: list[Promotion] = []
     for key in wanted:
         if free:
@@ -80,7 +82,8 @@ def _loads(
     residency: SlotTable,
     promoted: set[ExpertKey],
 ) -> list[Load]:
-    """Slots for the missing experts: free ones, victims, then those of experts computed earlier in this plan."""
+    """Return loads of the missing experts, into free slots, then victims' slots, then slots of experts computed earlier
+    in this plan."""
     loads: list[Load] = []
     slot_of: dict[ExpertKey, int] = {}
     form = missing[0].key[2] if missing else EXACT

@@ -1,5 +1,5 @@
-"""What is brought in before it is asked for, while a layer runs: experts of later layers, into staging slots, and in
-idle time experts that low copies have served, into cache slots."""
+"""Plans loads before they are needed: prefetches of later layers' experts into staging slots, and, in idle time,
+upgrades of low copies into cache slots."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from smoe.routing import Routing
 
 
 def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, current: LayerPlan) -> list[Load]:
-    """Bring in what is missing for the nearest layer that misses anything, best first, while `current` runs.
+    """Return loads for the nearest layer with missing predicted experts, best first, while `current` runs.
 
-    `predictions` come nearest layer first; a layer is looked at only where all that is predicted for those before it
-    is here or under way (HOBBIT, arXiv 2411.01433, section 3.3: adaptive depth). A wrong guess evicts nothing, as it
-    goes to a spare staging slot; a right one is promoted when its layer comes. `Load.after` counts the serves of
-    `current`.
+    `predictions` are in the order of layers. A layer is considered only where all that is predicted for the earlier
+    ones is resident or in flight (HOBBIT, arXiv 2411.01433, section 3.3: adaptive depth). A wrong prediction evicts
+    nothing, because it uses a spare staging slot; a right one is promoted when its layer runs. `Load.after` counts the
+    serves of `current`.
     """
     for prediction in predictions:
         if prediction.is_next:
-            break  # a staging slot is given up once its layer has gone by
+            break  # staged copies are dropped after their layer has passed
         missing = _missing(prediction, residency)
         if missing:
             slots = {
@@ -39,12 +39,12 @@ def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, curre
 def plan_upgrades(
     routing: Routing, current: LayerPlan, residency: SlotTable, eviction: Eviction, is_idle: bool
 ) -> list[Load]:
-    """Bring in experts themselves that low copies serve in a decode step, into cache slots, behind all that is waited
-    for.
+    """Return loads of full copies into cache slots, for experts that low copies compute in a decode step. They follow
+    all loads that are waited for.
 
-    Those that ask for their own copies; and of the others, while nothing else is read (`is_idle`), the one that will
-    be missed most, if that is more than the resident that it replaces. No more are under way than there are staging
-    slots, as each has already cost a resident; and one cache slot is left for the layers that come meanwhile.
+    Loaded are experts whose routes need the full copy. Otherwise, while nothing else is read (`is_idle`), it is the
+    expert of highest worth, if that exceeds the evicted resident's. No more are in flight than there are staging slots,
+    because each has already cost a resident. One cache slot is left for the following layers.
     """
     layer = routing.layer
     served = [(layer, serve.key[1], EXACT) for serve in current.serves if serve.key[2] == LOW]
@@ -76,7 +76,7 @@ def plan_upgrades(
 
 
 def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:
-    """The copies that are predicted to be wanted and are neither here nor under way."""
+    """Return the copies that are predicted and neither resident nor in flight."""
     layer, experts, low, _ = prediction
     missing = [key for key in ((layer, expert, EXACT) for expert in experts) if not residency.is_at_hand(key)]
     if not low:
@@ -86,11 +86,10 @@ def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:
 
 
 def prefetch_slots(residency: SlotTable, current: LayerPlan, pool: SlotPool) -> list[tuple[int, int]]:
-    """The staging slots of a pool that a prefetch may take in addition to `current`: (slot, serves that must have been
-    computed before).
+    """Return the staging slots of a pool that a prefetch may use in addition to `current`: (slot, serves that must have
+    been computed before).
 
-    One more is left free, in addition to these and those that hold copies for later layers, so that a layer whose
-    prediction was wrong can always stream through it.
+    One more slot stays free, so that a layer whose prediction was wrong can always load through it.
     """
     spare = current.spare.get(pool.first)
     if spare is None:
@@ -100,10 +99,10 @@ def prefetch_slots(residency: SlotTable, current: LayerPlan, pool: SlotPool) -> 
 
 
 def has_prefetch_slots(residency: SlotTable, current: LayerPlan) -> bool:
-    """Whether a prefetch for any layer has somewhere to go."""
+    """Return whether a prefetch for any layer has a slot."""
     return any(prefetch_slots(residency, current, pool) for pool in residency.pools)
 
 
 def spare_slots(pool: SlotPool) -> list[tuple[int, int]]:
-    """Unused slots: the staging slots of a layer that is decoded, or of another size than the running layer's."""
+    """Return the free staging slots: those of a decoded layer, or of another size than the running layer's."""
     return [(slot, 0) for slot in pool.free_staging]

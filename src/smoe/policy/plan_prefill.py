@@ -1,7 +1,8 @@
-"""One layer of a prompt, planned: every expert once, ascending, streaming through the staging slots; and who stays.
+"""Plans one layer of a prompt: every expert once, in ascending order, through the staging slots; and which experts
+stay.
 
-What fits the layer's share of free cache slots stays, the experts that the prompts' last tokens use first; beyond it
-such an expert takes, once it has served, the slot of a resident of its layer that they use less.
+Experts that fit the layer's share of free cache slots stay, first those that the prompts' last tokens use. Further ones
+replace, after their serve, residents of the layer that these tokens use less.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def plan_prefill(
     balance: Sharing | None,
     keep: str,
 ) -> LayerPlan:
-    """`layer_share`: cache slots for the layer's own copies; low copies have the same share of theirs."""
+    """Return the plan. `layer_share`: cache slots for the layer's full copies; low copies have the same share of their
+    slots."""
     layer, ready, inflight = routing.layer, residency.ready, residency.inflight
     forms = sorted({key[2] for key in routes})
     staying = _Staying(set(), {})
@@ -68,7 +70,8 @@ def plan_prefill(
 
 
 def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying) -> list[Promotion]:
-    """What is prefetched stays at once where a slot is free; what takes a resident's, once it has served."""
+    """Return promotions: prefetched copies stay at once where a slot is free; a copy that replaces a resident stays
+    after its serve."""
     promotions: list[Promotion] = []
     for computed, serve in enumerate(serves, start=1):
         if serve.key in staying.instead:
@@ -79,12 +82,12 @@ def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying
 
 
 class _Staying(NamedTuple):
-    """The experts of a prefill that are resident afterwards and were not before."""
+    """The experts of a prefill that are resident after it and were not before."""
 
     free: set[ExpertKey]
-    """Those that go to free cache slots."""
+    """Experts for free cache slots."""
     instead: dict[ExpertKey, ExpertKey]
-    """Those that take the slot of a resident."""
+    """Experts that replace a resident, with that resident."""
 
     def has(self, key: ExpertKey) -> bool:
         return key in self.free or key in self.instead
@@ -103,9 +106,9 @@ def _staying(
     layer_share: int,
     keep: str,
 ) -> _Staying:
-    """The copies of one format that stay. Within the layer's share free slots are filled, first by what the last tokens
-    use most. Then residents of less value give way, if their layer does not want them any more when the newcomer has
-    served: by last uses those of this layer, by the eviction policy any."""
+    """Return the copies of one format that stay. Free slots within the layer's share are filled first. Then residents
+    of less value are replaced, if the layer no longer needs them: those of this layer (last uses), or any (eviction
+    policy)."""
     layer, ready, staged = routing.layer, residency.ready, residency.staged
     pool, own = residency.pool(layer, form), residency.pool(layer)
     share = layer_share if pool is own else max(1, layer_share * pool.cache_slots // own.cache_slots)
@@ -132,7 +135,7 @@ def _pairs(
     routes: Container[ExpertKey],
     value: Callable[[ExpertKey], float],
 ) -> dict[ExpertKey, ExpertKey]:
-    """Each newcomer, best first, with the least valuable resident that has served before it, or is not used."""
+    """Return each new expert, best first, with the least valuable resident that is computed before it or not used."""
     instead: dict[ExpertKey, ExpertKey] = {}
     for key in newcomers:
         for resident in residents:
@@ -146,7 +149,7 @@ def _pairs(
 
 
 def _share_out(serves: list[Serve], passing: Container[ExpertKey], missing: int, balance: Sharing) -> list[Serve]:
-    """Others compute some of the experts that would only pass through; what stays has to be loaded anyway."""
+    """Assign some experts that would not stay to other units; experts that stay must be loaded anyway."""
     candidates = [serve for serve in serves if serve.key in passing]
     units = balance.split_prompt(candidates, missing - len(candidates))
     return [serve._replace(unit=units.get(serve.key, serve.unit)) for serve in serves]
@@ -159,12 +162,12 @@ def _staging_order(
     free_staging: Iterable[int],
     instead: Mapping[ExpertKey, ExpertKey],
 ) -> Iterator[tuple[int, int]]:
-    """Staging slots in the order in which they come free while `serves` are computed: (slot, serves computed before).
+    """Yield staging slots in the order in which they become free while `serves` are computed: (slot, serves computed
+    before).
 
-    First the free ones, then, serve by serve, the slot of each expert that only passes through, or that of the resident
-    `instead` of which it stays. Slots handed out here
-    are given to the passing experts that still miss one, in serve order, so the slots that come free later are known
-    too.
+    First come the free ones, then, serve by serve, the slot of each expert that does not stay, or of the resident that
+    it replaces (`instead`). Yielded slots go to the passing experts that have none, in serve order, which determines
+    the later slots.
     """
     handed_out: deque[int] = deque()
     for slot in free_staging:
@@ -176,7 +179,7 @@ def _staging_order(
             continue
         is_staged = serve.key in residency.staged
         if not is_staged and not handed_out:
-            return  # no slot will ever come free: the caller refuses
+            return  # no slot will ever become free: the caller raises
         slot = _slot(serve.key, residency) if is_staged else handed_out.popleft()
         if serve.key in instead:
             slot = residency.ready[instead[serve.key]]

@@ -1,9 +1,9 @@
-"""A plan under way: the slot table and the eviction policy, changed together as loads end and serves are done.
+"""The execution of plans: changes the slot table and the eviction policy together, as loads end and serves are done.
 
     adopt ----> begin ... begin | served: promote, release, begin ... | served ... | arrive, or fail, at any time
 
-Engine and simulators carry plans out by this class alone, so that what they keep, forget and wait for cannot differ.
-Only the loads are theirs: `begin` is called with each at the moment that its slot is free.
+Engine and simulators execute plans only by this class, so their decisions cannot differ. Only the loads are their own:
+`begin` is called with each load when its slot is free.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from smoe.routing import Phase, Routing
 
 
 class Progress:
-    """The plans of one device, one after the other. O(1) for every load and serve."""
+    """Executes the plans of one device, one after the other. Each load and serve costs O(1)."""
 
     def __init__(self, table: SlotTable, eviction: Eviction, begin: Callable[[Load], None]) -> None:
         self.table = table
         self.eviction = eviction
         self._begin = begin
         self._queue: deque[Load] = deque()
-        """Loads of the running layer whose slots others still use, and prefetches behind them."""
+        """Loads of the running layer whose slots are still in use, followed by prefetches."""
         self._promoted: set[ExpertKey] = set()
-        """Copies of the running layer that were prefetched and stay, and that have not served yet."""
+        """Prefetched copies of the running layer that stay, before their serve."""
         self._staying: dict[ExpertKey, Promotion] = {}
-        """Copies of the running layer that take a resident's slot once they have served."""
+        """Copies of the running layer that replace a resident after their serve."""
         self._layer: float = -math.inf
         """The layer of the last plan."""
         self._expected: set[ExpertKey] = set()
-        """What this pass has prefetched; what the one before has, until this one looks."""
+        """The copies that the current pass has prefetched; before its first `look_through`, those of the last pass."""
 
     def adopt(self, plan: LayerPlan) -> None:
-        """Start a plan: apply the promotions that are due, keep the later ones, begin loads in their order."""
+        """Start a plan: apply due promotions, remember later ones, begin loads in their order."""
         self._layer = plan.layer
         self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
         for promotion in plan.promotions:
@@ -48,17 +48,17 @@ class Progress:
         self._issue(0)
 
     def prefetch(self, loads: Sequence[Load]) -> None:
-        """Begin these after all that the running layer loads."""
+        """Queue prefetches after all loads of the running layer."""
         self._expected.update(load.key for load in loads if not load.keep)
         self._queue.extend(loads)
         self._issue(0)
 
     def look_through(self, routing: Routing) -> tuple[list[ExpertKey], list[ExpertKey]]:
-        """What to make of the staged copies before `routing` is planned: those that it wants, and those to drop.
+        """Return the staged copies that `routing` uses and those to drop, before it is planned.
 
-        What a decode step has prefetched for layers still to come is neither: it stays until its layer comes. Dropped
-        are wrong guesses, and what a pass before has left. A prefill streams through the staging slots, so it drops
-        all that its layer does not want. O(staging slots).
+        Copies that a decode step has prefetched for later layers are neither: they stay until their layer runs. Wrong
+        predictions and copies of an earlier pass are dropped. A prefill needs the staging slots, so it drops everything
+        that its layer does not use. O(staging slots).
         """
         if routing.phase is Phase.PREFILL or routing.layer <= self._layer:  # a pass runs its layers in ascending order
             self._expected.clear()
@@ -74,18 +74,18 @@ class Progress:
         return wanted, [key for key in self.table.staged if key not in stay]
 
     def arrive(self, key: ExpertKey) -> None:
-        """A load has ended well. What is promoted counts as a resident once it has served, as any other."""
+        """Record that a load has ended. A promoted copy becomes a resident after its serve only."""
         self.table.arrive(key)
         if key not in self.table.staged and key not in self._promoted:
             self.eviction.insert(key)
 
     def fail(self, key: ExpertKey) -> None:
-        """A load has ended badly or was cancelled."""
+        """Record that a load has failed or was cancelled."""
         self._promoted.discard(key)
         self.table.fail(key)
 
     def served(self, serve: Serve, computed: int) -> None:
-        """A serve, the plan's `computed`-th, is done: what passes leaves or stays, loads that waited begin."""
+        """Record that the plan's `computed`-th serve is done: its copy leaves or stays, and waiting loads begin."""
         key = serve.key
         if key in self._staying:
             self._promote(self._staying.pop(key))
@@ -98,8 +98,8 @@ class Progress:
             self._issue(computed)
 
     def withdraw(self, pool: SlotPool, count: int) -> list[int]:
-        """Between plans: take so many cache slots out of use, free ones first, then those of the residents that will be
-        missed least; which these are. All of its cache slots are free or hold residents."""
+        """Take `count` cache slots out of use, between plans: free ones first, then those of the least valuable
+        residents. Return the slots. All cache slots of the pool must be free or hold residents."""
         residents = [key for key in self.table.cached() if self.table.pool_of(key) is pool]
         if count > len(pool.free_cache):
             ranked = self.eviction.of_layer(residents[0][0])
@@ -113,7 +113,8 @@ class Progress:
         return slots
 
     def recover(self) -> None:
-        """After an error or an interrupt, wherever it struck, with no load under way: only complete experts stay."""
+        """Restore consistency after an error or an interrupt at any point, with no load in flight: only complete
+        experts stay."""
         self._queue.clear()
         self._promoted.clear()
         self._staying.clear()
@@ -126,7 +127,7 @@ class Progress:
             self.eviction.insert(key)
 
     def reset(self, eviction: Eviction) -> None:
-        """Empty slots, no statistics."""
+        """Empty all slots and replace the eviction policy."""
         self.recover()
         self.table.clear()
         self.eviction = eviction
@@ -138,7 +139,7 @@ class Progress:
         self._promoted.add(promotion.key)
 
     def _issue(self, computed: int) -> None:
-        """Begin the loads whose slots are free, now that `computed` serves have ended."""
+        """Begin the loads whose slots are free after `computed` serves."""
         queue = self._queue
         while queue and queue[0].after <= computed:
             load = queue.popleft()

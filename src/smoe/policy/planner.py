@@ -1,21 +1,20 @@
-"""`plan_layer`: from one layer's routing and residency to what is computed, in which order, and what is loaded.
+"""Plans one layer of one step (`plan_layer`): which experts are computed in which order, and which are loaded.
 
-Every route is served by the expert that the routing names: experts have been replaced or dropped
-before. Two regimes.
+Every route is computed by the expert that the routing names: substitution and dropping come before. There are two
+cases.
 
-Decode (`plan_decode.py`). Resident experts first, then those that are under way, then the missing ones in the order of
-their loads, so that computing hides reading. A missing expert takes a free cache slot, else the slot of a victim; where
-one layer wants more experts than there are slots, later loads reuse the slots of experts computed before them (waves).
-With a device that has memory of its own, the CPU may compute some of the missing ones where they lie
-(`policy/balance.py`).
+Decode (`plan_decode.py`). Resident experts come first, then those in flight, then the missing ones in the order of
+their loads, so that computing overlaps reading. A missing expert takes a free cache slot or the slot of a victim. Where
+one layer needs more experts than there are slots, later loads reuse the slots of experts computed before them (waves).
+With a device that has its own memory, the CPU may compute some of the missing experts (`policy/balance.py`).
 
-Prefill (`plan_prefill.py`). Experts in ascending order, each brought in once, streaming through the staging slots. What
-fits the layer's fair share of free cache slots stays; so a long prompt changes who is resident in a layer, never how
-many. Asked to, the eviction policy's order decides instead. With a device that has memory of its own, the CPU may
-compute those that pass through and have few tokens.
+Prefill (`plan_prefill.py`). Experts are in ascending order, each loaded once, through the staging slots. Experts that
+fit the layer's fair share of free cache slots stay, so a long prompt changes which experts of a layer are resident, but
+not how many. Alternatively, the eviction policy's order decides. With a device that has its own memory, the CPU may
+compute experts that do not stay and have few tokens.
 
-Where experts have low copies, an expert that asks for no more than that (`Routing.low`) is served by its own copy where
-that is at hand, else by the low one. The two formats have slots of their own.
+Where experts have low copies, an expert that needs no more than that (`Routing.low`) is computed with its full copy
+where that is at hand, else with the low one. The two formats have separate slots.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
 LOW_USE = ("asked", "meanwhile", "only")
-"""Which experts low copies serve: those that ask for no more and are not at hand themselves; in decode also those that
-ask for more, are not at hand, and have a low copy that is; all, for measuring."""
+"""Which experts low copies compute. asked: experts that need no more and are not at hand; meanwhile: in decode also
+experts that need more, are not at hand, and have a resident low copy; only: all, for measurements."""
 
 PREFILL_KEEP = ("last-uses", "eviction")
-"""What decides which experts of a prompt stay in the cache: how often its last tokens use them, within each layer; or
-the eviction policy's own order, over all layers."""
+"""What decides which experts of a prompt stay in the cache. last-uses: how often its last tokens use them, within each
+layer; eviction: the eviction policy's order, over all layers."""
 
 
 def plan_layer(
@@ -51,12 +50,12 @@ def plan_layer(
     prefill_keep: str = "last-uses",
     low_use: str = "asked",
 ) -> LayerPlan:
-    """Decide one layer of one step.
+    """Plan one layer of one step.
 
-    `layer_share` is the number of cache slots that a prefill may leave filled for this layer; `balance` says which of
-    the step's missing experts the CPU computes (None: none); `prefill_keep` (`PREFILL_KEEP`) what decides which of a
-    prompt's experts stay; `low_use` (`LOW_USE`) which experts low copies serve.
-    Raises `BudgetError` where not even one expert can be brought in.
+    `layer_share`: the cache slots that a prefill may leave filled for this layer; `balance`: which of the step's
+    missing experts other units compute (None: none); `prefill_keep` (`PREFILL_KEEP`): which of a prompt's experts stay;
+    `low_use` (`LOW_USE`): which experts low copies compute. Raises `BudgetError` where not even one expert can be
+    loaded.
     """
     routes = routes_by_key(routing, _served_low(routing, residency, low_use))
     if routing.phase is Phase.DECODE:
@@ -66,23 +65,23 @@ def plan_layer(
 
 
 def layer_share(cache_slots: int, layers: int) -> int:
-    """Cache slots that a prefill may leave filled for each of `layers` layers."""
+    """Return the number of cache slots that a prefill may leave filled for each of `layers` layers."""
     return max(1, cache_slots // layers)
 
 
 def layer_shares(residency: SlotTable, layers: Sequence[int]) -> dict[int, int]:
-    """`layer_share` of every layer, where they may have slots of several sizes."""
+    """Return `layer_share` of every layer, where layers may have slots of several sizes."""
     pools = {layer: residency.pool(layer) for layer in layers}
     sharing = Counter(pools.values())
     return {layer: layer_share(pool.cache_slots, sharing[pool]) for layer, pool in pools.items()}
 
 
 def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey, tuple[int, ...]]:
-    """Flat route positions of every expert used, ascending by expert; padding routes are left out. Those in `low` are
-    served by their low copies.
+    """Return the flat route positions of every used expert, ascending by expert, without padding routes. The experts in
+    `low` use their low copies.
 
-    Within an expert by choice, then by token: the order in which the library's eager experts stack their rows, which
-    decides the last bits of a matrix product.
+    Within an expert, positions are ordered by choice, then by token, as the library's eager experts stack their rows:
+    the order decides the last bits of a matrix product.
     """
     layer, rows = routing.layer, routing.top_k_index
     if len(rows) == 1:
@@ -91,7 +90,7 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
         alone: dict[ExpertKey, tuple[int, ...]] = {
             (layer, row[k], LOW if row[k] in low else EXACT): (k,) for k in order if row[k] != routing.experts
         }
-        if len(alone) == len(row):  # else one is padding, or is chosen twice
+        if len(alone) == len(row):  # otherwise one is padding, or is chosen twice
             return alone
     found: dict[int, list[int]] = {}
     width = len(rows[0])
@@ -103,7 +102,7 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
 
 
 def _served_low(routing: Routing, residency: SlotTable, low_use: str) -> set[int]:
-    """The chosen experts that low copies serve."""
+    """Return the chosen experts that low copies compute."""
     layer = routing.layer
     if not residency.has_low:
         return set()

@@ -1,11 +1,11 @@
-"""What guesses the experts of later layers: when it is asked, what it may see, what it answers.
+"""The interface of predictors of later layers' experts: when they run, what they see, and what they return.
 
     one layer        | router | resident experts | wait for loads | missing experts |
-    it is asked             ^ ROUTED             ^ RESIDENTS_DONE
-                            | BESIDE: the answer is taken when it is there ............... |
-                                | FIRST_DONE: the same, from the first expert on ......... |
+    predictor runs          ^ ROUTED             ^ RESIDENTS_DONE
+                            | BESIDE: concurrently; the result is used as soon as it is there ..... |
+                                | FIRST_DONE: the same, but loads begin after the first expert .... |
 
-Arrays are the engine's own (torch tensors there, nothing in a simulator), so this module need not know them.
+Arrays have the engine's type (torch tensors; none in a simulator), so this module does not import it.
 """
 
 from __future__ import annotations
@@ -20,94 +20,93 @@ from smoe.routing import Routing
 
 
 class Moment(Enum):
-    """When a predictor is asked."""
+    """The time at which a predictor runs."""
 
     ROUTED = "routed"
-    """As soon as the layer's own router has spoken."""
+    """After the layer's router."""
     RESIDENTS_DONE = "residents done"
-    """Once the layer's resident experts have been computed and others are waited for."""
+    """After the layer's resident experts are computed, while others are loaded."""
     BESIDE = "beside the experts"
-    """As soon as the layer's own router has spoken, while its experts are waited for and computed; what it names begins
-    to load once it has answered. Only what looks at no part of the model, whose modules are the computing thread's."""
+    """After the layer's router, concurrently with its experts. Loads begin as soon as the prediction is there. Only for
+    predictors that use no module of the model, because the computing thread uses these."""
     FIRST_DONE = "beside the experts, loads behind the first"
-    """The same, but what it names begins to load when the first of the experts is done (DuoServe-MoE, section 5.3)."""
+    """As `BESIDE`, but loads begin when the first expert is done (DuoServe-MoE, section 5.3)."""
 
 
 ASKED = {"before": Moment.ROUTED, "beside": Moment.BESIDE, "first-expert": Moment.FIRST_DONE}
-"""When predictors that see nothing but what routers have chosen are asked, by the setting `prefetch_asked`."""
+"""When predictors that see only the routers' choices run, by the setting `prefetch_asked`."""
 ON_A_THREAD = (Moment.BESIDE, Moment.FIRST_DONE)
 
 
 class Sight(NamedTuple):
-    """What a predictor may look at."""
+    """The inputs of a predictor."""
 
     layer: int
     hidden: Any
     """[T, H]: the layer's router input."""
     partial: Any = None
-    """[T, H]: what the resident experts have given; None at `Moment.ROUTED`."""
+    """[T, H]: the output of the resident experts; None at `Moment.ROUTED`."""
     rows: Sequence[int] | None = None
-    """Rows that will want something: no padding, no ended sequences. None: all."""
+    """Rows that need experts (no padding, no finished rows); None: all."""
 
 
 class Prediction(NamedTuple):
-    """Experts that a later layer is expected to want."""
+    """Experts that a later layer is expected to need."""
 
     layer: int
     experts: Sequence[int]
-    """Best first."""
+    """The experts in order of preference, best first."""
     low: Container[int] = frozenset()
-    """Those whose predicted importance asks for no more than a low copy."""
+    """The experts for which a low copy suffices, by their predicted importance."""
     is_next: bool = False
-    """Whether it is of the token after the one under way, whose own layers come first."""
+    """Whether the prediction is for the next token; the layers of the current token come before."""
 
 
 class Listener(Protocol):
-    """Gets predictions as soon as they are made, on any thread."""
+    """Receives predictions as soon as they are made, on any thread."""
 
     def expect(self, position: int, named: Prediction) -> None:
-        """Expect these experts for the token at this position of the text."""
+        """Expect these experts for the token at `position` of the text."""
 
     def withdraw(self, position: int) -> None:
-        """Predictions for this position, and for later ones, belonged to another text."""
+        """Drop predictions for this position and later ones: they belonged to another text."""
 
 
 class Predictor(ABC):
-    """Guesses experts. Nothing that it does may be seen in the model's outputs."""
+    """A predictor of later layers' experts. It must not affect the model's outputs."""
 
     asked = Moment.ROUTED
     alpha: float = 0.0
-    """The substitution threshold that the layers are served with."""
+    """The substitution threshold of the layers."""
     thresholds: Thresholds = ALL_IMPORTANT
-    """What their missing experts of little importance come as."""
+    """The importance thresholds of the layers' missing experts."""
     helpers: Sequence[Any] = ()
-    """What is to be closed with the engine: threads that hold neither it nor its model."""
+    """Threads to close with the engine; they must not refer to the engine or its model."""
 
     def install(self) -> None:
-        """Listen to the model, once the engine has taken the experts' place in it."""
+        """Attach to the model, after the engine has replaced its experts."""
 
     def speak_to(self, listener: Listener) -> None:
         """Add a listener for predictions between two layers; only predictors with a thread make any."""
         del listener
 
     def begin(self, ids: Any, cache: Any) -> None:
-        """A forward pass begins: its tokens [rows, new positions], None where their embeddings were given, and the
-        cache that holds those before them, None where there is none."""
+        """Prepare for a forward pass. `ids`: its tokens [rows, new positions]; None where embeddings were given.
+        `cache`: the cache of earlier tokens; None without one."""
         del ids, cache
 
     def observe(self, routing: Routing) -> None:
-        """Hear what a router has chosen, before anything is replaced: every layer of every step, in order."""
+        """Process a router's choice, before any replacement: called for every layer of every step, in order."""
         del routing
 
     def overhear(self, routing: Routing, hidden: Any) -> None:
-        """Observe that router's input, hidden [T, H], after `observe`. Not called where there are no tensors."""
+        """Process that router's input, hidden [T, H], after `observe`. Not called where there are no tensors."""
         del routing, hidden
 
     @abstractmethod
     def predict(self, sight: Sight) -> Iterable[Prediction]:
-        """The experts of later layers, the nearest layer first and those of the next token last; empty where there is
-        nothing to say.
+        """Return predictions, the nearest layer first and those of the next token last; empty where there are none.
 
-        Read once and at once, and only as far as the nearer layers miss nothing: what is further on may be worked out
-        when it is asked for.
+        The result is read once and at once, and only as far as nearer layers miss nothing, so later predictions may be
+        computed lazily.
         """

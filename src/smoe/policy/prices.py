@@ -1,8 +1,8 @@
-"""What each lossy answer to a miss costs in quality: nats by which the distributions of this and later next tokens
-diverge, all together, and by which the cross-entropy of a text is expected to rise.
+"""The quality cost of each lossy resolution of a miss, in nats: the sum of the divergences of this and later next-token
+distributions, and the expected rise of a text's cross-entropy.
 
-Prices of different routes and layers add up. They are measured on text, once for a model, and stored with it as a
-table; how they follow from a route is written in one place, `LayerPrices.price`.
+Quality costs of different routes and layers add up. They are measured on text, once for a model, and stored with it as
+a table; `LayerPrices.price` computes the cost of a route from it.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from smoe.errors import ConfigError
 
 
 class Resolution(Enum):
-    """What becomes of the routes of a missing expert."""
+    """A way to compute the routes of a missing expert."""
 
     HIGH = "high"
-    """Its own copy is loaded."""
+    """The full copy is loaded."""
     HOST = "host"
-    """The CPU of a machine with a device computes it where it lies."""
+    """The CPU of a machine with a device computes the expert from the host tier."""
     LOW = "low"
-    """Its lower copy serves, loaded or resident (lossy)."""
+    """The low copy is used, loaded or resident (lossy)."""
     SUBSTITUTE = "substitute"
-    """A resident expert of like score takes the route (lossy)."""
+    """A resident expert of similar score replaces the expert for the route (lossy)."""
     SKIP = "skip"
-    """The route is left out (lossy)."""
+    """The route is dropped (lossy)."""
 
 
 EXACT_ANSWERS = frozenset({Resolution.HIGH, Resolution.HOST})
-"""Those that have no price."""
+"""Resolutions without a quality cost."""
 
 
 class LayerPrices(NamedTuple):
-    """Coefficients of one layer, in nats for a route that has the whole routing weight of its token."""
+    """Coefficients of one layer, in nats for a route with the whole routing weight of its token."""
 
     low: float
     substitute: float
-    """The quality cost of a substitute of no weight of its own."""
+    """The quality cost of a substitute whose own weight is zero."""
     skip: float
-    """The quality cost of a dropped route, the weights of the others as they were."""
+    """The quality cost of a dropped route, with the weights of the other routes unchanged."""
 
     def price(self, answer: Resolution, weight: float, gap: float = 0.0) -> float:
-        """Nats, of one route with so much of its token's routing weight (0 to 1).
+        """Return the quality cost in nats of one route with `weight` of its token's routing weight (0 to 1).
 
-        What rounding an expert changes in the layer's output is proportional to its weight, and the divergence of the
-        next token's distribution to the change's square. What is left out grows a little faster, as experts of small
-        weight also give small outputs. A substitute, which weighs what its own score gives it, is a second change,
-        unlike the first: experts of like score are no more alike than others (docs/log/substitution.md). `gap` is the
-        part of the expert's choice score that the substitute's falls short of it (0 to 1).
+        The change of the layer's output by rounding an expert is proportional to its weight, and the divergence of the
+        next token's distribution to the square of the change. The cost of dropping grows slightly faster, because
+        experts of small weight also have small outputs. A substitute, weighted by its own score, is a second,
+        independent change: experts of similar score are not more alike than others (docs/log/substitution.md). `gap`:
+        the part of the expert's score by which the substitute's score is lower (0 to 1).
         """
         squared = weight * weight
         if answer is _SUBSTITUTE:
@@ -65,13 +65,13 @@ _LOW, _SUBSTITUTE, _SKIP = Resolution.LOW, Resolution.SUBSTITUTE, Resolution.SKI
 
 
 class PriceTable(NamedTuple):
-    """The prices of a model, by the numbers that its layers have in `Routing.layer`."""
+    """The quality costs of a model, by the layers' numbers in `Routing.layer`."""
 
     layers: Mapping[int, LayerPrices]
 
     @property
     def typical(self) -> float:
-        """Nats of one of eight equal routes that is left out, in the layer in the middle."""
+        """The quality cost in nats of dropping one of eight equal routes, in the median layer."""
         prices = sorted(layer.price(Resolution.SKIP, 1 / 8) for layer in self.layers.values())
         return prices[len(prices) // 2]
 
@@ -80,7 +80,7 @@ class PriceTable(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> PriceTable:
-        """What `as_json` wrote; raises `ConfigError` for anything else, and for prices below zero."""
+        """Return the table that `as_json` wrote. Raises `ConfigError` for anything else, and for negative costs."""
         try:
             layers = {int(layer): LayerPrices(**prices) for layer, prices in value["nats"].items()}
         except (TypeError, KeyError, ValueError, AttributeError) as error:

@@ -1,4 +1,5 @@
-"""Names of policies. Adding a policy is one file and one line here; unknown names raise and list what there is."""
+"""The names of policies. A new policy is one file and one line here; unknown names raise an error that lists all
+names."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ def _learned(next_use: NextUse | None = None) -> Eviction:
 
 
 MULTIDIMENSIONAL = "multidimensional"
-"""The one that combines four others (HOBBIT)."""
+"""The policy that combines four others (HOBBIT)."""
 LEARNED = "learned"
-"""The one that is trained on traces of the model."""
+"""The policy that is trained on traces of the model."""
 
 ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {
     "auto": _adaptive,
@@ -65,37 +66,37 @@ ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {
 """Policies that can serve live requests."""
 
 SCORED_EVICTION = ("score",)
-"""The ones of these that need every expert's score."""
+"""The online policies that need every expert's score."""
 
 ORDERLESS_EVICTION = ("auto", "score", MULTIDIMENSIONAL, LEARNED)
-"""The ones of these that rank by what the routers chose alone, whatever order loads arrive in."""
+"""The online policies that depend only on the routers' choices, not on the order of loads."""
 
 EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "random": _random, "belady": Belady}
-"""All policies, with those that only serve comparisons in the simulator."""
+"""All policies, including those for comparisons in the simulator only."""
 
 _OFFLINE = {"random": "is what others are compared with", "belady": "needs the future"}
 
 CACHE_RECORDS = ("sequence", "model")
-"""What the multidimensional cache counts: the uses in this sequence, or all since the model was loaded."""
+"""The period over which the multidimensional cache counts uses: this sequence, or since the model was loaded."""
 
 _ROUNDING = 1e-3
-"""The amount by which such weights may fail to sum to 1: people write 0.33."""
+"""The amount by which cache weights may fail to sum to 1: people write 0.33."""
 
 WHOLE_LAYER = "whole-layer"
-"""The prefetch that brings in all experts of the next layer."""
+"""The prefetch that loads all experts of the next layer."""
 
 EXPERT_MLP = "expert-mlp"
 """The network that is trained on recorded paths (DuoServe)."""
 
 FITTED_PREFETCH = ("popularity", "affinity", "activation-matrix", EXPERT_MLP)
-"""Predictors that see the history of routing alone, and have to be fitted on a trace of the model first: how often a
-layer chooses an expert; what followed the experts of the layer before; the most similar past sequence; a network."""
+"""Predictors that see only the history of routing, and must be fitted on a trace of the model: how often a layer
+chooses an expert; which experts followed those of the layer before; the most similar past sequence; a network."""
 
 SHADOW = "shadow"
-"""The prefetch by a copy of the model in fewer bits that decodes concurrently (OD-MoE)."""
+"""The prefetch by a draft model, a copy of the model in fewer bits that decodes concurrently (OD-MoE)."""
 
 HISTORY_PREFETCH = ("previous-token", *FITTED_PREFETCH)
-"""All that see nothing but what routers have chosen: any thread may ask them."""
+"""Predictors that see only the routers' choices: any thread may run them."""
 
 PREFETCH = (
     "auto",
@@ -108,33 +109,35 @@ PREFETCH = (
     SHADOW,
     *HISTORY_PREFETCH,
 )
-"""Predictors for later layers in decode: nothing; the next layer's router applied to this layer's input; its attention
-and router run ahead on what the resident experts have given; the routers of several layers at once on this layer's
-input; the same with a correction learned from text; every expert of the next layer; a copy in fewer bits that runs
-ahead; what the layer chose for the token before; the fitted ones; auto: what pays."""
+"""Predictors for later layers in decode. none: no predictions; next-gate: the next layer's router on this layer's
+input; look-ahead: its attention and router on the output of the resident experts; stacked-gates: the routers of several
+layers on this layer's input; corrected-gates: the same with learned corrections; whole-layer: every expert of the next
+layer; shadow: a draft model; previous-token: the layer's choice for the last token; the fitted ones; auto: what is
+fastest."""
 
 SCORED_PREFETCH = ("stacked-gates", "corrected-gates", SHADOW)
-"""The ones of these that need to know how routers come from logits to a choice."""
+"""The predictors that need the rule from router logits to a choice."""
 
 PREFETCH_WHAT = ("top-score", "chosen")
-"""SMoE's second version, and its first."""
+"""chosen: SMoE's first version; top-score: its second."""
 
 
 EXPERT_CACHE = ("budget", "top-k")
-"""As many slots as the budget allows; or, as in systems without an expert cache, those of one token's choice in one
-layer, and those through which others come."""
+"""budget: as many slots as the budget allows; top-k: as in systems without an expert cache, the slots of one token's
+choice in one layer and the staging slots."""
 POOLS = ("global", "layer")
-"""One pool of slots for all layers, or a share for each."""
+"""global: one pool of slots for all layers; layer: a share for each."""
 
 
 def are_cache_weights(values: Sequence[float]) -> bool:
-    """Whether these can be the weights of the multidimensional cache: four, none negative, together 1."""
+    """Return whether the values can be the weights of the multidimensional cache: four, not negative, with the sum
+    1."""
     are_numbers = all(isinstance(value, (int, float)) and value >= 0 for value in values)
     return len(values) == 4 and are_numbers and abs(sum(values) - 1) < _ROUNDING
 
 
 class EvictionSettings(NamedTuple):
-    """The settings of `EngineConfig` that an eviction policy is made from; None: the usual."""
+    """The settings of `EngineConfig` that define an eviction policy; None: the default."""
 
     name: str
     pools: str = "global"
@@ -142,13 +145,13 @@ class EvictionSettings(NamedTuple):
     cache_weights: Sequence[float] | None = None
     cache_records: str | None = None
     next_use: NextUse | None = None
-    """What `learned` has learned of the model; None: nothing."""
+    """The learned parameters of `learned` for the model; None: there are none."""
 
 
 def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
-    """A fresh online eviction policy over slots of these `sizes`; `experts` has the number of each layer's.
+    """Return a new online eviction policy for slots of these `sizes`. `experts`: the number of experts of each layer.
 
-    Where some slots hold low copies, there is a policy for each format.
+    Where some slots hold low copies, each format has its own policy.
     """
     forms = sorted({size.form for size in sizes})
     of_form = {form: _make_sizes(wanted, [size for size in sizes if size.form == form], experts) for form in forms}
@@ -167,9 +170,9 @@ def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Ma
 
 
 def make_pools(wanted: EvictionSettings, cache_slots: int, layers: int, experts: int | None = None) -> Eviction:
-    """A fresh online eviction policy over `cache_slots` slots of one size, of `layers` layers.
+    """Return a new online eviction policy for `cache_slots` slots of one size, used by `layers` layers.
 
-    Where all the layers' `experts` fit, nothing is ever evicted: `auto` is then the policy that costs least.
+    Where all `experts` of these layers fit, nothing is ever evicted: `auto` is then the cheapest policy.
     """
     if wanted.name == "auto" and experts is not None and cache_slots >= experts:
         return LRU()
@@ -179,7 +182,7 @@ def make_pools(wanted: EvictionSettings, cache_slots: int, layers: int, experts:
 
 
 def make_eviction(name: str) -> Eviction:
-    """A fresh online eviction policy by name, with the usual settings."""
+    """Return a new online eviction policy by name, with default settings."""
     return _make(EvictionSettings(name))
 
 

@@ -1,15 +1,15 @@
-"""Which expert is where: the slot table, the only record of residency.
+"""The slot table, the only record of which expert is in which slot.
 
-Slots are numbers. They fall into two sets that exchange members without copying anything: *cache* slots
-hold experts until a policy evicts them, *staging* slots hold what passes through (a prefill larger than the
-cache, a prefetch that has not proven itself). Every slot is at all times in exactly one of
+Slots are numbers. They form two sets that exchange members without copying: *cache* slots hold experts until a policy
+evicts them, *staging* slots hold experts that are used once (a prefill larger than the cache, a prefetch before its
+use). Every slot is at all times in exactly one of these states, which `check` asserts:
 
     free cache | free staging | in flight (cache or staging) | ready (cache or staging) | withdrawn
 
-and `check` asserts it. A plan reads the table, the engine changes it between plans.
+A plan reads the table; the engine changes it between plans.
 
 Where layers differ in the size of their experts, or experts have low copies, there is a pool of slots for each size,
-each with cache and staging slots of its own; the numbers of all run on.
+each with cache and staging slots; the numbers continue from pool to pool.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from smoe.policy.plan import Load, Promotion
 
 
 class PoolSize(NamedTuple):
-    """Slots of one size."""
+    """The numbers of slots of one size."""
 
     cache: int
     staging: int
     layers: tuple[int, ...] = ()
-    """Whose experts they hold; empty: all layers'."""
+    """The layers whose experts the slots hold; empty: all layers."""
     form: int = EXACT
-    """The format of the copies that they hold."""
+    """The format of the copies that the slots hold."""
     spare: int = 0
-    """More cache slots, withdrawn at first."""
+    """Additional cache slots, which are withdrawn at first."""
 
 
 class SlotPool:
-    """The slots of one size: `cache_slots + staging_slots` in use, and those withdrawn, numbered from `first`."""
+    """The slots of one size, numbered from `first`: `cache_slots + staging_slots` in use, and the withdrawn ones."""
 
     __slots__ = ("end", "first", "free_cache", "free_staging", "staging_slots", "withdrawn")
 
@@ -47,29 +47,29 @@ class SlotPool:
         self.staging_slots = staging_slots
         in_use = first + cache_slots + staging_slots
         self.end = in_use + spare_slots
-        """The number after the last."""
+        """The number after the last slot."""
         self.free_cache: deque[int] = deque(range(first, first + cache_slots))
         self.free_staging: deque[int] = deque(range(first + cache_slots, in_use))
         self.withdrawn = list(range(self.end - 1, in_use - 1, -1))
-        """Cache slots whose memory serves something else."""
+        """Cache slots whose memory has another use at present."""
 
     @property
     def cache_slots(self) -> int:
-        """The cache slots in use at present."""
+        """The number of cache slots in use."""
         return self.end - self.first - self.staging_slots - len(self.withdrawn)
 
     def give(self, slots: int) -> None:
-        """Use so many of the withdrawn slots again."""
+        """Return `slots` withdrawn slots to use."""
         for _ in range(slots):
             self.free_cache.append(self.withdrawn.pop())
 
     def withdraw(self, slot: int) -> None:
-        """Use a free cache slot no longer."""
+        """Take a free cache slot out of use."""
         self.free_cache.remove(slot)
         self.withdrawn.append(slot)
 
     def settle(self, used: set[int]) -> None:
-        """Cache slots in `used` are taken, all others free but for those withdrawn."""
+        """Mark the slots in `used` as taken, and all others as free except the withdrawn ones."""
         used = used.union(self.withdrawn)
         free = [slot for slot in range(self.first, self.end) if slot not in used]
         in_cache = len(free) - self.staging_slots
@@ -77,7 +77,7 @@ class SlotPool:
 
 
 class SlotTable:
-    """Residency of one device, over the slots of one or several sizes."""
+    """The residency of experts on one device, over slots of one or several sizes."""
 
     def __init__(self, *sizes: PoolSize) -> None:
         self.pools: list[SlotPool] = []
@@ -94,35 +94,35 @@ class SlotTable:
         self.ready: dict[ExpertKey, int] = {}
         self.inflight: dict[ExpertKey, int] = {}
         self.staged: set[ExpertKey] = set()
-        """Copies, ready or in flight, that sit in a staging slot."""
+        """Copies in staging slots, ready or in flight."""
 
     @property
     def slots(self) -> int:
-        """Slots of all sizes, those withdrawn included."""
+        """The number of slots of all sizes, including withdrawn ones."""
         return self.pools[-1].end if self.pools else 0
 
     def pool(self, layer: int, form: int = EXACT) -> SlotPool:
-        """The slots that copies of a layer's experts in one format can have."""
+        """Return the slots for copies of a layer's experts in one format."""
         return self._pool_of[layer, form] if self._pool_of else self._pool_for_all[form]
 
     def pool_of(self, key: ExpertKey) -> SlotPool:
-        """The slots that a copy can have."""
+        """Return the slots for a copy."""
         return self.pool(key[0], key[2])
 
     def __contains__(self, key: ExpertKey) -> bool:
-        """Whether the copy is ready."""
+        """Return whether the copy is ready."""
         return key in self.ready
 
     def is_at_hand(self, key: ExpertKey) -> bool:
-        """Whether the copy is ready or under way, so that nothing has to be loaded."""
+        """Return whether the copy is ready or in flight, so that nothing has to be loaded."""
         return key in self.ready or key in self.inflight
 
     def cached(self) -> Iterator[ExpertKey]:
-        """Ready copies in cache slots: the candidates for eviction."""
+        """Return ready copies in cache slots: the candidates for eviction."""
         return (key for key in self.ready if key not in self.staged)
 
     def begin(self, load: Load) -> None:
-        """A load starts: its victim is forgotten, its slot is in flight."""
+        """Start a load: its victim is evicted, and its slot is in flight."""
         key, slot, victim = load.key, load.slot, load.victim
         assert key not in self.ready and key not in self.inflight, f"{key} is here already"
         if victim is not None:
@@ -136,15 +136,15 @@ class SlotTable:
             self.staged.add(key)
 
     def arrive(self, key: ExpertKey) -> None:
-        """A load has ended well."""
+        """Record that a load has ended."""
         self.ready[key] = self.inflight.pop(key)
 
     def fail(self, key: ExpertKey) -> None:
-        """A load has ended badly or was cancelled: its slot is free again and holds nothing."""
+        """Record that a load has failed or was cancelled: its slot becomes free."""
         self._free(key, self.inflight.pop(key))
 
     def release(self, key: ExpertKey) -> None:
-        """A ready copy in a staging slot has served; forget it."""
+        """Free the slot of a staged copy that has been used."""
         assert key in self.staged, f"{key} is not staged"
         self._free(key, self.ready.pop(key))
 
@@ -158,21 +158,22 @@ class SlotTable:
         pool.free_staging.append(freed)
 
     def discard(self, key: ExpertKey) -> int:
-        """Forget a resident; its cache slot, which is free then."""
+        """Evict a resident. Return its cache slot, which is then free."""
         assert key not in self.staged, f"{key} is staged"
         slot = self.ready.pop(key)
         self.pool_of(key).free_cache.append(slot)
         return slot
 
     def clear(self) -> None:
-        """Forget everything, as if new."""
+        """Evict everything."""
         self.ready.clear()
         self.settle()
 
     def settle(self) -> None:
-        """After a change that was interrupted anywhere: keep what is ready in cache slots, free all other slots.
+        """Restore consistency after a change that was interrupted at any point: ready copies in cache slots stay, all
+        other slots become free.
 
-        Only `ready` is believed: a copy enters it after its load has ended and leaves it before its slot is written.
+        Only `ready` is reliable: a copy is added after its load has ended and removed before its slot is written.
         """
         room = {pool.first: pool.cache_slots for pool in self.pools}
         now_ready: dict[ExpertKey, int] = {}
@@ -196,8 +197,8 @@ class SlotTable:
             pool.free_cache.append(slot)
 
     def check(self) -> None:
-        """Assert that every slot is in exactly one state, the two sets have their sizes, and every copy lies in a slot
-        of its size."""
+        """Assert that every slot is in exactly one state, the two sets have their sizes, and every copy is in a slot of
+        its size."""
         free = chain.from_iterable((*pool.free_cache, *pool.free_staging, *pool.withdrawn) for pool in self.pools)
         used = [*self.ready.values(), *self.inflight.values(), *free]
         assert sorted(used) == list(range(self.slots)), used
@@ -211,8 +212,8 @@ class SlotTable:
 
 
 class ExpertsAtHand:
-    """The experts of one layer that cost no load, as a set to ask: resident, staged or under way; of those in `low` a
-    low copy will do."""
+    """The experts of one layer that need no load, as a container: resident, staged or in flight. For those in `low` a
+    low copy suffices."""
 
     __slots__ = ("_layer", "_low", "_table")
 
@@ -240,7 +241,7 @@ class ExpertsUnderWay(ExpertsAtHand):
 
 
 class LowCopiesHere:
-    """The experts of one layer whose low copies are ready, as a set to ask."""
+    """The experts of one layer whose low copies are ready, as a container."""
 
     __slots__ = ("_layer", "_ready")
 

@@ -1,9 +1,9 @@
-"""One step of one layer, decided: from what its router chose to what is computed and what is loaded.
+"""Decides one step of one layer: from its router's choice to the experts computed and loaded.
 
-    routing -> importance -> substitutes -> left out -> prefetched in vain: dropped -> statistics -> plan
+    routing -> importance -> substitutes -> dropped -> unused prefetches freed -> statistics -> plan
 
-The engine carries a decision out on hardware, the simulator on nothing; both make it here, so a recorded run that is
-replayed gives the same plans.
+The engine executes a decision on hardware, the simulator without. Both decide here, so the replay of a recorded run
+gives the same plans.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from smoe.routing import Phase, Routing, observation
 
 
 class Switches(NamedTuple):
-    """The switches of `EngineConfig` that a decision depends on; the defaults are exact serving."""
+    """The settings of `EngineConfig` that affect a decision; the defaults are exact serving."""
 
     alpha: float = 0.0
-    """Substitution threshold of decode steps; 0: the model's own choice."""
+    """The substitution threshold of decode steps; 0: no substitution."""
     drop: bool = False
-    """Leave missing low-score experts out instead of replacing them."""
+    """Whether missing low-score experts are dropped instead of replaced."""
     share: bool = True
-    """In a batch, prefer substitutes that serve several sequences."""
+    """In a batch, whether substitutes that several sequences can use are preferred."""
     prefill_keep: str = "last-uses"
     """What decides which experts of a prompt stay (`planner.PREFILL_KEEP`)."""
     thresholds: Thresholds = ALL_IMPORTANT
-    """What missing experts of little importance come as, where there are low copies."""
+    """The importance thresholds of missing experts, where there are low copies."""
     low_use: str = "asked"
-    """Which experts low copies serve (`planner.LOW_USE`)."""
+    """Which experts low copies compute (`planner.LOW_USE`)."""
 
     @property
     def needs_weights(self) -> bool:
-        """Whether `Routing.weights` must be there."""
+        """Whether `Routing.weights` is required."""
         return self.thresholds != ALL_IMPORTANT
 
 
@@ -48,15 +48,15 @@ EXACT_SWITCHES = Switches()
 
 
 class Decision(NamedTuple):
-    """What becomes of one layer in one step."""
+    """The result of `decide`: how one layer of one step is computed."""
 
     routing: Routing
-    """What is served: the router's choice with the substitutes in it, and the index E for what is left out."""
+    """The routing that is computed: with substitutes, and the index E for dropped routes."""
     selection: Selection | None
-    """Who was replaced; None where substitution is off, or in a prompt."""
+    """The replaced routes; None where substitution is off, or in a prompt."""
     plan: LayerPlan
     skipped: int = 0
-    """Experts that are left out for their little importance."""
+    """The number of experts that are dropped for their little importance."""
 
 
 def decide(
@@ -69,13 +69,12 @@ def decide(
     drop_stale: Callable[[Routing], None] | None = None,
     answer: Callable[[Routing, SlotTable], Answered] | None = None,
 ) -> Decision:
-    """Select, learn and plan; `eviction` hears the step, `table` is only read.
+    """Substitute, update statistics and plan. `eviction` observes the step; `table` is only read.
 
-    `routing.scores` must be there where `alpha` is above 0, else nothing is replaced; `routing.weights` where
-    thresholds are below 1. `answer` says what becomes of a decode step's misses, in the place of all
-    other switches; `layer_share` as for `plan_layer`. `drop_stale` is called with what will be served, and
-    frees the staging slots of what was prefetched for this layer and is not wanted after all; `balance` is asked after
-    that. Raises `BudgetError` where not one expert fits.
+    `routing.scores` is required where `alpha` is above 0 (without them nothing is replaced), `routing.weights` where
+    thresholds are below 1. `answer` resolves a decode step's misses instead of all other settings; `layer_share` is as
+    in `plan_layer`. `drop_stale` gets the final routing and frees the staging slots of unused prefetches; `balance` is
+    called after it. Raises `BudgetError` where not one expert fits.
     """
     selection, assigned, skip = None, None, frozenset[int]()
     if switches.needs_weights:

@@ -1,7 +1,7 @@
-"""Which experts serve a token: the model's own choice, or resident ones of like score in place of the least important.
+"""Substitution: resident experts of similar score replace the least important missing experts.
 
-The expert-cache router of SMoE (Algorithm 1 and section IV-B of the second version; section 5.4 of the first for
-batches). With S the choice score of rank k+1:
+This is the expert-cache router of SMoE (Algorithm 1 and section IV-B of the second version; section 5.4 of the first
+for batches). With S the choice score of rank k+1:
 
     score      (1 - alpha) S        S        (1 + alpha) S
     ----------------|---------------|---------------|------------->
@@ -10,12 +10,12 @@ batches). With S the choice score of rank k+1:
                     |               |   not resident|
 
 Low-score experts that are resident, or top-score for another token of the batch, stay: they cost nothing. The missing
-ones are replaced, lowest score first, by the substitutes of highest score; those for which no substitute is left are
-the most important, and are loaded. As the set of top-score experts must not depend on the order of the tokens, it is
-collected over the whole batch first.
+ones are replaced, lowest score first, by the substitutes of highest score; those without a substitute are the most
+important, and are loaded. The set of top-score experts is collected over the whole batch first, so that it does not
+depend on the order of tokens.
 
-Where the two versions' prose and their printed algorithm differ, the prose is followed: the printed loop would replace
-resident low-score experts too, and would count rank k+1 itself among the active ones.
+Where the text of the two versions and their printed algorithm differ, the text is followed: the printed loop would also
+replace resident low-score experts, and count rank k+1 itself among the active ones.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from smoe.routing import Routing
 
 
 class Replacement(NamedTuple):
-    """One route that another expert serves."""
+    """One route that another expert computes, or that is dropped."""
 
     token: int
     choice: int
-    """Position among the token's K choices."""
+    """The position among the token's K choices."""
     active: int
     """The expert that the model chose."""
     substitute: int | None
-    """The expert that serves instead; None where the route is dropped."""
+    """The expert that replaces it; None where the route is dropped."""
 
 
 class Selection(NamedTuple):
-    """What becomes of a layer's routes."""
+    """The replaced routes of one layer, with statistics."""
 
     replacements: list[Replacement]
     low_score: int
-    """Routes whose expert is low-score."""
+    """The number of routes whose expert is low-score."""
     low_score_missing: int
-    """Those of them whose expert was neither resident nor top-score for another token."""
+    """The number of low-score routes whose expert is neither resident nor top-score for another token."""
     top_score_missing: int
-    """Routes whose expert is top-score and not resident."""
+    """The number of routes whose expert is top-score and not resident."""
     top: frozenset[int] = frozenset()
-    """Experts that are top-score for some token."""
+    """Experts that are top-score for at least one token."""
 
 
 NOTHING = Selection([], 0, 0, 0)
@@ -66,14 +66,14 @@ def substitute(
     drop: bool,
     under_way: Container[int] = (),
 ) -> Selection:
-    """Replace what is low-score and missing; `resident` are the experts of this layer that cost no load.
+    """Replace low-score missing experts. `resident`: the experts of this layer that cost no load.
 
-    Of these some may be `under_way`. A chosen one stays all the same; a substitute that would have to be waited for,
-    and for no other reason, comes after all that are ready.
+    Some of these may be in flight (`under_way`). A chosen one stays in any case; a substitute for which the layer would
+    only wait comes after all that are ready.
 
-    `share`: in a batch, what has to be loaded for one token serves the others too, and a substitute that serves more
-    tokens goes before one of higher score (first version, section 5.4). `drop`: leave missing low-score experts out
-    instead of replacing them. `routing.scores` [T, E] must be there; `alpha` 0 replaces nothing.
+    `share`: in a batch, an expert loaded for one token is available to the others, and a substitute that serves more
+    tokens precedes one of higher score (first version, section 5.4). `drop`: drop missing low-score experts instead of
+    replacing them. `routing.scores` [T, E] is required; `alpha` 0 replaces nothing.
     """
     if alpha <= 0.0:
         return NOTHING
@@ -99,7 +99,7 @@ def substitute(
 
 
 def applied(selection: Selection, routing: Routing) -> Routing:
-    """The routing with the substitutes in the place of what they replace; a dropped route gets the index E."""
+    """Return the routing with substitutes in place of the experts they replace; a dropped route gets the index E."""
     if not selection.replacements:
         return routing
     rows = [list(row) for row in routing.top_k_index]
@@ -115,24 +115,24 @@ class _Low(NamedTuple):
 
 
 class _Token(NamedTuple):
-    """One token's active experts by importance."""
+    """One token's active experts, divided by importance."""
 
     bound: float
     """S: the choice score of rank k+1."""
     least: float
-    """(1 - alpha) S"""
+    """(1 - alpha) S, the least score of a substitute."""
     active: Sequence[int]
     top: Sequence[int]
     low: list[_Low]
-    """Ascending by score, then by expert."""
+    """Low-score experts, ascending by score, then by expert."""
 
 
 class _Here(NamedTuple):
-    """What may serve without a load of its own."""
+    """Experts that need no load of their own."""
 
     resident: Container[int]
     coming: Container[int]
-    """Loaded for other tokens: the layer waits for these in any case."""
+    """Experts loaded for other tokens: the layer waits for these in any case."""
     under_way: Container[int]
 
     def has(self, expert: int) -> bool:
@@ -147,8 +147,8 @@ _Like = tuple[float, int]
 
 
 def _split(scores: Sequence[float], active: Sequence[int], alpha: float, experts: int) -> _Token:
-    """Without a rank k+1, or with one whose score is not above zero, there is no interval and all experts are
-    top-score."""
+    """Divide a token's experts by importance. Without a rank k+1, or with one whose score is not above zero, all
+    experts are top-score."""
     if active[0] == experts:  # padding
         return _Token(0.0, 0.0, (), (), [])
     inactive = list(scores)
@@ -174,7 +174,8 @@ def _replace(
     serving: Counter[int] | None,
     drop: bool,
 ) -> list[Replacement]:
-    """For each token its missing low-score experts, lowest first, paired with its substitutes, best first."""
+    """Return replacements: for each token its missing low-score experts, lowest first, paired with its substitutes,
+    best first."""
     replaced: list[Replacement] = []
     for number, entries in enumerate(missing):
         if drop:
@@ -190,15 +191,15 @@ def _replace(
 
 
 def _like(scores: Sequence[float], token: _Token) -> list[_Like]:
-    """Inactive experts of like score, best first; ties by number."""
+    """Return inactive experts of similar score, best first; ties by number."""
     bound, least, active = token.bound, token.least, token.active
     found = [(-score, expert) for expert, score in enumerate(scores) if least < score <= bound]
     return sorted(entry for entry in found if entry[1] not in active)
 
 
 def _substitutes(like: Sequence[_Like], here: _Here, serving: Counter[int] | None) -> list[int]:
-    """Those that cost no load of their own, what is late last; where `serving` counts, what serves more tokens goes
-    before all."""
+    """Return the substitutes that need no load of their own, those in flight last. With `serving`, those that serve
+    more tokens come first."""
     found = sorted((expert for _, expert in like if here.has(expert)), key=here.is_late)
     return found if serving is None else sorted(found, key=lambda expert: -serving[expert])
 
@@ -210,8 +211,8 @@ def _replace_again(
     replaced: Sequence[Replacement],
     here: _Here,
 ) -> list[Replacement]:
-    """With what the first round leaves to be loaded counted as present: it serves every token that chose it, and those
-    that need a substitute. Nothing more is loaded than after the first round."""
+    """Repeat the replacement with the loads of the first round counted as present: each is available to all tokens that
+    chose it or need a substitute. No more experts are loaded than after the first round."""
     done = {(entry.token, entry.choice) for entry in replaced}
     loaded = {e.expert for number, entries in enumerate(missing) for e in entries if (number, e.choice) not in done}
     still = [[entry for entry in entries if entry.expert not in loaded] for entries in missing]

@@ -1,7 +1,7 @@
-"""Whether something pays, found out while it runs: short turns with and without it, then the faster way for a while.
+"""Measures whether prefetching pays, during the run: short turns with and without it, then the faster way for a while.
 
-Prefetching costs arithmetic, bandwidth and two cores' attention, and what it saves depends on the routing, the disk and
-what else the machine does; no formula distinguishes these, a clock does.
+Prefetching costs arithmetic, bandwidth and processor time. Its benefit depends on the routing, the disk and the
+machine's other work; no formula covers all of these, but a clock does.
 """
 
 from __future__ import annotations
@@ -9,31 +9,32 @@ from __future__ import annotations
 from statistics import median
 
 TURN = 8
-"""Steps of one turn; the first of each is not counted, as it still lives on what the turn before left."""
+"""The steps of one turn. The first is not counted, because it still depends on the turn before."""
 TURNS = 4
-"""Turns of a trial, alternating: on, off, on, off."""
+"""The turns of a trial, alternating: on, off, on, off."""
 STAY = 256
-"""Steps between two trials."""
+"""The steps between two trials."""
 RECENT = 0.1
-"""Weight of the last measurement in a decaying mean."""
+"""The weight of the last measurement in a decaying mean."""
 MARGIN = 0.02
-"""Off must be faster by this share: a tie is left on."""
+"""The share by which "off" must be faster; a tie leaves it on."""
 WORTH = 0.4
-"""Share of guesses that must be right. A wrong one costs what a right one saves: it takes the disk from a load that is
-waited for, by up to a chunk, and memory's and the processor's time for nothing."""
+"""The least share of predictions that must be right. A wrong one costs what a right one saves: it delays a load that is
+waited for by up to a chunk, and wastes memory and processor time."""
 _LEAST_GUESSES = 48
 
 
 class Trial:
-    """`is_on` says how the next step is to run; `note` hears how long it took.
+    """A comparison of steps with and without prefetching: `is_on` is the mode of the next step, `note` records its
+    duration.
 
-    The clock decides, but for guesses that are mostly wrong: then it is off at once, until the next trial.
+    The clock decides, except for predictions that are mostly wrong: they switch prefetching off until the next trial.
     """
 
     def __init__(self) -> None:
         self.is_on = True
         self.switches_off = 0
-        """Trials that ended with it off."""
+        """The number of trials that ended with "off"."""
         self.trials = 0
         self._left = STAY
         self._turn = self._step = 0
@@ -63,11 +64,11 @@ class Trial:
                 self._conclude(median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN))
 
     def pass_over(self, guesses: int, right: int) -> None:
-        """Leave all prefetches so far, those of a prompt, out of the trial."""
+        """Exclude all prefetches so far, those of a prompt, from the trial."""
         self._guesses, self._right = guesses, right
 
     def _are_wrong(self, guesses: int, right: int) -> bool:
-        """Of the guesses since the last look, if there are enough to tell."""
+        """Return whether the predictions since the last check are mostly wrong, if there are enough."""
         made, proved = guesses - self._guesses, right - self._right
         if made < _LEAST_GUESSES:
             return False
@@ -85,28 +86,28 @@ class Trial:
 
 
 class LookAheadTrial:
-    """Whether looking ahead fits into the time that a layer waits for its loads anyway; both as last measured.
+    """A comparison of the time of a look-ahead with the time that a layer waits for its loads, both measured.
 
-    Outside that shadow it would delay what it is meant to speed up: on a fine-grained model a layer's attention,
-    launched kernel by kernel, takes as long as a load (docs/papers/smoe.md).
+    A longer look-ahead would delay the step: on a fine-grained model a layer's attention, launched kernel by kernel,
+    takes as long as a load (docs/papers/smoe.md).
     """
 
     def __init__(self) -> None:
         self._wait: dict[int, float] = {}
-        """Seconds by the number of loads waited for, decaying means."""
+        """Decaying means of the seconds waited, by the number of loads."""
         self._cost: float | None = None
 
     def fits(self, loads: int) -> bool:
-        """Whether to look ahead while so many loads are waited for; yes where nothing is known yet."""
+        """Return whether a look-ahead fits while `loads` loads are waited for; true where nothing is measured yet."""
         wait = self._wait.get(loads)
         return loads > 0 and (wait is None or self._cost is None or wait >= self._cost)
 
     def note_wait(self, loads: int, seconds: float) -> None:
-        """So many loads were waited for until so long after the resident experts were done."""
+        """Record that `loads` loads were waited for until `seconds` after the resident experts were done."""
         self._wait[loads] = _mixed(self._wait.get(loads), seconds)
 
     def note_cost(self, seconds: float) -> None:
-        """A look-ahead took so long."""
+        """Record the duration of a look-ahead."""
         self._cost = _mixed(self._cost, seconds)
 
 

@@ -1,21 +1,21 @@
-"""The smallest threshold that meets a time per token (SMoE, second version, section V-C, equation 5).
+"""Finds the smallest threshold alpha that meets a time per token (SMoE, second version, section V-C, equation 5).
 
-Time falls nearly linearly with alpha, quality only falls; so a polynomial of low degree through a few measured points
-is enough, and the answer is the smallest alpha whose fitted time is within the budget.
+Time falls nearly linearly with alpha, and quality only falls. So a polynomial of low degree through a few measured
+points suffices, and the result is the smallest alpha whose fitted time is within the budget.
 
-Every alpha is measured in several rounds; half of what lies between the fastest and the slowest is its noise.
+Every alpha is measured in several rounds; half of the difference between the fastest and the slowest is its noise.
 
-A disk can be twice as fast an hour later, so times that depend on it are given for one rate of reading. What the
-computing covers of the reading stays covered; the rest is waited for:
+A disk can be twice as fast an hour later, so times that depend on it are stated for one read rate. The part of reading
+that overlaps computing stays hidden; the rest is waiting:
 
-    |---- computing, T - W ----|---- waiting, W ----|        T seconds a token
-              |---------- reading, R ---------------|        R at the rate measured, R r/r' at the rate r'
+    |---- computing, T - W ----|---- waiting, W ----|        T seconds per token
+              |---------- reading, R ---------------|        R at the measured rate r, R r/r' at the rate r'
 
-Reading that takes d longer makes the token d longer; d shorter makes it d shorter, until nothing is waited for. Where
-this is wrong: reads that were covered with time to spare surface at once, so a much slower disk is made out worse than
-it is; prefetches that come too late or just in time, and the processor's time for reading, are taken to stay as they
-were. Measured on the wide demo at rates 1.2 to 1.5 times apart, such times miss by 0 to 14 %, as they stand by 15 to
-46 % (docs/log/prefetch.md).
+Reading that takes d longer makes the token d longer; reading that takes d less makes it d shorter, until there is no
+waiting. This is wrong in two cases: reads that end long before they are needed do not delay the token at once, so a
+much slower disk is estimated worse than it is; late prefetches and the processor's time for reading are assumed
+constant. On the wide demo, at rates 1.2 to 1.5 times apart, such times were wrong by 0 to 14 %, uncorrected times by 15
+to 46 % (docs/log/prefetch.md).
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ import numpy as np
 
 DEGREE = 2
 STEP = 0.01
-"""Resolution of the answer."""
+"""The resolution of the result."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a token took with one alpha in one round, and what of it hung on the disk: medians over tokens."""
+    """The time per token with one alpha in one round, and the parts that depend on the disk: medians over tokens."""
 
     seconds: float
     reading_seconds: float = 0.0
-    """During which at least one read was running."""
+    """Seconds during which at least one read was running."""
     waiting_seconds: float = 0.0
     """Seconds of waiting for experts."""
     bytes_per_second: float | None = None
-    """While a read was running; None where the time does not depend on reading."""
+    """The read rate while a read was running; None where the time does not depend on reading."""
     first_bytes_per_second: float | None = None
-    """The same of the first tokens after the cold start: what a short look some other day can be compared with."""
+    """The read rate of the first tokens after the cold start, for comparison with a short measurement on another
+    day."""
 
     def at_rate(self, bytes_per_second: float | None) -> float:
-        """Seconds a token, were reading so fast; None: as it was."""
+        """Return the seconds per token at another read rate; None: at the measured one."""
         if bytes_per_second is None or self.bytes_per_second is None:
             return self.seconds
         longer = self.reading_seconds * (self.bytes_per_second / bytes_per_second - 1)
@@ -54,14 +55,14 @@ class Timing:
 
 
 def middle_rate(rates: Sequence[float | None]) -> float | None:
-    """The median of what was measured; None where nothing was."""
+    """Return the median of the measured rates; None where there are none."""
     known = [rate for rate in rates if rate is not None]
     return median(known) if known else None
 
 
 def fitted_seconds(points: Sequence[tuple[float, float]], alphas: Sequence[float]) -> list[float]:
-    """The time of every alpha by a polynomial through measured (alpha, seconds), made to fall: less quality never takes
-    longer."""
+    """Return the time of every alpha by a polynomial through measured (alpha, seconds), made monotonic: less quality
+    never takes longer."""
     x, y = zip(*sorted(points), strict=True)
     curve = np.polynomial.Polynomial.fit(x, y, min(DEGREE, len(points) - 1))
     seconds: list[float] = np.minimum.accumulate(curve(np.asarray(alphas, dtype=float))).tolist()
@@ -69,7 +70,8 @@ def fitted_seconds(points: Sequence[tuple[float, float]], alphas: Sequence[float
 
 
 def smallest_alpha(points: Sequence[tuple[float, float]], budget_seconds: float) -> float | None:
-    """The smallest alpha, within the measured range, whose fitted time is within the budget; None where none is."""
+    """Return the smallest alpha in the measured range whose fitted time is within the budget; None where there is
+    none."""
     grid = _grid(points)
     for alpha, seconds in zip(grid, fitted_seconds(points, grid), strict=True):
         if seconds <= budget_seconds:
@@ -78,25 +80,25 @@ def smallest_alpha(points: Sequence[tuple[float, float]], budget_seconds: float)
 
 
 def predicted_seconds(points: Sequence[tuple[float, float]], alpha: float) -> float:
-    """The fitted time of an alpha from the measured range."""
+    """Return the fitted time, in seconds, of an alpha in the measured range."""
     return fitted_seconds(points, [below for below in _grid(points) if below < alpha] + [alpha])[-1]
 
 
 def half_ranges(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The noise of every alpha; `rounds` hold one time for each."""
+    """Return the noise of every alpha in seconds; each of `rounds` has one time for each alpha."""
     ranges: list[float] = (np.ptp(np.asarray(rounds), axis=0) / 2).tolist()
     return ranges
 
 
 def noise_seconds(rounds: Sequence[Sequence[float]]) -> float:
-    """The noise of a typical alpha: of three rounds, one alpha's own says little."""
+    """Return the median noise of all alphas in seconds: with three rounds, the noise of one alpha is uncertain."""
     return float(np.median(half_ranges(rounds)))
 
 
 def is_flat(alphas: Sequence[float], rounds: Sequence[Sequence[float]]) -> bool:
-    """Whether the fitted time falls so little that both ends, with their noise, overlap.
+    """Return whether the fitted time falls so little that both ends overlap within their noise.
 
-    A slow minute slows all alphas of its round, which says nothing about alpha: rounds are brought to one level first.
+    A slow minute slows all alphas of its round, which is no effect of alpha: rounds are scaled to one level first.
     """
     seconds = np.asarray(rounds)
     level = seconds / np.median(seconds, axis=1, keepdims=True) * np.median(seconds)
@@ -106,7 +108,8 @@ def is_flat(alphas: Sequence[float], rounds: Sequence[Sequence[float]]) -> bool:
 
 
 def is_within_noise(points: Sequence[tuple[float, float]], budget_seconds: float, noise: float) -> bool:
-    """Whether noise (seconds) could move the answer by more than lies between two measured alphas, or out of reach."""
+    """Return whether noise (seconds) could move the result by more than the distance of two measured alphas, or out of
+    reach."""
     lowest, highest = (smallest_alpha(points, budget_seconds + moved) for moved in (noise, -noise))
     spacing = float(np.diff(sorted(alpha for alpha, _ in points)).max())
     return lowest is None or highest is None or highest - lowest > spacing + STEP / 2

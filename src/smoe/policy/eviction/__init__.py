@@ -1,1 +1,1 @@
-"""Eviction policies: one file each, one line each in the registry."""
+"""The eviction policies: one file for each, and one line in the registry."""

@@ -1,15 +1,15 @@
-"""Whichever of four rules misses least at present: the default of exact serving.
+"""The eviction policy `auto`: uses whichever of four rules misses least at present. It is the default of exact serving.
 
-No single rule is good everywhere. A decode token walks through all layers, so LRU hits next to nothing where slots
-are fewer than layers x top-k: a cyclic scan. LFU never forgets what was used for a topic that is over. Counts over a
-window (`score.py` without scores) forget at once what is good for longer. Counts that fade, by half in
-`HALF_LIFE` tokens (LRFU: D. Lee et al., IEEE Transactions on Computers 50(12), 2001), were the best on every text that
-was tried (docs/evictions.md), so they lead at first; the others are there for what was not tried.
+No single rule is good everywhere. A decode token passes through all layers, so LRU hits almost nothing where slots are
+fewer than layers x top-k: a cyclic scan. LFU never forgets the uses of a finished topic. Counts over a window
+(`score.py` without scores) forget at once what is useful for longer. Fading counts, which halve in `HALF_LIFE` tokens
+(LRFU: D. Lee et al., IEEE Transactions on Computers 50(12), 2001), were the best on every text that was tried
+(docs/evictions.md), so they lead at first; the others are for texts that were not tried.
 
-Who leads is found out on line: from time to time, for a trial of some steps, a shadow cache of keys for each of the
-others starts from what the real cache holds and is charged the same uses at the same size. The real cache is the
-leader's own shadow. Only a clear win changes the leader. Nothing but the routing and the set of residents counts,
-neither a clock nor the order in which loads arrive.
+The leader is chosen during the run. From time to time, for a trial of some steps, a shadow cache of keys for each other
+rule starts with the real cache's content and gets the same uses at the same size. The real cache is the leader's own
+shadow cache. Only a clear win changes the leader. The choice depends on nothing but the routing and the set of
+residents, neither on a clock nor on the order of loads.
 """
 
 from __future__ import annotations
@@ -27,76 +27,80 @@ from smoe.policy.eviction.score import WINDOW
 from smoe.routing import Phase, Routing
 
 RULES = ("lru", "lfu", "window", "fading")
-"""What residents may be ranked by: a row of values each; the resident with the lowest value goes first."""
+"""The rules that rank residents. Each has a row of values; the resident with the lowest value is evicted first."""
 _LAST_USE, _USES, _RECENT_USES, _FADING_USES = range(len(RULES))
 
 HALF_LIFE = 64
-"""Tokens after which a use counts half, in fading counts. 32 to 256 differ by less than 2 % on text."""
+"""The number of tokens after which a use counts half, in fading counts. 32 to 256 differ by less than 2 % on text."""
 _RESCALE = 512
-"""Half-lives after which fading counts are divided by so many doublings: exact, and far from what float64 holds."""
+"""The number of half-lives after which fading counts are divided by 2 to that power: exact, and within float64's
+range."""
 
 TRIAL_STEPS = (32, 128)
-"""The fewest and the most steps of a trial; between them it ends when ..."""
+"""The fewest and the most steps of a trial. Between them it ends when ..."""
 TURNOVERS = 4
-"""... the leader has missed so many times what the cache holds, and the shadows' contents are their own."""
+"""... the leader's misses are this many times the number of slots, so that the shadow caches have contents of their
+own."""
 CLEAR = 4.0
-"""It ends before if another rule has saved so many times the square root of the leader's misses: no chance is like
-that."""
+"""A trial ends early when another rule has saved more than this many times the square root of the leader's misses: that
+is no coincidence."""
 REST = 7
-"""Steps between two trials, as a multiple of the last one's, but never more than ..."""
+"""The steps between two trials, as a multiple of the last trial's, but at most ..."""
 REST_STEPS = 256
-"""... so many: shadows run in an eighth of all steps, and in up to a third where so little is missed that they cost
-next to nothing."""
+"""... this many. Shadow caches run in an eighth of all steps, and in up to a third where misses are so few that they
+cost almost nothing."""
 ALARM_STEPS = 8
-"""A rest ends at once where so many steps have missed clearly more than the trial before: the topic has changed."""
+"""The number of steps over which misses are counted; clearly more than in the last trial start the next trial at once,
+because the topic has changed."""
 MARGIN = 0.01
-"""Another rule must miss less by this share to take the lead."""
+"""Another rule must miss less by this share to become the leader."""
 _UNCOUNTED = 4096
-"""Steps of a layer whose plain counts may be put off."""
+"""The most steps of a layer whose plain counts are postponed."""
 
 
 class Adaptive(Eviction):
-    """The best of `RULES`, as shadow caches advise. O(L x E) a question, and in a trial for each layer that misses."""
+    """The best of `RULES`, chosen with shadow caches. `victims` costs O(L x E); in a trial, so does each layer that
+    misses."""
 
     name = "auto"
 
     def __init__(self) -> None:
         self._width = 0
-        """Experts of the widest layer: expert e of layer l has its value at place l * width + e."""
+        """The experts of the widest layer: expert e of layer l has index l * width + e in all arrays."""
         self._values = [np.zeros(0) for _ in RULES]
-        """[L x E] for each rule. Uses and recent uses are up to date only where `_is_counting`."""
+        """[L x E] for each rule. Uses and recent uses are current only where `_is_counting`."""
         self._is_resident = np.zeros(0, dtype=bool)
-        """[L x E], and the only record of it: an interrupt between two lines leaves nothing that disagrees."""
+        """[L x E], the only record of residency, so that an interrupt cannot leave contradictions."""
         self._leader = _FADING_USES
         self._weight = 1.0
-        """What a use adds to a fading count; as it grows, all earlier uses fade alike."""
+        """The value that a use adds to a fading count. As it grows, all earlier uses fade alike."""
         self._recent: dict[int, deque[np.ndarray]] = {}
-        """Places used in each of the last steps of a layer."""
+        """The indices used in each of the last steps of a layer."""
         self._uncounted: list[np.ndarray] = []
-        """Places used in steps that `_USES` does not have yet."""
+        """The indices used in steps that `_USES` does not include yet."""
         self._clock = 0
-        """Routings observed."""
+        """The number of routings observed."""
         self._steps = 0
-        """Passes over the layers, as far as their numbers tell."""
+        """The number of passes over the layers, inferred from their numbers."""
         self._layer = -1
         """The layer observed last."""
         self._is_full = False
-        """Whether anything has ever been given up: until then there is nothing to choose."""
+        """Whether any expert has been evicted; until then there is nothing to choose."""
         self._trial: _Trial | None = None
         self._next_trial = 0
         self._usual = inf
-        """Misses of the leader in `ALARM_STEPS` steps, as the last trial had them."""
+        """The leader's misses in `ALARM_STEPS` steps, measured in the last trial."""
         self._missed = 0
-        """Misses of the leader since the last look at them."""
+        """The leader's misses since the last comparison with `_usual`."""
 
     @property
     def rule(self) -> str:
-        """The leader, one of `RULES`."""
+        """The leading rule, one of `RULES`."""
         return RULES[self._leader]
 
     @property
     def _is_counting(self) -> bool:
-        """Whether a policy looks at plain counts: otherwise they are made up later, all at once."""
+        """Whether a rule needs the plain counts now; otherwise they are computed later, all at once."""
         return self._trial is not None or self._leader in (_USES, _RECENT_USES)
 
     def insert(self, key: ExpertKey) -> None:
@@ -140,12 +144,12 @@ class Adaptive(Eviction):
         return lowest_residents(self._values[self._leader], self._is_resident, self._width, count, shield)
 
     def worth(self, key: ExpertKey) -> float:
-        """An expert's value by the leader's rule; 0 for a layer or an expert that was never observed."""
+        """Return an expert's value by the leader's rule; 0 for a layer or an expert that was never observed."""
         place, values = key[0] * self._width + key[1], self._values[self._leader]
         return float(values[place]) if key[1] < self._width and place < len(values) else 0.0
 
     def _remember(self, layer: int, used: np.ndarray, steps: list[np.ndarray]) -> None:
-        """Note the uses of one step, or of a prompt's `steps`, for the plain counts."""
+        """Record the uses of one step, or of a prompt's `steps`, for the plain counts."""
         recent = self._recent.get(layer)
         if recent is None:
             recent = self._recent[layer] = deque(maxlen=WINDOW + 1)
@@ -178,7 +182,7 @@ class Adaptive(Eviction):
             self._values[_RECENT_USES] = counts.astype(np.float64)
 
     def _begin_step(self) -> None:
-        """A token has passed through all layers: older uses fade, a trial may begin or end."""
+        """Process the start of a token's pass over all layers: older uses fade, a trial may begin or end."""
         self._steps += 1
         if self._steps % (HALF_LIFE * _RESCALE) == 0:
             self._values[_FADING_USES] *= 2.0**-_RESCALE
@@ -195,12 +199,12 @@ class Adaptive(Eviction):
         elif trial.is_over(self._steps):
             winner = trial.winner()
             self._usual = trial.misses[winner] * ALARM_STEPS / (self._steps - trial.began)
-            rest = REST if winner == self._leader else 1  # a new leader is looked at again soon
+            rest = REST if winner == self._leader else 1  # a new leader is tested again soon
             self._leader, self._trial = winner, None
             self._next_trial = self._steps + min(rest * (self._steps - trial.began), REST_STEPS)
 
     def _fit(self, layer: int, experts: int) -> None:
-        """Make room for a layer and an expert seen for the first time."""
+        """Enlarge the arrays for a new layer or expert."""
         before = self._width
         if experts <= before and (layer + 1) * before <= len(self._is_resident):
             return
@@ -217,7 +221,7 @@ class Adaptive(Eviction):
 
 
 class _Trial:
-    """What each rule would have missed since the trial began."""
+    """Counts the misses that each rule would have had since the trial began."""
 
     def __init__(self, leader: int, resident: np.ndarray, began: int) -> None:
         self.began = began
@@ -227,14 +231,15 @@ class _Trial:
         self._shadows = {rule: resident.copy() for rule in range(len(RULES)) if rule != leader}
 
     def charge(self, values: list[np.ndarray], used: np.ndarray, missed: int) -> None:
-        """One layer of one decode step uses the experts at the places `used`; the leader has `missed` so many."""
+        """Record a layer of a decode step that uses the experts at the indices `used`, of which the leader has missed
+        `missed`."""
         self.misses[self._leader] += missed
         for rule, shadow in self._shadows.items():
             missing = shadow[used].tolist().count(False)
             if not missing:
                 continue
             self.misses[rule] += missing
-            shadow[used] = False  # not to be given up for each other
+            shadow[used] = False  # so that they do not evict each other
             others = self._slots - (len(used) - missing)
             surplus = min(others, others + len(used) - self._slots)
             if surplus > 0:
@@ -251,13 +256,13 @@ class _Trial:
         )
 
     def winner(self) -> int:
-        """The rule to follow now: the leader, unless another has clearly missed less."""
+        """Return the rule to follow now: the leader, unless another rule has clearly missed less."""
         best = min(range(len(RULES)), key=lambda rule: (self.misses[rule], rule))
         return best if self.misses[best] < (1 - MARGIN) * self.misses[self._leader] else self._leader
 
 
 def _spread(old: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
-    """[size] with what was in `old` at `place`, zeros elsewhere."""
+    """Return an array of length `size` with the values of `old` at the indices `place`, and zeros elsewhere."""
     new = np.zeros(size, dtype=old.dtype)
     new[place] = old
     return new

@@ -1,17 +1,17 @@
-"""The contract that every eviction policy keeps and `tests/policy/contract.py` checks.
+"""The interface of eviction policies; `tests/policy/contract.py` tests every policy against it.
 
-A policy hears three things, in the order in which they happen, and answers two questions.
+A policy receives events in the order in which they happen, and answers two queries.
 
-* `insert(copy)`, `remove(copy)`: a copy became or ceased to be a cache resident. Never twice in a row. `residents()`
-  are those that came and did not leave.
-* `observe(routing)`: the router of a layer has spoken. Called once for each layer and step, before the plan is
-  carried out, whether or not the experts are resident. The only place where statistics change.
-* `worth(copy)`: how much a copy will be missed, resident or not, for a prefill that asks whether what passes through
-  should stay. Pure, and in agreement with `victims`, which begins with the residents of least worth. A policy that
-  knows nothing of copies that are not resident leaves it at 0 for all: then nothing is replaced.
-* `victims(count, shield)`: which `count` residents to forget, best first. Pure: asking changes nothing. All or
-  nothing is not required: fewer come back only when fewer residents lie outside the shield. Nothing in the shield
-  is ever returned, nothing twice. Ties break by (layer, expert).
+* `insert(copy)`, `remove(copy)`: a copy becomes or ceases to be a cache resident. Never twice in succession.
+  `residents()` are the copies inserted and not removed.
+* `observe(routing)`: a layer's router has chosen. Called once for each layer and step, before the plan is executed,
+  whether or not the experts are resident. Statistics change only here.
+* `worth(copy)`: a value that is higher the sooner or more often a copy will be needed, resident or not. A prefill uses
+  it to decide which copies stay. It has no side effects, and agrees with `victims`, which begins with the residents of
+  least worth. A policy without information about other copies returns 0 for all: then nothing is replaced.
+* `victims(count, shield)`: the `count` residents to evict, least valuable first. It has no side effects. It returns
+  fewer only when fewer residents are outside the shield. It returns nothing in the shield, and nothing twice. Ties
+  break by (layer, expert).
 """
 
 from __future__ import annotations
@@ -24,52 +24,52 @@ from smoe.routing import Routing
 
 
 class Eviction(ABC):
-    """Ranks the cache residents of one device by how little they will be missed."""
+    """A ranking of one device's cache residents by how little they will be needed."""
 
     name: str
 
     @property
     def rule(self) -> str:
-        """What ranks the residents at present, for the reader."""
+        """The name of the rule that ranks the residents at present, for display."""
         return self.name
 
     @abstractmethod
     def insert(self, key: ExpertKey) -> None:
-        """`key` is a cache resident from now on."""
+        """Record that `key` is a cache resident from now on."""
 
     @abstractmethod
     def remove(self, key: ExpertKey) -> None:
-        """`key` is no longer a cache resident."""
+        """Record that `key` is no longer a cache resident."""
 
     @abstractmethod
     def residents(self) -> set[ExpertKey]:
-        """What was inserted and not removed; after an interrupt the slot table may know better."""
+        """Return the copies that were inserted and not removed. After an interrupt the slot table may differ."""
 
     @abstractmethod
     def observe(self, routing: Routing) -> None:
-        """Learn from the routing of one layer in one step."""
+        """Update the statistics with the routing of one layer in one step."""
 
     @abstractmethod
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """At most `count` residents outside `shield`, least valuable first."""
+        """Return at most `count` residents outside `shield`, least valuable first."""
 
     def of(self, form: int) -> Eviction:
-        """What ranks the copies of one format, where those of others lie in slots of their own."""
+        """Return the policy for the copies of one format, where formats have separate slots."""
         del form
         return self
 
     def of_layer(self, layer: int) -> Eviction:
-        """What ranks the copies of a layer's experts, where those of others lie in slots of another size."""
+        """Return the policy for the copies of one layer, where layers have slots of different sizes."""
         del layer
         return self
 
     def worth(self, key: ExpertKey) -> float:
-        """How much `key` will be missed, whether or not it is resident; only the order counts."""
+        """Return the value of `key`, resident or not; only the order of values matters."""
         return 0.0
 
 
 def used_copies(routing: Routing, precision: int = 0) -> list[ExpertKey]:
-    """The copies that one step of one layer uses, ascending, padding left out."""
+    """Return the copies that one step of one layer uses, ascending, without padding."""
     layer, experts = routing.layer, routing.experts
     used = {expert for row in routing.top_k_index for expert in row if expert != experts}
     return [(layer, expert, precision) for expert in sorted(used)]

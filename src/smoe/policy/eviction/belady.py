@@ -1,4 +1,4 @@
-"""Belady's offline optimum: the bound that no policy beats, for traces whose future is known.
+"""Belady's offline optimum: the bound that no policy exceeds, for traces whose future is known.
 
 L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
 """
@@ -16,10 +16,10 @@ from smoe.routing import Routing
 
 
 class Belady(Eviction):
-    """Forget the resident whose next use lies furthest ahead; O(residents log uses) a question.
+    """Evicts the resident whose next use is furthest ahead; `victims` costs O(residents log uses).
 
-    `future` is the whole sequence of routings that `observe` will be called with, in order. A resident that is
-    never used again goes first; ties break by (layer, expert).
+    `future`: the whole sequence of routings that `observe` will receive, in order. A resident that is never used again
+    is evicted first; ties break by (layer, expert).
     """
 
     name = "belady"

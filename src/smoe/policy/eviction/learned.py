@@ -1,16 +1,17 @@
-"""A learned estimate of the next use: `smoe tune --eviction learned` trains it on recorded traces of the model.
+"""The eviction policy `learned`: a trained estimate of the next use (`smoe tune --eviction learned` trains it on
+traces).
 
-What an expert is worth is the expected value of D^n, n the tokens until its next use and D a discount: large for what
-comes soon, and nearly 0 for what comes late or never. It is estimated in two parts, from the choices alone:
+An expert's value is the expectation of D^n, where n is the number of tokens until its next use and D a discount: large
+for early uses, nearly 0 for late ones or none. The estimate has two parts, both from the routers' choices only:
 
-* *How often it was used* of late: `HORIZONS` of fading counts and all uses, the same few weights for every expert
-  (logistic regression). This alone needs no knowledge of the model and follows whatever the text does.
-* *What was chosen with it*: the last choices of all layers, fading by half with every token, say what the present text
-  is about, and with it which experts come next. Ridge regression of what the first part gets wrong, of low rank: every
-  chosen expert adds its vector to a context of `R` numbers, and every expert has a vector that reads it.
+* *How often the expert was used* recently: `HORIZONS` of fading counts and all uses, with the same few weights for
+  every expert (logistic regression). This part needs no knowledge of the model and adapts to any text.
+* *Which experts were chosen with it*: the last choices of all layers, fading by half with every token, characterise the
+  current text, and so the next experts. This is a ridge regression of the first part's error, of low rank: every chosen
+  expert adds its vector to a context of `R` numbers, and every expert has a vector that reads the context.
 
-Layers that come round soon are worth more by D for a whole round. Hearing a step costs O(E + K x R), a question
-O(L x E x R).
+Layers that run soon have a higher value: D for a whole round of the layers. `observe` costs O(E + K x R), `victims` O(L
+x E x R).
 """
 
 from __future__ import annotations
@@ -24,44 +25,44 @@ from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 HORIZONS = (2, 8, 32, 128, 512)
-"""Tokens after which a use counts half, in the fading counts."""
+"""The numbers of tokens after which a use counts half, in the fading counts."""
 FADING = 2.0 ** (-1.0 / np.array(HORIZONS))
 FEATURES = 3 + 2 * len(HORIZONS)
-"""F: what `features` says of an expert."""
+"""F, the number of inputs that `features` computes for an expert."""
 _PRIOR = 2.0
-"""Tokens that an expert's share of the uses counts for, before any is observed."""
+"""The weight of an expert's prior share of the uses, in tokens."""
 DISCOUNT = 0.8
-"""D. From 0.5 to 0.95 misses differ by some 2 %: smaller ones are better for small caches."""
+"""D. Between 0.5 and 0.95 misses differ by some 2 %: smaller values are better for small caches."""
 DECAY = 0.5
 """The decay of the context from token to token."""
 _LEAST = 0.02
-"""The least share of the first part's estimate that the second leaves: no estimate is 0."""
+"""The least share of the first part's estimate that the second part leaves: no estimate is 0."""
 
 
 class NextUse(NamedTuple):
-    """What was learned. Layers have their own numbers, those without experts rows of zeros."""
+    """The learned parameters. Layers have their own numbers; layers without experts have rows of zeros."""
 
     rate: float
-    """K / E: the uses per token of an expert that is as likely as any other."""
+    """K / E, the uses per token of an average expert."""
     weights: np.ndarray
-    """[F] of the first part."""
+    """[F] weights of the first part."""
     source: np.ndarray
-    """[L, E, R] what a chosen expert adds to the context."""
+    """[L, E, R] vectors that a chosen expert adds to the context."""
     usual: np.ndarray
-    """[L, R] what a token adds on average, layer by layer; the context is what differs from it."""
+    """[L, R] the average addition of a token, by layer; the context holds the differences from it."""
     target: np.ndarray
-    """[L, E, R] how every expert reads the context."""
+    """[L, E, R] vectors that read the context for each expert."""
     offset: np.ndarray
-    """[L, E]"""
+    """[L, E] constants of the second part."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """The memory of the parameters, in bytes."""
         return sum(part.nbytes for part in self[1:])
 
 
 def untrained() -> NextUse:
-    """Knows no model: uses that fade by half in 32 and in 128 tokens."""
+    """Return parameters for any model: uses that fade by half in 32 and in 128 tokens."""
     weights = np.zeros(FEATURES)
     weights[0], weights[2 + 2 * HORIZONS.index(32)], weights[2 + 2 * HORIZONS.index(128)] = -1.0, 0.6, 0.4
     vectors, numbers = np.zeros((0, 0, 0), dtype=np.float32), np.zeros((0, 0), dtype=np.float32)
@@ -69,9 +70,10 @@ def untrained() -> NextUse:
 
 
 def features(fading: np.ndarray, uses: np.ndarray, latest: np.ndarray, steps: int, rate: float) -> np.ndarray:
-    """[..., F] what is known of experts after so many `steps` of their layer.
+    """Return [..., F] inputs of the first part after `steps` steps of the experts' layer.
 
-    `fading`: [horizons, ...] fading counts; `uses`: [...] all uses; `latest`: [...] 1 for those used in the last step.
+    `fading`: [horizons, ...] fading counts; `uses`: [...] all uses; `latest`: [...] 1 for experts used in the last
+    step.
     """
     found = np.empty((*uses.shape, FEATURES))
     found[..., 0] = 1.0
@@ -86,33 +88,33 @@ def features(fading: np.ndarray, uses: np.ndarray, latest: np.ndarray, steps: in
 
 
 def chance(found: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[...] the first part's estimate of D^n from `features`: between 0 and 1."""
+    """Return [...] the first part's estimate of D^n from `features`, between 0 and 1."""
     estimate: np.ndarray = 1.0 / (1.0 + np.exp(-np.clip(found @ weights, -30.0, 30.0)))
     return estimate
 
 
 def spread(estimate: np.ndarray) -> np.ndarray:
-    """The error of estimates, if they are right on average: the unit of the second part."""
+    """Return the standard deviation of unbiased estimates, which is the unit of the second part."""
     off: np.ndarray = np.sqrt(estimate * (1.0 - estimate))
     return off
 
 
 class Learned(Ranked):
-    """Ranks residents by an estimate of the next use. A prompt's tokens are steps one after the other; a step of a
-    batch is one token, whose rows together are the context."""
+    """Ranks residents by an estimate of the next use. Each token of a prompt is a step; a decode step of a batch is one
+    step, whose rows together update the context."""
 
     name = "learned"
 
     def __init__(self, learned: NextUse | None = None) -> None:
-        """None: as for a model without training."""
+        """`learned`: None for a model without training."""
         super().__init__(numbers=len(HORIZONS) + 2)
         """The fading counts, all uses, and the first part's estimate."""
         self._learned = learned if learned is not None else untrained()
         layers, width, rank = self._learned.source.shape
         self._context = np.zeros((layers, rank), dtype=np.float32)
-        """[L, R] what the choices of every layer have added."""
+        """[L, R] the sum of what each layer's choices have added."""
         self._steps: dict[int, int] = {}
-        """The steps of every layer observed so far."""
+        """The number of observed steps of each layer."""
         self._layer = 0
         """The layer observed last."""
         if layers:
@@ -131,7 +133,7 @@ class Learned(Ranked):
             self._estimate(layer, used)
 
     def _record(self, layer: int, rows: Sequence[Sequence[int]]) -> list[int]:
-        """One step chose these experts; returns them, each once."""
+        """Record one step that chose these experts. Return the experts, each once."""
         used = list(rows[0]) if len(rows) == 1 else sorted(set().union(*rows))
         fading = self._numbers[: len(HORIZONS), layer]
         fading *= FADING[:, None]
@@ -146,7 +148,7 @@ class Learned(Ranked):
         return used
 
     def _estimate(self, layer: int, used: Sequence[int]) -> None:
-        """The first part, for the experts of a layer, which only its own steps change."""
+        """Compute the first part for a layer's experts; only steps of this layer change it."""
         fading, uses = self._numbers[: len(HORIZONS), layer], self._numbers[len(HORIZONS), layer]
         latest = np.zeros(len(uses))
         latest[used] = 1.0

@@ -1,4 +1,4 @@
-"""Least frequently used, with counts that outlive residency (as in MoE-Infinity's frequency baseline)."""
+"""Least frequently used, with counts that include times without residency (as in MoE-Infinity's frequency baseline)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smoe.routing import Routing
 
 
 class LFU(Eviction):
-    """Forget the resident used in the fewest steps since the start; O(residents) a question."""
+    """Evicts the resident used in the fewest steps since the start; `victims` costs O(residents)."""
 
     name = "lfu"
 

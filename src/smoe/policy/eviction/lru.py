@@ -1,4 +1,4 @@
-"""Least recently used: the baseline of Mixtral-Offloading and of nearly every expert cache."""
+"""Least recently used: the baseline of Mixtral-Offloading and of almost every expert cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from smoe.routing import Routing
 
 
 class LRU(Eviction):
-    """Forget the resident whose last use lies furthest back; O(count + shielded) a question.
+    """Evicts the resident whose last use is furthest back; `victims` costs O(count + shielded).
 
-    Experts of one step are touched in ascending order, so that ties inside a step break by (layer, expert).
+    Experts of one step are touched in ascending order, so that ties within a step break by (layer, expert).
     """
 
     name = "lru"

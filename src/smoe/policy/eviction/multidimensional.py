@@ -1,18 +1,16 @@
 """HOBBIT's sequence-level multidimensional cache (arXiv 2411.01433, section 3.4, equation 3).
 
-The priority of an expert t is a weighted sum of four numbers between 0 and 1, and the lowest goes first:
+The priority of an expert is a weighted sum of four numbers between 0 and 1, and the lowest is evicted first:
 
     w_lru R / T  +  w_lfu F / T  +  w_lhu H / T  +  w_fld (1 - ((l_t - l_i + l_n) % l_n) / l_n)
-
     T    tokens of the sequence so far             R    number of the token that last used the expert
-    F    steps that used it                        H    those of them in which it was asked for in high precision
-    l_t  its layer, l_i the layer whose router     l_n  layers, up to the last that has experts
-         has spoken last
+    F    steps that used the expert                H    those of them that requested high precision
+    l_t  the expert's layer                        l_i  the layer whose router has run last
+    l_n  layers, up to the last with experts
 
-Experts of layers that come soon stay (FLD, the farthest layer distance), and those that are asked for in high
-precision, because they cost most to bring in again (LHU). R, F, H and T start again with every prompt, for what a
-sequence prefers is not what the model prefers. The paper leaves the weights to a search on recorded traces:
-`smoe tune --cache` is one.
+Experts of the next layers stay (FLD, the farthest layer distance), and experts requested in high precision, because
+they cost most to load again (LHU). R, F, H and T restart with every prompt, because a sequence's preferences differ
+from the model's. The paper leaves the weights to a search on recorded traces, as `smoe tune --cache` does.
 """
 
 from __future__ import annotations
@@ -25,21 +23,22 @@ from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 WEIGHTS = (0.25, 0.125, 0.5, 0.125)
-"""(lru, lfu, lhu, fld) of a model without fitted ones: between what was fitted for one of many small
-experts and for one of few (docs/evictions.md)."""
+"""(lru, lfu, lhu, fld) for a model without fitted weights: between those fitted for a model of many small experts and
+one of few (docs/evictions.md)."""
 
 _USES, _HIGH_USES, _RECORDED = range(3)
-"""F and H of every expert, and w_lru R + w_lfu F + w_lhu H, which only a use of it changes."""
+"""Rows of the numbers: F and H of every expert, and w_lru R + w_lfu F + w_lhu H, which only a use of the expert
+changes."""
 
 
 class Multidimensional(Ranked):
-    """Ranks residents by last use, uses, uses in high precision and distance of the layer. A prompt's tokens are steps
-    one after the other; a step of a batch is one token."""
+    """Ranks residents by last use, uses, uses in high precision and distance of the layer. Each token of a prompt is a
+    step; a decode step of a batch is one token."""
 
     name = "multidimensional"
 
     def __init__(self, weights: Sequence[float] = WEIGHTS, of_sequence: bool = True) -> None:
-        """`of_sequence`: records start again with every prompt; else they are of all since the model was loaded."""
+        """`of_sequence`: records restart with every prompt; otherwise they span the time since the model was loaded."""
         assert len(weights) == 4, weights
         super().__init__(numbers=3)
         self._weights = weights
@@ -47,11 +46,11 @@ class Multidimensional(Ranked):
         """[l_i, l_t] the last term of the sum."""
         self._of_sequence = of_sequence
         self._tokens = 0
-        """T"""
+        """T, the tokens of the sequence so far."""
         self._layer = 0
-        """l_i"""
+        """l_i, the layer whose router has run last."""
         self._phase: Phase | None = None
-        """The phase of the routing observed last."""
+        """The phase of the last observed routing."""
 
     def observe(self, routing: Routing) -> None:
         layer, experts, phase, rows = routing.layer, routing.experts, routing.phase, routing.top_k_index
@@ -70,7 +69,7 @@ class Multidimensional(Ranked):
             self._record(layer, used, routing.low, token)
 
     def _record(self, layer: int, used: list[int], low: Set[int], token: int) -> None:
-        """One token used these experts of a layer, but for `low` ones in high precision."""
+        """Record that one token used these experts of a layer, all except `low` in high precision."""
         places = np.array(used, dtype=np.intp)
         of_last_use, of_uses, of_high_uses, _ = self._weights
         uses = self._numbers[_USES, layer]

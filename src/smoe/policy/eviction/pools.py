@@ -1,10 +1,9 @@
-"""Slots in several pools, each with an eviction policy of its own: by layer, by the size of the slots, or by the format
-of the copies in them.
+"""Eviction policies for slots in several pools: by layer, by slot size, or by the format of the copies.
 
-Pools by size or format are no choice: a copy can only have a slot that it fits. Pools by layer are one (`pools` layer),
-so that no layer starves another: in one global pool a layer whose experts score alike, or are used in turn, loses its
-slots to the others. There every layer has an equal share. A layer that has it gives up its own experts; one that has
-less takes from those that have more, the fullest first.
+Pools by size or format are necessary: a copy fits only certain slots. Pools by layer are an option (`pools` layer), so
+that no layer takes all slots: in one global pool a layer whose experts have similar scores, or are used in turn, loses
+its slots to other layers. With pools by layer, every layer has an equal share. A layer with its full share evicts its
+own experts; one with less takes slots from layers that have more, the fullest first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from smoe.routing import Routing
 
 
 class LayerPools(Eviction):
-    """A policy of its own for every layer, each with `share` slots."""
+    """A separate policy for every layer, each with `share` slots."""
 
     name = "layer pools"
 
@@ -29,11 +28,11 @@ class LayerPools(Eviction):
         self._pools: dict[int, Eviction] = {}
         self._sizes: Counter[int] = Counter()
         self._running = 0
-        """The layer whose router was observed last: victims are chosen for it."""
+        """The layer whose router was observed last; victims are chosen for it."""
 
     @property
     def rule(self) -> str:
-        """Those of the layers, each once."""
+        """The rules of the layers, each once."""
         return ", ".join(sorted({pool.rule for pool in self._pools.values()}))
 
     def insert(self, key: ExpertKey) -> None:
@@ -52,7 +51,8 @@ class LayerPools(Eviction):
         self._pool(routing.layer).observe(routing)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """First what others have beyond their share, as far as this layer lacks of its own; then its own; then any."""
+        """Return first what other layers hold beyond their share, as far as this layer is below its own; then residents
+        of this layer; then any."""
         found = [key for key in self._surplus() if key not in shield][: max(0, count)]
         for layer in (self._running, *self._others()):
             if len(found) < count:
@@ -74,7 +74,7 @@ class LayerPools(Eviction):
         return taken
 
     def _others(self) -> list[int]:
-        """The other layers, the fullest first."""
+        """Return the other layers, the fullest first."""
         sizes = self._sizes
         return sorted((layer for layer in self._pools if layer != self._running), key=lambda n: (-sizes[n], n))
 
@@ -85,16 +85,16 @@ class LayerPools(Eviction):
 
 
 class SizePools(Eviction):
-    """A policy of its own for the layers of each slot size: a layer's victims have slots that its experts fit."""
+    """A separate policy for the layers of each slot size: a layer's victims have slots that its experts fit."""
 
     name = "size pools"
 
     def __init__(self, pools: Mapping[int, Eviction]) -> None:
-        """`pools`: by layer; the same object for layers that share slots."""
+        """`pools`: policies by layer; layers that share slots have the same object."""
         self._pools = pools
         self._all = list({id(pool): pool for pool in pools.values()}.values())
         self._running = self._all[0]
-        """The pool of the layer whose router was observed last: victims are chosen for it."""
+        """The pool of the layer whose router was observed last; victims are chosen for it."""
 
     @property
     def rule(self) -> str:
@@ -117,7 +117,7 @@ class SizePools(Eviction):
         return self._pools[layer]
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Victims of the running layer's pool only: fewer where it has no more."""
+        """Return victims of the running layer's pool only; fewer where it has no more."""
         return self._running.victims(count, shield)
 
     def worth(self, key: ExpertKey) -> float:
@@ -125,18 +125,18 @@ class SizePools(Eviction):
 
 
 class FormPools(Eviction):
-    """A policy of its own for the copies of each format. Each hears every routing; none ever sees a format: to a policy
-    all its residents are exact."""
+    """A separate policy for the copies of each format. Each observes every routing, and sees all its residents as exact
+    copies."""
 
     name = "form pools"
 
     def __init__(self, policies: Mapping[int, Eviction]) -> None:
-        """`policies`: by format."""
+        """`policies`: the policy of each format."""
         self._pools = {form: _OneForm(policy, form) for form, policy in policies.items()}
 
     @property
     def rule(self) -> str:
-        """Those of the formats, each once."""
+        """The rules of the formats, each once."""
         return ", ".join(dict.fromkeys(pool.rule for pool in self._pools.values()))
 
     def insert(self, key: ExpertKey) -> None:
@@ -153,19 +153,19 @@ class FormPools(Eviction):
             pool.observe(routing)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Copies of the experts' own format; those of others are asked of `of`."""
+        """Return victims among full copies; for other formats use `of`."""
         return self._pools[EXACT].victims(count, shield)
 
     def of(self, form: int) -> Eviction:
         return self._pools[form]
 
     def worth(self, key: ExpertKey) -> float:
-        """Comparable among copies of one format."""
+        """Return a value that is comparable among copies of one format."""
         return self._pools[key[2]].worth(key)
 
 
 class _OneForm(Eviction):
-    """What ranks the copies of one format, by a policy that takes them for exact ones."""
+    """Adapts a policy to the copies of one format: the policy sees exact copies."""
 
     name = "one form"
 
@@ -198,7 +198,7 @@ class _OneForm(Eviction):
 
 
 class _ShieldOf:
-    """The copies of one format in a shield, as exact ones."""
+    """A view of a shield that shows the copies of one format as exact ones."""
 
     def __init__(self, form: int, shield: Container[ExpertKey]) -> None:
         self._form = form

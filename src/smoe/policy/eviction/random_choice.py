@@ -1,4 +1,4 @@
-"""Any resident, by lot: what a policy that learns anything at all has to beat."""
+"""Random eviction: the baseline that every other policy must exceed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ SEED = 13
 
 
 class RandomChoice(Ranked):
-    """Lots are drawn again whenever a router has spoken, for all experts, from a fixed seed: asking draws nothing."""
+    """Evicts random residents. New random numbers are drawn for all experts when a router is observed, from a fixed
+    seed; `victims` draws none."""
 
     name = "random"
 

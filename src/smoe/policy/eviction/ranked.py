@@ -1,4 +1,4 @@
-"""What policies share that have numbers for every expert and evict the resident with the lowest value."""
+"""The base of policies that have numbers for every expert and evict the resident with the lowest value."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
 
 _SORTED = 128
-"""So many residents are sorted faster than searched."""
+"""The number of residents up to which sorting is faster than partitioning."""
 _SPARE = 4
-"""Victims looked for beyond those asked for at first: some may be shielded."""
+"""Additional victims that are searched at first, because some may be shielded."""
 
 
 class Ranked(Eviction):
-    """Residents and numbers in arrays [L, E], which grow as layers and experts are heard of. O(L x E) a question."""
+    """Holds residents and numbers in arrays [L, E], which grow with new layers and experts. `victims` costs O(L x
+    E)."""
 
     def __init__(self, numbers: int) -> None:
         self._numbers = np.zeros((numbers, 0, 0))
-        """[numbers, L, E] of all experts."""
+        """[numbers, L, E] for all experts."""
         self._is_resident = np.zeros((0, 0), dtype=bool)
 
     @abstractmethod
     def _values(self) -> np.ndarray:
-        """[L, E] what experts are worth at present; changes nothing."""
+        """Return [L, E], the current value of every expert. It must not change anything."""
 
     def insert(self, key: ExpertKey) -> None:
         self._fit(key[0], key[1] + 1)
@@ -50,7 +51,7 @@ class Ranked(Eviction):
         return float(self._values()[key[0], key[1]]) if key[0] < layers and key[1] < width else 0.0
 
     def _fit(self, layer: int, experts: int) -> bool:
-        """Make room for a layer and an expert; whether they are seen for the first time."""
+        """Enlarge the arrays for a layer and its experts. Return whether they grew."""
         layers, width = self._is_resident.shape
         if layer < layers and experts <= width:
             return False
@@ -63,9 +64,10 @@ class Ranked(Eviction):
 def lowest_residents(
     values: np.ndarray, resident: np.ndarray, width: int, count: int, shield: Container[ExpertKey]
 ) -> list[ExpertKey]:
-    """At most `count` residents outside `shield`, of the lowest value first; ties break by (layer, expert).
+    """Return at most `count` residents outside `shield`, those of the lowest value first; ties break by (layer,
+    expert).
 
-    `values`, `resident`: [L x E], expert e of layer l at place l * width + e.
+    `values`, `resident`: [L x E], with expert e of layer l at index l * width + e.
     """
     held = int(np.count_nonzero(resident))
     asked = min(count, held)
@@ -79,7 +81,7 @@ def lowest_residents(
 
 
 def lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """The places of the `count` lowest of `values` where `among` is true, lowest first, the first of equals first."""
+    """Return the indices of the `count` lowest of `values` where `among` is true, ascending by value, then by index."""
     places = among.nonzero()[0]
     left = values.take(places)
     if len(places) > _SORTED:

@@ -1,9 +1,8 @@
-"""The score-based eviction of SMoE (second version, section IV-B, equation 3): forget the lowest mean score.
+"""SMoE's score-based eviction (second version, section IV-B, equation 3): evicts the expert with the lowest mean score.
 
-What counts is the score that the router gave, also to experts that it did not choose: an expert that often comes close
-is the substitute of tomorrow. Scores are means over a window of the last steps j - n ... j of decoding. With several
-rows in a step an expert's score is its highest over the rows. Where a trace has no scores, the chosen experts count
-alike.
+The score counts also for experts that the router did not choose: an expert that often comes close is a future
+substitute. Scores are means over a window of the last steps j - n ... j of decoding. In a step with several rows an
+expert's score is its highest over the rows. Where a trace has no scores, every chosen expert counts 1.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 WINDOW = 64
-"""n: the papers give none. Longer is a little better on one text, shorter forgets sooner (docs/papers/smoe.md)."""
+"""n, the length of the window; the papers give none. A longer window is slightly better on one text, a shorter one
+adapts sooner (docs/papers/smoe.md)."""
 
 _UNIT = 2.0**40
-"""A score of 1 in whole numbers: finer than the router's own fp32, and a window of thousands of steps fits."""
+"""The integer that stands for a score of 1: finer than the router's fp32, and the sum of thousands of steps fits."""
 
 
 class ScoreWindow(Ranked):
-    """One global pool: scores are shares of their layer's sum, so layers can be compared. O(L x E) a question."""
+    """Ranks residents of all layers by mean score; scores are shares of their layer's sum, so that layers are
+    comparable. `victims` costs O(L x E)."""
 
     name = "score"
 
@@ -59,9 +60,9 @@ def _as_scores(routing: Routing) -> list[list[float]]:
 
 
 class _Layer:
-    """The last steps of one layer, in a ring, and their sum.
+    """A ring of the last steps of one layer, and their sum.
 
-    In whole numbers, so that adding a step and taking it away again leaves nothing: equal experts stay equal.
+    Values are integers, so that adding and subtracting a step is exact: equal experts stay equal.
     """
 
     def __init__(self, experts: int, steps: int) -> None:
@@ -70,7 +71,7 @@ class _Layer:
         self._count = 0
 
     def add(self, rows: Sequence[Sequence[float]]) -> None:
-        """One step: every row's scores of all experts; masked experts (minus infinity) count as zero."""
+        """Add one step: the scores of all experts for every row. Masked experts (minus infinity) count as zero."""
         if len(rows) == 1 and min(rows[0]) >= 0.0:  # the usual step: as few operations as may be
             values = np.multiply(rows[0], _UNIT / max(sum(rows[0]), 1e-30))
         else:
