@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from smoe.benchmark.ablation import (
+from bench.mechanisms.ablation import (
     ABLATIONS,
     DEVICE_ABLATIONS,
     PROMPT_TOKENS,

@@ -29,7 +29,7 @@ from bench.figure_data import (
     steps_of,
     time_shares,
 )
-from smoe.benchmark.plot import MECHANISMS
+from bench.mechanisms.plot import MECHANISMS
 from smoe.bounds import EMULATED
 from smoe.config import DEFAULT_ALPHA
 from smoe.errors import ConfigError

@@ -39,7 +39,6 @@ ORDER = (
     "generation",
     "load",
     "report",
-    "papers",
     "benchmark",
     "eval",
     "server",
@@ -161,6 +160,12 @@ def test_only_the_command_line_speaks_of_options(module: str) -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
             pattern = r"(?<!smoe [a-z]{4} )(?<!smoe [a-z]{5} )(?<!smoe [a-z]{6} )--[a-z]{2}"
             assert not re.search(pattern, node.value), node.value
+
+
+def test_the_package_imports_nothing_of_the_repository_s_other_folders() -> None:
+    """A wheel contains `src/smoe` only; commands reach `bench` by `cli/checkout.py`."""
+    for module, path in ALL.items():
+        assert {name.split(".")[0] for name in imports(path)}.isdisjoint({"bench", "tests", "training"}), module
 
 
 def test_values_import_nothing_heavy() -> None:

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bench.gpu.link import link_rates
 from bench.gpu.slots import slot_figures
+from bench.mechanisms.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
 from bench.widen import widen
-from smoe.benchmark.ablation import DEVICE_ABLATIONS, PROMPT_TOKENS, TIMED_TOKENS, WARM_TOKENS, ablate
 from smoe.config import EngineConfig
 from smoe.load.device import choose_device
 from smoe.load.ledger import demand_of, open_store

@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Measurements that take no time; a text for those that ask for one."""
     for name, tokens in (("PROMPT_TOKENS", 8), ("WARM_TOKENS", 4), ("TIMED_TOKENS", 6)):
-        monkeypatch.setattr(f"smoe.benchmark.ablation.{name}", tokens)
+        monkeypatch.setattr(f"bench.mechanisms.ablation.{name}", tokens)
     monkeypatch.setattr("smoe.eval.tune._WARM_TOKENS", 4)
     monkeypatch.setattr("smoe.eval.tune._TIMED_TOKENS", 6)
     monkeypatch.setattr("smoe.cli.tune._LEAST_PRICED_TOKENS", 40)

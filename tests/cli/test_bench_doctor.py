@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from smoe.benchmark import ablation
-from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS
+from bench.mechanisms import ablation
+from bench.mechanisms.ablation import ABLATIONS, DEVICE_ABLATIONS
 from smoe.benchmark.cells import TableCell
 from smoe.machine import measure as hardware
 
@@ -144,7 +144,7 @@ def test_beside_a_device_the_cpu_computes_too(run, checkpoint, quick, tmp_path):
 
 def test_lossy_steps_have_the_models_alpha_or_the_one_given():
     """Lossless steps stay lossless."""
-    from smoe.benchmark.ablation import _with
+    from bench.mechanisms.ablation import _with
     from smoe.presets import configure
 
     lossless, lossy = (next(s for s in ABLATIONS["smoe"] if s.name == name) for name in ("CE", "CE + CR"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from smoe.papers import duoserve, od_moe
+import smoe
+from bench.papers import duoserve, od_moe
 
 
 def test_claims_stand_beside_ours(run, monkeypatch):
@@ -48,3 +49,12 @@ def test_what_was_simulated_is_said_and_simulated_anew_where_asked(run, monkeypa
 def test_other_papers_are_refused(run):
     ran = run("simulate", "--paper", "attention", "--json")
     assert ran.code == 2 and "choose one of: smoe, hobbit, duoserve, od-moe" in ran.err
+
+
+def test_an_installed_package_without_the_repository_says_what_to_do(run, tmp_path, monkeypatch):
+    """Would catch an import error in the place of a message, in both commands that need `bench`."""
+    monkeypatch.setattr(smoe, "__file__", str(tmp_path / "site-packages" / "smoe" / "__init__.py"))
+    for command in (("simulate", "--paper", "duoserve"), ("bench", "demo", "--ablation", "smoe")):
+        ran = run(*command, "--json")
+        assert ran.code == 2 and "pip install -e ." in ran.json["error"]["message"] and "bench" in ran.err
+    assert run("simulate", "--help").code == 0

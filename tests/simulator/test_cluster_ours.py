@@ -12,10 +12,9 @@ from dataclasses import replace
 import pytest
 
 from smoe.policy.placement import PLACEMENT
-from smoe.simulator.cluster import DecodedToken, Wire
+from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
 from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
-from smoe.simulator.cluster_worker import WorkerTimes
 
 LAYERS, EXPERTS, CHOSEN, TOKENS = 5, 8, 2, 30
 SHADOWS = [None, ShadowTimes(0.3, kv_period=0), ShadowTimes(0.3, kv_period=0, is_early=True)]

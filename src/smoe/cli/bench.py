@@ -14,7 +14,6 @@ from smoe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from smoe.benchmark.ablation import Line
     from smoe.benchmark.cells import Measurement, TableCell
     from smoe.config import EngineConfig
 
@@ -70,8 +69,10 @@ def command(
     given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}
     _check(given, ablation, quick, engine.preset)
     if ablation is not None:
-        amounts = (2 if rounds is None else rounds, 1 if batch is None else batch, tokens)
-        _ablate(model, engine, ablation, text, amounts, plot, json)
+        from smoe.cli.checkout import from_checkout
+
+        ablate = from_checkout("mechanisms.command", "smoe bench --ablation").ablate_model
+        ablate(model, engine, ablation, text, (rounds, batch, tokens), plot, json)
         return
     if not is_quiet():
         errors().print(_PHYSICS, soft_wrap=True)
@@ -116,91 +117,6 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str
         raise ConfigError(message, setting="preset", given=preset, allowed="only without `ablation`")
     if given["plot"] is not None:
         check_plot(given["plot"])
-
-
-def _ablate(
-    model: str,
-    options: EngineOptions,
-    name: str,
-    text: Path | None,
-    amounts: tuple[int, int, int | None],
-    plot: Path | None,
-    as_json: bool,
-) -> None:
-    """`amounts`: rounds, batch, tokens timed a turn."""
-    from dataclasses import replace
-
-    from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, TIMED_TOKENS, ablate
-    from smoe.benchmark.ablation import as_json as results
-    from smoe.bounds import EMULATED
-    from smoe.cli.ablation import print_table
-    from smoe.cli.console import gives_json, is_quiet, print_json, progress, warn
-    from smoe.cli.interrupts import exit_code
-    from smoe.load.device import choose_device
-    from smoe.load.pretrained import load
-
-    if name not in ABLATIONS:
-        raise ConfigError.no_choice("ablation", name, ABLATIONS)
-    rounds, batch, tokens = amounts[0], amounts[1], TIMED_TOKENS if amounts[2] is None else amounts[2]
-    config = options.config(batch)
-    has_device = config.device == EMULATED or choose_device(config).type != "cpu"
-    steps = (DEVICE_ABLATIONS if has_device else ABLATIONS)[name]
-    rows = _rows_of_text(model, options, text, batch, tokens)
-    if config.context_tokens is None:
-        config = replace(config, context_tokens=len(rows[0]))
-    with progress("bench", "turns") as bars:
-        task = bars.add_task("loading", total=rounds * len(steps), amount="")
-        bars.update(task, completed=-1)
-        lines = ablate(
-            steps,
-            rounds,
-            config,
-            rows,
-            lambda wanted: load(model, wanted, options.revision, on_shortage=warn),
-            lambda step: bars.update(task, advance=1, description=step.name.strip()),
-        )
-    if not lines:
-        raise KeyboardInterrupt
-    if not (gives_json(as_json) and is_quiet()):
-        print_table(lines, has_device, config.device == EMULATED)
-    if plot is not None:
-        _draw_ablation(lines, model, batch, config.profile if config.device == EMULATED else None, plot)
-    if gives_json(as_json):
-        asked = {"ablation": name, "model": model, "memory": options.memory, "rounds": rounds, "tokens": tokens}
-        print_json(asked | results(lines, config, batch))
-    done, wanted = sum(len(line.turns) for line in lines), rounds * len(steps)
-    if done < wanted:
-        warn(f"interrupted: {done} of {wanted} rounds were measured")
-        raise typer.Exit(exit_code())
-
-
-def _draw_ablation(lines: list[Line], model: str, batch: int, profile: str | None, path: Path) -> None:
-    from smoe.benchmark.plot import draw
-
-    share = lines[0].turns[0].resident_share
-    emulated = f", {Path(profile).stem} emulated" if profile is not None else ""
-    title = f"{Path(model).name}, {share:.0%} of the experts resident, batch {batch}{emulated}"
-    draw([line.as_json() for line in lines], title, path)
-
-
-def _rows_of_text(model: str, options: EngineOptions, text: Path | None, batch: int, tokens: int) -> list[list[int]]:
-    """Stretches of the text, one for each sequence of the batch, in tokens."""
-    from smoe.benchmark.ablation import PROMPT_TOKENS, WARM_TOKENS
-    from smoe.eval.texts import read_documents
-    from smoe.load.tokenizer import load_tokenizer
-
-    needed = PROMPT_TOKENS + WARM_TOKENS + tokens
-    tokenizer = load_tokenizer(model, options.revision)
-    ids = [token for document in read_documents(text) for token in tokenizer(document)["input_ids"]]
-    if len(ids) < needed * batch:
-        source = str(text or "the demo's text")
-        raise ConfigError(
-            f"{source} has {len(ids)} tokens and {needed * batch} are needed: give a longer --text, or fewer --tokens",
-            setting="text",
-            given=source,
-            allowed=f"text of at least {needed * batch} tokens",
-        )
-    return [ids[n * needed : (n + 1) * needed] for n in range(batch)]
 
 
 def _config(model: str, engine: EngineOptions, cells: list[TableCell]) -> EngineConfig:

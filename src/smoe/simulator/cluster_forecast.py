@@ -16,10 +16,9 @@ from smoe.expert import ExpertKey
 from smoe.policy.placement import group
 from smoe.policy.plan import DEVICE, FIRST_WORKER
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import DecodedToken, Wire
+from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
 from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
-from smoe.simulator.cluster_worker import WorkerTimes
 
 SPREAD = 0.05
 """The spread of measured loads (docs/log/cluster.md)."""

@@ -16,7 +16,7 @@ from functools import partial
 from math import inf
 
 from smoe.expert import ExpertKey
-from smoe.simulator.cluster_worker import WorkerTimes
+from smoe.simulator.cluster import WorkerTimes
 from smoe.simulator.events import Events, Resource
 
 

@@ -25,10 +25,9 @@ from smoe.policy.ahead import AheadSchedule, Here, TokenLayer
 from smoe.policy.placement import Placement, WorkerView
 from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
-from smoe.simulator.cluster import DecodedToken, Wire
+from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
 from smoe.simulator.cluster_machine import SimulatedMachine, SimulatedRequest
 from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
-from smoe.simulator.cluster_worker import WorkerTimes
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64

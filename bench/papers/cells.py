@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 
 import smoe
-from smoe.papers.claims import Cell, Setting
+from bench.papers.claims import Cell, Setting
 from smoe.user_cache import cache_folder, keep, read_stored
 
+_HERE = Path(__file__).parent
 _FORMAT = 1
 _OLD_SECONDS = 7 * 24 * 3600.0
 
@@ -62,7 +63,13 @@ def _decided_by() -> str:
     """A checksum of what decides in addition to the setting."""
     versions = (smoe.__version__, platform.python_version(), platform.machine(), np.__version__)
     digest, package = hashlib.sha256(repr(versions).encode()), Path(smoe.__file__).parent
-    for path in sorted([*package.rglob("*.py"), *(package / "profiles").glob("*.json")]):
-        digest.update(f"{path.relative_to(package)}\n".encode())
-        digest.update(path.read_bytes())
+    profiles = package / "profiles"
+    for folder, files in (
+        (_HERE, _HERE.glob("*.py")),
+        (package, package.rglob("*.py")),
+        (profiles, profiles.glob("*.json")),
+    ):
+        for path in sorted(files):
+            digest.update(f"{folder.name} {path.relative_to(folder)}\n".encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ import random
 from math import exp, log
 from typing import NamedTuple
 
-from smoe.papers.geometry import MIXTRAL
+from bench.papers.geometry import MIXTRAL
 from smoe.simulator.cluster import DecodedToken
 
 PRINTED, EMBEDDED, WITNESS = "printed", "embedded", "witness"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.papers import od_moe
-from smoe.papers.claims import Reproduction, Setting
-from smoe.papers.geometry import MIXTRAL
-from smoe.papers.od_moe import CASES, SETTINGS, knee
-from smoe.papers.od_moe_recall import EMBEDDED, PRINTED, WITNESS, DraftRecall, as_printed, named_tokens, recall_of
-from smoe.papers.od_moe_testbed import ALL_RESIDENT, memory_bytes, ten_machines
+from bench.papers import od_moe
+from bench.papers.claims import Reproduction, Setting
+from bench.papers.geometry import MIXTRAL
+from bench.papers.od_moe import CASES, SETTINGS, knee
+from bench.papers.od_moe_recall import EMBEDDED, PRINTED, WITNESS, DraftRecall, as_printed, named_tokens, recall_of
+from bench.papers.od_moe_testbed import ALL_RESIDENT, memory_bytes, ten_machines
 from smoe.simulator.cluster import DecodedToken
-from tests.papers.shorter import reproduced
+from tests.bench.papers.shorter import reproduced
 
 
 @pytest.fixture(scope="module")

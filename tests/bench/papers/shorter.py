@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from smoe.papers.claims import Reproduction
+from bench.papers.claims import Reproduction
 
 
 def reproduced(paper: ModuleType, settings: int, **less: object) -> Reproduction:

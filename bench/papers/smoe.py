@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bench.papers.cells import Cells
+from bench.papers.claims import Cell, Claim, Reproduction, Setting, span
+from bench.papers.geometry import DEEPSEEK_16B, QWEN2_57B, XVERSE, Geometry, step_times
 from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import read_profile
-from smoe.papers.cells import Cells
-from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
-from smoe.papers.geometry import DEEPSEEK_16B, QWEN2_57B, XVERSE, Geometry, step_times
 from smoe.policy.prediction import Moment
 from smoe.policy.registry import make_eviction
 from smoe.policy.step import EXACT_SWITCHES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.benchmark.plot import draw
+from bench.mechanisms.plot import draw
 
 pytest.importorskip("matplotlib")
 

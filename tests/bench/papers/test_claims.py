@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.papers.claims import Claim
+from bench.papers.claims import Claim
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, Step, ablate
+from bench.mechanisms.ablation import ABLATIONS, DEVICE_ABLATIONS, Step, ablate
 from smoe.config import EngineConfig
 from smoe.presets import configure
 

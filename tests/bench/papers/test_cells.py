@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import smoe
-from smoe.papers import cells, duoserve, hobbit
-from smoe.papers import smoe as paper_smoe
-from smoe.papers.cells import Cells
-from smoe.papers.claims import Cell, Setting
-from smoe.papers.hobbit import MACHINES, MODELS
+from bench.papers import cells, duoserve, hobbit
+from bench.papers import smoe as paper_smoe
+from bench.papers.cells import Cells
+from bench.papers.claims import Cell, Setting
+from bench.papers.hobbit import MACHINES, MODELS
 
 CELL = Cell([Setting("here", "smoe", 0.1 + 0.2, 1 / 3, 64, 2e9)], {"LRU": 1.1})
 
@@ -27,7 +27,7 @@ CELL = Cell([Setting("here", "smoe", 0.1 + 0.2, 1 / 3, 64, 2e9)], {"LRU": 1.1})
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("duoserve", "hobbit", "smoe"):
-        monkeypatch.setattr(f"smoe.papers.{name}.usable_cores", lambda: 1)  # all in this process
+        monkeypatch.setattr(f"bench.papers.{name}.usable_cores", lambda: 1)  # all in this process
     return tmp_path / "smoe" / "simulated"
 
 

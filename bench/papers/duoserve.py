@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from bench.papers.cells import Cells
+from bench.papers.claims import Cell, Claim, Reproduction, Setting, span
+from bench.papers.geometry import MIXTRAL, MIXTRAL_22B, Geometry, step_times
 from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import DeviceProfile, read_profile
-from smoe.papers.cells import Cells
-from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
-from smoe.papers.geometry import MIXTRAL, MIXTRAL_22B, Geometry, step_times
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.policy.registry import make_eviction
 from smoe.simulator.foresight import Foresight

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.papers import smoe
-from smoe.papers.claims import Reproduction
-from smoe.papers.smoe import MACHINES, SMOE, STEPS
+from bench.papers import smoe
+from bench.papers.claims import Reproduction
+from bench.papers.smoe import MACHINES, SMOE, STEPS
 from smoe.routing import Phase, last_rows
 from smoe.simulator.synthetic import DrawnShape, synthesise
-from tests.papers.shorter import reproduced
+from tests.bench.papers.shorter import reproduced
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from bench.papers.cluster import ClusterSetting
+from bench.papers.cluster_prefill import PromptTimes
+from bench.papers.geometry import MIXTRAL
 from smoe.memory.emulation import read_profile
-from smoe.papers.geometry import MIXTRAL
-from smoe.simulator.cluster import ClusterSetting, Wire
-from smoe.simulator.cluster_prefill import PromptTimes
+from smoe.simulator.cluster import Wire, WorkerTimes
 from smoe.simulator.cluster_shadow import ShadowTimes
-from smoe.simulator.cluster_worker import WorkerTimes
 
 BITS = 32
 ALL_RESIDENT = 4.89

@@ -8,27 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 
 from smoe.expert import ExpertKey
+from smoe.simulator.cluster import WorkerTimes
 from smoe.simulator.events import Events
-
-
-@dataclass(frozen=True)
-class WorkerTimes:
-    """Seconds."""
-
-    load: float
-    """Seconds to load one expert into a slot."""
-    expert: float
-    """Seconds to compute one for a row."""
-    slots: int = 1
-    away: float = 0.0
-    """One way, without the wire's own delay."""
-    chunk: float | None = None
-    """Bytes of a chunk: a wrong load stops after the chunk in flight; None: all of it is."""
 
 
 class _Request:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from smoe.benchmark.ablation import ABLATIONS, DEVICE_ABLATIONS, Line, Step, Turn
-from smoe.cli.ablation import print_table
+from bench.mechanisms.ablation import ABLATIONS, DEVICE_ABLATIONS, Line, Step, Turn
+from bench.mechanisms.table import print_table
 from smoe.metrics import Counters
 
 COUNTS: dict[str, Any] = {

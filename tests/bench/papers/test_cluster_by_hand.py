@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from bench.papers.cluster import ClusterSetting, decode
+from bench.papers.cluster_worker import SimulatedWorker
 from smoe.expert import EXACT
-from smoe.simulator.cluster import ClusterSetting, DecodedToken, Wire, decode
+from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
 from smoe.simulator.cluster_shadow import ShadowTimes
-from smoe.simulator.cluster_worker import SimulatedWorker, WorkerTimes
 from smoe.simulator.events import Events
 
 LAYER, LOAD, EXPERT, MESSAGE, DELAY = 1.0, 4.0, 0.5, 0.5, 0.5

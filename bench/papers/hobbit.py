@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bench.papers.cells import Cells
+from bench.papers.claims import Cell, Claim, Reproduction, Setting, span
+from bench.papers.geometry import MIXTRAL, PHI_MOE, Geometry, step_times
 from smoe.expert import LOW
 from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import read_profile
-from smoe.papers.cells import Cells
-from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
-from smoe.papers.geometry import MIXTRAL, PHI_MOE, Geometry, step_times
 from smoe.policy.importance import Thresholds, least_unimportance
 from smoe.policy.registry import EvictionSettings, make_eviction_for
 from smoe.policy.residency import PoolSize

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from smoe.benchmark.ablation import Line
+from bench.mechanisms.ablation import Line
 from smoe.cli.console import errors
 from smoe.units import format_digits
 

@@ -14,11 +14,12 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-from smoe.machine.processor import usable_cores
-from smoe.papers.cells import Cells
-from smoe.papers.claims import Cell, Claim, Reproduction, Setting, span
-from smoe.papers.geometry import MIXTRAL
-from smoe.papers.od_moe_recall import (
+from bench.papers.cells import Cells
+from bench.papers.claims import Cell, Claim, Reproduction, Setting, span
+from bench.papers.cluster import decode
+from bench.papers.cluster_prefill import prefill_seconds
+from bench.papers.geometry import MIXTRAL
+from bench.papers.od_moe_recall import (
     EMBEDDED,
     PRINTED,
     RECALL,
@@ -31,7 +32,7 @@ from smoe.papers.od_moe_recall import (
     named_tokens,
     recall_of,
 )
-from smoe.papers.od_moe_testbed import (
+from bench.papers.od_moe_testbed import (
     ALL_BYTES,
     ALL_RESIDENT,
     GROUPS,
@@ -41,8 +42,7 @@ from smoe.papers.od_moe_testbed import (
     rtx_3080_expert_seconds,
     ten_machines,
 )
-from smoe.simulator.cluster import decode
-from smoe.simulator.cluster_prefill import prefill_seconds
+from smoe.machine.processor import usable_cores
 from smoe.simulator.sweep import sweep
 
 NEW_TOKENS = 256

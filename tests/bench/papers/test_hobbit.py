@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from smoe.papers import hobbit
-from smoe.papers.claims import Reproduction
-from smoe.papers.hobbit import MACHINES, MODELS, RUNS, switches_of
+from bench.papers import hobbit
+from bench.papers.claims import Reproduction
+from bench.papers.hobbit import MACHINES, MODELS, RUNS, switches_of
 from smoe.policy.importance import graded
 from smoe.routing import Phase
 from smoe.simulator.synthetic import DrawnShape, synthesise
-from tests.papers.shorter import reproduced
+from tests.bench.papers.shorter import reproduced
 
 
 @pytest.fixture(scope="module")

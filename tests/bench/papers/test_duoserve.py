@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench.papers import duoserve
+from bench.papers.claims import Reproduction, Setting
+from bench.papers.duoserve import AS_IMPLIED, DEVICES, EXPERTS, MODELS, TOP_K, implied_layer_seconds
 from smoe.memory.emulation import read_profile
-from smoe.papers import duoserve
-from smoe.papers.claims import Reproduction, Setting
-from smoe.papers.duoserve import AS_IMPLIED, DEVICES, EXPERTS, MODELS, TOP_K, implied_layer_seconds
-from tests.papers.shorter import reproduced
+from tests.bench.papers.shorter import reproduced
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from bench.papers.cluster_prefill import PromptTimes, prefill_seconds
 from smoe.simulator.cluster import Wire
-from smoe.simulator.cluster_prefill import PromptTimes, prefill_seconds
 
 WIRE = Wire(100.0, 0.5, 0.25)
 """A row of 25 bytes takes half a second of a port, two rows in one message three quarters."""
