@@ -1,1 +1,1 @@
-"""Carrying decisions out: the engine, its layers' forward, and the seam to the model."""
+"""Executes plans: the engine, the computation of its layers' experts, and the connection to the transformers model."""

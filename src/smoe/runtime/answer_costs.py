@@ -1,8 +1,8 @@
-"""What each answer to a missing expert takes at present, as measured: loads of either format, the CPU of a machine with
-a device.
+"""The current cost of each resolution of a miss, as measured: loads of either format, and the CPU of a machine with a
+device.
 
-A load takes its bytes at the rate at which the disk was last read, or, with a device that has memory of its own, at
-which the link last copied; where a CPU computes there, the balancer's measurements are used.
+A load takes its bytes at the rate of recent disk reads or, with a device that has its own memory, of recent copies over
+the link; where a CPU computes there, the balancer's measurements are used.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from smoe.policy.residency import SlotTable
 from smoe.routing import Routing
 
 FIRST_BYTES_PER_SECOND = 1e9
-"""Until something has been read."""
+"""The assumed read rate until something has been read."""
 _RECENT = 0.1
-"""Weight of the last measurement in a decaying mean."""
+"""The weight of the last measurement in a decaying mean."""
 
 
 class LoadRate:
-    """Seconds per byte of recent loads."""
+    """A decaying mean of the seconds per byte of recent loads."""
 
     def __init__(self, transfers: Transfers, link: Link | None) -> None:
         self._transfers = transfers
         self._link = link
         self._seconds_per_byte = 1.0 / FIRST_BYTES_PER_SECOND
         self._bytes, self._busy = transfers.bytes_read, transfers.busy_seconds
-        if link is None and self._bytes and self._busy:  # the proofs'
+        if link is None and self._bytes and self._busy:  # loads of the tests at start
             self._seconds_per_byte = self._busy / self._bytes
 
     def seconds_per_byte(self) -> float:
@@ -41,20 +41,20 @@ class LoadRate:
         return self._seconds_per_byte
 
     def _measured(self) -> Iterator[tuple[float, int]]:
-        """(seconds, bytes) since the last call."""
+        """Yield (seconds, bytes) of the loads since the last call."""
         if self._link is not None:
             yield from self._link.measured()
             return
         transfers = self._transfers
         nbytes, busy = transfers.bytes_read - self._bytes, transfers.busy_seconds - self._busy
-        if nbytes < 0 or (nbytes > 0 and busy > 0):  # below 0: counting has started again
+        if nbytes < 0 or (nbytes > 0 and busy > 0):  # below 0: the counters were reset
             self._bytes, self._busy = transfers.bytes_read, transfers.busy_seconds
             if nbytes > 0:
                 yield busy, nbytes
 
 
 class Answerer:
-    """Answers the misses of decode steps at the costs of the moment."""
+    """Resolves the misses of decode steps at current costs."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Answerer:
         loads: LoadRate,
         balancer: Balancer | None,
     ) -> None:
-        """`make`: with a budget that nothing has been spent of; `slot_bytes`: by format and layer; `balancer` where
-        a CPU computes in parallel with a device."""
+        """`make` returns an `Answering` with an unspent budget. `slot_bytes`: bytes of a slot by format and layer.
+        `balancer`: only where a CPU computes in parallel with a device."""
         self._make = make
         self._slot_bytes = slot_bytes
         self._loads = loads
@@ -75,7 +75,7 @@ class Answerer:
         self.answering = self._make()
 
     def answer(self, routing: Routing, table: SlotTable, running: float) -> Answered:
-        """What becomes of a layer's misses, with so many loads under way."""
+        """Resolve a layer's misses while `running` loads are in flight."""
         return self.answering.answer(routing, table, self._costs(routing.layer, running))
 
     def _costs(self, layer: int, running: float) -> AnswerCosts:

@@ -1,7 +1,7 @@
-"""Loads on their way: the slot of each, which may start now, which have finished.
+"""The loads in flight: their slots, which may start now, and which have finished.
 
-The middle between the plan's loads and the computing that waits for them. The slot table, the eviction policy and the
-transfers change together here and nowhere else, so that an error anywhere leaves them in agreement.
+This module is between the plan's loads and the computation that waits for them. Slot table, eviction policy and
+transfers are changed together, here only, so that they agree after an error at any point.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smoe.routing import Phase, Routing
 
 
 class Arrivals:
-    """The loads of one device. Used by the computing thread only."""
+    """The loads of one device. Only the computing thread may use it."""
 
     def __init__(
         self,
@@ -35,12 +35,12 @@ class Arrivals:
         math: Mapping[tuple[int, int], ExpertMath],
         clock: Callable[[], float],
     ) -> None:
-        """`stores` by format, `math` by layer and format."""
+        """`stores`: by format; `math`: by layer and format."""
         self.table = table
         self.transfers = transfers
         self.counters = Counters()
         self.tickets: dict[ExpertKey, Ticket] = {}
-        """What has been submitted and whose end has not been booked."""
+        """Submitted loads whose end has not been recorded in the slot table."""
         self.stores = stores
         self._arena = arena
         self._math = math
@@ -49,7 +49,8 @@ class Arrivals:
         self._weights: list[Weights | None] = [None] * table.slots
         self._views: dict[tuple[int, int], Weights] = {}
         self._flowing: list[Ticket] = []
-        """Taken in while their bytes are still on their way: the device waits for them, no thread needs to."""
+        """Loads recorded as arrived while their bytes are still being copied: the device waits for them, no thread
+        needs to."""
 
     @property
     def eviction(self) -> Eviction:
@@ -57,46 +58,46 @@ class Arrivals:
 
     @property
     def slots(self) -> int:
-        """Cache and staging slots together."""
+        """The number of cache and staging slots."""
         return len(self._weights)
 
     @property
     def running(self) -> float:
-        """Loads that the link still has to do for what runs now: half of each is taken to be done."""
+        """The number of running loads; each counts half, because half of it is done on average."""
         return sum(0.5 for ticket in (*self.tickets.values(), *self._flowing) if ticket.state is TicketState.RUNNING)
 
     def awaited(self, plan: LayerPlan) -> list[Ticket]:
-        """The loads that the plan's serves are still waiting for."""
+        """Return the unfinished loads that the plan's serves wait for."""
         found = (self.tickets.get(serve.key) for serve in plan.serves if serve.waits)
         return [ticket for ticket in found if ticket is not None and not ticket.is_over]
 
     def reset(self, eviction: Eviction) -> None:
-        """Empty slots, no statistics, no counts."""
+        """Empty all slots and reset statistics and counters."""
         self.recover()
         self._progress.reset(eviction)
         self.counters = Counters()
         self.transfers.reset()
 
     def forget(self) -> None:
-        """Let go of the slots' memory; nothing may be under way, and nothing is asked for any more."""
+        """Drop all references to the slots' memory. No load may be in flight, and none may follow."""
         self._weights = [None] * len(self._weights)
         self._views.clear()
 
     def adopt(self, plan: LayerPlan) -> None:
-        """Start a plan: its loads, in their order, as their slots get free."""
+        """Start a plan: its loads begin in their order, as their slots become free."""
         self._progress.adopt(plan)
 
     def prefetch(self, loads: Sequence[Load]) -> None:
-        """Bring in what a later layer may want, after all that the running layer waits for."""
+        """Queue prefetches for later layers, after all loads of the running layer."""
         self.counters.prefetches += len(loads)
         self._progress.prefetch(loads)
 
     def bring(self, loads: Sequence[Load]) -> None:
-        """Bring in what stays, behind all that is asked for."""
+        """Queue loads into cache slots, after all loads of the running layer."""
         self._progress.prefetch(loads)
 
     def preload(self) -> None:
-        """Bring in experts while slots are free, in order and behind all that is asked for meanwhile."""
+        """Load experts into free slots, in order and after all loads on demand."""
         keys, here = self.stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
         missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
@@ -106,8 +107,8 @@ class Arrivals:
         )
 
     def resize(self, pool: SlotPool, cache_slots: int) -> list[int]:
-        """Between passes: have a pool use so many cache slots. Returns those that it uses no longer; what was there is
-        lost."""
+        """Change the number of cache slots of a pool, between passes. Return the slots that are no longer used; their
+        content is lost."""
         count = pool.cache_slots - cache_slots
         if count <= 0:
             pool.give(-count)
@@ -120,7 +121,7 @@ class Arrivals:
         return slots
 
     def _end_loads(self, pool: SlotPool) -> None:
-        """Nothing is under way to a pool's cache slots any more: each is free or holds a resident."""
+        """End all loads into a pool's cache slots, so that each slot is free or holds a resident."""
         for key, ticket in list(self.tickets.items()):
             if self.table.pool_of(key) is pool and key not in self.table.staged:
                 if not self.transfers.cancel(ticket) and not ticket.is_over:
@@ -132,17 +133,17 @@ class Arrivals:
         self.tickets[load.key] = self.transfers.submit(load)
 
     def _bind(self, load: Load) -> Weights:
-        """The weights that the load will bring, as views; made once for a slot and layout."""
+        """Return the weights of the load as views of its slot; made once for each slot and layout."""
         layer, expert, form = load.key
         placement = self.stores[form].placement(layer, expert)
-        key = (load.slot, placement.layout)  # a slot is of one format for ever
+        key = (load.slot, placement.layout)  # a slot's format never changes
         weights = self._views.get(key)
         if weights is None:
             weights = self._views[key] = self._math[layer, form].bind(self._arena, load.slot, placement.parts)
         return weights
 
     def _arrive(self, key: ExpertKey) -> Weights:
-        """Take in a copy that is under way: wait for it, or have the device wait where it can."""
+        """Return the weights of a load in flight after waiting for it; where possible, only the device waits."""
         ticket = self.tickets[key]
         if not ticket.is_over:
             self.transfers.urge(ticket)
@@ -158,7 +159,7 @@ class Arrivals:
         return self.ready(key)
 
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
-        """Book the end of a load, or that the device alone waits for it."""
+        """Record the end of a load, or that only the device waits for it."""
         del self.tickets[key]
         if ticket.state in (TicketState.FAILED, TicketState.CANCELLED):
             self._progress.fail(key)
@@ -168,10 +169,10 @@ class Arrivals:
             self._flowing.append(ticket)
 
     def collect(self) -> None:
-        """Take in the prefetches that have ended since the last layer; a failed one is tried again on demand.
+        """Record prefetches that have ended since the last layer; a failed one is loaded again on demand.
 
-        Nothing waits for them: they are on the device. If a load that the device waits for has failed, its
-        error is raised, because results already used it.
+        The host does not wait for prefetches that are already on the device. If a load that only the device waits for
+        has failed, its error is raised, because results already used it.
         """
         if self._flowing:
             for ticket in self._flowing:
@@ -184,10 +185,10 @@ class Arrivals:
                     self._close(key, ticket)
 
     def drop_stale(self, routing: Routing) -> None:
-        """Forget what was prefetched and is not wanted (`Progress.look_through`).
+        """Drop prefetched copies that `routing` does not use (`Progress.look_through`).
 
-        A wrong guess that is being read is left alone in decode, where its slot is not needed now, and dropped at a
-        later layer; a prefill streams through these slots and waits for it.
+        In decode, an unused copy that is still being read stays, because its slot is not needed yet, and is dropped at
+        a later layer. A prefill needs these slots, so it waits for the read.
         """
         wanted, stale = self._progress.look_through(routing)
         self.counters.prefetches_used += len(wanted)
@@ -197,13 +198,14 @@ class Arrivals:
                 if not self.transfers.cancel(ticket) and not ticket.is_over:
                     if routing.phase is Phase.DECODE:
                         continue
-                    ticket.join()  # what is loaded into the slot next is copied behind it
+                    ticket.join()  # the next load into the slot must follow it
                 self._close(key, ticket)
             if key in self.table.ready:
                 self.table.release(key)
 
     def recover(self) -> None:
-        """After an error or an interrupt, wherever it struck: nothing is under way, only complete experts stay."""
+        """Restore consistency after an error or an interrupt at any point: no load is in flight, only complete experts
+        stay."""
         self.transfers.drain()
         for ticket in self._flowing:
             if ticket.error is not None:
@@ -221,5 +223,6 @@ class Arrivals:
         return weights
 
     def served(self, serve: Serve, computed: int) -> None:
-        """A serve has been computed: a passing expert leaves or stays, loads that waited for a slot start."""
+        """Record that a serve has been computed: its staged copy leaves or stays, and loads that waited for its slot
+        start."""
         self._progress.served(serve, computed)

@@ -1,14 +1,14 @@
-"""A predictor that runs concurrently with the experts, on a thread of its own (DuoServe-MoE, section 5.3).
+"""Runs a predictor concurrently with the experts, on a thread of its own (DuoServe-MoE, section 5.3).
 
 One layer in decode, time to the right:
 
     computing thread   | router | plan | wait | expert 1 | expert 2 ... | next layer
-    asking thread                      | predict ............ |
-    next layer's loads                                        | begin, behind those that this layer waits for
+    predictor thread                   | predict ............ |
+    next layer's loads                                        | begin, after those that this layer waits for
 
-A question ends before the next router is observed, so the predictor's state is one thread's at a time and what it says
-does not depend on when. The computing thread looks for the answer between experts, as soon as it may, or only once the
-first is done, as in the paper, whose loads overwrite that expert (`prefetch_asked`).
+A prediction ends before the next router is observed, so one thread at a time uses the predictor's state, and the
+prediction does not depend on timing. The computing thread checks for the prediction between experts: from the start, or
+only after the first expert, as in the paper, whose loads overwrite that expert (`prefetch_asked`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smoe.policy.prediction import Prediction, Predictor, Sight
 
 
 class Asking:
-    """One question at a time. All but the answering belongs to the computing thread."""
+    """One prediction at a time. Only the computing thread may call its methods."""
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, "smoe-asking")  # its thread begins with the first question
@@ -31,22 +31,22 @@ class Asking:
 
     @property
     def is_open(self) -> bool:
-        """Whether a question has been asked whose answer has not been taken."""
+        """Whether a prediction has begun and has not been taken."""
         return self._answer is not None
 
     def begin(self, predictor: Predictor, sight: Sight) -> None:
-        """Ask. The predictor must not be used until the answer has been taken."""
+        """Start a prediction. The predictor must not be used until the prediction has been taken."""
         assert self._answer is None, "one question at a time"
         if not self._has_begun:
             self._has_begun, count = True, torch.get_num_threads()
             self._worker.submit(_begin).result()
-            torch.set_num_threads(count)  # threads that are yet to come take what was set last
+            torch.set_num_threads(count)  # later threads take the last value that was set
         self._answer = self._worker.submit(_ask, predictor, sight)
 
     def take(self, waits: bool) -> Sequence[Prediction] | None:
-        """The answer; None where nothing was asked, or where it is not there and `waits` is false.
+        """Return the prediction; None where none was started, or where it is unfinished and `waits` is false.
 
-        What the predictor has raised is raised here.
+        An exception of the predictor is raised here.
         """
         if self._answer is None or not (waits or self._answer.done()):
             return None
@@ -55,19 +55,19 @@ class Asking:
         return found
 
     def drain(self) -> None:
-        """Forget the question, once its answering has ended."""
+        """Drop the prediction after it has ended."""
         if self._answer is not None:
             self._answer.cancel()
             wait([self._answer])
             self._answer = None
 
     def close(self) -> None:
-        """End the thread; any number of times."""
+        """End the thread. Repeated calls have no effect."""
         self._worker.shutdown(cancel_futures=True)
 
 
 def _begin() -> None:
-    torch.set_num_threads(1)  # the experts want the others
+    torch.set_num_threads(1)  # the experts need the others
     torch.set_grad_enabled(False)
 
 

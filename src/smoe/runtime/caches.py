@@ -1,4 +1,4 @@
-"""KV caches inside the budget: who has one, and what they take."""
+"""The KV caches within the memory budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from smoe.models.kv_cache import RowCache
 
 
 class Caches:
-    """`context_tokens * sequences` positions in all; the oldest caches are invalidated where a new one has no room."""
+    """The KV caches of one engine, `context_tokens * sequences` positions in all. A new cache invalidates the oldest
+    ones where there is no room."""
 
     def __init__(
         self,
@@ -21,7 +22,7 @@ class Caches:
         promised_bytes: int,
         on_growth: Callable[[], None] = lambda: None,
     ) -> None:
-        """`promised_bytes`: the ledger's entry; `on_growth` is called before more of them are used."""
+        """`promised_bytes`: the ledger's entry. `on_growth` is called before more of them are used."""
         self._config = config
         self._context_tokens, self._sequences = context_tokens, sequences
         self._promised_bytes = promised_bytes
@@ -30,23 +31,23 @@ class Caches:
         self.peak_bytes = 0
 
     def new(self, sequences: int) -> RowCache:
-        """One of so many rows, which share all positions."""
+        """Return a cache of `sequences` rows, which share all positions."""
         return self._kept(self._made_of(sequences, self._reserved // sequences))
 
     def new_ones(self) -> list[RowCache]:
-        """One for every sequence."""
+        """Return one cache for every sequence."""
         return [self._kept(self._made_of(1, self._context_tokens)) for _ in range(self._sequences)]
 
     @property
     def backed_tokens(self) -> int:
-        """Positions of all sequences that may have memory."""
+        """The number of positions of all sequences that may have memory."""
         return sum(cache.backed_tokens for cache in self._alive())
 
     def _made_of(self, rows: int, tokens: int) -> RowCache:
         return RowCache(self._config, rows, tokens, weakref.ref(self))
 
     def check(self) -> None:
-        """Those in use must stay inside their entry of the ledger."""
+        """Assert that the caches in use fit their entry of the ledger."""
         used = sum(cache.nbytes for cache in self._alive())
         self.peak_bytes = max(self.peak_bytes, used)
         assert used <= self._promised_bytes, f"the KV caches take {used} bytes, the ledger has {self._promised_bytes}"

@@ -1,4 +1,4 @@
-"""Ends the calls of `generate` that were given it, and no others."""
+"""Cancels individual calls of `generate`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import StoppingCriteria
 
 
 class Cancellation(StoppingCriteria):  # type: ignore[misc]
-    """A stopping criterion that any thread, or a signal's handler, can set off.
+    """A stopping criterion that any thread, or a signal handler, can trigger.
 
         stop = Cancellation()
         threading.Timer(10, stop.cancel).start()
         model.generate(**prompt, stopping_criteria=[stop])
 
-    A call that has new tokens returns them, at its next token. One that has none yet, because it waits for its turn or
-    reads its prompt, raises `GenerationCancelledError`, at its next layer. Once cancelled it stays so: a call that is
-    given it later raises at once. One object may serve several calls.
+    A call with new tokens returns them at its next token. A call without new tokens, which waits for its turn or reads
+    its prompt, raises `GenerationCancelledError` at its next layer. The object stays cancelled: a later call with it
+    raises at once. Several calls may share one object.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
         self._wakes: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
-        """End the calls that have this object, now and later. Idempotent."""
+        """End all calls that use this object, now and later. Repeated calls have no effect."""
         self._is_cancelled = True
         for wake in tuple(self._wakes):
             wake()
@@ -42,12 +42,12 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
 
     @property
     def ends_without_tokens(self) -> bool:
-        """Whether the calling thread's call is to end and has no new tokens to return."""
+        """Whether the calling thread's call must end and has no new tokens to return."""
         return self._is_cancelled and threading.get_ident() not in self._have_tokens
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Around one call, by its thread; `cancel` calls `wake` meanwhile."""
+        """Register `wake` for the duration of one call, on its thread: `cancel` calls it."""
         self._wakes.append(wake)
         try:
             yield
@@ -56,6 +56,6 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
             self._have_tokens.discard(threading.get_ident())
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """[rows], for the library, after every new token."""
+        """Return [rows] flags to stop, as the library's stopping criteria do after every new token."""
         self._have_tokens.add(threading.get_ident())
         return torch.full((input_ids.shape[0],), self._is_cancelled, dtype=torch.bool, device=input_ids.device)

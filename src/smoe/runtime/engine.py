@@ -1,8 +1,8 @@
-"""The engine behind one model: its budget, its slots, its threads. Users know it as `model.offload`.
+"""The engine of one model: its budget, slots and threads. Users access it as `model.offload`.
 
-One thread generates at a time; another waits for its turn (`turns.py`). A forked child may not use it (threads and, on
-a GPU, the context do not survive a fork); it gets an error. An engine that is dropped without `close()` gives its
-memory and threads back when Python collects it.
+One thread generates at a time; others wait for their turn (`turns.py`). A forked child cannot use the engine (threads
+and, on a GPU, the context do not survive a fork) and gets an error. The memory and threads of an engine without
+`close()` are freed when Python collects it.
 """
 
 from __future__ import annotations
@@ -69,22 +69,24 @@ class Engine:
         eviction: EvictionSettings,
         leaves_little: bool,
     ) -> None:
-        """`leaves_little`: our kernels have nearly all products of one token, so the library needs one thread only."""
+        """`leaves_little`: our kernels compute almost all products of one token, so the library needs one thread
+        only."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
         self.store = store
         self.budget_reason = budget_reason
         self.reasons = reasons
-        """Where settings come from that the user left out, by their names."""
+        """The origin of each setting that the user left out, by setting name."""
         self.context_tokens = context_tokens
-        """Positions reserved for every sequence."""
+        """The number of positions reserved for every sequence."""
         self._turns, self.eviction_settings = Turns(), eviction
         self._threads = torch.get_num_threads()
-        """Computing threads: what our kernels have been compared on."""
+        """The number of computing threads, on which our kernels have been compared."""
         self.executor = executor
         self.rows_of_pass: RowsOfPass | None = None
-        """Where attention hears of texts of their own lengths; None: it takes none."""
+        """Gives attention the texts of a batch with their own lengths; None where the model's attention does not
+        support it."""
         self.rotary: RotaryLengths  # set with the seam
         self.rules = rules
         self._logits: dict[int, torch.Tensor] = {}
@@ -99,9 +101,9 @@ class Engine:
         self._phase = Phase.PREFILL
         self._sequences = 1
         self.answer: Callable[[Step], torch.Tensor] = executor.run
-        """What gives the experts' output [T, H] of a layer; measurements replace it (`stand_in.py`)."""
+        """Computes the experts' output [T, H] of a layer; measurements replace it (`stand_in.py`)."""
         self._silent: torch.Tensor | None = None
-        """[T] of this pass, True at positions that ask for no expert; None where all do."""
+        """[T] of this pass, True at positions that need no expert; None where all do."""
         positions = context_tokens * config.max_sequences
         self._caches = Caches(model_config, context_tokens, config.max_sequences, ledger.demand.kv_cache_bytes)
         self._reserve = Reserve(ledger, executor, arena, self._caches, anatomy.kv_bytes_per_token, positions)
@@ -112,11 +114,11 @@ class Engine:
     # -- for users ----------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Seconds on the clock that all reported times are taken from: the real one, but for an emulated device."""
+        """Return seconds on the clock of all reported times: real time, except with an emulated device."""
         return self.executor.now()
 
     def stats(self) -> Counters:
-        """Counters since the start; subtract two of them for an interval."""
+        """Return counters since the start; subtract two results for an interval."""
         counters = self.executor.counters.copy()
         counters.bytes_read = self._transfers.bytes_read
         counters.read_busy_seconds = self._transfers.busy_seconds
@@ -126,21 +128,21 @@ class Engine:
         return counters
 
     def new_cache(self, sequences: int = 1) -> RowCache:
-        """A KV cache inside the budget: `context_tokens * max_sequences` positions shared by `sequences` rows.
+        """Return a KV cache within the budget: `context_tokens * max_sequences` positions shared by `sequences` rows.
 
-        Where there is no room, the oldest caches are invalidated; waits while another request is running.
+        Where there is no room, the oldest caches are invalidated. Waits while another request is running.
         """
         with self.turn():
             return self._caches.new(sequences)
 
     def new_caches(self) -> list[RowCache]:
-        """`max_sequences` caches of one sequence each, of `context_tokens` positions; see `new_cache`."""
+        """Return `max_sequences` caches of one sequence each, of `context_tokens` positions; see `new_cache`."""
         with self.turn():
             return self._caches.new_ones()
 
     def use_alpha(self, alpha: float) -> None:
-        """Substitute by another threshold from now on, from a cold cache and with counters at zero. Raises
-        `ConfigError` where the model was loaded without scores (no `alpha`, and an eviction that needs none)."""
+        """Change the substitution threshold, with a cold cache and counters at zero. Raises `ConfigError` where the
+        model was loaded without scores (no `alpha`, and an eviction policy that needs none)."""
         if alpha > 0 and not self.rules:
             raise ConfigError(
                 "load the model with an alpha above 0, or with `eviction` score, to substitute experts",
@@ -155,24 +157,25 @@ class Engine:
             self.executor.reset(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
-        """A new eviction policy, from `eviction_settings`, with no history."""
+        """Return a new eviction policy according to `eviction_settings`, without history."""
         experts = {layer: held.experts for layer, held in self.store.layers.items()}
         return make_eviction_for(self.eviction_settings, self.ledger.pools, experts)
 
     def wait_ready(self) -> None:
-        """Wait until the operating system has backed all slots; only measurements need to."""
+        """Wait until the operating system has allocated all slots; only measurements need this."""
         self._arena.wait_touched(None)
 
     @contextmanager
     def recording(self) -> Iterator[list[Routing]]:
-        """Inside, every routing decision is appended to the list that this yields: input for `smoe.simulator`."""
+        """Record every routing for the duration of the `with` block. Yield the list of them: input for
+        `smoe.simulator`."""
         kept = RoutingList()
         with self.observed_by(kept):
             yield kept.trace
 
     @contextmanager
     def observed_by(self, observer: StepObserver) -> Iterator[None]:
-        """Inside, `observer` hears every step of every layer."""
+        """Register `observer` for every step of every layer, for the duration of the `with` block."""
         self.executor.observers.append(observer)
         try:
             yield
@@ -181,41 +184,41 @@ class Engine:
 
     @contextmanager
     def loading_all(self) -> Iterator[None]:
-        """Inside, all that is missing is loaded, also what `balance` would have the CPU compute: so that a placement
-        forms which stays when loading ends, as Fiddler profiles one."""
+        """Load all missing experts for the duration of the `with` block, also those that `balance` would assign to the
+        CPU. The resulting placement stays afterwards, as in Fiddler's profiling."""
         with self.executor.unbalanced():
             yield
 
     @property
     def pacing(self) -> Pacing:
-        """The clock of what is computed: the real one, or a test bench's."""
+        """The clock of the computation: real time, or that of an emulated device."""
         return self.executor.compute.pacing
 
     @property
     def arithmetic(self) -> str:
-        """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1); or
-        slots: on a GPU, our kernels for experts (E2)."""
+        """The kernels that multiply few rows, one of `KERNELS`: torch, native (our kernels with torch's bits) or
+        own-order (E1); or, on a GPU, slots (our kernels for experts, E2)."""
         compute = self.executor.compute
         return "slots" if compute.is_in_slots else compute.arithmetic
 
     def cancel(self) -> bool:
-        """End the running request, whichever it is (a `Cancellation` ends one call), from any thread: at its next layer
-        it raises `GenerationCancelledError`. Requests that wait have their turn next. False where nothing was running.
-        """
+        """End the running request at its next layer, where it raises `GenerationCancelledError`; any thread may call
+        this. Waiting requests continue (a `Cancellation` ends one call). Return False where none was running."""
         return self._turns.cancel("this request was cancelled by model.offload.cancel()")
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """Cancel what is running, stop the threads and give the memory back. Idempotent; afterwards nothing works.
+        """Cancel the running request, stop the threads and free the memory. Repeated calls have no effect; other
+        methods fail afterwards.
 
-        What another thread is running ends at its next layer, and is waited for: where `timeout_seconds` are not
-        enough, `EngineBusyError` is raised and it closes the engine itself when it ends. Called inside a request of
-        the same thread (a hook, a stopping criterion, a signal's handler) it takes effect when that ends.
+        A request of another thread ends at its next layer. If that takes longer than `timeout_seconds`,
+        `EngineBusyError` is raised, and the engine is closed when the request ends. Within a request of the same thread
+        (a hook, a stopping criterion, a signal handler) closing takes effect at its end.
         """
         if self._is_closed:
             return
         self._is_closing = True
         if self._process != os.getpid():
-            self._shut_down()  # the thread with the turn is in another process
+            self._shut_down()  # the thread that has the turn is in another process
             return
         self._turns.cancel("this request was cancelled because its model was closed")
         if not self._turns.is_mine:
@@ -258,9 +261,9 @@ class Engine:
 
     @contextmanager
     def turn(self, cancellations: Sequence[Cancellation] = ()) -> Iterator[None]:
-        """Around everything that computes or makes a cache: one thread at a time, on the engine's number of threads.
+        """Take the turn for a computation or a new cache: one thread at a time, with the engine's number of threads.
 
-        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` where it is closed, and
+        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` for a closed engine, and
         `GenerationCancelledError` where one of `cancellations` ends the request while it waits.
         """
         if self._turns.is_mine and self._process == os.getpid():
@@ -279,11 +282,11 @@ class Engine:
 
     @contextmanager
     def forward_pass(self, given: torch.Tensor, padding: torch.Tensor | None, cache: RowCache | None) -> Iterator[None]:
-        """Around one forward pass of the model, within a turn, over `given`: token ids [rows, new positions], or their
-        embeddings [rows, new positions, H].
+        """Prepare and finish one forward pass of the model, within a turn. `given`: token ids [rows, new positions], or
+        their embeddings [rows, new positions, H].
 
-        `padding` [rows, tokens] is True where a position is padding; such rows are computed by no expert. Raises
-        `GenerationCancelledError` where the turn was cancelled, here or from `run_experts`.
+        `padding`: [rows, tokens], True at padding positions, which no expert computes. Raises
+        `GenerationCancelledError` where the turn was cancelled, here or in `run_experts`.
         """
         self._refuse_in_pass("the model")
         self._is_in_pass = True
@@ -302,7 +305,7 @@ class Engine:
                 with torch.no_grad(), self._apart(cache, tokens) as alone, self._threads_for(tokens * rows, alone):
                     yield
             except BaseException:
-                self.executor.recover()  # no read is left under way
+                self.executor.recover()  # no read stays in flight
                 raise
             if cache is not None:
                 cache.commit()
@@ -312,7 +315,7 @@ class Engine:
             self._is_in_pass = False
 
     def _note_silent(self, tokens: int, padding: torch.Tensor | None, cache: RowCache | None) -> None:
-        """Which positions of the pass ask for no expert: padding, and rows whose text has ended."""
+        """Determine the positions of the pass that need no expert: padding, and finished rows."""
         silent = cache.padding(tokens) if padding is None and cache is not None else padding
         if cache is not None and cache.ended is not None:
             ended = cache.ended.unsqueeze(1).expand(-1, tokens)
@@ -336,7 +339,8 @@ class Engine:
     def run_experts(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The experts' forward of one layer, in the library's own shapes."""
+        """Compute the experts of one layer -> [T, H]. Shapes are the library's: hidden [T, H], top_k_index and
+        top_k_weights [T, K]."""
         self._turns.check()
         if self._silent is not None:
             top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), self.store.layers[layer].experts)
@@ -351,26 +355,27 @@ class Engine:
         return output
 
     def note_logits(self, layer: int, logits: torch.Tensor) -> None:
-        """Keep a router's logits [T, E] until the experts of its layer run."""
+        """Store a router's logits [T, E] until the experts of its layer run."""
         self._logits[layer] = logits
 
     def _apart(self, cache: RowCache | None, tokens: int) -> AbstractContextManager[bool]:
-        """Around a pass: rows of texts of their own are computed apart; says whether as each is alone."""
+        """Compute rows of separate texts separately during a pass. Yield whether each row is computed as it would be
+        alone."""
         if cache is None or cache.row_lengths is None or self.rows_of_pass is None:
             return nullcontext(False)
         return self.rows_of_pass.apart(cache.row_keys(tokens), tokens)
 
     def _threads_for(self, positions: int, alone: bool) -> AbstractContextManager[None]:
-        """What is left to the library of one token computes on one thread, where our kernels have the large products.
+        """Limit the library to one thread for one token, where our kernels compute the large products.
 
-        Sharing such short work out takes longer than doing it, and the library's threads, once awake, hold up ours.
-        Our kernels' bits have been compared with the library's on one thread and on all; a product that is left and
-        depends on it stays on all (`fastpath/linear.py`).
+        Dividing such short work takes longer than doing it, and the library's threads, once awake, delay ours. Our
+        kernels' bits have been compared with the library's on one thread and on all; a remaining product that depends
+        on it uses all threads (`fastpath/linear.py`).
         """
         return nullcontext() if (positions > 1 and not alone) or not self._leaves_little else threads(1)
 
     def _check_usable(self) -> None:
-        """Raise where the engine is closed or belongs to the parent of a forked process."""
+        """Raise `EngineStateError` where the engine is closed or belongs to the parent of a forked process."""
         if self._is_closing:
             raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")
         if self._process != os.getpid():
@@ -381,11 +386,11 @@ class Engine:
             raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
 
     def peak_memory_bytes(self) -> int:
-        """Bytes of the budget in use at most.
+        """Return the most bytes of the budget in use at once.
 
-        On a GPU the allocator's own peak since a model was last loaded there (`memory/arena.py`). On a CPU what is
-        really allocated for slots, weights and caches, and the reserve for activations; a cgroup proves the sum from
-        outside (`bench/limits.py`).
+        On a GPU this is the allocator's peak since a model was last loaded there (`memory/arena.py`). On a CPU it is
+        what is allocated for slots, weights and caches, and the reserve for activations; `bench/limits.py` checks the
+        sum with a cgroup.
         """
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
@@ -398,11 +403,12 @@ class Engine:
 
     @property
     def slot_memory(self) -> torch.Tensor:
-        """The slots' bytes (uint8): the memory rate is measured on them; other memory would be outside the budget."""
+        """The slots' bytes (uint8). The memory rate is measured on them, because other memory would exceed the
+        budget."""
         return self._arena.bytes
 
     def describe(self) -> dict[str, Any]:
-        """The budget's entries and what they buy, for programs."""
+        """Return the entries of the budget and the numbers of slots, for programs."""
         return {
             "bytes": {identifier(name): count for name, count in self.ledger.entries().items()},
             "memory_budget_bytes": self.ledger.budget_bytes,

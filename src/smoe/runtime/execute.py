@@ -1,15 +1,15 @@
-"""Carrying out one layer's plan on real hardware: start loads, compute what is here, wait for the rest, sum in fixed
+"""Executes one layer's plan on hardware: starts loads, computes resident experts, waits for the others, sums in fixed
 order.
 
-One layer in decode, time to the right; the CPU's line is there only with a device that has memory of its own:
+One layer in decode, time to the right; the CPU's line exists only with a device that has its own memory:
 
     reading threads   | load a ........ | load b ........ |  prefetch ...
     the CPU           | compute c ............ |
     computing thread  | plan | resident experts | look ahead | wait | a | wait | b | c | sum
-    asking thread            | predict ... |  (where a predictor runs concurrently: `asking.py`)
+    predictor thread         | predict ... |  (where a predictor runs concurrently: `asking.py`)
 
-The sum runs in ascending expert order whatever the order of arrival, so a result never depends on residency (grade E1,
-and E0 on a CPU).
+The sum is in ascending order of experts, whatever the order of arrival, so a result never depends on residency (grade
+E1, and E0 on a CPU).
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from smoe.runtime.step import Step
 from smoe.runtime.substitution import EXACTLY, Substitution
 
 _SHADOWS = 8
-"""Layers whose loads may be over only after the host has gone on: no more are remembered."""
+"""The most layers whose loads may end after the host has gone on to later layers."""
 
 
 _GUESSED = Thresholds(low=0.0)
-"""Where misses are answered within a budget, guesses come as low copies but for a token's first expert: a wrong
-guess costs a quarter, and most would be answered so anyway."""
+"""Where misses are resolved within a budget, prefetches are low copies except for a token's first expert: a wrong one
+costs a quarter, and most misses would be resolved by a low copy anyway."""
 
 
 class LayerExecutor:
-    """The experts of all layers on one device. Used by one thread at a time."""
+    """Computes the experts of all layers on one device. One thread at a time may use it."""
 
     def __init__(
         self,
@@ -72,29 +72,30 @@ class LayerExecutor:
         trial: Trial | None = None,
         upgrades: bool = False,
     ) -> None:
-        """`upgrades`: whether idle time of the disk, or the link, brings in what low copies serve. `balancer` says
-        which missing experts the CPU computes (None: none); `trial` whether prefetching in decode pays at present
-        (None: it always does)."""
+        """`balancer` decides which missing experts other units compute (None: none). `trial` decides whether
+        prefetching in decode pays (None: always). `upgrades`: whether idle time of the disk or link is used to load
+        full copies of experts that low copies compute."""
         self.compute = compute
         self.arrivals = compute.arrivals
         self.table: SlotTable = self.arrivals.table
         self.trial = trial
         self.upgrades = upgrades
         self.answerer: Answerer | None = None
-        """Says what becomes of the misses of decode steps, in the place of `substitution`; None: that does."""
+        """Resolves the misses of decode steps within a budget; None: `substitution` decides."""
         self.substitution = substitution
         self.waits = Waits()
-        """For the device, since the engine was made; look-aheads (`Counters.look_aheads`) wait in addition."""
+        """The device's waits since the engine was made, without those for look-aheads (`Counters.look_aheads`)."""
         self.observers: list[StepObserver] = []
-        """Hear every step: `smoe.trace`, measurements."""
+        """Observers of every step, such as `smoe.trace` and measurements."""
         self.shadow = LookAheadTrial()
-        """Whether there is time to look ahead."""
+        """Decides whether there is time for a look-ahead."""
         self.now = compute.pacing.now
         self._balancer = balancer
         self._predictors = predictors
         self._hearing = list({id(predictor): predictor for predictor in predictors.values()}.values())
         self._awaited: deque[tuple[list[Ticket], float]] = deque(maxlen=_SHADOWS)
-        """Of the last layers, what each still waited for when its resident experts were done, and when that was."""
+        """For each of the last layers, the loads that it waited for when its resident experts were done, and the time
+        of that."""
         self.share_slots()
         self._experts = len(compute.store.keys())
         self._asking = Asking()
@@ -105,7 +106,7 @@ class LayerExecutor:
 
     @property
     def helpers(self) -> list[Any]:
-        """Threads that end with the engine, and hold nothing of it."""
+        """Threads that end with the engine; they do not refer to it."""
         return [*self.compute.helpers, *(helper for predictor in self._hearing for helper in predictor.helpers)]
 
     @property
@@ -113,11 +114,11 @@ class LayerExecutor:
         return self.arrivals.counters
 
     def share_slots(self) -> None:
-        """The number of slots has changed: every layer has its share of them."""
+        """Divide the slots among the layers again after their number has changed."""
         self._layer_shares = layer_shares(self.table, list(self.compute.store.layers))
 
     def reset(self, eviction: Eviction) -> None:
-        """Reset slots, statistics and counters, so that measurements made at load do not count."""
+        """Reset slots, statistics and counters, so that measurements during loading do not count."""
         self.compute.reset()
         self.shadow = LookAheadTrial()
         self._awaited.clear()
@@ -127,7 +128,7 @@ class LayerExecutor:
             self.answerer.reset()
 
     def substitute_by(self, substitution: Substitution) -> None:
-        """From now on missing low-score experts are replaced, or not, as `substitution` says."""
+        """Replace missing low-score experts according to `substitution` from now on."""
         self.substitution = substitution
         thresholds = substitution.switches.thresholds
         if self.answerer is not None and self.table.has_low:
@@ -137,7 +138,7 @@ class LayerExecutor:
             predictor.thresholds = thresholds
 
     def guess_by(self, predictor: Predictor | None) -> None:
-        """From now on this predictor says what decode steps prefetch; None: they prefetch nothing."""
+        """Let `predictor` decide what decode steps prefetch from now on; None: nothing."""
         predictors: dict[Phase, Predictor] = dict(self._predictors)
         predictors.pop(Phase.DECODE, None)
         if predictor is not None:
@@ -147,7 +148,8 @@ class LayerExecutor:
 
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
-        """Inside, low copies serve all experts, and nothing is replaced or left out: for proofs and prices."""
+        """Compute all experts with low copies for the duration of the `with` block, without substitution or dropping;
+        for tests and quality costs."""
         before, answerer = self.substitution, self.answerer
         self.substitution, self.answerer = EXACTLY._replace(switches=EXACTLY.switches._replace(low_use="only")), None
         try:
@@ -158,7 +160,7 @@ class LayerExecutor:
 
     @contextmanager
     def unbalanced(self) -> Iterator[None]:
-        """Inside, the CPU computes no experts in parallel with the device."""
+        """Let the CPU compute no experts in parallel with the device, for the duration of the `with` block."""
         balancer, self._balancer = self._balancer, None
         try:
             yield
@@ -166,9 +168,9 @@ class LayerExecutor:
             self._balancer = balancer
 
     def run(self, step: Step) -> torch.Tensor:
-        """The experts' share of a layer: [T, H].
+        """Return the sum of a layer's experts, weighted: [T, H].
 
-        An error (a failed read, an interrupt) leaves the tables consistent; only this request is lost.
+        An error (a failed read, an interrupt) leaves the tables consistent and affects this request only.
         """
         pacing = self.compute.pacing
         try:
@@ -183,7 +185,7 @@ class LayerExecutor:
     def _serve(self, step: Step) -> torch.Tensor:
         started, phase, hidden = self.now(), step.phase, step.hidden
         routing = self._routing_of(step)
-        if self.device.type != "cpu":  # until here the device was computing: not our Python
+        if self.device.type != "cpu":  # the time until here is the device's, not that of our Python code
             heard = self.now()
             self.counters.device_wait_seconds += heard - started
             started = heard
@@ -211,8 +213,8 @@ class LayerExecutor:
         return output
 
     def _routing_of(self, step: Step) -> Routing:
-        """What the router chose, as the policies read it; the predictors have observed it."""
-        rows = self.waits.fetch("choice", step.top_k_index)  # the one wait of a layer: everything after depends on it
+        """Return the router's choice in the policies' form, after the predictors have observed it."""
+        rows = self.waits.fetch("choice", step.top_k_index)  # the only wait of a layer: all else depends on it
         experts = self.compute.store.layers[step.layer].experts
         routing = Routing(step.layer, step.phase, experts, rows, None, step.sequences)
         if step.scored is not None:
@@ -226,7 +228,7 @@ class LayerExecutor:
         return routing
 
     def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:
-        """A forward pass begins, over these tokens [rows, new positions] behind those in the cache."""
+        """Start a forward pass over the tokens `ids` [rows, new positions], which follow those in the cache."""
         self.compute.pacing.begin_pass()
         if self._balancer is not None:
             self._balancer.begin_pass(0 if cache is None else cache.length)
@@ -235,21 +237,21 @@ class LayerExecutor:
                 predictor.begin(ids, cache)
 
     def recover(self) -> None:
-        """After an error anywhere in a pass: nothing is under way, and the tables agree."""
+        """Restore consistency after an error at any point of a pass: no load is in flight, and the tables agree."""
         self._asking.drain()
         self.compute.recover()
         self._awaited.clear()
         self.arrivals.recover()
 
     def close(self) -> None:
-        """End the helpers."""
+        """End the helper threads."""
         self._asking.close()
         self.compute.close()
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def _decide(self, routing: Routing) -> Decision:
-        """Make the plan, count it, and start its loads."""
+        """Decide the plan, count it, and start its loads."""
         balancer, answerer = self._balancer, self.answerer
         decision = decide(
             routing,
@@ -271,7 +273,7 @@ class LayerExecutor:
         return decision
 
     def _prefetch(self, phase: Phase, sight: Sight, plan: LayerPlan) -> None:
-        """Ask the predictor, where this is its moment, or let it run concurrently with the experts."""
+        """Run the predictor if this is its moment, or start it concurrently with the experts."""
         predictor = self._predictors.get(phase)
         moments = (Moment.ROUTED, *ON_A_THREAD) if sight.partial is None else (Moment.RESIDENTS_DONE,)
         if predictor is None or predictor.asked not in moments or not self._has_room(phase, plan):
@@ -281,7 +283,7 @@ class LayerExecutor:
             return
         moment = predictor.asked
         began, is_single = time.perf_counter(), sight.hidden.shape[0] == 1
-        with threads(1) if is_single else nullcontext():  # a second would wait for a core that readers use
+        with threads(1) if is_single else nullcontext():  # a second would wait for a reading thread's core
             predictions = predictor.predict(sight)
         pacing = self.compute.pacing
         if moment is Moment.RESIDENTS_DONE:
@@ -304,7 +306,7 @@ class LayerExecutor:
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
-        """Begin to load the predictions of a concurrent predictor, once they are there."""
+        """Start the loads of a concurrent prediction, if it is there."""
         asked = self.now()
         predictions = self._asking.take(waits)
         if predictions is None:
@@ -313,8 +315,8 @@ class LayerExecutor:
         self.counters.look_ahead_seconds += self.now() - asked
 
     def _upgrade(self, decision: Decision) -> None:
-        """Begin to bring in experts themselves that low copies serve: where they ask for it, or while nothing else is
-        read. Not where low copies serve all for measuring."""
+        """Start loads of full copies for experts that low copies compute: where routes need them, or in idle time. Not
+        where low copies compute all experts for a measurement."""
         if self.substitution.switches.low_use == "only":
             return
         is_idle = self.upgrades and not self.table.inflight
@@ -323,21 +325,21 @@ class LayerExecutor:
         self.arrivals.bring(loads)
 
     def _has_room(self, phase: Phase, plan: LayerPlan) -> bool:
-        """Whether a prefetch has somewhere to go and something to bring, and pays at present."""
+        """Return whether a prefetch has a free slot and something to load, and pays at present."""
         if self._is_all_here or not has_prefetch_slots(self.table, plan):
             return False
         return phase is Phase.PREFILL or self.trial is None or self.trial.is_on
 
     @property
     def _is_all_here(self) -> bool:
-        """Whether every expert is resident, so that nothing is read any more; not looked for where there are low
-        copies, which such a budget makes idle."""
+        """Whether every expert is resident, so that nothing is read. Always false where there are low copies, which
+        would be unused with such a budget."""
         return not self.table.has_low and len(self.table.ready) == self._experts
 
     def _look_ahead(
         self, plan: LayerPlan, hidden: torch.Tensor, rows: Sequence[int] | None, output: Callable[[], torch.Tensor]
     ) -> None:
-        """In the shadow of what the layer waits for: the next layer's router, on the experts' output so far."""
+        """Apply the next layer's router to the experts' output so far, while the layer waits for loads."""
         predictor = self._predictors.get(Phase.DECODE)
         if predictor is None or predictor.asked is not Moment.RESIDENTS_DONE:
             return
@@ -355,7 +357,7 @@ class LayerExecutor:
         self.counters.look_ahead_seconds += seconds
 
     def _measure_shadow(self) -> None:
-        """How long a layer's loads took after its resident experts were done, once all are over.
+        """Measure how long a layer's loads took after its resident experts were done, once all have ended.
 
         On a GPU that is some layers later: the device waits for them while the host goes on.
         """
@@ -368,7 +370,7 @@ class LayerExecutor:
 def _count_selection(
     counters: Counters, selection: Selection, routing: Routing, table: SlotTable, is_answered: bool
 ) -> None:
-    """Who was missing and who was replaced; `is_answered`: within a budget, by which some are served otherwise."""
+    """Count missing and replaced experts. `is_answered`: misses are resolved within a budget."""
     none = routing.experts
     counters.routes += sum(expert != none for row in routing.top_k_index for expert in row)
     counters.low_score += selection.low_score
@@ -380,7 +382,7 @@ def _count_selection(
 
 
 def _count_decision(counters: Counters, decision: Decision, routing: Routing, has_low: bool) -> None:
-    """What is served, from where, and what is loaded for it."""
+    """Count a plan's computed experts, by where they were, and its loads."""
     plan = decision.plan
     elsewhere = sum(serve.unit != DEVICE for serve in plan.serves)
     counters.loads += len(plan.loads)

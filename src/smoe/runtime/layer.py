@@ -1,7 +1,8 @@
-"""The experts of one layer, computed as its plan says: what is here first, then what comes, summed in fixed order.
+"""Computes the experts of one layer according to its plan: resident ones first, then others as they arrive, summed in
+fixed order.
 
-Few tokens go through all experts that are here at once, a prompt through one expert after the other. What the CPU
-computes in parallel with the device is started first and fetched last.
+Few tokens pass through all resident experts at once, a prompt through one expert after the other. Experts that the CPU
+computes in parallel with the device are started first and fetched last.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.lifetime import Helpers
 
 _SHORT_PROMPT = 64
-"""Tokens of a prompt that may go through a layer's experts in one piece: all outputs are separate until the end."""
+"""The most tokens of a prompt that may pass through a layer's experts at once: all outputs are separate until the
+end."""
 _HANDED_OVER = 4
-"""Experts of a prompt that another unit has got and not returned."""
+"""The most experts of a prompt that another unit computes at a time."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
-"""Called when the resident experts are done and others are not, with what gives their output so far [T, H]."""
+"""A function that is called when the resident experts are done and others are not; its argument returns their output so
+far [T, H]."""
 OnLook: TypeAlias = Callable[[int], None]
-"""Called with the number of experts done, whenever there is time to look at something else: when the first is done,
-which is computed by itself, when others are, and when one that was waited for has come."""
+"""A function that is called with the number of finished experts when there is time for other work: after the first,
+after the other residents, and after each expert that was waited for."""
 
 
 class LayerCompute:
-    """The arithmetic of all layers' experts on one device. Used by the computing thread only."""
+    """The arithmetic of all layers' experts on one device. Only the computing thread may use it."""
 
     def __init__(
         self,
@@ -56,15 +59,15 @@ class LayerCompute:
         units: Mapping[int, ComputeUnit],
         pacing: Pacing,
     ) -> None:
-        """`store` has the experts' own copies, `experts` the arithmetic of each layer and format. `units`: what
-        computes in parallel with the device, by the number that plans give it (`Serve.unit`)."""
+        """`store`: the full copies. `experts`: the arithmetic of each layer and format. `units`: the units that compute
+        in parallel with the device, by their number in plans (`Serve.unit`)."""
         self.thread_pool: ThreadPool | None = None
-        """What shares resident experts out over several threads (`compute_by`)."""
+        """Distributes resident experts over several threads (`compute_by`)."""
         self.spinning_pool: SpinningPool | None = None
-        """What multiplies single rows by our kernel (`compute_by`)."""
+        """Multiplies single rows with our kernel (`compute_by`)."""
         self.units = units
         self.others: Others | None = None
-        """Whom the units on other machines belong to."""
+        """The owner of the units on other machines."""
         self.pacing = pacing
         self.store = store
         self.arrivals = arrivals
@@ -72,7 +75,7 @@ class LayerCompute:
         self._experts = experts
         self._now = pacing.now
         self._kernels: dict[tuple[int, int], TokenExperts] = {}
-        """Layers and formats in which the pool may take one token through all experts at once."""
+        """Layers and formats in which the pool may compute all experts of one token at once."""
 
     @property
     def device(self) -> torch.device:
@@ -80,61 +83,62 @@ class LayerCompute:
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether our kernels multiply all quantised experts straight from their codes."""
+        """Whether our kernels multiply all quantized experts directly from their codes."""
         return self.spinning_pool is not None and all(math.is_movable for math in self._experts.values())
 
     def sum_as_weights(self) -> None:
-        """From now on outputs are added up in the type of the routing weights."""
+        """From now on, sum outputs in the data type of the routing weights."""
         for math in self._experts.values():
             math.sums_as_weights = True
 
     def reset(self) -> None:
-        """Nothing under way, nothing counted."""
+        """Reset the units and the counters; nothing may be in flight."""
         for unit in self.units.values():
             unit.reset()
         self.pacing.late_seconds = 0.0
 
     def recover(self) -> None:
-        """After an error anywhere in a pass: nothing is under way."""
+        """Wait for the units after an error in a pass, so that nothing is in flight."""
         for unit in self.units.values():
             unit.drain()
 
     @property
     def arithmetic(self) -> str:
-        """What multiplies few rows, one of `KERNELS`: torch, native (its bits by our kernels) or own-order (E1)."""
+        """The kernels that multiply few rows, one of `KERNELS`: torch, native (our kernels with torch's bits) or
+        own-order (E1)."""
         pool = self.spinning_pool
         return "torch" if pool is None else "native" if pool.own_order is None else "own-order"
 
     @property
     def activations(self) -> str:
-        """What rows are rounded to before quantised experts multiply them: `INT8` or `BF16`."""
+        """The type to which rows are rounded before quantized experts multiply them: `INT8` or `BF16`."""
         return INT8 if any(math.rounds_rows for math in self._experts.values()) else BF16
 
     @property
     def helpers(self) -> list[Helpers]:
-        """What has threads of its own, units aside."""
+        """The objects that have threads, except units."""
         return [each for each in (self.thread_pool, self.spinning_pool, self.others) if each is not None]
 
     def close(self) -> None:
-        """End the helpers and the units."""
+        """End all threads and units."""
         for each in (*self.helpers, *self.units.values()):
             each.close()
 
     def math_of(self, key: ExpertKey) -> ExpertMath:
-        """What computes a copy."""
+        """Return the arithmetic of a copy."""
         return self._experts[key[0], key[2]]
 
     def kind(self, layer: int) -> tuple[object, ...]:
-        """Equal for layers whose experts are computed alike."""
+        """Return a value that is equal for layers whose experts are computed alike."""
         return self._experts[layer, EXACT].kind
 
     def hidden_size(self, layer: int) -> int:
         return self._experts[layer, EXACT].hidden
 
     def agrees(self, pool: SpinningPool) -> bool:
-        """Whether our kernel gives the library's bits on the experts that are resident, one of every shape.
+        """Return whether our kernel gives the library's bits on the resident experts, one of every shape.
 
-        Finds out, too, in which layers it may take one token through all experts at once.
+        Also determines the layers in which the kernel may compute all experts of one token at once.
         """
         found: dict[tuple[object, ...], TokenExperts | None] = {}
         for key in sorted(self.arrivals.table.ready):
@@ -150,10 +154,10 @@ class LayerCompute:
         return bool(found)
 
     def compute_by(self, helpers: SpinningPool | ThreadPool | None) -> None:
-        """Choose how single rows are multiplied: by our kernel (`SpinningPool`), by the library with one expert a
-        thread (`ThreadPool`), or by the library alone (None).
+        """Choose how single rows are multiplied: by our kernel (`SpinningPool`), by the library with one thread for
+        each expert (`ThreadPool`), or by the library alone (None).
 
-        A pool must have been found to agree.
+        `agrees` must have returned True for a pool.
         """
         self.thread_pool = helpers if isinstance(helpers, ThreadPool) else None
         self.spinning_pool = helpers if isinstance(helpers, SpinningPool) else None
@@ -162,16 +166,16 @@ class LayerCompute:
 
     @property
     def maths(self) -> Mapping[tuple[int, int], ExpertMath]:
-        """What computes the experts of each layer, in each format."""
+        """The arithmetic of experts, by layer and format."""
         return self._experts
 
     @property
     def is_in_slots(self) -> bool:
-        """Whether few tokens go through experts by the kernels for GPUs."""
+        """Whether few tokens use the GPU kernels."""
         return bool(self._experts) and all(math.slots is not None for math in self._experts.values())
 
     def compute_in_slots(self, kernels: Mapping[tuple[int, int], SlotExperts] | None) -> None:
-        """Take few tokens through experts by these kernels, of every layer and format, from now on; None: by torch."""
+        """Use these GPU kernels, by layer and format, for few tokens from now on; None: use torch."""
         for place, math in self._experts.items():
             math.slots = None if kernels is None else kernels[place]
 
@@ -184,7 +188,7 @@ class LayerCompute:
             math.filling = found[math.shapes]
 
     def compute_slots(self, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """One token [1, H] through `count` slots, whatever they hold -> [1, H]: for measuring."""
+        """Compute one token [1, H] with the content of `count` slots -> [1, H]; for measurements."""
         math, order, pool = self._experts[layer, EXACT], range(count), self.arrivals.table.pool(layer)
         placement = self.store.placement(layer, 0)
         slots = range(pool.first, pool.end)
@@ -203,7 +207,8 @@ class LayerCompute:
         on_residents_done: OnResidentsDone,
         on_look: OnLook | None = None,
     ) -> torch.Tensor:
-        """Few tokens: in the plan's order, outputs separate, summed at the end in ascending expert order."""
+        """Compute few tokens: experts in the plan's order, with separate outputs, summed at the end in ascending order
+        -> [T, H]."""
         if not plan.serves:
             return torch.zeros_like(hidden)
         counters = self.arrivals.counters
@@ -214,14 +219,14 @@ class LayerCompute:
         return total
 
     def _start_beside(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[ExpertKey, Future[torch.Tensor]]:
-        """Start what other units compute."""
+        """Start the experts of other units."""
         given: dict[int, list[ExpertTask]] = {}
         for serve in plan.serves if self.units else ():
             if serve.unit != DEVICE:
                 given.setdefault(serve.unit, []).append(_wanted(serve, width))
         if not given:
             return {}
-        rows = Fetched(hidden)  # once for all of them, and no thread waits for it here: the device gets its work next
+        rows = Fetched(hidden)  # one copy for all units; no thread waits for it, so the device gets its work next
         found: dict[ExpertKey, Future[torch.Tensor]] = {}
         for unit, wanted in given.items():
             found |= zip((each.key for each in wanted), self.units[unit].submit(wanted, rows), strict=True)
@@ -236,7 +241,7 @@ class LayerCompute:
         on_residents_done: OnResidentsDone,
         on_look: OnLook | None,
     ) -> torch.Tensor:
-        """[T, H] through all their experts -> [T, H]."""
+        """Compute all experts of few tokens [T, H] -> [T, H]."""
         serves = plan.serves
         kernel = self._kernel_of_token(plan, hidden) if on_look is None else None
         if kernel is not None:
@@ -251,7 +256,7 @@ class LayerCompute:
         )
         here = next((n for n, serve in enumerate(serves) if serve.waits), len(serves))
         if any(load.after for load in plan.loads):
-            here = min(here, 1)  # slots are so few that a load waits for the first expert computed
+            here = min(here, 1)  # a load waits for the slot of an expert of this plan
         alone = here if on_look is None else min(here, 1)
         for begin, end in ((0, alone), (alone, here)):
             if begin < end:
@@ -276,7 +281,8 @@ class LayerCompute:
         return tokens.total()
 
     def _kernel_of_token(self, plan: LayerPlan, hidden: torch.Tensor) -> TokenExperts | None:
-        """What takes one token through all experts of a plan at once; None unless all are resident and known to it."""
+        """Return the kernel that computes all experts of one token at once; None unless all are resident and it
+        supports them."""
         serves = plan.serves
         if hidden.shape[0] != 1 or plan.loads or len(serves) > MOST_EXPERTS or not hidden.is_contiguous():
             return None
@@ -290,7 +296,7 @@ class LayerCompute:
     def _one_token(
         self, kernel: TokenExperts, serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[1, H] through experts that are resident -> [1, H]; top_k_weights [1, K]."""
+        """Compute resident experts of one token [1, H] -> [1, H]; top_k_weights [1, K]."""
         gains, out, ascending = top_k_weights.flatten().tolist(), torch.empty_like(hidden), sorted(serves, key=_key_of)
         matrices = [self.arrivals.ready(serve.key).matrices for serve in ascending]
         began = time.perf_counter()
@@ -300,14 +306,14 @@ class LayerCompute:
         return out
 
     def _note_served(self, serves: Sequence[Serve], first: int) -> None:
-        """These of a plan's serves, of which so many came before, are computed."""
+        """Record that these serves are computed; `first`: the number of serves before them."""
         planning = self.pacing.begin_planning()
         for computed, serve in enumerate(serves, start=first + 1):
             self.arrivals.served(serve, computed)
         self.pacing.end_planning(planning)
 
     def _residents(self, tokens: DecodeExperts, serves: Sequence[Serve], begin: int, end: int) -> None:
-        """Those of the plan's serves from number `begin` to `end`, which are here, in one piece."""
+        """Compute the plan's serves `begin` to `end`, which are resident, at once."""
         weights = [self.arrivals.ready(serve.key) for serve in serves[begin:end]]
         began = time.perf_counter()
         tokens.compute(begin, weights)
@@ -315,7 +321,8 @@ class LayerCompute:
         self._note_served(serves[begin:end], begin)
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
-        """Whether a prompt's tokens are so few that they go through all experts at once, which are all here."""
+        """Return whether a prompt is so short that its tokens pass through all experts at once, and all are
+        resident."""
         if self._experts[plan.layer, EXACT].kernel is None or hidden.shape[0] > _SHORT_PROMPT:
             return False
         return not plan.loads and not any(serve.waits or serve.unit != DEVICE for serve in plan.serves)
@@ -327,7 +334,8 @@ class LayerCompute:
         return result.to(self._arena.device, non_blocking=True)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Many tokens: experts in ascending order, each read once, loads of this and the next layer running ahead."""
+        """Compute many tokens: experts in ascending order, each read once, while loads of this and the next layer run
+        -> [T, H]."""
         kernel = self._prompt_kernel(plan)
         if kernel is not None:
             return self._prompt_in_bytes(plan, kernel, hidden, top_k_weights)
@@ -358,20 +366,21 @@ class LayerCompute:
         return total.to(hidden.dtype)
 
     def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
-        """What multiplies all of a prompt's experts in 8 bits, where all are computed here by such products."""
+        """Return the kernel that multiplies all experts of a prompt in 8 bits; None unless all are computed here in
+        this way."""
         kernels = [self.math_of(serve.key).byte_kernel for serve in plan.serves if serve.unit == DEVICE]
         return kernels[0] if kernels and all(kernels) and len(kernels) == len(plan.serves) else None
 
     def _prompt_in_bytes(
         self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Many tokens through experts in ascending order, as many at once as are here: [T, H]."""
+        """Compute many tokens in 8 bits, experts in ascending order, as many at once as are resident -> [T, H]."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
         gains, prompt, computed = top_k_weights.flatten().tolist(), PromptExperts(kernel, hidden), 0
 
         def finish(done: int) -> int:
-            """Release the slots of the next `done` experts; returns how many are computed."""
+            """Release the slots of the next `done` experts. Return the number of computed experts."""
             for n in range(computed, computed + done):
                 self.arrivals.served(plan.serves[n], n + 1)
             return computed + done
@@ -389,7 +398,8 @@ class LayerCompute:
 
 
 class _HandedOver:
-    """A prompt's experts at other units: each has a few at a time, as their results are in no workspace."""
+    """A prompt's experts on other units: each unit gets a few at a time, because the workspace has no room for their
+    results."""
 
     def __init__(self, serves: Sequence[Serve], units: Mapping[int, ComputeUnit], hidden: Fetched, width: int) -> None:
         self.under_way: dict[ExpertKey, Future[torch.Tensor]] = {}
@@ -403,7 +413,7 @@ class _HandedOver:
                 self.go_on(unit)
 
     def go_on(self, unit: int) -> None:
-        """The unit gets one more."""
+        """Give the unit its next expert."""
         if self._waiting[unit]:
             serve = self._waiting[unit].popleft()
             (self.under_way[serve.key],) = self._units[unit].submit([_wanted(serve, self._width)], self._hidden)

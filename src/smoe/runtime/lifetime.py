@@ -1,7 +1,7 @@
-"""Stops an engine's threads and frees its memory, also when it was never closed.
+"""Stops an engine's threads and frees its memory, also without `close()`.
 
-Threads are never collected, and keep what they work on. So they hold no engine and no model, and an engine that is
-collected without `close()` has them ended.
+Running threads are never garbage-collected, nor the objects that they refer to. So they refer to no engine and no
+model, and the collection of an engine without `close()` ends them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smoe.memory.reading_threads import Transfers
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 """Engines that Python has not collected, closed or not."""
 _releasing: list[threading.Thread] = []
-"""At work for engines that were collected without having been closed."""
+"""Threads that release collected engines without `close()`."""
 
 
 class Helpers(Protocol):
@@ -29,7 +29,7 @@ class Helpers(Protocol):
 
 
 class Held:
-    """What one engine holds that is to end with it, at the latest. None of it may hold the engine or its model."""
+    """The resources of one engine that end with it. They must not refer to the engine or its model."""
 
     def __init__(self, engine: object, transfers: Transfers, arena: Arena, helpers: Sequence[Helpers]) -> None:
         self._parts = os.getpid(), transfers, arena, helpers
@@ -38,16 +38,16 @@ class Held:
         _living.add(engine)
 
     def release(self) -> None:
-        """End the threads and give the slots back, now."""
+        """End the threads and free the slots now."""
         self._collected.detach()
         _release(*self._parts)
 
 
 def collect_dropped() -> None:
-    """Free what engines that are no longer referenced still hold: weights, and without a `close()` slots and threads.
+    """Free the resources of engines without references: weights and, without `close()`, slots and threads.
 
-    Model and engine refer to each other, and Python may collect such a cycle much later. Costs nothing where no
-    engine lives, else some 0.1 s.
+    Model and engine refer to each other, and Python may collect such a cycle much later. This costs nothing where no
+    engine exists, else some 0.1 s.
     """
     if _living:
         gc.collect()
@@ -64,7 +64,7 @@ def _release(process: int, transfers: Transfers, arena: Arena, helpers: Sequence
 
 
 def _release_aside(*parts: Any) -> None:
-    """The collecting thread, maybe one of the engine's own, cannot wait for them to end."""
+    """Release on a new thread: the collecting thread may be one of the engine's own, which cannot wait for itself."""
     thread = threading.Thread(target=_release, args=parts, name="smoe-release", daemon=True)
     _releasing.append(thread)
     thread.start()

@@ -13,20 +13,21 @@ from smoe.runtime.step import Step
 
 
 class StepObserver:
-    """Override what you need; the defaults do nothing. An exception ends the forward pass."""
+    """The base of observers: override the methods you need; the defaults do nothing. An exception ends the forward
+    pass."""
 
     def routed(self, step: Step) -> None:
-        """A layer's experts are about to be served; nothing has been replaced yet."""
+        """Called before a layer's experts are computed, and before any replacement."""
 
     def planned(self, routing: Routing, decision: Decision) -> None:
-        """What was chosen, and what is going to be done about it."""
+        """Called with the router's choice and the decision about it."""
 
     def computed(self, step: Step, output: torch.Tensor) -> None:
-        """A layer's experts have given `output` [T, H]."""
+        """Called with the experts' output [T, H] of a layer."""
 
 
 class RoutingList(StepObserver):
-    """Keeps every routing: input for `smoe.simulator`."""
+    """Stores every routing: input for `smoe.simulator`."""
 
     def __init__(self) -> None:
         self.trace: list[Routing] = []

@@ -1,6 +1,6 @@
-"""The type of what `from_pretrained` returns, for type checkers.
+"""The type of the result of `from_pretrained`, for type checkers.
 
-At run time the class of a loaded model is the library's own, so this is another name of `PreTrainedModel`.
+At run time a loaded model has the library's own class, so this is another name of `PreTrainedModel`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smoe.runtime.engine import Engine
 
     class OffloadedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-        """A model of transformers that writes text, with an engine behind it."""
+        """A language model of transformers with an engine."""
 
         offload: Engine  # type: ignore[assignment]
 else:

@@ -1,7 +1,7 @@
-"""A shadow on a machine of its own: the model's text as far as it has come here, and the thread that runs ahead in it.
+"""The state of a draft model on another machine: the model's text as far as received, and the thread that runs ahead.
 
-from main   keys and values of 0 .. n | token n+1 | keys and values of n+1 | token n+2 | ...
-here        a copy of main's cache -----`-> begin    (the shadow's own cache is aligned from it, as on main)
+coordinator   keys and values of 0 .. n | token n+1 | keys and values of n+1 | token n+2 | ...
+here          a copy of its cache ------`-> begin    (the draft model's own cache is aligned from the copy)
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from smoe.models.kv_cache import RowCache
 from smoe.runtime.running_ahead import RunningAhead
 
 _PATIENCE_SECONDS = 10.0
-"""For a step that was cancelled to end."""
+"""The longest wait for a cancelled step to end."""
 
 
 class ReadAlong:
-    """Owned by the thread that hears main (`cluster/shadow_process.py`)."""
+    """A draft model that follows the coordinator's text. Only the thread that receives messages may use it
+    (`cluster/shadow_process.py`)."""
 
     def __init__(
         self, ahead: RunningAhead, config: PretrainedConfig, pattern: RowCache, capacity: int, nbytes: int
     ) -> None:
-        """`pattern`: a cache of the shadow's that something was written to; `nbytes`: of all memory that it takes."""
+        """`pattern`: a cache of the draft model that has been written to; `nbytes`: the bytes of all memory that it
+        takes."""
         self.capacity, self.nbytes = capacity, nbytes
         self._ahead = ahead
         self._config, self._pattern = config, pattern
@@ -33,17 +35,18 @@ class ReadAlong:
 
     @property
     def position_bytes(self) -> int:
-        """Of keys and values, all layers'."""
+        """Bytes of keys and values of one position, in all layers."""
         return self._pattern.position_bytes
 
     def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
-        """Keys and values of these positions of a text, as bytes. Raises `ValueError` where some before them are
-        missing."""
+        """Store the keys and values of positions `begin` to `end` of a text, given as bytes. Raises `ValueError` where
+        earlier positions are missing."""
         self._turn_to(text, begin)
         self._cache.put_in(torch.frombuffer(bytearray(rows), dtype=torch.uint8), begin, end, self._pattern)
 
     def begin(self, text: int, position: int, token: int) -> None:
-        """Main decodes this token. Raises `ValueError` where keys and values before it are missing."""
+        """Decode the token that the coordinator decodes. Raises `ValueError` where keys and values before it are
+        missing."""
         self._turn_to(text, position)
         if self._cache.length != position or position >= self.capacity:
             raise ValueError(
@@ -52,19 +55,19 @@ class ReadAlong:
         self._ahead.begin(token, self._cache)
 
     def pause(self) -> None:
-        """Main decodes nothing that can be followed."""
+        """Stop: the coordinator decodes nothing that can be followed."""
         self._ahead.pause()
 
     def close(self) -> None:
-        """End the thread and the shadow's engine; any number of times."""
+        """End the thread and the draft model's engine. Repeated calls have no effect."""
         self._ahead.close()
 
     def _turn_to(self, text: int, position: int) -> None:
-        """What is here of another text, or behind this position, is out of date."""
+        """Drop the positions of another text, or from `position` on."""
         if text == self._text and position >= self._cache.length:
             return
         self._ahead.pause(self._cache)
-        self._ahead.wait(_PATIENCE_SECONDS)  # it may be reading what is about to change
+        self._ahead.wait(_PATIENCE_SECONDS)  # the thread may be reading the cache that is about to change
         if text != self._text:
             self._text, self._cache = text, RowCache(self._config, 1, self.capacity)
         self._cache.rewind(min(position, self._cache.length))

@@ -1,4 +1,4 @@
-"""Substitution between planner and tensors: scores come in as lists, substitutes go back with their weights."""
+"""Routing weights after substitution: scores become lists for the planner, and substitutes get their weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from smoe.runtime.substitution import Substitution
 
 
 class Scored(NamedTuple):
-    """A layer's router logits and scores for all experts."""
+    """A layer's scores for all experts, and the rule of its router."""
 
     rule: Rule
     scores: torch.Tensor
     """[T, E]"""
 
     def choice_of(self, tokens: Sequence[int] | None) -> torch.Tensor:
-        """Choice scores of these tokens, or of all: [tokens, E]."""
+        """Return the choice scores of these tokens (None: all): [tokens, E]."""
         return self.rule.choice(self.scores if tokens is None else self.scores[list(tokens)])
 
 
@@ -39,8 +39,8 @@ class Rule(Protocol):
 def weights_with_substitutes(
     decision: Decision, top_k_weights: torch.Tensor, scored: Scored, asked: Substitution
 ) -> torch.Tensor:
-    """top_k_weights [T, K] where the decision's substitutes are among the chosen experts; the weights of tokens without
-    one stay as they are to the last bit."""
+    """Return top_k_weights [T, K] with the substitutes among the chosen experts; the weights of tokens without a
+    substitute do not change in any bit."""
     assert decision.selection is not None
     if asked.inherits_weight:
         return top_k_weights
@@ -52,7 +52,7 @@ def weights_with_substitutes(
         replacements = [replacement for replacement in replacements if replacement.substitute is not None]
     if not replacements:
         return top_k_weights
-    if len(weighed) == 1 and scored.rule.ranks_by_scores:  # the usual step: one tensor instead of eight
+    if len(weighed) == 1 and scored.rule.ranks_by_scores:  # the usual step needs one tensor instead of eight
         assert decision.routing.scores is not None
         scores, none = decision.routing.scores[0], decision.routing.experts
         chosen = [0.0 if expert == none else scores[expert] for expert in weighed[0]]

@@ -1,12 +1,12 @@
-"""What workspace and KV cache leave unused, lent to experts and taken back in time.
+"""Lends unused workspace and KV cache to experts, and takes them back in time.
 
-    KV cache    |####..........|  positions that no text has yet
-    workspace   |##............|  positions that this step has not
-                     `--> spare slots, as many as fit; withdrawn, and their memory given back, before it is used
+    KV cache    |####..........|  positions without text
+    workspace   |##............|  positions beyond this step's
+                     `--> spare slots, as many as fit; withdrawn, and their memory freed, before it is needed
 
-Before a pass, and before positions are written between passes, slots are withdrawn until there is room. They come back
-when two passes in a row leave room for them: pieces of one prompt between steps of other texts do not take the same
-slots again and again.
+Before a pass, and before positions are written between passes, slots are withdrawn until there is room. They return
+after two successive passes that leave room for them, so that pieces of one prompt between steps of other texts do not
+take the same slots again and again.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from smoe.runtime.caches import Caches
 from smoe.runtime.execute import LayerExecutor
 
 _WORTH_RETURNING = 4 * 2**20
-"""Bytes of a step that the allocator is asked to return once they are free; less it may keep."""
+"""The least bytes of a finished step that the allocator must return to the system."""
 
 
 class Reserve:
-    """The bytes of a budget that are reserved for the largest step and the longest texts. Used by one thread at a
-    time."""
+    """The bytes of a budget that are reserved for the largest step and the longest texts. One thread at a time may use
+    it."""
 
     def __init__(
         self, ledger: Ledger, executor: LayerExecutor, arena: Arena, caches: Caches, position_bytes: int, positions: int
     ) -> None:
-        """`position_bytes`: of the KV cache, for each of its `positions`; the rest of its entry is always in use."""
+        """`position_bytes`: bytes of the KV cache for each of `positions`; the rest of its entry is always in use."""
         self._ledger, self._executor, self._arena, self._caches = ledger, executor, arena, caches
         self._position_bytes = position_bytes
         self._state_bytes = ledger.demand.kv_cache_bytes - position_bytes * positions
         self.is_lent = any(pool.spare for pool in ledger.pools)
-        """Whether experts have what is not in use."""
+        """Whether experts use what is unused."""
         self._step_bytes = 0
-        """Of the last pass."""
+        """Bytes of the last pass's step."""
         self._last_bytes = ledger.demand.reserve_bytes
-        """In use in the last pass."""
+        """Bytes in use in the last pass."""
         self._settled_bytes = ledger.demand.reserve_bytes
-        """For which there is room at present."""
+        """Bytes of the reserve that are free of experts at present."""
         self.peak_bytes = 0
-        """The most that slots, caches and a step have taken together."""
+        """The most bytes that slots, caches and a step have taken together."""
 
     def begin(self, positions: int) -> None:
-        """A pass over so many new positions, of all sequences together, begins."""
+        """Start a pass over `positions` new positions of all sequences together."""
         before = self._step_bytes
         self._step_bytes = self._ledger.demand.step_bytes(positions)
         used = self._cache_bytes + self._step_bytes
@@ -56,12 +56,12 @@ class Reserve:
         self.peak_bytes = max(self.peak_bytes, self._slots_bytes + used)
 
     def note_growth(self) -> None:
-        """Positions are about to be written that have no memory yet."""
+        """Make room for positions without memory that are about to be written."""
         if self.is_lent and self._cache_bytes > self._settled_bytes:
             self._make_room(self._cache_bytes)
 
     def _make_room(self, nbytes: int) -> None:
-        """Have experts leave room for so many bytes of the reserve, and use what is beyond."""
+        """Withdraw or return slots so that exactly `nbytes` of the reserve are free of experts."""
         if nbytes == self._settled_bytes:
             return
         self._settled_bytes = nbytes

@@ -1,15 +1,15 @@
-"""A shadow on a thread of its own, which decodes the model's token while the model does, and maybe the next one too.
+"""Runs a draft model on a thread: it decodes the model's token concurrently, and possibly the next one.
 
 One token, time to the right:
 
-    model    x1 -> layer . wait . | layer . wait . | ... -> x2 -> layer . wait . | ...
-    shadow   x1 -> layer | layer | ... -> s2 -> layer | layer | ...      s2 = x2: predicted already
-                                       |     `- s2 is not x2: cancelled, taken back, and x2 decoded
-                                       `- or waits for x2 (OD-MoE's late departure, section 3.2)
+    model          x1 -> layer . wait . | layer . wait . | ... -> x2 -> layer . wait . | ...
+    draft model    x1 -> layer | layer | ... -> s2 -> layer | layer | ...      s2 = x2: predicted already
+                                             |     `- s2 is not x2: cancelled, removed, and x2 decoded
+                                             `- or waits for x2 (OD-MoE's late departure, section 3.2)
 
-Every token is aligned (T1 KV1): within one machine telling it the token and copying its keys and values costs nothing.
-Those of the position that it decodes ahead are aligned one token late. What it says decides nothing but what is loaded
-early, so when it says it is of no consequence for the text.
+Every token is aligned (T1 KV1): within one machine, passing the token and copying its keys and values is free. The
+position that is decoded ahead is aligned one token late. Predictions decide only what is loaded early, so their timing
+does not affect the text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 class RunningAhead:
-    """A thread that a shadow runs on. `begin` and `said` belong to the model's thread; `close` ends it."""
+    """A thread on which a draft model runs. Only the model's thread calls `begin` and `said`; `close` ends the
+    thread."""
 
     def __init__(
         self,
@@ -40,27 +41,27 @@ class RunningAhead:
         departure: str = DEPARTURE[0],
         on_said: Callable[[TokenStep, Expected], None] = lambda *_: None,
     ) -> None:
-        """`departure`: one of `DEPARTURE`; `on_said` gets predictions, on the thread."""
+        """`departure`: one of `DEPARTURE`. `on_said` receives predictions, on the thread."""
         self._shadow = shadow
         self._at_once = departure == "at-once"
         self._on_said = on_said
         self._changed = threading.Condition()
         self._draft_predictions = DraftPredictions()
         self._decoding: TokenStep | None = None
-        """What the shadow decodes, or has decoded last."""
+        """The step that the draft model decodes, or has decoded last."""
         self._is_done = True
-        """Whether it has."""
+        """Whether that step has ended."""
         self._unchanged = inf
-        """Positions that were not written again since the last step."""
+        """The number of first positions that have not been written again since the last step."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
     def tell(self, listener: Listener) -> None:
-        """It hears everything at once."""
+        """Let `listener` receive all predictions at once."""
         self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """The model decodes this token behind what is in its cache."""
+        """Decode the model's token, which follows the tokens in its cache."""
         asked = TokenStep(token, cache.length, cache)
         with self._changed:
             if self._thread is None:
@@ -71,7 +72,7 @@ class RunningAhead:
             self._changed.notify_all()
 
     def pause(self, cache: RowCache | None = None) -> None:
-        """The model does something that no shadow follows: a prompt, behind what is in this cache, or a batch."""
+        """Stop predictions: the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
         with self._changed:
             self._draft_predictions.pause()
             self._cancel_unless(None)
@@ -79,17 +80,17 @@ class RunningAhead:
                 self._unchanged = min(self._unchanged, cache.length)
 
     def said(self) -> tuple[list[Expected], list[Expected]]:
-        """(what is expected of the token that the model decodes, as far as it has been said; of the one after it)."""
+        """Return (predictions so far for the token that the model decodes; for the next token)."""
         with self._changed:
             return self._draft_predictions.said()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all predictions of the begun step are there; False where that takes longer."""
+        """Wait for all predictions of the current step. Return False where that takes longer than `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_idle, seconds)
 
     def close(self) -> None:
-        """End the thread and the shadow's engine; any number of times."""
+        """End the thread and the draft model's engine. Repeated calls have no effect."""
         with self._changed:
             self._is_ending = True
             self._draft_predictions.listener = None
@@ -106,7 +107,7 @@ class RunningAhead:
         return self._is_ending or (self._is_done and self._next() is None)
 
     def _next(self) -> TokenStep | None:
-        """What is to be decoded now; None: nothing."""
+        """Return the step to decode now; None where there is none."""
         asked, last = self._draft_predictions.asked, self._decoding
         if asked is None:
             return None
@@ -118,7 +119,7 @@ class RunningAhead:
         return None
 
     def _cancel_unless(self, wanted: TokenStep | None) -> None:
-        """End the step under way where it is of no use any more."""
+        """Cancel the current step unless it is `wanted`."""
         if not self._is_done and self._decoding != wanted:
             self._shadow.text.engine.cancel()
 
@@ -140,7 +141,7 @@ class RunningAhead:
                 with self._changed:
                     self._draft_predictions.drop(step)
             except EngineStateError as error:
-                _log.debug("the draft model can no longer follow this text: %s", error)  # its cache has been given up
+                _log.debug("the draft model can no longer follow this text: %s", error)  # its cache was invalidated
             except Exception as error:
                 _log.warning("the draft model failed and predicts nothing any more: %s", error)
                 return
@@ -156,27 +157,28 @@ class RunningAhead:
 
 
 class Ahead(Protocol):
-    """A shadow that follows the model's text, wherever it runs. What the model's thread calls; `close` ends it."""
+    """A draft model that follows the model's text, wherever it runs. The model's thread calls these methods; `close`
+    ends it."""
 
     def tell(self, listener: Listener) -> None:
-        """It hears everything at once, on whosever thread that is."""
+        """Let `listener` receive all predictions at once, on any thread."""
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """The model decodes this token behind what is in its cache."""
+        """Decode the model's token, which follows the tokens in its cache."""
 
     def pause(self, cache: RowCache | None = None) -> None:
-        """The model does something that no shadow follows: a prompt, behind what is in this cache, or a batch."""
+        """Stop predictions: the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
 
     def said(self) -> tuple[list[Expected], list[Expected]]:
-        """(what is expected of the token that the model decodes, as far as it has been said; of the one after it)."""
+        """Return (predictions so far for the token that the model decodes; for the next token)."""
 
     def close(self) -> None: ...
 
 
 class ShadowRouting(Predictor):
-    """Names what a shadow's routers have chosen so far for the token under way, and then for the next one.
+    """Predicts the experts that a draft model's routers have chosen for the current token, then for the next one.
 
-    Where several sequences are decoded together it says nothing.
+    It predicts nothing for a batch of several sequences.
     """
 
     def __init__(self, ahead: Ahead) -> None:

@@ -1,14 +1,13 @@
-"""The seam to transformers: instance attributes of an ordinary model object.
+"""Connects the engine to a transformers model, by instance attributes of the ordinary model object.
 
-* every experts module's `forward` asks the engine;
-* the model's `forward` opens a pass (turn, position, phase, padding) and sees to it that the KV cache is ours;
-* the model's `generate` takes its turn, reads long prompts in chunks and hears which rows have ended;
-* what would wreck the model is refused (`guards.py`).
+* every experts module's `forward` calls the engine;
+* the model's `forward` opens a pass (turn, position, phase, padding) and makes sure that the KV cache is ours;
+* the model's `generate` takes its turn, reads long prompts in chunks and notes which rows have ended;
+* operations that would damage the model are refused (`guards.py`).
 
-(What computes faster with the same bits is put on single modules: `fastpath/linear.py`, `fastpath/attention.py`.)
+(Faster code with the same bits replaces single modules: `fastpath/linear.py`, `fastpath/attention.py`.)
 
-The class of the model, its config, its tokenizer, its chat template and everything built on `generate` stay as they
-are.
+The class of the model, its config, its tokenizer, its chat template and everything based on `generate` are unchanged.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from smoe.runtime.engine import Engine
 
 
 def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, listen: Mapping[int, str]) -> None:
-    """Put the engine behind `model`, in place; the model then carries it as `model.offload`.
+    """Connect the engine to `model`, in place; `model.offload` is then the engine.
 
-    `listen`: paths of the routers whose logits the engine wants to hear, by layer.
+    `listen`: paths of the routers whose logits the engine needs, by layer.
     """
     hear_routers(model, engine, listen)
     modules = dict(model.named_modules())
@@ -61,14 +60,15 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
 
 
 def hear_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
-    """From now on the engine hears the logits of the routers `listen` (paths by layer), until the hooks are removed."""
+    """Pass the logits of the routers `listen` (paths by layer) to the engine, until the returned hooks are removed."""
     modules = dict(model.named_modules())
     return [modules[name].register_forward_hook(_note_logits(engine, layer)) for layer, name in listen.items()]
 
 
 @contextmanager
 def routers_heard(model: PreTrainedModel, engine: Engine) -> Iterator[None]:
-    """Inside, the engine hears the logits of every router; those with rules of its own it hears anyway."""
+    """Pass the logits of every router to the engine for the duration of the `with` block; those with a scoring rule are
+    passed anyway."""
     unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
     hooks = hear_routers(model, engine, unheard)
     try:
@@ -102,7 +102,7 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         given = kwargs.get("input_ids")
         given = kwargs.get("inputs_embeds") if given is None else given
         if given is None:
-            return original(**kwargs)  # the library says what is missing
+            return original(**kwargs)  # the library's error names the missing argument
         with engine.turn():  # before a cache is made: the thread with the turn has the budget
             refuse_gradients(model, given)
             cache = _our_cache(kwargs, engine, model, given.shape[0])
@@ -114,7 +114,8 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
 
 
 def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, rows: int) -> RowCache | None:
-    """The cache of this pass: the caller's, if it is one of ours, or a new one where the library would make one."""
+    """Return the cache of this pass: the caller's, if it is ours, or a new one where the library would make one. Raises
+    `EngineStateError` for another cache."""
     cache = kwargs.get("past_key_values")
     use_cache = kwargs.get("use_cache")
     if cache is None and (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
@@ -127,7 +128,7 @@ def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, r
 
 
 def _padding(attention_mask: Any, tokens: int) -> torch.Tensor | None:
-    """[rows, tokens], True at padding; None where nothing is padded."""
+    """Return [rows, tokens], True at padding; None where there is none."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
         return None
     padding = attention_mask[:, -tokens:] == 0
@@ -141,7 +142,7 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: 
     def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(prompt, torch.Tensor) and prompt.dim() == 2:
-            chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # what the workspace was planned for
+            chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # the workspace is planned for it
             if prompt.shape[1] > chunk:
                 kwargs.setdefault("prefill_chunk_size", chunk)
         whole = _lengths(prompt, kwargs.get("attention_mask"))
@@ -158,7 +159,7 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: 
 
 
 def _lengths(prompt: Any, attention_mask: Any) -> list[int]:
-    """Of every row of a prompt, its tokens without padding; of what is no token ids, nothing."""
+    """Return the number of tokens without padding for every row of a prompt; empty for anything but token ids."""
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2:
         return []
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
@@ -177,13 +178,13 @@ def _prepare_cache(engine: Engine, ended: EndedRows) -> Callable[..., None]:
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             cache = model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
             ended.note_cache(cache, generation_config, mode)
-        if isinstance(cache, RowCache):  # else the model's forward refuses it
+        if isinstance(cache, RowCache):  # the model's forward refuses others
             cache.check_room(max_cache_length)
 
     return prepare
 
 
 def original_experts_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """The library's own eager loop of an experts module, below its dispatching decorator."""
+    """Return the library's own eager forward of an experts module, without its dispatching decorator."""
     forward = type(module).forward
     return functools.partial(getattr(forward, "__wrapped__", forward), module)

@@ -1,12 +1,13 @@
-"""A second copy of the model, in fewer bits, that decodes concurrently: its routers' choices predict the model's
-experts.
+"""The draft model: a second copy of the model, in fewer bits, that decodes concurrently. Its routers' choices predict
+the model's experts.
 
-    model     x1 -> layer | layer | ... -> x2 -> layer | layer | ... -> x3
-    shadow    s1 -> layer | layer | ... -> s2 -> layer | layer | ... -> s3      runs ahead, as it is smaller
-              ^ aligned: s1 := x1, and the keys and values of the positions before it := the model's
+    model          x1 -> layer | layer | ... -> x2 -> layer | layer | ... -> x3
+    draft model    s1 -> layer | layer | ... -> s2 -> layer | layer | ... -> s3      runs ahead, as it is smaller
+                   ^ aligned: s1 := x1, and the keys and values of the positions before it := the model's
 
-Scaled emulative prediction of OD-MoE. Both read the same text, so they choose nearly the same experts; left alone, the
-shadow writes another text sooner or later, so it is aligned now and then (section 3.2).
+This is OD-MoE's scaled emulative prediction. Both models read the same text, so they choose nearly the same experts.
+Without correction the draft model would write another text sooner or later, so it is aligned in intervals (section
+3.2).
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from smoe.runtime.step import Step
 
 
 class Alignment(NamedTuple):
-    """After how many tokens a shadow is set right; 0: never. Both begin with the first token after the prompt.
+    """The intervals, in tokens, at which a draft model is aligned; 0: never. Both begin with the first token after the
+    prompt.
 
-    The paper does not say where a period begins, nor whether a shadow that is never aligned reads the prompt itself:
-    here it does, and its first token is its own.
+    The paper does not say where an interval begins, nor whether a draft model that is never aligned reads the prompt
+    itself: here it does, and its first token is its own.
     """
 
     token: int
-    """T of section 3.2: its input becomes the model's token."""
+    """T of section 3.2: the interval at which its input becomes the model's token."""
     kv: int
-    """KV of section 3.2: its keys and values since the last time become the model's."""
+    """KV of section 3.2: the interval at which its new keys and values become the model's."""
 
     def __str__(self) -> str:
         return f"T{self.token} KV{self.kv}"
 
 
 class Greedy:
-    """One text that a model reads and goes on with by its likeliest tokens."""
+    """One text that a model reads and continues with its likeliest tokens."""
 
     cache: RowCache
 
@@ -53,49 +55,50 @@ class Greedy:
         self.model = model
         self.engine: Engine = model.offload  # type: ignore[assignment]
         self.next_token = -1
-        """The likeliest after all that was read."""
+        """The likeliest next token after all that was read."""
 
     def read(self, prompt: Sequence[int]) -> None:
-        """Begin a text, in pieces that the workspace was planned for."""
+        """Start a text, in pieces for which the workspace was planned."""
         self.cache = self.engine.new_cache()
         piece = self.engine.config.prefill_tokens
         for begin in range(0, len(prompt), piece):
             self.take(prompt[begin : begin + piece])
 
     def take(self, ids: Sequence[int]) -> None:
-        """Go on with these tokens."""
+        """Continue the text with these tokens."""
         given = torch.tensor([list(ids)], device=self.model.device)
         output = self.model(input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.next_token = int(output.logits[0, -1].argmax())
 
 
 class Shadow(StepObserver):
-    """Decodes one token at a time and says of every layer which experts the model will want; made by `shadowing`."""
+    """A draft model: decodes one token at a time and predicts the model's experts for every layer. Made by
+    `shadowing`."""
 
     def __init__(self, model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> None:
-        """`rules`: how the routers rank, by layer; `spares`: experts named in addition to those that the router
-        chose."""
+        """`rules`: the scoring rule of each layer's router; `spares`: the number of predicted experts in addition to
+        the router's choice."""
         self.text = Greedy(model)
         self._rules = rules
         self._spares = spares
         self._aligned = 0
-        """Positions whose keys and values are the model's, or were to be."""
+        """The number of positions whose keys and values are the model's, or were due to be."""
         self._decoded = 0
         self._source: RowCache | None = None
-        """What `follow` aligns with."""
+        """The cache with which `follow` aligns."""
         self._say: Callable[[Expected], None] | None = None
-        """Hears what is expected of the token under way; None in a prompt."""
+        """Receives the predictions for the current token; None in a prompt."""
 
     def read(self, prompt: Sequence[int]) -> None:
-        """Begin with a text that the model has been given, too."""
+        """Start with a text that the model also gets."""
         self._say, self._aligned, self._decoded = None, 0, 0
         self.text.read(prompt)
 
     def step(self, alignment: Alignment, token: int, cache: RowCache) -> list[Expected]:
-        """Decode one token, aligned where that is due, and name the experts of every layer.
+        """Decode one token, aligned where that is due, and return predictions for every layer.
 
-        `token`: what the model decodes at this place. `cache`: the model's, with all positions before it, or more.
-        Raises `EngineStateError` where keys and values of recurrent layers would have to be aligned.
+        `token`: the token that the model decodes at this position. `cache`: the model's, with all positions before it,
+        or more. Raises `EngineStateError` where keys and values of recurrent layers would have to be aligned.
         """
         if _is_due(alignment.kv, self._decoded):
             length = self.text.cache.length
@@ -109,11 +112,11 @@ class Shadow(StepObserver):
         return said
 
     def follow(self, token: int, position: int, cache: RowCache, say: Callable[[Expected], None]) -> None:
-        """Decode the token at a position of the text in `cache`, the model's, and `say` what is expected of each layer
-        as it is known.
+        """Decode the token at `position` of the text in `cache`, which is the model's; `say` receives each layer's
+        prediction.
 
-        Keys and values of the positions before it become the model's, as far as it has them; of a text other than the
-        last one all of them. Raises `EngineStateError` where they cannot.
+        Keys and values of earlier positions become the model's, as far as it has them; all of them where the text is
+        new. Raises `EngineStateError` where they cannot.
         """
         if self._source is not cache:
             self._source, self._aligned = cache, 0
@@ -127,7 +130,7 @@ class Shadow(StepObserver):
         self.text.take([token])
 
     def unlearn(self, unchanged: float) -> None:
-        """Positions from this one on have been written again in the cache that is followed."""
+        """Record that positions from `unchanged` on have been written again in the followed cache."""
         self._aligned = int(min(self._aligned, unchanged))
 
     def routed(self, step: Step) -> None:
@@ -150,7 +153,8 @@ class Shadow(StepObserver):
 
 @contextmanager
 def shadowing(model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> Iterator[Shadow]:
-    """Inside, `model` (one of `smoe.from_pretrained`) is a draft model, and its routers are observed."""
+    """Make `model` (a result of `smoe.from_pretrained`) a draft model for the duration of the `with` block. Yield the
+    draft model."""
     shadow = Shadow(model, rules, spares)
     engine = shadow.text.engine
     with routers_heard(model, engine), engine.observed_by(shadow):

@@ -1,7 +1,6 @@
-"""A stand-in gives a layer's output in the place of its experts: for measurements of what another answer costs.
+"""Replaces the experts of a layer by a function (a stand-in), to measure the quality cost of another resolution.
 
-It may run the layer's experts any number of times, with other indices and weights each time, on their own or their low
-copies.
+A stand-in may run the layer's experts any number of times, with different indices and weights, on full or low copies.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ class LayerExperts(NamedTuple):
 
     @property
     def no_expert(self) -> int:
-        """The index E."""
+        """The index E, "no expert"."""
         return self.executor.compute.store.layers[self.step.layer].experts
 
     def routed(self) -> torch.Tensor:
-        """[T, H] of what the router has chosen."""
+        """Return [T, H], the output for the router's choice."""
         return self.executor.run(self.step)
 
     def own(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """[T, H] of the model's own copies; top_k_index [T, K], the index E for no expert."""
+        """Return [T, H], the output of full copies; top_k_index [T, K] with the index E for no expert."""
         return self.executor.run(self.step._replace(top_k_index=top_k_index, top_k_weights=top_k_weights))
 
     def low(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """The same of low copies; the engine must have some."""
+        """Return [T, H], the output of low copies, which the engine must have."""
         with self.executor.by_low_copies():
             return self.own(top_k_index, top_k_weights)
 
 
 StandIn: TypeAlias = Callable[[LayerExperts], torch.Tensor]
-"""Gives the experts' output [T, H] of one layer."""
+"""A function that returns the experts' output [T, H] of one layer."""
 
 
 class Answering(Protocol):
-    """What has its layers answered by a stand-in: an engine."""
+    """The part of an engine that `answered_by` needs."""
 
     answer: Callable[[Step], torch.Tensor]
     executor: LayerExecutor
@@ -55,8 +54,8 @@ class Answering(Protocol):
 
 @contextmanager
 def answered_by(engine: Answering, stand_in: StandIn) -> Iterator[None]:
-    """Inside, `stand_in` gives the output of every layer's experts, and nothing else is replaced or left out;
-    observers receive that output."""
+    """Let `stand_in` compute the output of every layer's experts for the duration of the `with` block, without
+    substitution or dropping; observers receive that output."""
     executor = engine.executor
     before, substitution, answerer = engine.answer, executor.substitution, executor.answerer
     engine.answer, executor.answerer = (lambda step: stand_in(LayerExperts(executor, step))), None

@@ -1,4 +1,4 @@
-"""One layer of one forward pass, as its router leaves it: what everything after the router works on."""
+"""One layer of one forward pass after its router: the input of all later stages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from smoe.runtime.rerouting import Scored
 
 
 class Step(NamedTuple):
-    """T rows of `sequences` sequences of equal length, one sequence after the other."""
+    """One layer's input and routing: T rows of `sequences` sequences of equal length, one sequence after the other."""
 
     layer: int
     phase: Phase
     hidden: torch.Tensor
-    """[T, H]"""
+    """[T, H], the router's input."""
     top_k_index: torch.Tensor
     """[T, K], with the index E at padding."""
     top_k_weights: torch.Tensor
-    """[T, K]"""
+    """[T, K], the routing weights."""
     sequences: int = 1
     logits: torch.Tensor | None = None
-    """[T, E]; None where no policy reads the router."""
+    """[T, E], the router's logits; None where no policy reads them."""
     scored: Scored | None = None
     """The router's scores; None where no policy reads them."""

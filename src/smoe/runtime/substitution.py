@@ -1,4 +1,4 @@
-"""How a configuration has experts replaced: what is decided, and what a substitute weighs."""
+"""The substitution settings of a configuration."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from smoe.policy.step import Switches
 
 
 class Substitution(NamedTuple):
-    """How experts are replaced: what is decided, and what a substitute weighs."""
+    """How experts are replaced: the decision's switches, and the weights of substitutes."""
 
     switches: Switches = Switches()
     inherits_weight: bool = False
-    """A substitute weighs what the expert that it replaces would have; else its own score by the router's rule."""
+    """Whether a substitute has the weight of the expert that it replaces; otherwise its own score gives the weight, by
+    the router's rule."""
     gaps_keep_weight: bool = False
-    """Where a route is left out the others weigh what they would with it; else they share its weight by the rule."""
+    """Whether dropping a route leaves the other weights unchanged; otherwise they share its weight by the router's
+    rule."""
 
 
 EXACTLY = Substitution()
-"""Nothing is replaced."""
+"""No substitution."""
 
 
 def substitution_of(config: EngineConfig) -> Substitution:
-    """What a configuration asks for."""
+    """Return the substitution settings of a configuration."""
     switches = Switches(
         alpha=config.alpha,
         drop=config.substitutes == "drop",

@@ -1,13 +1,13 @@
-"""Whose turn it is: one thread at a time uses an engine, the others wait, and anybody can end what is running.
+"""Mutual exclusion on an engine: one thread at a time uses it, others wait, and any thread can end the running request.
 
     thread A   | turn: generate: pass, pass, pass ...              | done
-    thread B        | waits ............. says so in the log ..... | turn: ...
+    thread B        | waits ............. logs a warning .... | turn: ...
     thread C                  | cancel(): A's next layer raises
 
-A `Cancellation` ends one call instead, whether it runs or waits.
+A `Cancellation` instead ends one call, whether it runs or waits.
 
-No lock is held during a turn, only a note of who has it: an interrupt (Ctrl-C) anywhere can then be undone by a
-`finally`, which a lock that was just being taken cannot.
+No lock is held during a turn, only a note of its thread: a `finally` can then undo an interrupt (Ctrl-C) at any point,
+which is not possible for a lock that was just being acquired.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Turns:
-    """The turns of one engine. Within a turn its thread may begin another: that belongs to the first."""
+    """The turns of one engine. A turn that a thread begins within its own turn is part of the first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -38,26 +38,26 @@ class Turns:
         self._began = 0.0
         self._why_cancelled: str | None = None
         self._cancellations: Sequence[Cancellation] = ()
-        """Those of the running turn."""
+        """The cancellations of the running turn."""
 
     @property
     def is_running(self) -> bool:
-        """Whether it is anybody's turn."""
+        """Whether any thread has the turn."""
         return self._holder is not None
 
     @property
     def is_mine(self) -> bool:
-        """Whether it is the calling thread's turn."""
+        """Whether the calling thread has the turn."""
         return self._holder == threading.get_ident()
 
     @contextmanager
     def taken(
         self, timeout_seconds: float | None, bound: str, cancellations: Sequence[Cancellation] = ()
     ) -> Iterator[None]:
-        """Inside, it is the calling thread's turn.
+        """Give the calling thread the turn for the duration of the `with` block.
 
-        Raises `EngineBusyError` after waiting `timeout_seconds` (None: for ever); `bound` is what the user calls them.
-        Raises `GenerationCancelledError` where one of `cancellations` ends the call before its turn has come.
+        Raises `EngineBusyError` after waiting `timeout_seconds` (None: for ever); `bound` is the user's name of that
+        time. Raises `GenerationCancelledError` where one of `cancellations` ends the call before its turn.
         """
         if self.is_mine:
             yield
@@ -72,7 +72,7 @@ class Turns:
                 finally:
                     self._end()
             finally:
-                self._end()  # again, should an interrupt have struck just there
+                self._end()  # again, in case an interrupt occurred within the first call
 
     def cancel(self, why: str) -> bool:
         """Make the running turn raise at its next layer; returns whether there was one. Any thread may call this."""

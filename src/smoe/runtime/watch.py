@@ -1,11 +1,11 @@
-"""What an engine does, noted for open pages: what befalls each expert, and the moment of every pass.
+"""Records the engine's events for open pages: the events of each expert, and the start of every pass.
 
     engine's thread   routed | planned --> note ......... | routed | planned --> note ...
-    page                               ^ `taken`, some times a second, counts (`report/watched.py`)
+    page's thread                      ^ `taken`, several times a second, counts (`report/watched.py`)
 
-Experts are noted by numbers that run through all layers, in queues that either thread may touch at any time: nothing of
-a plan is stored, so what the engine throws away stays young, and collecting garbage costs it nothing more. Some 2 us a
-layer; without pages the engine takes no notes.
+Experts have numbers that run through all layers, in queues that either thread may use at any time. No object of a plan
+is stored, so the engine's temporary objects stay young and garbage collection costs nothing more. A note costs some 2
+us for each layer; without pages there are no notes.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 EVENTS = ("decoded", "read", "used", "replaced", "right", "wrong", "by_cpu", "by_worker")
-"""What befalls an expert: a decode step, or another one, used it; a load began, asked for or guessed; a route of its
-was served by another expert or dropped; it was prefetched and used, or not; the CPU, or a worker,
-computed it."""
+"""Kinds of events of an expert: used in a decode step; load begun; used in another step; its route replaced or dropped;
+prefetched and used; prefetched and not used; computed by the CPU; computed by a worker."""
 _MOST = 1 << 17
-"""Beyond so many of a kind the oldest are dropped: no page has looked for some hundred tokens."""
+"""The most events of a kind; beyond it the oldest are dropped: no page has asked for some hundred tokens."""
 
 
 class PassNote(NamedTuple):
-    """A pass has reached its first layer."""
+    """The state of the engine when a pass reaches its first layer."""
 
     now: float
-    """On the engine's clock."""
+    """The time on the engine's clock, in seconds."""
     phase: Phase
     tokens: int
-    """Rows that ask for experts."""
+    """The number of rows that need experts."""
     counters: Counters
     bytes_read: int
 
 
 class Watch(StepObserver):
-    """Notes on one engine. `begin`, `taken` and `end` may be called by one thread in addition to the engine's."""
+    """Notes on one engine. One thread in addition to the engine's may call `begin`, `taken` and `end`."""
 
     def __init__(self, executor: LayerExecutor, first: Mapping[int, int]) -> None:
         """`first`: the number of each layer's first expert."""
@@ -55,22 +54,24 @@ class Watch(StepObserver):
         self._events = {name: deque[int](maxlen=_MOST) for name in EVENTS}
         self._passes: deque[PassNote] = deque(maxlen=_MOST)
         self._staged: frozenset[ExpertKey] = frozenset()
-        """Copies in staging slots when the layer's router had been observed; what is dropped then was guessed wrong."""
+        """Copies in staging slots when the layer's router was observed; those dropped afterwards were wrong
+        predictions."""
         self._known: frozenset[ExpertKey] = frozenset()
-        """Of these, what was there before."""
+        """The staged copies that had been noted before."""
 
     def begin(self) -> None:
-        """A page is open."""
+        """Start to take notes: a page is open."""
         self.taken()
         self._staged = self._known = frozenset()
-        self._executor.observers = [*self._executor.observers, self]  # another list: the engine may go through the old
+        self._executor.observers = [*self._executor.observers, self]  # a new list: the engine may be using the old
 
     def end(self) -> None:
-        """The last page has closed."""
+        """Stop taking notes: the last page has closed."""
         self._executor.observers = [each for each in self._executor.observers if each is not self]
 
     def taken(self) -> tuple[dict[str, list[int]], list[PassNote]]:
-        """All since the last time, the oldest first: by kind the experts, layer after layer; and the passes."""
+        """Return all events since the last call, oldest first: the experts of each kind, layer after layer, and the
+        passes."""
         return {name: _drained(queue) for name, queue in self._events.items()}, _drained(self._passes)
 
     def routed(self, step: Step) -> None:
@@ -106,7 +107,7 @@ class Watch(StepObserver):
                 self._events["by_cpu" if serve.unit < FIRST_WORKER else "by_worker"].append(first + serve.key[1])
 
     def _note_guesses(self, plan: LayerPlan) -> None:
-        """What has begun to be prefetched, what of it is wanted now, and what has just been dropped."""
+        """Note prefetches that have begun, those used now, and those just dropped."""
         staged, here = self._staged, self._executor.table.staged
         right = [serve.key for serve in plan.serves if serve.key in staged]
         wrong = [key for key in staged if key not in here]
