@@ -1,1 +1,1 @@
-"""From prompts to text."""
+"""Generates text from prompts."""

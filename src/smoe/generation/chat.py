@@ -1,7 +1,7 @@
-"""A conversation that computes every token once: the decode loop keeps its row from turn to turn.
+"""A conversation in which every token is computed once: the decode loop reuses its row from turn to turn.
 
-Each turn's tokens are compared with what the row holds (`rows.py`), and only what is new is computed. Without a chat
-template the text is simply continued.
+Each turn's tokens are compared with those in the row (`rows.py`), and only the new ones are computed. Without a chat
+template, messages continue the text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from smoe.runtime.engine import Engine
 
 
 class Chat:
-    """One conversation with one model. Turn n draws with the n-th seed from that of `sampling` on."""
+    """One conversation with one model. Turn n draws with seed `sampling.seed` + n."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, sampling: Sampling, *, parses_control_tokens: bool = False
     ) -> None:
-        """`parses_control_tokens`: text of control tokens in messages becomes those tokens."""
+        """`parses_control_tokens`: the text of a control token in a message becomes that token."""
         engine: Engine = model.offload  # type: ignore[assignment]
         self._prompts = ConversationPrompts(
             tokenizer, engine.context_tokens, parses_control_tokens=parses_control_tokens
@@ -38,26 +38,27 @@ class Chat:
         self._sampling = sampling
         self._messages: list[dict[str, str]] = []
         self._ids: list[int] = []
-        """All tokens so far; the loop's row holds a beginning of them."""
+        """All tokens so far; the loop's row contains the first of them."""
         self._text = ""
-        """What the template made of the conversation so far, and the last answer."""
+        """The rendered conversation so far, including the last answer."""
         self._loop = DecodeLoop(model, tokenizer)
         self._turns = 0
         self.reused_tokens = 0
-        """Tokens of the last turn that the cache had already."""
+        """Tokens of the last turn that were reused from the KV cache."""
 
     @property
     def has_template(self) -> bool:
-        """Whether turns are marked; else the text is simply continued."""
+        """Whether a chat template marks the turns; otherwise messages continue the text."""
         return self._prompts.template.exists
 
     @property
     def tokens(self) -> int:
-        """Tokens of the conversation so far."""
+        """The number of tokens of the conversation so far."""
         return len(self._ids)
 
     def say(self, message: str, on_text: OnText | None = None) -> Generation:
-        """One turn. An interrupted answer stays in the conversation as far as it came; a failed turn leaves none."""
+        """Generate the answer to `message`. An interrupted answer stays in the conversation as far as it came; a failed
+        turn adds nothing."""
         text, ids = self._next_turn(message)
         sampling = replace(self._sampling, seed=self._sampling.seed + self._turns)
         generation = generate_batch(self._model, self._tokenizer, [ids], sampling, on_text, self._loop)
@@ -69,13 +70,13 @@ class Chat:
         return generation
 
     def reset(self) -> None:
-        """Forget the conversation. The seed goes on: asked again, the model may answer otherwise."""
+        """Delete the conversation. The seed is not reset, so the same question may get a different answer."""
         self._messages.clear()
         self._ids, self._text = [], ""
         self._loop = DecodeLoop(self._model, self._tokenizer)
 
     def _next_turn(self, message: str) -> tuple[str, list[int]]:
-        """The conversation with one more message: its text, where there is a template, and its tokens."""
+        """Return the conversation with one more message: its text (empty without a template) and its tokens."""
         if self.has_template:
             turns = [*self._messages, {"role": "user", "content": message}]
             try:
@@ -89,13 +90,14 @@ class Chat:
         return "", self._without_end() + self._plain("\n" + message)
 
     def _tokens_of(self, written: Written) -> list[int]:
-        """Earlier messages keep their tokens: an answer may be cut into others than its text would be."""
+        """Return the tokens of a conversation. Earlier messages keep their tokens, because a generated answer may be
+        tokenized differently than its text."""
         if self._ids and written.text.startswith(self._text):
             return self._without_end() + self._prompts.encode(written, len(self._text))
         return self._prompts.encode(written)
 
     def _without_end(self) -> list[int]:
-        """The tokens so far, less the end token of the last answer: the template writes its own."""
+        """Return the tokens so far without the end token of the last answer, because the template writes its own."""
         ends = end_tokens(self._model, self._tokenizer)
         return self._ids[:-1] if self._ids[-1] in ends else list(self._ids)
 

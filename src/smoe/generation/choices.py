@@ -1,4 +1,5 @@
-"""How a model's tokens are chosen and which end its texts: what was asked for, and what the checkpoint says itself."""
+"""Sampling settings in the library's form, and the tokens that end a text: from the user's settings and the
+checkpoint's."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from transformers import GenerationConfig, PreTrainedModel
 from smoe.generation.sampling import Sampling
 
 COLDEST = 1e-20
-"""Below it the likeliest token is the only one, and float32 has no room for logits that are divided by it."""
+"""The lowest temperature that is not treated as 0: below it only the likeliest token remains, and dividing logits by it
+exceeds float32."""
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """The tokens that end a text: the checkpoint's generation config knows them, else the tokenizer."""
+    """Return the tokens that end a text, from the checkpoint's generation config or else the tokenizer."""
     own = getattr(model.generation_config, "eos_token_id", None)
     own = tokenizer.eos_token_id if own is None else own
     return set(own) if isinstance(own, (list, tuple)) else set() if own is None else {int(own)}
 
 
 def pad_token(tokenizer: Any) -> int:
-    """The tokenizer's padding token; padding is masked, so any other token does where it has none."""
+    """Return the tokenizer's padding token. Padding is masked, so any other token will do where it has none."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -28,7 +30,8 @@ def pad_token(tokenizer: Any) -> int:
 
 
 def generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
-    """What is left None here, the library fills in: from the checkpoint's generation config, else with its defaults."""
+    """Return the library's settings. The library fills in what is None, from the checkpoint's generation config or its
+    defaults."""
     ends = sorted(end_tokens(model, tokenizer))
     config = GenerationConfig(
         max_new_tokens=new_tokens,
@@ -44,7 +47,7 @@ def generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling
 
 
 def _choice(sampling: Sampling) -> dict[str, Any]:
-    """How a token is chosen, in the library's words."""
+    """Return the library's settings for the choice of a token."""
     given = {
         "temperature": sampling.temperature or None,
         "top_p": sampling.top_p,
@@ -52,12 +55,12 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "min_p": sampling.min_p,
     }
-    if sampling.temperature is None:  # who narrows a choice wants one
+    if sampling.temperature is None:  # a limit of the choice implies sampling
         narrows = any(value is not None for value in (sampling.top_p, sampling.top_k, sampling.min_p))
         return given | ({"do_sample": True} if narrows else {})
     if sampling.temperature > COLDEST:
         given |= {"do_sample": True}
-    else:  # the library's defaults, or it would warn of settings without a use
+    else:  # the library's defaults, because it warns of unused settings
         given |= {"do_sample": False, "temperature": 1.0, "top_k": 50, "min_p": None}
     is_all_given = None not in (sampling.top_p, sampling.top_k, sampling.repetition_penalty)
     return given | ({"no_repeat_ngram_size": 0} if is_all_given else {})
@@ -69,7 +72,8 @@ _RARE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repe
 
 
 def choices_of(model: PreTrainedModel, sampling: Sampling) -> dict[str, tuple[Any, str]]:
-    """(value, whose it is: given, the model's, usual) of everything that decides which token is chosen."""
+    """Return all settings that decide which token is chosen, as (value, origin); the origin is "given", "the model's"
+    or "usual"."""
     given, own = _choice(sampling), model.generation_config
     if not (given.get("do_sample") if "do_sample" in given else own.do_sample):
         names: tuple[str, ...] = ("repetition_penalty",)

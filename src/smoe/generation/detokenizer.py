@@ -1,7 +1,7 @@
-"""Tokens to text as they come: whole characters only, and nothing beyond a stop string.
+"""Converts tokens to text one by one: whole characters only, and nothing after a stop string.
 
-A token may end in the middle of a character (byte-level vocabularies) and its text may depend on the token before it
-(leading spaces), so text is the difference between decoding a short window of tokens with and without the newest ones.
+A token may end within a character (byte-level vocabularies), and its text may depend on the token before it (leading
+spaces). So the new text is the difference between decoding a short window of tokens with and without the newest ones.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
-"""What a decoder makes of the first bytes of a character."""
+"""The decoder's result for an incomplete character."""
 _CONTEXT_TOKENS = 6
-"""Prompt tokens at the window's start, so that the first new token is decoded as a continuation."""
+"""The number of prompt tokens at the start of the window, so that the first new token is decoded as a continuation."""
 
 OnText = Callable[[int, str], None]
-"""(row, new text), called from the generating thread."""
+"""A function of (row, new text), called on the generating thread."""
 
 
 class TextStream:
-    """The text of one sequence. `push` and `flush` return what may be shown now."""
+    """The text of one sequence. `push` and `flush` return new text that may be shown."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self.text = ""
-        """Everything shown so far."""
+        """All text shown so far."""
         self.found_stop = False
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
@@ -33,14 +33,14 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Take one more token in."""
+        """Add a token. Return the new text."""
         if self.found_stop:
             return ""
         self._ids.append(token)
         return self._show(self._new_text(is_last=False), is_last=False)
 
     def flush(self) -> str:
-        """The rest: what was held back for a longer stop string, and bytes that never became a character."""
+        """Return the remaining text: what was withheld for a possible stop string, and incomplete characters."""
         if self.found_stop:
             return ""
         return self._show(self._new_text(is_last=True), is_last=True)
@@ -70,5 +70,5 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `stop`."""
+    """Return the number of characters at the end of `text` that may be the beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

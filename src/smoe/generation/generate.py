@@ -1,6 +1,6 @@
-"""Generating text by the decode loop (`loop.py`): refusals before any compute, the moment of every token, counters.
+"""Generates text with the decode loop (`loop.py`): checks before computing, the time of every token, counters.
 
-An interrupt (Ctrl-C) ends a generation early and keeps what there is.
+An interrupt (Ctrl-C) ends a generation early and returns the text so far.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Answer:
-    """What one prompt got."""
+    """The generated text for one prompt."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     finish_reason: str = "length"
-    """length | end (the model's end token) | stop (a stop string) | interrupted"""
+    """length | end (the model's end token) | stop (a stop string) | interrupted | failed"""
 
 
 @dataclass
 class Generation:
-    """The answers and how long they took. One step makes one token of every row."""
+    """The answers to all prompts, with times and counters. Each decode step adds one token to every row."""
 
     answers: list[Answer]
     started: float
     token_times: list[float]
-    """Clock readings, one a step; the first ends the prefill."""
+    """Clock readings in seconds, one for each step; the first ends the prefill."""
     ended: float
     counters: Counters
     decode_counters: Counters
-    """Counters from the first token on."""
+    """Counters since the first token."""
     was_interrupted: bool
     notes: list[str]
-    """What the user should know: a limit that was lowered, and why."""
+    """Messages for the user about lowered limits."""
     reused_tokens: int = 0
-    """Prompt tokens that had been read before."""
+    """Prompt tokens reused from the KV cache."""
     waited_seconds: float | None = None
-    """Seconds in which this thread was ready and other threads had the cores; None where the system does not count
-    it."""
+    """Seconds in which this thread was ready but other threads had the cores; None where the system does not count
+    them."""
     first_step_counters: Counters = field(default_factory=Counters)
     """Counters of the first decode step: in a process's first text it includes one-time work."""
 
@@ -75,7 +75,7 @@ class Generation:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Time of every token after the first."""
+        """Seconds of every token after the first."""
         return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
 
     @property
@@ -89,12 +89,12 @@ class Generation:
 
     @property
     def later_seconds_per_token(self) -> float | None:
-        """The mean of the decode steps from the second on."""
+        """Mean seconds of the decode steps from the second on; None for fewer than two steps."""
         return statistics.fmean(self.step_seconds[1:]) if len(self.step_seconds) > 1 else None
 
     @property
     def waited_share(self) -> float | None:
-        """The share of the time in which other threads had the cores."""
+        """The share of the time in which other threads had the cores; None where unknown."""
         whole = self.ended - self.started
         return None if self.waited_seconds is None or whole <= 0 else min(1.0, self.waited_seconds / whole)
 
@@ -109,7 +109,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all rows after the first step, over the time they took."""
+        """New tokens of all rows after the first step, divided by their time; None where there are none."""
         tokens = self.new_tokens - sum(1 for answer in self.answers if answer.token_ids)
         return tokens / self.decode_seconds if self.decode_seconds > 0 else None
 
@@ -117,12 +117,13 @@ class Generation:
 def generate(
     model: PreTrainedModel, tokenizer: Any, prompts: Sequence[str], sampling: Sampling, on_text: OnText | None = None
 ) -> Generation:
-    """Continue every prompt. Text goes to `on_text(row, text)` as it comes."""
+    """Continue every prompt. `on_text(row, text)` receives text as it is generated."""
     return generate_batch(model, tokenizer, encode(tokenizer, prompts), sampling, on_text)
 
 
 def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Prompts as token ids, the tokenizer's own special tokens included."""
+    """Return prompts as token ids, including the tokenizer's special tokens. Raises `ConfigError` for an empty prompt
+    where the model has no initial token."""
     rows = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     for number, row in enumerate(rows, start=1):
         if not row and tokenizer.bos_token_id is not None:
@@ -145,8 +146,8 @@ def generate_batch(
     on_text: OnText | None = None,
     loop: DecodeLoop | None = None,
 ) -> Generation:
-    """`generate` for prompts in token ids; row n draws with the n-th seed from that of `sampling` on. A `loop` of this
-    model, used by this call only, has texts that need not be read again."""
+    """Continue prompts of token ids; row n draws with seed `sampling.seed` + n. A `loop` of this model with earlier
+    texts saves reading them again; only this call may use it."""
     engine: Engine = model.offload  # type: ignore[assignment]
     _check_tokens(model, tokenizer, prompts)
     notes = _room(engine, prompts, sampling.max_new_tokens)
@@ -163,7 +164,7 @@ def generate_batch(
     finally:
         loop.give_up()
     ended, after = engine.now(), engine.stats()
-    waited = None if waited_before is None or engine.pacing.is_emulated else waited_seconds()  # of no emulated clock
+    waited = None if waited_before is None or engine.pacing.is_emulated else waited_seconds()  # not when emulated
     collector.raise_first()
     _log.info(
         "%d new tokens for %d in the prompts of %d sequences in %.3f s%s",
@@ -205,7 +206,8 @@ def _check_tokens(model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Sequ
 
 
 def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list[str]:
-    """A word where the context leaves fewer new tokens than are wanted; raises where a prompt alone is too long."""
+    """Return messages for the user if the context has room for fewer than `wanted` new tokens. Raises `ConfigError` for
+    too many prompts, `ContextError` for a prompt that is too long."""
     rows, tokens = len(prompts), max(map(len, prompts))
     config = engine.config
     if rows > config.max_sequences:
@@ -233,7 +235,7 @@ def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list
 
 
 class _Collector:
-    """The answers, as the loop gives them, and the moment of every step."""
+    """Collects the answers from the loop, and the time of every step."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, on_text: OnText | None
@@ -251,7 +253,7 @@ class _Collector:
         self._errors: list[Exception] = []
 
     def note(self) -> None:
-        """A step is over: once all prompts have been read, its moment counts."""
+        """Record the time of a finished step, after all prompts have been read."""
         if self._is_news and all(request.new_ids or request.ended for request in self.requests):
             self.times.append(self._engine.now())
             if self.after_prefill is None:
@@ -261,7 +263,7 @@ class _Collector:
         self._is_news = False
 
     def raise_first(self) -> None:
-        """The first error of any row."""
+        """Raise the first error of any row."""
         for error in self._errors:
             raise error
 

@@ -1,4 +1,4 @@
-"""Prompts of one length, padded on the left, through the library's own `generate`: for recordings, in which a row of a
+"""Generates a batch with the library's own `generate`, with padding on the left: for recordings, in which a row of a
 batch is one text from beginning to end."""
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from smoe.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts of equal length, padded on the left."""
+    """Prompts padded on the left to equal length."""
 
     input_ids: torch.Tensor
-    """[rows, T]"""
+    """[rows, T] token ids"""
     attention_mask: torch.Tensor
-    """[rows, T], 0 at padding."""
+    """[rows, T], 0 at padding"""
 
 
 def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """Token ids of several rows as one batch; padding goes to the left, where no answer will be."""
+    """Return the token ids of several rows as one batch, padded on the left, so that new tokens follow the prompts
+    directly."""
     width = max(len(row) for row in rows)
     ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
@@ -34,7 +35,8 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Batch:
 
 
 def continue_batch(model: PreTrainedModel, tokenizer: Any, batch: Batch, sampling: Sampling) -> torch.Tensor:
-    """[rows, T + new tokens]: as many new tokens as are wanted, or as the context leaves."""
+    """Continue a batch -> [rows, T + new tokens]: `sampling.max_new_tokens` new tokens, or fewer if the context is
+    full."""
     engine: Engine = model.offload  # type: ignore[assignment]
     room = engine.context_tokens - batch.input_ids.shape[1]
     torch.manual_seed(sampling.seed)

@@ -1,14 +1,15 @@
-"""The decode loop: requests come and go between steps, each with a row, a sampler and an end of its own.
+"""The decode loop: requests start and end between steps, each with its own row, sampler and end.
 
-    asked --waiting--> reading --last piece read--> decoding --end, stop, length, cancelled, failed--> over
-                       a piece of a prompt a step,  all of them together,
-                       or several short prompts     a token each a step
+    queued --waiting--> reading --last piece read--> decoding --end, stop, length, cancelled, failed--> over
+                        one piece of a prompt     all texts together,
+                        (or several short         one token each
+                        prompts) in a step        in a step
 
-While some decode, reading gets as much time as decoding and no more. A prompt is read in the pieces in which it would
-be read alone, and a row decodes as it would alone where that costs nothing (`Engine.decodes_alone`), so what a request
-gets does not depend on who else is there.
+While some texts decode, reading gets as much time as decoding and no more. A prompt is read in the same pieces as
+alone, and a row is decoded as it would be alone where that costs nothing, so a request's result does not depend on
+other requests.
 
-Whatever fails within a step fails the rows that it fails in: a pass of several rows is made again for each of them.
+An error within a step affects only its rows: a failed pass of several rows is repeated for each of them.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeLoop:
-    """The decode loop of one model. `hand_in` and `close` may be called from any thread; one thread at a time calls
-    `step` or `run`."""
+    """The decode loop of one model. Any thread may call `hand_in` and `close`; one thread at a time calls `step` or
+    `run`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
     ) -> None:
-        """`most_waiting`: requests that may wait for a row; None: any number. `reads_first`: no text is decoded while a
-        prompt can be read."""
+        """`most_waiting`: the most requests that may wait for a row; None: any number. `reads_first`: whether all
+        prompts are read before any text is decoded."""
         self._model, self._tokenizer = model, tokenizer
         self._engine: Engine = model.offload  # type: ignore[assignment]
         self._ends = end_tokens(model, tokenizer)
@@ -53,19 +54,19 @@ class DecodeLoop:
         self._is_closed = False
         self._rows: Rows | None = None
         self._reading: list[_Text] = []
-        """One, or several that are read together."""
+        """The text whose prompt is being read; or several that are read together."""
         self._decoding: list[_Text] = []
         """Texts that are decoded, in the order of their rows, from 0 on."""
         self._seconds_of = {"reading": 0.0, "decoding": 0.0}
-        """Spent while both were wanted."""
+        """Seconds of each activity while both had work."""
         self.busy_seconds = 0.0
-        """Seconds in which a request waited for a token, until `run` last had nothing to do."""
+        """Seconds in which a request waited for a token, until `run` last became idle."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def hand_in(self, request: Request) -> None:
-        """Have it answered. Raises `ContextError` for a prompt that leaves no room, `EngineBusyError` where too many
-        wait, `EngineStateError` where the loop has been closed."""
+        """Queue a request. Raises `ContextError` for a prompt that leaves no room, `EngineBusyError` for a full queue,
+        `EngineStateError` for a closed loop."""
         self.check(request)
         with self._changed:
             if self._is_closed:
@@ -79,7 +80,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def check(self, request: Request) -> None:
-        """Raise what `hand_in` would, but for how many wait."""
+        """Raise the errors of `hand_in`, except those of a full queue or a closed loop."""
         if not request.ids:
             raise ConfigError("the prompt has no tokens; give some text", setting="prompt", given="", allowed="text")
         room = self._engine.context_tokens
@@ -94,27 +95,27 @@ class DecodeLoop:
 
     @property
     def waiting(self) -> int:
-        """Requests without a row."""
+        """The number of requests without a row."""
         return len(self._asked)
 
     @property
     def running(self) -> int:
-        """Requests that are read or decoded."""
+        """The number of requests in prefill or decode."""
         return len(self._texts())
 
     def wake(self) -> None:
-        """Have the loop look at what was cancelled."""
+        """Wake the loop, so that it processes cancelled requests."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Take no more requests; `run` returns once those that there are have ended."""
+        """Accept no more requests; `run` returns when the existing ones have ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def cancel_all(self) -> None:
-        """End everything before the next step."""
+        """End all requests before the next step."""
         with self._changed:
             for request in [*self._asked, *(text.request for text in self._texts())]:
                 request.is_cancelled = True
@@ -123,7 +124,7 @@ class DecodeLoop:
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
     def run(self, until_idle: bool = False, after_step: Callable[[], None] | None = None) -> None:
-        """Work until `close`, or until there is nothing to do."""
+        """Run steps until the loop is closed and idle, or with `until_idle` until it is idle."""
         while True:
             with self._changed:
                 while not self._is_closed and not until_idle and not self._has_work:
@@ -141,7 +142,7 @@ class DecodeLoop:
                     self.busy_seconds += self._engine.now() - began
 
     def give_up(self) -> None:
-        """End everything now, whatever `run` was doing; events that were sent stay valid."""
+        """End all requests at once, wherever `run` was interrupted; events already sent stay valid."""
         self.cancel_all()
         self._drop_cancelled()
 
@@ -150,7 +151,7 @@ class DecodeLoop:
         return bool(self._asked or self._decoding or self._reading)
 
     def step(self) -> None:
-        """One piece of a prompt, or one token of every text that is decoded."""
+        """Read one piece of a prompt, or decode one token of every text."""
         self._drop_cancelled()
         if not self._reading:
             self._admit()
@@ -190,7 +191,8 @@ class DecodeLoop:
                 self._leave(text, EndReason.STOP)
 
     def _admit(self) -> None:
-        """The next request that waits gets a row, where one is free; and those behind it that can be read with it."""
+        """Give the next waiting request a free row, and also those behind it whose prompts can be read together with
+        it."""
         rows = self._usable_rows()
         while rows.has_free:
             with self._changed:
@@ -204,8 +206,8 @@ class DecodeLoop:
             self._seconds_of = {"reading": 0.0, "decoding": 0.0}
 
     def _fits(self, request: Request) -> bool:
-        """Whether a prompt can be read in one pass with those that are about to be: all are new and whole, and as many
-        positions as one piece has are enough for them."""
+        """Return whether a prompt can be read in one pass with those about to be read: all are new and whole, and
+        together at most as large as one piece."""
         prompts = [*(text.request.ids for text in self._reading), request.ids]
         is_new = not self._reading[0].request.reused_tokens and not self._usable_rows().known(request.ids)
         is_own = all(2 * common_beginning(ids, request.ids) < len(request.ids) for ids in prompts[:-1])
@@ -225,7 +227,7 @@ class DecodeLoop:
         self._reading.append(text)
 
     def _usable_rows(self) -> Rows:
-        """The rows; new ones where another cache has taken their memory, and no text is active."""
+        """Return the rows; new ones where another cache has taken their memory and no text is active."""
         if self._rows is None or (self._rows.is_lost and not self._texts()):
             self._rows = Rows(self._model, self._engine)
         return self._rows
@@ -237,7 +239,7 @@ class DecodeLoop:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """The next piece of a prompt, or several prompts; after the last piece the first token."""
+        """Read the next piece of a prompt, or several prompts. After the last piece, choose the first token."""
         if len(self._reading) > 1:
             self._read_together()
             return
@@ -268,7 +270,7 @@ class DecodeLoop:
         self._take_all(texts, found)
 
     def _move(self, text: _Text, to: int) -> None:
-        """Let a text that is not decoded have this row."""
+        """Give a text that is not decoded the row `to`."""
         self._usable_rows().exchange(text.row, to)
         for other in self._reading:
             if other is not text and other.row == to:
@@ -276,7 +278,7 @@ class DecodeLoop:
         text.row = to
 
     def _join(self, text: _Text) -> None:
-        """Decode it with the others from now on."""
+        """Decode a text together with the others from now on."""
         self._move(text, len(self._decoding))
         self._decoding.append(text)
 
@@ -291,7 +293,8 @@ class DecodeLoop:
     def _each(
         self, texts: Sequence[_Text], error: Exception, again: Callable[[_Text], torch.Tensor]
     ) -> list[torch.Tensor | Exception]:
-        """A pass has failed: make it again for every row, to let those go on that can."""
+        """Repeat a failed pass for every row, so that texts without an error continue. Return each row's logits or
+        error."""
         if len(texts) == 1:
             return [error]
         _log.warning("a step of %d texts has failed and is made again for each of them: %s", len(texts), error)
@@ -311,7 +314,7 @@ class DecodeLoop:
                 self._take(text, outcome)
 
     def _take(self, text: _Text, logits: torch.Tensor) -> None:
-        """logits [V]: choose a token, say it, see whether it was the last."""
+        """Choose a token from logits [V], report it, and end the text if it was the last token."""
         request = text.request
         try:
             token, logprob, top = text.sampler.choose(logits)
@@ -335,7 +338,7 @@ class DecodeLoop:
         return len(text.request.ids) + len(text.request.new_ids) >= self._engine.context_tokens
 
     def _leave(self, text: _Text, reason: EndReason, error: Exception | None = None) -> None:
-        """Its row is free; its keys and values stay there, for a text that continues it."""
+        """End a text and free its row. The row's keys and values stay for a later text that begins alike."""
         rows = self._usable_rows()
         if text in self._reading:
             self._reading.remove(text)
@@ -359,7 +362,7 @@ class DecodeLoop:
 
 
 class _Text:
-    """A request with a row."""
+    """A request that has a row."""
 
     def __init__(self, request: Request, sampler: Sampler, stream: TextStream) -> None:
         self.request = request
@@ -367,4 +370,4 @@ class _Text:
         self.stream = stream
         self.row = -1
         self.read = 0
-        """Tokens of the prompt that have been read."""
+        """The number of prompt tokens that have been read."""

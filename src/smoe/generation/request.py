@@ -1,4 +1,4 @@
-"""What is asked of the decode loop, and what it says while it works on it."""
+"""Requests to the decode loop, and the events that it reports."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from smoe.generation.sampling import Sampling
 
 
 class Constraint(Protocol):
-    """Which tokens may come next: a grammar. One object for one text."""
+    """Decides which tokens may come next in one text, such as a grammar."""
 
     def narrow(self, logits: torch.Tensor) -> None:
-        """Make `logits` [V] of tokens that may not come next minus infinity, in place."""
+        """Set `logits` [V] of forbidden tokens to minus infinity, in place."""
 
     def take(self, token: int) -> None:
-        """This one came."""
+        """Record the chosen token."""
 
 
 class Likely(NamedTuple):
-    """A token that could have been chosen."""
+    """One of the likeliest tokens, with its log probability."""
 
     token: int
     logprob: float
 
 
 class Piece(NamedTuple):
-    """One more token."""
+    """The event of one new token."""
 
     token: int
     text: str
-    """What may be shown now: empty while a character is half there or a stop string may have begun."""
+    """New text that may be shown: empty while a character is incomplete or a stop string may have begun."""
     logprob: float | None
-    """Natural logarithm of its probability, by the model's own logits; None: not requested."""
+    """The natural logarithm of its probability, by the model's own logits; None: not requested."""
     top: tuple[Likely, ...] = ()
-    """The likeliest tokens, best first: as many as were asked for."""
+    """The likeliest tokens, best first, as many as requested."""
 
 
 class EndReason(Enum):
-    """Why a text has ended."""
+    """The reason why a text has ended."""
 
     LENGTH = "length"
     END = "end"
-    """The model's end token."""
+    """The model chose its end token."""
     STOP = "stop"
-    """A stop string."""
+    """A stop string was found."""
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -58,7 +58,7 @@ class End(NamedTuple):
 
     reason: EndReason
     text: str
-    """What was held back until now."""
+    """Text that was withheld until now."""
     error: Exception | None = None
     """The error, with `FAILED`."""
 
@@ -68,31 +68,32 @@ Hear = Callable[[Piece | End], None]
 
 @dataclass(eq=False)
 class Request:
-    """One text to continue. Made by the caller; the loop fills in the rest."""
+    """One text to continue. The caller makes it; the loop fills in the fields after `has_enough`."""
 
     ids: Sequence[int]
-    """The prompt's tokens: one at least."""
+    """The prompt's tokens; at least one."""
     sampling: Sampling
     hear: Hear
-    """Called by the loop's thread, for every token and at the end; must return at once."""
+    """A function that receives every token and the end, on the loop's thread; it must return at once."""
     logprobs: int | None = None
-    """How many likeliest tokens to report with each; 0: the chosen one's probability alone; None: nothing."""
+    """The number of likeliest tokens to report with each token; 0: the chosen token's probability only; None: no
+    probabilities."""
     constraint: Constraint | None = None
     is_cancelled: bool = False
-    """Set it from any thread: the request ends before the next step."""
+    """Set by any thread: the request ends before the next step."""
     has_enough: bool = False
-    """Set it from any thread: what is wanted has come, and the text ends before the next step, as at a stop string."""
-    # the loop's
+    """Set by any thread: the text is complete and ends before the next step, as at a stop string."""
+    # set by the loop
     reused_tokens: int = 0
-    """Prompt tokens that need not be read, as another text began with them."""
+    """Prompt tokens that were reused from the KV cache."""
     new_ids: list[int] = field(default_factory=list)
     asked: float = 0.0
-    """Moments on the engine's clock: when it was handed in,"""
+    """The time when the request was queued, in seconds of the engine's clock."""
     begun: float = 0.0
-    """its reading began,"""
+    """The time when its prefill began."""
     first: float = 0.0
-    """its first token was there,"""
+    """The time of its first token."""
     ended: float = 0.0
-    """and its last."""
+    """The time of its end."""
     state: Any = None
-    """The loop's own."""
+    """Private to the loop."""

@@ -1,4 +1,4 @@
-"""The tokens whose keys and values a row of the KV cache holds, and by which factors their positions were turned."""
+"""The tokens in a row of the KV cache, and the rotary factors of their positions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class RowText:
         self.ids: list[int] = []
         self._factors: Factors | None = None
         self._alike = 0
-        """How many of the first tokens have the first one's factors, `_factors`."""
+        """The number of first tokens whose rotary factors are `_factors`."""
 
     def extend(self, ids: Sequence[int], factors: Factors) -> None:
-        """Tokens were read, or decoded, with these factors."""
+        """Append tokens that were read or decoded with these rotary factors."""
         if not self.ids:
             self._factors = factors
         if self._alike == len(self.ids) and factors == self._factors:
@@ -25,23 +25,24 @@ class RowText:
         self.ids.extend(ids)
 
     def cut(self, length: int) -> None:
-        """Only the first tokens remain."""
+        """Remove all tokens after the first `length`."""
         del self.ids[length:]
         self._alike = min(self._alike, length)
 
     def beginning(self, length: int) -> RowText:
-        """A copy of the first tokens."""
+        """Return a copy of the first `length` tokens."""
         copy = RowText()
         copy.ids, copy._factors, copy._alike = self.ids[:length], self._factors, min(self._alike, length)
         return copy
 
     def in_common(self, ids: Sequence[int], factors: Factors) -> int:
-        """How many tokens are the first ones of a prompt with these factors, too, and were turned by them."""
+        """Return the number of first tokens that a prompt with these rotary factors has in common with the row."""
         return min(common_beginning(self.ids, ids), self._alike if factors == self._factors else 0)
 
 
 def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike: by comparing slices, which Python does a hundred times as fast."""
+    """Return the number of first tokens that two texts have in common. Slices are compared, a hundred times faster than
+    single tokens in Python."""
     same, end = 0, min(len(a), len(b))
     while same < end:
         middle = (same + end + 1) // 2

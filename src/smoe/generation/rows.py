@@ -1,8 +1,8 @@
-"""The rows that texts are decoded in, and what is known of the tokens in each: what a text has in common with one that
-is there, or was, need not be read again.
+"""The rows of the KV cache in which texts are decoded, and the reuse of earlier texts: a common beginning need not be
+read again.
 
-Rows that are decoded together come first. Where texts cannot share a pass (recurrent layers, an attention that smoe
-does not know, or one that was found to see other rows), each is decoded alone, in turn.
+Rows that are decoded together come first. Where texts cannot share a pass (recurrent layers, an unknown attention, or
+an attention that was found to mix rows), each is decoded alone, in turn.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from smoe.models.text_rows import TextRows
 from smoe.runtime.engine import Engine
 
 _NEAR = 0.05
-"""The share of the largest logit by which a text may differ from the same text alone: rounding is a tenth of it,
-another's keys are far more."""
+"""The largest difference between a text in a batch and the same text alone, as a share of the largest logit. Rounding
+is a tenth of it; another text's keys cause far more."""
 
 _log = logging.getLogger(__name__)
 
 
 class Rows:
-    """The rows of one cache: as many as `max_sequences`, of `context_tokens` each."""
+    """The rows of one cache: `max_sequences` rows of `context_tokens` each."""
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
         self._model = model
@@ -38,14 +38,14 @@ class Rows:
             self._alone, self._texts = [], TextRows(engine.new_cache(count), model.config.get_text_config())
         self._held = [RowText() for _ in range(count)]
         self._whole = [0] * count
-        """Tokens of the prompt that each row was taken for: its pieces have the factors of the whole."""
+        """The length of the prompt for which each row was taken: all pieces have the rotary factors of the whole."""
         self._rotary, self._piece = engine.rotary, engine.config.prefill_tokens
         self._is_taken = [False] * count
         self._used = [0] * count
-        """When each was last taken: the larger, the later."""
+        """The order in which rows were last taken; a larger number is later."""
         self._turns = 0
         self.share_passes: bool | None = None if self._texts is not None and engine.rows_of_pass is not None else False
-        """Whether rows are computed together, as each is alone; None: to be found out."""
+        """Whether a pass of several rows gives each text the result that it has alone; None: not tested yet."""
 
     @property
     def is_lost(self) -> bool:
@@ -55,19 +55,18 @@ class Rows:
 
     @property
     def has_free(self) -> bool:
-        """Whether another text has a place."""
+        """Whether another text can have a row."""
         return not all(self._is_taken)
 
     def known(self, ids: Sequence[int]) -> int:
-        """How many tokens of this prompt need not be read."""
+        """Return how many tokens of this prompt need not be read."""
         return max(self._common(ids))
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """A free row for this prompt, and how many of its tokens are there already, one short of all at most.
+        """Return (a free row for this prompt, the number of its tokens that are already there, all but one at most).
 
-        A row's text that it goes on with is taken over. Of one that it only begins like, such as another conversation
-        by the same template, the beginning is copied, to an empty row or that of the text that has not been used for
-        longest.
+        If the prompt continues a free row's text, it takes that row. If it shares only the beginning, as another
+        conversation with the same template, the beginning is copied to an empty row or the least recently used one.
         """
         self._turns += 1
         free = [row for row, is_taken in enumerate(self._is_taken) if not is_taken]
@@ -89,16 +88,16 @@ class Rows:
         return row, common[row]
 
     def _common(self, ids: Sequence[int]) -> list[int]:
-        """How many tokens a prompt has in common with each row's text, at most all but one, of those whose
-        positions were turned as the prompt's are."""
+        """Return the number of first tokens that a prompt has in common with each row, all but one at most. Rows with
+        other rotary factors count 0."""
         factors = self._rotary.rule.factors(len(ids))
         common = [min(held.in_common(ids, factors), len(ids) - 1) for held in self._held]
-        if self._texts is None:  # a state goes on from where it is, or not at all
+        if self._texts is None:  # a recurrent state can only be continued at its end
             common = [n if n == len(self._held[row].ids) else 0 for row, n in enumerate(common)]
         return common
 
     def free(self, row: int, is_whole: bool) -> None:
-        """Release it; its text stays until another one needs the row, unless it is not `is_whole`."""
+        """Release a row. Its text stays until another one needs the row, unless `is_whole` is false."""
         self._is_taken[row] = False
         if not is_whole:
             self._restart(row)
@@ -111,23 +110,23 @@ class Rows:
             self._alone[row].reset()
 
     def exchange(self, a: int, b: int) -> None:
-        """Let two rows' texts change places."""
+        """Exchange the texts of two rows."""
         for own in (self._held, self._whole, self._is_taken, self._used, self._alone):
             _swap(own, a, b)
         if self._texts is not None:
             self._texts.exchange(a, b)
 
     def read(self, row: int, ids: Sequence[int]) -> torch.Tensor:
-        """Go on with these tokens of a prompt; the logits [V] after the last one."""
+        """Continue a row with tokens of its prompt. Return the logits [V] after the last one."""
         return self._one(row, ids)
 
     def read_again(self, row: int, ids: Sequence[int]) -> torch.Tensor:
-        """The same of a whole prompt, whatever the row holds."""
+        """Read a whole prompt into a row, whose content is dropped. Return the logits [V] after the last token."""
         self._restart(row)
         return self._one(row, ids)
 
     def read_together(self, first: int, prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-        """Begin the texts of rows `first` and following with whole prompts; the logits [V] after each."""
+        """Read whole prompts into the rows from `first` on. Return the logits [V] after each."""
         rows = range(first, first + len(prompts))
         if self.share_passes is None:
             shortest = min(range(len(prompts)), key=lambda n: len(prompts[n]))
@@ -153,7 +152,8 @@ class Rows:
         return list(logits)
 
     def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor | Exception]:
-        """A token for each of the first rows; the logits [V] after each, or what has failed where rows go in turn."""
+        """Decode one token in each of the first rows. Return the logits [V] after each, or its error where rows are
+        decoded in turn."""
         if len(tokens) == 1 or self.share_passes is False or any(map(self._is_switch, range(len(tokens)))):
             return [self._attempt(row, token) for row, token in enumerate(tokens)]
         if self.share_passes is None:
@@ -161,7 +161,8 @@ class Rows:
         return self._together(tokens)
 
     def decode_alone(self, row: int, token: int) -> torch.Tensor:
-        """A token for one row; the logits [V] after it. A text that other factors turn from now on is read again."""
+        """Decode one token in a row. Return the logits [V] after it. Where the rotary factors change at this length,
+        the text is read again."""
         if not self._is_switch(row):
             return self._one(row, [token])
         ids = [*self._held[row].ids, token]
@@ -173,14 +174,15 @@ class Rows:
     def _attempt(self, row: int, token: int) -> torch.Tensor | Exception:
         try:
             return self.decode_alone(row, token)
-        except Exception as error:  # of this row alone: those before it have had their token
+        except Exception as error:  # affects this row only: earlier rows have their token
             return error
 
     def _is_switch(self, row: int) -> bool:
         return self._rotary.is_switch(len(self._held[row].ids))
 
     def _found_out(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
-        """The first step of several rows is made both ways: what is written at a place twice is the same."""
+        """Test sharing: decode the first step of several rows both alone and together. Writing a position twice is
+        harmless."""
         lengths = [len(self._held[row].ids) for row in range(len(tokens))]
         alone = []
         for row, token in enumerate(tokens):
@@ -229,7 +231,7 @@ class Rows:
         self._texts.forget(row, length)
 
     def _pass(self, ids: list[list[int]], cache: RowCache, positions: list[list[int]]) -> torch.Tensor:
-        """[rows, new tokens] -> logits [rows, V] after each row's last one."""
+        """Run the model on [rows, new tokens] -> logits [rows, V] after each row's last token."""
         device = self._model.device
         given = torch.tensor(ids, device=device)
         at = torch.tensor(positions, device=device)

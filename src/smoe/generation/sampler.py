@@ -1,4 +1,5 @@
-"""From logits to the next token of one text: the library's own processors, a generator of its own, a grammar."""
+"""Chooses the next token of one text from logits, with the library's logits processors, its own random generator, and a
+constraint."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from smoe.generation.sampling import Sampling
 
 
 class Sampler:
-    """Chooses the tokens of one text. The same seed, prompt and logits give the same tokens, whatever other texts
-    run."""
+    """Chooses the tokens of one text. Equal seeds, prompts and logits give equal tokens, whatever other texts run."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Sampler:
         logprobs: int | None,
         constraint: Constraint | None,
     ) -> None:
-        """`config`: what the library is to make of `sampling` (`generation_config` in `generate.py`)."""
+        """`config`: the library's form of `sampling` (`generation_config` in `choices.py`)."""
         prepared: GenerationConfig
         prepared, _ = model._prepare_generation_config(config)
         model._prepare_special_tokens(prepared, True, device=model.device)
@@ -36,13 +36,13 @@ class Sampler:
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
         self._bias = dict(sampling.logit_bias)
         self._counts: dict[int, int] = {}
-        """How often each token has come since the prompt."""
+        """The number of occurrences of each token since the prompt."""
         self._logprobs = logprobs
         self._constraint = constraint
 
     def choose(self, logits: torch.Tensor) -> tuple[int, float | None, tuple[Likely, ...]]:
-        """logits [V] -> (the next token, its log probability, the likeliest ones), as asked for. Raises `ModelError`
-        for logits that are not numbers."""
+        """Choose the next token from logits [V]. Return it with its log probability and the likeliest tokens, as
+        requested. Raises `ModelError` for NaN."""
         scores = logits.to(dtype=torch.float32, copy=True).unsqueeze(0)
         if bool(torch.isnan(scores).any()):
             raise ModelError(
@@ -67,7 +67,7 @@ class Sampler:
         return token, float(plain[token]), top
 
     def _penalise(self, scores: torch.Tensor) -> None:
-        """OpenAI's penalties of tokens that have come already, and what is added to single ones."""
+        """Apply OpenAI's presence and frequency penalties, and the bias of single tokens."""
         if self._counts and (self._presence or self._frequency):
             tokens = torch.tensor(list(self._counts), device=scores.device)
             counts = torch.tensor(list(self._counts.values()), device=scores.device, dtype=scores.dtype)

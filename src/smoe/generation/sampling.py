@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when a text ends."""
+"""Settings for the choice of tokens and the end of a text."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from smoe.errors import ConfigError
 
 
 def check_seed(seed: int) -> None:
-    """Raise `ConfigError` for a seed that the library's generators do not take."""
+    """Raise `ConfigError` for a seed that the library's generators do not accept."""
     if not -(2**63) <= seed < 2**63:
         raise ConfigError.out_of_bounds("seed", seed, "a whole number of 64 bits, such as 1")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen and when to stop. Greedy by default, whatever the checkpoint's own defaults are;
-    None leaves a choice to the checkpoint's generation config, as the library does."""
+    """How tokens are chosen and when a text ends. The default is greedy, whatever the checkpoint's defaults are; None
+    leaves a setting to the checkpoint's generation config."""
 
     max_new_tokens: int = 128
     temperature: float | None = 0.0
-    """0: the most likely token."""
+    """0: the likeliest token."""
     top_p: float | None = 1.0
     top_k: int | None = 0
     """0: all tokens."""
     repetition_penalty: float | None = 1.0
     min_p: float | None = None
-    """The share of the most likely token's probability that another token must have to be chosen; 0: none."""
+    """The least probability of a token that may be chosen, as a share of the likeliest token's; 0: none."""
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     ignores_end: bool = False
-    """Go on after the model's end token (for measuring)."""
+    """Whether to continue after the model's end token (for measurements)."""
     presence_penalty: float = 0.0
-    """Taken from the logits of every token that has come, ..."""
+    """Subtracted from the logits of every token that has occurred."""
     frequency_penalty: float = 0.0
-    """... and this for each time that it has."""
+    """Subtracted from a token's logit for each of its occurrences."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)"""
+    """(token, value added to its logit)"""
 
     def __post_init__(self) -> None:
         heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty

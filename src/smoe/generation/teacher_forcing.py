@@ -1,6 +1,5 @@
-"""Given tokens through a model: one a step, as generation would, to measure quality and time on the same text every
-time; or many at once, for what only depends on the text.
-"""
+"""Runs given tokens through a model: one at a time, as in generation, to measure quality and time on a fixed text; or
+many at once."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from smoe.models.kv_cache import RowCache
 def forced_rows(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], cache: RowCache
 ) -> Iterator[tuple[torch.Tensor, float]]:
-    """(logits of the tokens that follow [B, V], seconds of the step) for every column of `rows` [B, T]."""
+    """Yield (logits of the next tokens [B, V], seconds of the step) for every column of `rows` [B, T]."""
     now = model.offload.now  # type: ignore[operator]
     for column in zip(*rows, strict=True):
         given = torch.tensor(column, device=model.device).unsqueeze(1)
@@ -26,13 +25,13 @@ def forced_rows(
 
 
 def forced(model: PreTrainedModel, ids: Sequence[int], cache: RowCache) -> Iterator[tuple[torch.Tensor, float]]:
-    """(logits of the token that follows [V], seconds of the step) for every token of `ids`."""
+    """Yield (logits of the next token [V], seconds of the step) for every token of `ids`."""
     for logits, seconds in forced_rows(model, [ids], cache):
         yield logits[0], seconds
 
 
 def read_through(model: PreTrainedModel, ids: Sequence[int], tick: Callable[[int], None]) -> None:
-    """Let the model read `ids`, as many at a time as its context holds; `tick` hears how many were read."""
+    """Let the model read `ids`, a full context at a time; `tick` receives the number of tokens read."""
     engine = model.offload
     context: int = engine.context_tokens  # type: ignore[union-attr,assignment]
     with torch.no_grad():
