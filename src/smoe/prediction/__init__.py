@@ -1,1 +1,1 @@
-"""Guessing the experts of layers to come."""
+"""Predictors of later layers' experts."""

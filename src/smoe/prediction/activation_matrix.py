@@ -1,10 +1,10 @@
-"""Guessing by the past sequence that was most like this one (MoE-Infinity, arXiv 2401.14361).
+"""Predicts experts from the most similar past sequence (MoE-Infinity, arXiv 2401.14361).
 
     matrix of a sequence   [L, E]: how often each layer chose each expert
-    this sequence so far   ---> the nearest of the stored ones ---> its counts in the layer that comes
+    this sequence so far   ---> the nearest stored matrix ---> its counts in the next layer
 
-Nearest is the highest mean over the layers of the cosine between two rows. A new sequence begins with a prompt. A text
-that is only read, token by token, has none: there the matrix is that of all that was read.
+The nearest matrix has the highest mean cosine between rows, over all layers. A new sequence begins with a prompt. A
+text that is only read, token by token, has no prompt: its matrix covers everything that was read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from smoe.prediction.history import FromHistory
 from smoe.routing import Phase
 
 MOST_MATRICES = 128
-"""Past sequences that are stored: of more, so many spread evenly."""
+"""The most past sequences that are stored; of more, this many evenly spaced ones."""
 
 
 def matrices_of(paths: Paths) -> np.ndarray:
-    """[M, L, E]: the counts of every sequence, of at most `MOST_MATRICES`."""
+    """Return [M, L, E]: the counts of at most `MOST_MATRICES` sequences."""
     widest = max(layer.experts for layer in paths.layers)
     found = [multi_hot(chosen, widest).sum(axis=0) for chosen in paths.of_sequences()]
     chosen_places = np.linspace(0, len(found) - 1, min(len(found), MOST_MATRICES)).round().astype(int)
@@ -30,17 +30,17 @@ def matrices_of(paths: Paths) -> np.ndarray:
 
 
 class ActivationMatrix(FromHistory):
-    """Predict what the most similar past sequence used most."""
+    """Predicts the experts that the most similar past sequence used most."""
 
     def __init__(self, layers: Sequence[RoutedLayer], matrices: np.ndarray) -> None:
-        """matrices: [M, L, E] counts."""
+        """`matrices`: [M, L, E] counts."""
         super().__init__(layers)
         self._directions = _unit(matrices)
-        """[M, L, E]: rows of length 1, in which experts have the same order as in the counts."""
+        """[M, L, E] matrices with rows scaled to length 1; the order of experts is that of the counts."""
         self._counts = np.zeros((0, *matrices.shape[1:]), dtype=np.float32)
-        """[S, L, E] of the sequences that run."""
+        """[S, L, E] counts of the running sequences."""
         self._alike = np.zeros((0, *matrices.shape[:2]), dtype=np.float32)
-        """[S, M, L] cosines."""
+        """[S, M, L] cosines between running and stored sequences."""
         self._phase = Phase.DECODE
 
     def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
@@ -64,6 +64,6 @@ class ActivationMatrix(FromHistory):
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:
-    """Rows of length 1; zeros stay."""
+    """Return the rows scaled to length 1; rows of zeros are unchanged."""
     found: np.ndarray = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
     return found.astype(np.float32)

@@ -1,8 +1,9 @@
-"""Expert activation paths: what every router chose for a token, layer by layer (DuoServe, equation 1).
+"""Expert activation paths: the routers' choices for a token, layer by layer (DuoServe, equation 1).
 
     token n   | E of layer 0 | E of layer 1 | ... |     -> [N, L, K]
 
-Predictors that see only the history of routing are fitted on such paths, and read one while a token passes the layers.
+Predictors that see only the history of routing are fitted on such paths, and read the current path while a token passes
+through the layers.
 """
 
 from __future__ import annotations
@@ -13,38 +14,38 @@ from typing import NamedTuple
 import numpy as np
 
 NO_EXPERT = -1
-"""In a path, of a layer that chooses fewer experts than the widest."""
+"""Fills a path in layers that choose fewer experts than the widest."""
 
 
 class RoutedLayer(NamedTuple):
-    """What the router of one layer can say."""
+    """The sizes of one layer's routing."""
 
     layer: int
-    """The model's own number."""
+    """The layer's number in the model."""
     experts: int
-    """E"""
+    """E, the number of experts."""
     top_k: int
-    """K"""
+    """K, the experts chosen for each token."""
 
 
 class Paths(NamedTuple):
-    """Paths of many tokens, those of a sequence in their order."""
+    """Paths of many tokens; the tokens of a sequence are in their order."""
 
     layers: tuple[RoutedLayer, ...]
-    """Ascending."""
+    """The layers, ascending."""
     chosen: np.ndarray
-    """[N, L, K] int64; `NO_EXPERT` beyond a layer's own K."""
+    """[N, L, K] int64 chosen experts; `NO_EXPERT` beyond a layer's own K."""
     sequence: np.ndarray
-    """[N] number of the sequence."""
+    """[N] the sequence number of each token."""
 
     def of_sequences(self) -> Iterator[np.ndarray]:
-        """[n, L, K] of every sequence, in order of first appearance."""
+        """Yield [n, L, K] for every sequence, in order of first appearance."""
         _, first = np.unique(self.sequence, return_index=True)
         for place in sorted(first):
             yield self.chosen[self.sequence == self.sequence[place]]
 
     def split(self, share: float) -> tuple[Paths, Paths]:
-        """The beginning, and the last `share` of the tokens; both have at least one."""
+        """Divide the paths into the first part and the last `share` of the tokens; both have at least one token."""
         cut = min(max(1, round(len(self.chosen) * (1 - share))), len(self.chosen) - 1)
         return self._replace(chosen=self.chosen[:cut], sequence=self.sequence[:cut]), self._replace(
             chosen=self.chosen[cut:], sequence=self.sequence[cut:]
@@ -52,7 +53,7 @@ class Paths(NamedTuple):
 
 
 def joined(parts: Sequence[Paths]) -> Paths:
-    """One after the other, of one model; sequences of different parts are different ones."""
+    """Concatenate paths of one model; sequences of different parts get different numbers."""
     first, numbers = 0, []
     for part in parts:
         numbers.append(part.sequence - part.sequence.min(initial=0) + first)
@@ -61,7 +62,7 @@ def joined(parts: Sequence[Paths]) -> Paths:
 
 
 def multi_hot(chosen: np.ndarray, experts: int) -> np.ndarray:
-    """[..., K] indices -> [..., E] with 1 where an expert was chosen, as float32."""
-    hot = np.zeros((*chosen.shape[:-1], experts + 1), dtype=np.float32)  # the last column is no expert's
+    """Convert [..., K] indices to [..., E] float32, with 1 for chosen experts."""
+    hot = np.zeros((*chosen.shape[:-1], experts + 1), dtype=np.float32)  # the last column is for NO_EXPERT
     np.put_along_axis(hot, np.where(chosen == NO_EXPERT, experts, chosen), 1.0, axis=-1)
     return hot[..., :experts]

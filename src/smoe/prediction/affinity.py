@@ -1,4 +1,4 @@
-"""Guessing by what followed the experts of the layer before (DuoServe, equation 3)."""
+"""Predicts experts from those of the layer before (DuoServe, equation 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smoe.prediction.popularity import shares
 
 
 def affinity_of(paths: Paths) -> np.ndarray:
-    """[L-1, E, E]: entry (l, i, j) is the share of expert j of layer l+1 in all that it chose for tokens with expert i
+    """Return [L-1, E, E]: entry (l, i, j) is the share of expert j in the choices of layer l+1 for tokens with expert i
     in layer l; zeros where i was never chosen."""
     widest = max(layer.experts for layer in paths.layers)
     hot = (multi_hot(paths.chosen[:, n], widest) for n in range(len(paths.layers)))  # two at a time in memory
@@ -21,17 +21,16 @@ def affinity_of(paths: Paths) -> np.ndarray:
 
 
 def rows_of(affinity: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """The rows [..., K, E] of one layer's affinity [E, E] that belong to chosen experts [..., K]; zeros for no
-    expert."""
+    """Return the rows [..., K, E] of one layer's affinity [E, E] for chosen experts [..., K]; zeros for `NO_EXPERT`."""
     found: np.ndarray = affinity[chosen] * (chosen != NO_EXPERT)[..., None]
     return found
 
 
 class Affinity(FromHistory):
-    """Predict the experts that follow those of the layer before most often: a Markov chain over the layers."""
+    """Predicts the experts that most often follow those of the layer before: a Markov chain over the layers."""
 
     def __init__(self, layers: Sequence[RoutedLayer], affinity: np.ndarray) -> None:
-        """affinity: [L-1, E, E]"""
+        """`affinity`: [L-1, E, E], as `affinity_of` returns it."""
         super().__init__(layers)
         self._affinity = affinity
 

@@ -1,12 +1,12 @@
-"""Guessing the experts of several layers ahead by their routers with a learned correction, where the guess is worth it.
+"""Predicts the experts of several later layers by their routers with a learned correction, where a load is worth it.
 
-    | this layer's router input                  |--- product, margins ---> l+1: experts that are probably wanted
-    | l+1, l+2, ... of the token before          |--- as it is asked for -> l+2 ...
+    | this layer's router input                  |--- product, margins ---> l+1: experts that are probably needed
+    | l+1, l+2, ... of the token before          |--- when requested -----> l+2 ...
 
-The next gates, asked on this layer's input, take the layers between for nothing. What these do on average is learned
-(`correction.py`). A load is asked for only where it is expected to gain: at probabilities of `WORTH` and more, the
-share of right guesses below which the trial (`policy/trial.py`) ends prefetching altogether. Every further layer is
-worked out when it is looked at. The matrices and the stored inputs of the last token are an entry of the ledger
+The next gates on this layer's input ignore the effect of the layers in between; the correction learns its average
+(`correction.py`). An expert is loaded only where a benefit is expected: at a probability of at least `WORTH`, the share
+of right predictions below which the trial (`policy/trial.py`) switches prefetching off. Later layers are computed only
+when requested. The matrices and the stored inputs of the last token are an entry of the ledger
 (`ModelSpec.correction_bytes`). No module of the model is called, so no hook sees a prediction.
 """
 
@@ -25,7 +25,7 @@ from smoe.routing import Routing
 
 
 class CorrectedGates(Predictor):
-    """Predict the experts of the next `depth` MoE layers by corrected routers."""
+    """Predicts the experts of the next `depth` MoE layers by corrected routers."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class CorrectedGates(Predictor):
         ranking: Ranking,
         depth: int,
     ) -> None:
-        """`corrections` by the layer asked at and the layer asked for; what was never learned is not guessed."""
+        """`corrections`: by (current layer, predicted layer); pairs without a correction are not predicted."""
         layers = [site.layer for site in sites]
         self._following = {
             layer: [after for after in layers[n : n + depth] if (layer, after) in corrections]
@@ -44,7 +44,7 @@ class CorrectedGates(Predictor):
         self._corrections = corrections
         self._ranking = ranking
         self._before: dict[int, torch.Tensor] = {}
-        """[sequences, H] by layer: the router inputs of the last token that every layer has seen."""
+        """The router inputs [sequences, H] of the last token, by layer."""
 
     def overhear(self, routing: Routing, hidden: torch.Tensor) -> None:
         if routing.layer not in self._guessed:
@@ -61,9 +61,9 @@ class CorrectedGates(Predictor):
         return (self._named(sight.layer, after, hidden, sight.rows) for after in self._following[sight.layer])
 
     def logits(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """[T, E]: what the router of `after` will probably say of these rows (None: all) of hidden [T, H]."""
+        """Return [T, E]: the predicted logits of layer `after`'s router for these rows (None: all) of hidden [T, H]."""
         before = self._before.get(after)
-        if before is not None and before.shape != hidden.shape:  # another batch has begun
+        if before is not None and before.shape != hidden.shape:  # a new batch has begun
             before = None
         if rows is not None:
             hidden = hidden[list(rows)]
@@ -71,9 +71,9 @@ class CorrectedGates(Predictor):
         return self._corrections[layer, after].logits(hidden, before)
 
     def _named(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None) -> Prediction:
-        """The experts worth a load by what they are and by how sure that is."""
+        """Return the experts that are worth a load, by their rank and their probability."""
         logits = self.logits(layer, after, hidden, rows)
         named = self._ranking.named(after, logits)
         wanted = self._corrections[layer, after].probabilities(self._ranking.margins(after, logits))
-        by_any = (wanted[0] if len(wanted) == 1 else 1 - (1 - wanted).prod(dim=0)).tolist()  # of a batch: by any row
+        by_any = (wanted[0] if len(wanted) == 1 else 1 - (1 - wanted).prod(dim=0)).tolist()  # needed by any row
         return named._replace(experts=[expert for expert in named.experts if by_any[expert] >= WORTH])

@@ -1,18 +1,18 @@
-"""A learned correction of a router: what the layers between will have done to its input, as one product.
+"""A learned correction of a router, as one matrix product: it predicts a later layer's logits from this layer's input.
 
     router input of layer l, this token  [T, H] --+
                                                   |-- weight [E, 2 H], bias [E] --> logits of layer l + d
     router input of l + d, token before  [T, H] --+
 
-A router's logits are linear in its input, so a linear guess of that input folds into the router's own matrix and costs
-no more than the product itself. The second input is known, too, by the time that a token reaches layer l: attention
-carries much of the token before on. `smoe tune --predictor corrected-gates` learns it by ridge regression, in closed
-form, with the router itself as what is believed before anything is seen: weights that the text says nothing about stay
-the router's own, and nothing learned at all is the stacked gates' guess.
+A router's logits are linear in its input, so a linear prediction of that input can be multiplied into the router's own
+matrix and costs no more than one product. The second input is known by the time a token reaches layer l; it helps,
+because attention carries over much of the token before. `smoe tune --predictor corrected-gates` learns the weights by
+ridge regression, in closed form, with the router itself as the prior: directions that the text does not determine stay
+the router's own, and without any learning the result is that of the stacked gates.
 
-How sure a guess is comes from data that the regression has not seen: the probability that an expert is wanted is a
-logistic function of its margin, how far it is inside the choice or outside. It is fitted by itself for each layer and
-distance, as the same margin means less the further it was guessed ahead.
+The confidence comes from data that the regression has not seen: the probability that an expert is needed is a logistic
+function of its margin, how far it is inside the choice or outside. It is fitted separately for each layer and distance,
+because the same margin means less at a greater distance.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from torch.nn import functional
 from smoe.models.router_matrix import RouterMatrix
 
 SHRINKAGE = 0.05
-"""What the prior weighs, in parts of the mean variance of the inputs. With 500 tokens to learn from a fiftieth costs
-8 points of recall on text that was not seen, with 8000 nothing (docs/log/prefetch.md)."""
+"""The weight of the prior, relative to the mean variance of the inputs. With 500 tokens of training text, a fiftieth
+costs 8 points of recall on unseen text, with 8000 nothing (docs/log/prefetch.md)."""
 _NEWTON_STEPS = 40
 _LARGEST_STEP = 5.0
 
 
 class Correction(NamedTuple):
-    """How one layer's logits are guessed at another, and how sure it is."""
+    """Predicts a later layer's logits from another layer's router input, with a confidence."""
 
     weight: torch.Tensor
-    """[E, 2 H]"""
+    """[E, 2 H] weights"""
     bias: torch.Tensor
-    """[E]"""
+    """[E] bias"""
     first_bias: torch.Tensor
-    """[E], for a token whose predecessor is not known: its mean stands for it."""
+    """[E] bias for a token whose predecessor is unknown, which is replaced by the mean."""
     slope: float
-    """Of the log odds that an expert is wanted, per unit of margin."""
+    """The change of the log odds that an expert is needed, per unit of margin."""
     offset: float
-    """Log odds at the margin 0."""
+    """The log odds at the margin 0."""
 
     def logits(self, hidden: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """[T, E] for hidden [T, H] and, where it is known, what the later layer's router was given for the tokens
-        before [T, H]."""
+        """Return [T, E] logits for hidden [T, H] and, if known, the later layer's router input `before` [T, H] for the
+        tokens before."""
         if before is None:
             return functional.linear(hidden, self.weight[:, : hidden.shape[-1]], self.first_bias)
         return functional.linear(torch.cat([hidden, before], dim=-1), self.weight, self.bias)
 
     def probabilities(self, margins: torch.Tensor) -> torch.Tensor:
-        """How probable it is that an expert with such a margin is wanted; any shape."""
+        """Return the probability that an expert with such a margin is needed; any shape."""
         return (margins * self.slope + self.offset).sigmoid()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Correction:
-        """The same elsewhere, or in another type."""
+        """Return the correction on another device or in another data type."""
         weight, bias, first_bias = (value.to(device, dtype) for value in self[:3])
         return Correction(weight, bias, first_bias, self.slope, self.offset)
 
 
 def uncorrected(matrix: RouterMatrix) -> Correction:
-    """A router itself as a correction: nothing learned, every guess sure."""
+    """Return a router itself as a correction: nothing is learned, and every prediction is certain."""
     weight = torch.cat([matrix.weight, torch.zeros_like(matrix.weight)], dim=-1)
     bias = weight.new_zeros(len(weight)) if matrix.bias is None else matrix.bias.to(weight.dtype, copy=True)
     return Correction(weight, bias, bias.clone(), 0.0, 30.0)
@@ -72,10 +72,10 @@ def uncorrected(matrix: RouterMatrix) -> Correction:
 def fitted(
     hidden: torch.Tensor, before: torch.Tensor, has_before: torch.Tensor, logits: torch.Tensor, router: torch.Tensor
 ) -> Correction:
-    """The correction that guesses `logits` [T, E] best by least squares, in fp32; how sure it is comes later.
+    """Return the correction that predicts `logits` [T, E] best by least squares, in fp32, without confidence.
 
-    `hidden` and `before` [T, H] as for `Correction.logits`; `has_before` [T] says where there was a token before;
-    `router` [E, H] is the later layer's own matrix, towards which the weights shrink.
+    `hidden` and `before` [T, H] are as for `Correction.logits`; `has_before` [T]: whether there was a token before;
+    `router` [E, H]: the later layer's own matrix, towards which the weights shrink.
     """
     size, known = hidden.shape[1], has_before.unsqueeze(1)
     hidden_mean, logits_mean = hidden.float().mean(0), logits.float().mean(0)
@@ -94,10 +94,10 @@ def fitted(
 
 
 def with_confidence(correction: Correction, margins: torch.Tensor, wanted: torch.Tensor) -> Correction:
-    """The correction, as sure as its guesses have proved on text that it was not fitted on.
+    """Return the correction with a confidence fitted on text that it was not fitted on.
 
-    `margins` of its guesses and whether each expert was wanted, of the same shape. By Newton's method on the logistic
-    likelihood, shrunk so little that it only matters where the two can be separated without an error.
+    `margins`: of its predictions; `wanted`: whether each expert was needed, of the same shape. Newton's method on the
+    logistic likelihood; the slight shrinkage matters only where the two classes are separable.
     """
     margin, truth = margins.reshape(-1).double(), wanted.reshape(-1).double()
     spread = margin.std().clamp(min=1e-9)

@@ -1,15 +1,14 @@
-"""Guessing the next layer's experts by a network that was trained on recorded paths (DuoServe, section 4.2).
+"""Predicts the next layer's experts by a network that is trained on recorded paths (DuoServe, section 4.2).
 
     h: the experts of all layers before, flattened   |
     p: popularity of the layer's experts             | -> seven fully connected layers -> a score for each expert
     a: affinity to each expert of the layer before   |
 
-One network serves all layers: p and a say which layer is asked for. What the paper leaves open is decided here: index
-i of E experts is (i + 1) / E, so that padding, 0, is no expert's; of the affinity matrix the rows of the experts that
-were chosen are given; p and a are multiples of what chance would give. The six hidden widths halve from 2048 to 64, the
-seventh layer gives the scores.
+One network serves all layers: p and a identify the layer. What the paper leaves open is decided here: index i of E
+experts becomes (i + 1) / E, so that padding, 0, is no expert's; a consists of the affinity rows of the chosen experts;
+p and a are multiples of chance. The six hidden widths halve from 2048 to 64; the seventh layer gives the scores.
 
-Asked as soon as the router has spoken, on the computing thread or on one of its own (`prefetch_asked`).
+It runs after the layer's router, on the computing thread or its own (`prefetch_asked`).
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ DROPOUT = 0.1
 def states(
     place: int, path: np.ndarray, layers: Sequence[RoutedLayer], popularity: np.ndarray, affinity: np.ndarray
 ) -> np.ndarray:
-    """The states s (equations 4 and 5) of the layer at `place`, from 1 on: [N, `state_width`] float32.
+    """Return the states s (equations 4 and 5) of the layer at `place`, from 1 on: [N, `state_width`] float32.
 
-    path: [N, place or more, K]; popularity: [L, E]; affinity: [L-1, E, E].
+    `path`: [N, place or more, K]; `popularity`: [L, E]; `affinity`: [L-1, E, E].
     """
     top_k, widest = path.shape[-1], popularity.shape[1]
     count, slots = len(path), (len(layers) - 1) * top_k
@@ -48,13 +47,13 @@ def states(
 
 
 def state_width(layers: Sequence[RoutedLayer]) -> int:
-    """Numbers in a state."""
+    """Return the number of values in a state."""
     top_k, widest = max(layer.top_k for layer in layers), max(layer.experts for layer in layers)
     return (len(layers) - 1) * top_k + widest + top_k * widest
 
 
 def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
-    """ExpertMLP as it is trained: [N, inputs] -> logits [N, outputs]."""
+    """Return ExpertMLP in its form for training: [N, inputs] -> logits [N, outputs]."""
     parts: list[nn.Module] = []
     for width in widths:
         parts += [nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(DROPOUT)]
@@ -63,8 +62,8 @@ def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Seq
 
 
 def nbytes_of(layers: Sequence[RoutedLayer]) -> int:
-    """Of a fitted predictor in memory, known before it is trained: its network as `folded` gives it, and the counts
-    beside it."""
+    """Return the bytes of a fitted predictor in memory, known before training: the network as `folded` returns it, and
+    the counts."""
     widest = max(layer.experts for layer in layers)
     with torch.device("meta"):
         parts = network(state_width(layers), widest)
@@ -73,7 +72,7 @@ def nbytes_of(layers: Sequence[RoutedLayer]) -> int:
 
 
 def folded(trained: nn.Sequential) -> dict[str, torch.Tensor]:
-    """The network as it is used: every batch norm is multiplied into the layer before it."""
+    """Return the network's weights for use: every batch norm is multiplied into the layer before it."""
     found: dict[str, torch.Tensor] = {}
     parts = list(trained)
     linears = [(at, part) for at, part in enumerate(parts) if isinstance(part, nn.Linear)]
@@ -89,7 +88,7 @@ def folded(trained: nn.Sequential) -> dict[str, torch.Tensor]:
 
 
 class ExpertMLP(FromHistory):
-    """Predict what the network scores highest."""
+    """Predicts the experts with the network's highest scores."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class ExpertMLP(FromHistory):
         affinity: np.ndarray,
         weights: Mapping[str, torch.Tensor],
     ) -> None:
-        """popularity: [L, E]; affinity: [L-1, E, E]; `weights` as `folded` gives them, on the CPU."""
+        """`popularity`: [L, E]; `affinity`: [L-1, E, E]; `weights`: as `folded` returns them, on the CPU."""
         super().__init__(layers)
         self._popularity, self._affinity = popularity, affinity
         count = sum(name.startswith("weight.") for name in weights)

@@ -1,4 +1,4 @@
-"""Predictors that are fitted on recorded paths: what is stored of each, and how it is made from that."""
+"""Predictors that are fitted on recorded paths: their stored form, and how they are made from it."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ _COUNTED: dict[str, Callable[[Paths], dict[str, np.ndarray]]] = {
     "affinity": lambda paths: {"affinity": affinity_of(paths)},
     "activation-matrix": lambda paths: {"matrices": matrices_of(paths)},
 }
-"""What is counted for each predictor that needs no training."""
+"""For each predictor without training, the function that counts its tensors."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A fitted predictor, as it is stored."""
+    """The stored form of a fitted predictor."""
 
     name: str
     """One of `policy.registry.FITTED_PREFETCH`."""
     layers: tuple[RoutedLayer, ...]
     tensors: Tensors
     tokens: int
-    """That it was fitted on."""
+    """The number of tokens that it was fitted on."""
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def predictor(self) -> FromHistory:
-        """A fresh one, without observations."""
+        """Return a new predictor, without observations."""
         return _MAKE[self.name](self.layers, self.tensors)
 
 
 def counted(name: str, paths: Paths) -> Fitted:
-    """A predictor that is made of counts alone."""
+    """Return a predictor that consists of counts."""
     tensors = {key: torch.from_numpy(value) for key, value in _COUNTED[name](paths).items()}
     return Fitted(name, paths.layers, tensors, len(paths.chosen))
 

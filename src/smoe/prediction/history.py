@@ -1,9 +1,10 @@
-"""Guessing the next layer's experts by nothing but what routers have chosen: no hidden state, no weights of the model.
+"""The base of predictors that use only the routers' choices: no hidden states, no weights of the model.
 
-    router of layer 0 .. l has spoken -> scores of the experts of l+1 -> the best K of every row
+    routers of layers 0 .. l have run -> scores of the experts of l+1 -> the best K of every row
 
-Such a predictor's output follows from the routings that it observed, so it is the same in the engine and on a trace
-in the simulator. Which choices are important it cannot know: it names all K, whatever `alpha`, as the model has them.
+Such a prediction depends only on the observed routings, so it is the same in the engine and on a trace in the
+simulator. It cannot know which choices are important: it names all K, whatever `alpha` is, in the order of their
+scores.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from smoe.routing import Phase, Routing
 
 
 class FromHistory(Predictor):
-    """Keeps the path of the step that is under way. Used by one thread at a time."""
+    """A predictor that sees only the path of the current step. One thread at a time may use it."""
 
     def __init__(self, layers: Sequence[RoutedLayer]) -> None:
         self.layers = tuple(layers)
@@ -47,26 +48,27 @@ class FromHistory(Predictor):
         return () if scores is None else (Prediction(layer.layer, best_first(scores[:, : layer.experts], layer.top_k)),)
 
     def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
-        """What the router of the layer at `place` chose for the tokens of every sequence: [S, T / S, K], E where a
-        token is padding."""
+        """Process the choice of the router at `place` for the tokens of every sequence: [S, T / S, K], with E for
+        padding."""
         del place, phase, chosen
 
     @abstractmethod
     def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray | None:
-        """How likely the experts of the layer at `place` are: [R, E], higher is likelier; None where nothing is known.
+        """Return scores of the experts of the layer at `place`: [R, E], higher is likelier; None where nothing is
+        known.
 
-        path: [R, place, K], what the layers before it chose for the rows in this step; `rows`: their numbers.
+        `path`: [R, place, K], the earlier layers' choices for these rows in this step; `rows`: the rows' numbers.
         """
 
     def _widened(self, chosen: np.ndarray, experts: int) -> np.ndarray:
-        """[T, K of the layer] -> [T, K of the widest]; padding becomes `NO_EXPERT`."""
+        """Convert [T, K of the layer] to [T, K of the widest]; padding becomes `NO_EXPERT`."""
         wide = np.full((len(chosen), self._top_k), NO_EXPERT, dtype=np.int64)
         wide[:, : chosen.shape[1]] = np.where(chosen == experts, NO_EXPERT, chosen)
         return wide
 
 
 def best_first(scores: np.ndarray, top_k: int) -> list[int]:
-    """The K best of every row of scores [R, E], that of the highest score for any row first; ties by number."""
+    """Return the K best of every row of scores [R, E], ordered by the highest score in any row; ties by number."""
     index = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]
     if len(index) == 1:
         found: list[int] = index[0].tolist()

@@ -1,12 +1,12 @@
-"""Guessing the next layer's experts by running into it ahead of time.
+"""Predicts the next layer's experts by running the beginning of that layer early.
 
     resident and shared experts of layer l -> attention of l+1 -> router of l+1
 
-This look-ahead (SMoE, second version, section IV-C) runs the library's own modules: the layer's block once more, with
-its experts answering what the resident ones gave, then the next decoder layer up to its router, where an exception
-leaves it. No family's names are used. What it writes into the KV cache lies at the positions that the true pass writes
-before it reads (`models/kv_cache.py`), so nothing is to be undone. A layer takes part once a pass has shown that its
-output is its residual plus its block's output, bit by bit; for the others the next gate is asked.
+This is SMoE's look-ahead (second version, section IV-C). It runs the library's own modules: the layer's block once
+more, with the resident experts' output for its experts, then the next decoder layer up to its router, where an
+exception leaves it. No model family is hard-coded. It writes to the KV cache only at positions that the true pass
+writes before it reads them (`models/kv_cache.py`), so nothing must be undone. A layer takes part after a pass has shown
+that its output is its residual plus its block's output, bit by bit; for other layers the next gate predicts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from smoe.prediction.unheard import has_hooks, unheard
 
 
 class LookAhead(Predictor):
-    """Predict the next layer's experts by running into it ahead of time. Used by the computing thread only."""
+    """Predicts the next layer's experts by running the beginning of that layer early. Only the computing thread may use
+    it."""
 
     asked = Moment.RESIDENTS_DONE
 
@@ -45,17 +46,17 @@ class LookAhead(Predictor):
         for station in self._stations.values():
             station.kind = kinds[station.number] if kinds else ""
         self.peeks = 0
-        """Predictions made by running ahead; the others are the next gate's."""
+        """The number of predictions by look-ahead; the others are the next gate's."""
         self._first = next(iter(self._stations.values()), None)
         self._kwargs: dict[str, dict[str, Any]] = {}
-        """What the decoder layers of each kind are given in this pass."""
+        """The arguments of the decoder layers of each kind in this pass."""
         for station in self._stations.values():
             station.decoder.register_forward_pre_hook(self._note_arguments(station), with_kwargs=True)
         for last in list(self._stations.values())[-1:]:
             last.decoder.register_forward_hook(self._let_go)
 
     def install(self) -> None:
-        """Once the engine has taken the experts' place (`seam.attach`)."""
+        """Prepare the layers, after the engine has replaced the experts (`seam.attach`)."""
         for station in self._stations.values():
             station.install()
 
@@ -72,7 +73,7 @@ class LookAhead(Predictor):
         return (self._next_gate.named(there.layer, output, sight.rows),)
 
     def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The pass is over: its KV cache must not live longer for our sake."""
+        """Drop the arguments at the end of a pass, so that its KV cache can be freed."""
         self._kwargs.clear()
 
     def _note_arguments(self, station: _Station) -> Callable[..., None]:
@@ -87,14 +88,14 @@ class LookAhead(Predictor):
 
 
 class _PeekedError(Exception):
-    """Leaves a decoder layer at its router."""
+    """Raised to leave a decoder layer at its router."""
 
     def __init__(self, output: tuple[Any, ...]) -> None:
         self.output = output
 
 
 class _Remembered(NamedTuple):
-    """What a module has answered, and the versions at which input and answer were whole."""
+    """A module's last output, and the versions of input and output at that time."""
 
     x: torch.Tensor
     x_version: int
@@ -102,13 +103,14 @@ class _Remembered(NamedTuple):
     output_version: int
 
     def answers(self, x: torch.Tensor) -> bool:
-        """Whether `x` is the same numbers at the same place, under whatever shape, and was not written since."""
+        """Return whether `x` is the same data at the same address, in any shape, and neither it nor the output was
+        written since."""
         is_same = x.data_ptr() == self.x.data_ptr() and x.numel() == self.x.numel() and x._version == self.x_version
         return is_same and self.output._version == self.output_version
 
 
 class _Station:
-    """One MoE layer: what the look-ahead has to know of it and to hold while it runs."""
+    """One MoE layer's modules and state for the look-ahead."""
 
     def __init__(self, modules: Mapping[str, nn.Module], site: ExpertsSite, router: str) -> None:
         path = site.name.split(".")
@@ -118,7 +120,7 @@ class _Station:
         self.number = int(path[depth - 1])
         self.decoder = modules[".".join(path[:depth])]
         self.is_proven: bool | None = None
-        """Whether the layer's output is its residual plus its block's output; None: not seen yet."""
+        """Whether the layer's output is its residual plus its block's output; None: not tested yet."""
         self._is_peeking = False
         self._block = modules[".".join(path[:-1])]
         self._experts = modules[site.name]
@@ -139,7 +141,7 @@ class _Station:
         self.decoder.register_forward_hook(self._prove)
 
     def install(self) -> None:
-        """After the engine has taken the experts' place: from now on they may be asked to repeat an answer."""
+        """Prepare the layer after the engine has replaced the experts: they can now repeat an output."""
         served = self._experts.forward
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -151,14 +153,14 @@ class _Station:
                 child.forward = self._remembering(child, child.forward)  # type: ignore[method-assign]
 
     def begin(self, is_single: bool) -> None:
-        """A pass has come to this layer, with one new position or several."""
+        """Reset the layer's state at the start of a pass, with one new position or several."""
         self._is_single = is_single
         self._inputs.clear()
         self._memo.clear()
         self._given = self._residual = None
 
     def output_of(self, partial: torch.Tensor) -> torch.Tensor:
-        """The layer's output if its experts' output were `partial` [T, H]."""
+        """Return the layer's output for the experts' output `partial` [T, H]."""
         assert self._given is not None and self._residual is not None
         self._replay = partial
         try:
@@ -170,7 +172,7 @@ class _Station:
         return ahead
 
     def peek(self, hidden: torch.Tensor, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the router says if the layer's input is `hidden`."""
+        """Return the router's output for the layer's input `hidden`."""
         self._is_peeking = True
         try:
             with unheard(self._parts), _leaving(self._router):
@@ -182,7 +184,7 @@ class _Station:
         raise AssertionError("the layer ended without asking its router")
 
     def _note_child(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The child whose output is the block's input stands between it and the residual: a norm."""
+        """Record the child whose output is the block's input: the norm between the block and the residual."""
         if self._is_single and args and isinstance(output, torch.Tensor):
             self._inputs[output.data_ptr()] = (args[0], output)
 
@@ -200,7 +202,7 @@ class _Station:
             self._given_out = output[0] if isinstance(output, tuple) else output
 
     def _prove(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Once, with a real pass's numbers; later passes only let go of what they held."""
+        """Test the layer's structure once, with a real pass's values; later passes only drop references."""
         if self._is_single and self.is_proven is None and self._residual is not None and self._given_out is not None:
             result = output[0] if isinstance(output, tuple) else output
             expected = self._residual + self._given_out
@@ -210,10 +212,11 @@ class _Station:
         self._memo.clear()
 
     def _remembering(self, child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The block runs twice on one input; its shared experts and router need not.
+        """Wrap `forward` to reuse its output: the block runs twice on one input, but its shared experts and router need
+        not.
 
-        A remembered output that was written to since is computed again, and so is one of a module that others
-        listen inside: its parts must run in the true pass.
+        An output that was written to since is computed again, and so is one of a module with hooks inside, which must
+        fire in the true pass.
         """
         inside = list(child.modules())[1:]
 
@@ -234,7 +237,7 @@ class _Station:
 
 @contextmanager
 def _leaving(router: nn.Module) -> Iterator[None]:
-    """Inside, a call of the router raises its output as a `_PeekedError`."""
+    """Let a call of the router raise `_PeekedError` with its output, for the duration of the `with` block."""
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         raise _PeekedError(output)
@@ -247,6 +250,7 @@ def _leaving(router: nn.Module) -> Iterator[None]:
 
 
 def _is_rewritable(kwargs: Mapping[str, Any]) -> bool:
-    """Whether running a layer ahead leaves nothing behind: our cache, with layers that address by position."""
+    """Return whether an early run of a layer has no lasting effect: the cache is ours, and its layers address by
+    position."""
     caches = [kwargs[name] for name in ("past_key_values", "past_key_value") if kwargs.get(name) is not None]
     return bool(caches) and all(isinstance(cache, RowCache) and cache.can_rewind for cache in caches)

@@ -1,4 +1,4 @@
-"""Guessing the next layer's experts by its own router on this layer's router input.
+"""Predicts the next layer's experts by its own router on this layer's router input.
 
 router input of layer l ---> router of l+1
 """
@@ -22,9 +22,9 @@ from smoe.routing import Phase, Routing
 
 
 class NextGate(Predictor):
-    """Predict a layer's experts by its own router on the layer before's router input.
+    """Predicts a layer's experts by its own router on the router input of the layer before.
 
-    The simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2).
+    This is the simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NextGate(Predictor):
         if after is None or _has_any_global_hook():
             return ()
         router, experts = self._routers.get(after), self._experts[after]
-        if router is None:  # a long prompt uses nearly every expert, whatever the router would say
+        if router is None:  # a long prompt uses nearly every expert
             return (Prediction(after, range(experts)),) if hidden.shape[0] >= experts else ()
         with unheard(self._parts[after]):
             output = router(hidden)
@@ -56,16 +56,16 @@ class NextGate(Predictor):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all experts that will be chosen are asked for, as themselves."""
+        """Whether all experts that will be chosen are predicted, each as a full copy."""
         return self.alpha == 0 and self.thresholds == ALL_IMPORTANT
 
     def named(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> Prediction:
-        """The experts worth a load by a router's output for these rows (None: all), best first.
+        """Return the experts that are worth a load by a router's output for these rows (None: all), best first.
 
-        The best are those of the highest weight, or score, for any row; ties go by number. Where low-score experts may
-        be substituted, only those predicted to be top-score (SMoE, second version); else, or where all that will be
-        chosen are asked for (first version), those chosen. Where missing experts may come as low copies, those do whose
-        predicted importance asks for no more, and those that would be left out are (HOBBIT, section 3.3).
+        Experts are ordered by their highest weight, or score, in any row; ties go by number. With substitution, only
+        experts predicted to be top-score are named (SMoE, second version), or all chosen ones (first version); without
+        it, all chosen ones. Where missing experts may be low copies, the predicted importance decides between full
+        copy, low copy and none (HOBBIT, section 3.3).
         """
         if rows is not None:
             output = tuple(value[list(rows)] if isinstance(value, torch.Tensor) else value for value in output)
@@ -83,7 +83,7 @@ class NextGate(Predictor):
         return Prediction(layer, [expert for expert in best if expert not in skip], graded_routing.low)
 
     def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
-        """Experts that are top-score for some token, highest score first."""
+        """Return experts that are top-score for some token, highest score first."""
         choice = rule.choice(rule.scores(logits))
         bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
         scores = choice.gather(-1, index)
@@ -92,7 +92,7 @@ class NextGate(Predictor):
 
 
 def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:
-    """The experts in `index`, that of the highest of `scores` (of the same shape) first; ties by number."""
+    """Return the experts in `index`, ordered by their highest value in `scores` (of the same shape); ties by number."""
     best: dict[int, float] = {}
     for expert, score in zip(index.reshape(-1).tolist(), scores.reshape(-1).tolist(), strict=True):
         best[expert] = max(score, best.get(expert, score))
@@ -100,11 +100,12 @@ def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:
 
 
 def _weights(output: Sequence[Any], index: torch.Tensor) -> torch.Tensor:
-    """The routing weights in a router's output, [T, K] as `index`; where it has none, its own order stands for them."""
+    """Return the routing weights in a router's output, [T, K] as `index`; without weights, numbers that express the
+    router's order."""
     found = [x for x in output if isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape == index.shape]
     return found[-1] if found else torch.arange(0, -index.shape[1], -1).expand_as(index)
 
 
 def _chosen(output: Sequence[Any]) -> torch.Tensor:
-    """The index tensor in a router's output: the last integer tensor."""
+    """Return the index tensor in a router's output: the last integer tensor."""
     return next(x for x in reversed(output) if isinstance(x, torch.Tensor) and not x.is_floating_point())

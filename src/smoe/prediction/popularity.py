@@ -1,4 +1,4 @@
-"""Guessing that a layer chooses the experts that it chooses most (DuoServe, equation 2)."""
+"""Predicts the experts that a layer chooses most often (DuoServe, equation 2)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from smoe.prediction.history import FromHistory
 
 
 def popularity_of(paths: Paths) -> np.ndarray:
-    """[L, E]: the share of each expert in its layer's choices; zeros beyond a layer's own experts."""
+    """Return [L, E]: the share of each expert in its layer's choices; zeros beyond a layer's own experts."""
     widest = max(layer.experts for layer in paths.layers)
     counts = np.stack([multi_hot(paths.chosen[:, n], widest).sum(axis=0) for n in range(len(paths.layers))])
     return shares(counts)
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Each row divided by its sum; zeros where nothing was counted."""
+    """Return each row divided by its sum; zeros where nothing was counted."""
     found: np.ndarray = (counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1.0)).astype(np.float32)
     return found
 
 
 class Popularity(FromHistory):
-    """Predict the same experts for every token."""
+    """Predicts the same experts for every token."""
 
     def __init__(self, layers: Sequence[RoutedLayer], popularity: np.ndarray) -> None:
-        """popularity: [L, E]"""
+        """`popularity`: [L, E], as `popularity_of` returns it."""
         super().__init__(layers)
         self._popularity = popularity
 

@@ -1,4 +1,4 @@
-"""Guessing that a layer chooses what it chose for the token before. Nothing is fitted."""
+"""Predicts that a layer chooses the same experts as for the token before. Nothing is fitted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from smoe.routing import Phase
 
 
 class PreviousToken(FromHistory):
-    """Predict the experts that served the sequence's last token, in the router's order."""
+    """Predicts the experts chosen for the sequence's last token, in the router's order."""
 
     def __init__(self, layers: Sequence[RoutedLayer]) -> None:
         super().__init__(layers)
         self._last: dict[int, np.ndarray] = {}
-        """[S, K] by the layer's place."""
+        """[S, K] choices for the last token, by the layer's place."""
 
     def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
         experts = self.layers[place].experts
@@ -29,11 +29,11 @@ class PreviousToken(FromHistory):
 
     def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray | None:
         last = self._last.get(place)
-        if last is None or len(last) <= max(rows):  # another batch than before
+        if last is None or len(last) <= max(rows):  # a different batch
             return None
         chosen = last[list(rows)]
         width = self.layers[place].experts
-        scores = np.zeros((len(rows), width + 1), dtype=np.float32)  # the last column is no expert's
+        scores = np.zeros((len(rows), width + 1), dtype=np.float32)  # the last column is for NO_EXPERT
         order = np.arange(chosen.shape[1], 0, -1, dtype=np.float32)
         np.put_along_axis(scores, np.where(chosen == NO_EXPERT, width, chosen), order[None], axis=-1)
         return scores[:, :width]

@@ -1,4 +1,4 @@
-"""Predictors by name. Adding one is one file, one line here, and its name in `policy/registry.py`."""
+"""The predictors by name. A new one is one file, one line here, and its name in `policy/registry.py`."""
 
 from __future__ import annotations
 
@@ -28,42 +28,43 @@ from smoe.prediction.whole_layer import WholeLayer
 
 
 def routed_layers(spec: ModelSpec) -> tuple[RoutedLayer, ...]:
-    """The routers of a model, as predictors know them."""
+    """Return the sizes of a model's routers."""
     return tuple(RoutedLayer(site.layer, site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites)
 
 
 @dataclass(frozen=True)
 class PredictorInputs:
-    """What predictors are made from: the model whose experts they guess."""
+    """The inputs from which predictors of one model are made."""
 
     model: PreTrainedModel
     spec: ModelSpec
     rules: Mapping[int, ScoringRule]
-    """How routers score, by layer; empty where scores are not needed."""
+    """The scoring rules of routers, by layer; empty where scores are not needed."""
     what: str
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
-    """Layers ahead that are guessed at most, by those predictors that can guess more than one."""
+    """The most layers ahead, for predictors of more than one layer."""
     corrections: Mapping[tuple[int, int], Correction] | None = None
-    """What has been learned for the prefetch `corrected-gates`, by the layer asked at and the layer asked for."""
+    """The corrections for the prefetch `corrected-gates`, by (current layer, predicted layer); None: none were
+    learned."""
     fitted: Fitted | None = None
-    """What was fitted on traces of the model, where the predictor asked for is such a one."""
+    """The predictor fitted on traces of the model, where one is selected."""
     shadow: Predictor | None = None
-    """What says what a copy in fewer bits does, where it is the predictor asked for."""
+    """The predictor that follows a draft model, where it is selected."""
 
     @property
     def routed_layers(self) -> tuple[RoutedLayer, ...]:
-        """What the model's routers can say."""
+        """The sizes of the model's routers."""
         return routed_layers(self.spec)
 
     @cached_property
     def next_gate(self) -> NextGate:
-        """One for all that ask it: it hears every router once."""
+        """The next gate that all predictors share."""
         return NextGate(self.model, self.spec.sites, self.spec.anatomy.gates, self.rules, self.what)
 
     @property
     def ranking(self) -> Ranking:
-        """How logits become a choice; needs the rules."""
+        """The ranking of logits; requires the rules."""
         return Ranking(self.rules, self.spec.anatomy.top_k, self.next_gate)
 
 
@@ -72,13 +73,13 @@ def _look_ahead(subject: PredictorInputs) -> Predictor:
 
 
 def _stacked_gates(subject: PredictorInputs) -> Predictor:
-    """Raises `UnsupportedModelError` where a router cannot be stacked; it has a rule, or loading would have ended."""
+    """Make the predictor. Raises `UnsupportedModelError` for a router that cannot be stacked."""
     matrices = matrices_of(subject.model, subject.spec)
     return StackedGates(subject.spec.sites, matrices, subject.ranking, subject.depth, subject.spec.dtype.torch)
 
 
 def _corrected_gates(subject: PredictorInputs) -> Predictor:
-    """Raises `ConfigError` where nothing was learned, which a loaded model has been asked before."""
+    """Make the predictor. Raises `ConfigError` where nothing was learned."""
     if subject.corrections is None:
         raise ConfigError(
             f"`prefetch` {CORRECTED_GATES}: no corrections have been learned, or none were handed over",

@@ -1,4 +1,4 @@
-"""Asking a model's modules without anybody hearing of it."""
+"""Calls of a model's modules without their hooks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @contextmanager
 def unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, no hook of these modules fires: a prediction is no pass of the model.
+    """Disable all hooks of these modules for the duration of the `with` block: a prediction is not a pass of the model.
 
-    Users count calls by hooks, the library records router logits by them, and our own tell a pass's course.
+    Users count calls with hooks, the library records router logits with them, and ours follow a pass with them.
     """
     hooks_of = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules if has_hooks(module)]
     try:
@@ -26,5 +26,5 @@ def unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a hook would fire."""
+    """Return whether the module has hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,6 +1,6 @@
-"""Every expert of the next layer, whatever its router will say: as systems do that prefetch whole layers.
+"""Predicts every expert of the next layer, as systems do that prefetch whole layers.
 
-MoESys (IEEE TSC 2024) as DuoServe-MoE compares itself with it (section 6.1).
+An example is MoESys (IEEE TSC 2024), with which DuoServe-MoE compares itself (section 6.1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from smoe.policy.prediction import Prediction, Predictor, Sight
 
 
 class WholeLayer(Predictor):
-    """Predict that all experts of the next MoE layer are wanted."""
+    """Predicts that all experts of the next MoE layer are needed."""
 
     def __init__(self, sites: Sequence[ExpertsSite]) -> None:
         self._following = {site.layer: after for site, after in itertools.pairwise(sites)}
