@@ -18,6 +18,8 @@ from smoe.units import (
     parse_link,
     parse_seconds,
     parse_share,
+    plain_duration,
+    plain_span,
 )
 
 
@@ -93,6 +95,30 @@ def test_three_digits_at_most_four(count: int) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.3, "less than a second"), (0.95, "a second"), (8.6, "9 seconds"), (34, "35 seconds"), (54, "55 seconds"),
+        (56, "a minute"), (89, "a minute"), (200, "3 minutes"), (3300, "55 minutes"), (3500, "an hour"),
+        (1e5, "a day"), (2.6e6, "30 days"),
+    ],
+)  # fmt: skip
+def test_durations_in_words(seconds: float, text: str) -> None:
+    assert plain_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (60, 62, "about a minute"), (0.1, 0.2, "less than a second"), (120, 480, "2 to 8 minutes"),
+        (20, 120, "20 seconds to 2 minutes"), (60, 300, "a minute to 5 minutes"),
+        (0.2, 3, "less than a second to 3 seconds"),
+    ],
+)  # fmt: skip
+def test_spans_in_words(low: float, high: float, text: str) -> None:
+    assert plain_span(low, high) == text
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,29 @@ def format_remaining(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+_UNITS_OF_TIME = (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0), ("second", 1.0))
+
+
+def plain_duration(seconds: float) -> str:
+    """A guessed duration in words (`less than a second`, `20 seconds`, `a minute`, `2 hours`)."""
+    name, size = next(((name, size) for name, size in _UNITS_OF_TIME if seconds >= 0.92 * size), ("second", 0.0))
+    if not size:
+        return "less than a second"
+    count = round(seconds / size)
+    count = count if count < 10 else 5 * round(count / 5)
+    one = "an hour" if name == "hour" else f"a {name}"
+    return one if count == 1 else f"{count} {name}s"
+
+
+def plain_span(low: float, high: float) -> str:
+    """A guessed duration between two (`about a minute`, `20 seconds to 2 minutes`, `2 to 8 minutes`)."""
+    first, last = plain_duration(low), plain_duration(high)
+    if first == last:
+        return first if first.startswith("less") else f"about {first}"
+    number, _, unit = first.partition(" ")
+    return f"{number if number.isdecimal() and last.endswith(unit) else first} to {last}"
+
+
 def format_digits(value: float) -> str:
     """A figure of a table whose heading has the unit: three significant digits (`0.35`, `41.3`, `4,130`)."""
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0

@@ -95,6 +95,12 @@ def test_the_table_names_every_part(run, config_only):
     assert not any(line.split() == ["tokens/s"] for line in ran.out.splitlines()), "a row is one line"
 
 
+def test_it_ends_with_one_plain_sentence(run, config_only):
+    """No room for a prompt of 2,000 tokens in a context of 128."""
+    ran = run("plan", config_only, "--memory", "4MiB", "--context", 128)
+    assert re.fullmatch(r"A 200-word answer takes [a-z0-9 ]+\.", ran.out.splitlines()[-1])
+
+
 def test_faster_reads_are_advised_where_they_bring_something(run, config_only):
     """Would catch "0% faster"."""
     value = run("plan", config_only, "--memory", "4MiB", "--json").json

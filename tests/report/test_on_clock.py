@@ -14,7 +14,7 @@ from smoe.memory.emulation import DeviceProfile, read_profile
 from smoe.policy.budget import Demand, Ledger, SlotClass
 from smoe.policy.residency import PoolSize
 from smoe.presets import configure
-from smoe.report.on_clock import COMPARED_STEPS, MOST_LAYERS, Scene, Work, settled, simulate, times_for
+from smoe.report.on_clock import COMPARED_STEPS, MOST_LAYERS, Scene, Work, prompt_seconds, settled, simulate, times_for
 from smoe.report.pace import ALONE, Pace, crowded
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, TYPICAL
 
@@ -76,6 +76,25 @@ def test_a_slow_disk_is_all_that_counts() -> None:
     assert run.hit_ratio == 0 and run.bound_by == "disk"
     assert run.seconds_per_token == pytest.approx(4 * (of_layer * LAYER + TOP_K * LOAD + of_expert * EXPERT), rel=0.02)
     assert run.ttft_seconds > 4 * 20 * LOAD and run.prefill_bound_by == "disk", "a prompt uses most of the 32"
+
+
+def test_what_is_read_slows_the_layers_that_count() -> None:
+    """With a predictor, too; by as much as the steps before were reading. Would catch times that stay as they were."""
+    slow = replace(scene(TOP_K), predictor="next-gate")
+    assert simulate(slow, TYPICAL).pieces["layer"] == pytest.approx(crowded(1.0) * LAYER, rel=0.02)
+    assert simulate(replace(slow, ledger=scene(4 * EXPERTS).ledger), TYPICAL).pieces["layer"] == pytest.approx(LAYER)
+
+
+@pytest.mark.parametrize("slots", [TOP_K, 60, 4 * EXPERTS])
+@pytest.mark.parametrize("tokens", [256, 512])
+def test_a_long_prompt_takes_what_its_simulation_takes(slots: int, tokens: int) -> None:
+    long = scene(slots, prompt_tokens=tokens, most_steps=1)
+    assert prompt_seconds(long, tokens) == pytest.approx(simulate(long, TYPICAL).ttft_seconds, rel=0.1)
+
+
+def test_further_pieces_of_a_prompt_read_what_has_no_slot() -> None:
+    """By hand: 2,048 tokens a piece, and reads take longest."""
+    assert prompt_seconds(scene(64), 4096) == pytest.approx(4 * (EXPERTS + EXPERTS - 64 / 4) * LOAD)
 
 
 @pytest.mark.parametrize("slots", [TOP_K, 30, 64, 128])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,20 @@ def test_others_and_budgets_are_compared(folder: Path) -> None:
     slowest, fastest = found.tokens_per_second
     assert slowest <= found.asked.run.tokens_per_second <= fastest
     assert "synthetic" in found.as_json()["routing"]
+
+
+def test_one_sentence_says_what_to_expect(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy has no room for a prompt of 2,000 tokens."""
+    found = looked_at(folder)
+    found = replace(
+        found, asked=replace(found.asked, run=replace(found.asked.run, seconds_per_token=0.3)), spread=(1, 1)
+    )
+    assert found.plainly() == "A 200-word answer takes about a minute."
+    found = replace(found, long_prompt_seconds=180.0, spread=(0.5, 1.5))
+    assert found.plainly() == (
+        "A 200-word answer takes 55 seconds to 3 minutes, reading a prompt of 2,000 tokens 2 to 6 minutes."
+    )
+    assert found.as_json()["answer_seconds"] == pytest.approx(80)
 
 
 def test_what_is_not_pleasant_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

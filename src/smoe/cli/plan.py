@@ -59,7 +59,7 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
     or on that of a --profile: the engine's own plans are simulated, with routing that repeats as in recorded texts.
     Also prints what other budgets, presets, precisions and a faster disk would achieve, and the command to type.
     """
-    from smoe.cli.console import note, print_json
+    from smoe.cli.console import note, output, print_json
     from smoe.report.forecast import forecast
 
     config = engine.config()
@@ -74,6 +74,8 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
                 f"planned for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES}: add "
                 f"--max-sequences {SERVED_SEQUENCES} to plan for it"
             )
+        if result.outlook is not None:
+            output().print(result.outlook.plainly(), soft_wrap=True, highlight=False)
 
 
 def _print(result: Forecast) -> None:

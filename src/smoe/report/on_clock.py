@@ -9,9 +9,11 @@ then those of all layers. One sequence.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, STACKED_GATES
@@ -42,7 +44,7 @@ COMPARED_STEPS = 16
 """Of those that count, so many are enough to compare budgets and presets: their speeds differ by 1 % in the
 mean, and 7 at most, from those of all."""
 _LOOK_STEPS = 8
-"""Of those that count, so many show how much is read, which says how much slower other work is meanwhile."""
+"""The last steps that do not count show how much is read, which says how much slower other work is meanwhile."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
 """With a device, which waits for it: our own Python in every layer (docs/log/forecasts.md). On a CPU `layer_seconds`
@@ -263,18 +265,7 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
         habits = replace(habits, skew=scene.pace.skew * habits.skew)
     drawn = Drawn(DrawnShape(work.experts, work.top_k, layers, _WARM_UP + _STEPS, scene.prompt_tokens), habits)
     steps = min(_STEPS, scene.most_steps or _STEPS)
-    if scene.machine.has_link:
-        timed, before = _served(scene, times, layers, drawn, steps)
-    elif scene.predictor == "none" and scene.prices is None:
-        timed, before = _served(scene, times, layers, drawn, steps)
-        slowed = _in_a_crowd(times, _reading(timed, before))
-        # every load is waited for in its own layer: nothing else changes when a layer takes longer
-        longer = layers * (slowed.layer(1) - times.layer(1))
-        timed = replace(timed, step_seconds=[seconds + longer for seconds in timed.step_seconds])
-        times = slowed
-    else:
-        times = _in_a_crowd(times, _reading(*_served(scene, times, layers, drawn, _LOOK_STEPS)))
-        timed, before = _served(scene, times, layers, drawn, steps)
+    timed, before, times = _served(scene, times, layers, drawn, steps)
     scale = work.layers / layers
     seconds = scale * sum(timed.step_seconds[_WARM_UP:]) / steps
     uses, loads = timed.uses - before.uses, timed.loads - before.loads
@@ -285,7 +276,7 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
         seconds,
         scale * timed.prefill_seconds,
         _parts(scene, times, seconds, scale * weighed / steps),
-        _prefill_parts(scene, times, drawn.trace[:layers], scale),
+        _prefill_parts(scene, times, drawn, layers),
         {
             "load": times.load,
             "expert": times.expert(1) * (weighed / by_device if by_device > 0 else 1.0),
@@ -297,22 +288,45 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
     )
 
 
-def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: int) -> tuple[Timed, Timed]:
-    """(what became of all, of what only fills the cache), with so many steps that count."""
+def prompt_seconds(scene: Scene, tokens: int) -> float:
+    """Of a prompt so long that its tokens choose all experts, into an empty cache: the first piece reads all of them,
+    each further piece those that have no slot, and reads overlap with computing."""
+    work, config = scene.work, scene.config
+    times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
+    missing = max(0.0, work.experts - scene.ledger.cache_slots / work.layers)
+    seconds = 0.0
+    for first in range(0, tokens, config.prefill_tokens):
+        piece = min(config.prefill_tokens, tokens - first)
+        rows = max(1, round(piece * work.top_k / work.experts))
+        computing = times.layer(piece) + work.experts * times.expert(rows)
+        seconds += work.layers * max(computing, (missing if first else work.experts) * times.load)
+    return seconds
+
+
+def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: int) -> tuple[Timed, Timed, StepTimes]:
+    """(what became of all, of what only fills the cache, the times of the steps that count): so many steps count, and
+    on a CPU their layers are as slow as the reads of the last steps before make them."""
     clock, trace = _clock(scene, times, layers, drawn), drawn.trace
+    looked = layers * (1 + max(0, _WARM_UP - _LOOK_STEPS))
     begin = layers * (1 + _WARM_UP)
-    end = begin + layers * steps
-    for routing in trace[:begin]:
+    for routing in trace[:looked]:
         clock.serve(routing)
+    unseen = replace(clock.result, step_seconds=[*clock.result.step_seconds])
+    for routing in trace[looked:begin]:
+        clock.serve(routing)
+    if not scene.machine.has_link:
+        times = _in_a_crowd(times, _reading(clock.result, unseen))
+        clock.change_times(times)
     before = replace(clock.result, step_seconds=[])
-    for routing in trace[begin:end]:
+    for routing in trace[begin : begin + layers * steps]:
         clock.serve(routing)
-    return clock.result, before
+    return clock.result, before, times
 
 
 def _reading(timed: Timed, before: Timed) -> float:
-    """The share of the time in which experts are read."""
-    return (timed.link_seconds - before.link_seconds) / sum(timed.step_seconds[_WARM_UP:])
+    """The share of the time since `before` in which experts are read."""
+    seconds = sum(timed.step_seconds[len(before.step_seconds) :])
+    return (timed.link_seconds - before.link_seconds) / seconds
 
 
 def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
@@ -416,14 +430,17 @@ def _parts(scene: Scene, times: StepTimes, seconds: float, computed: float) -> d
     }
 
 
-def _prefill_parts(scene: Scene, times: StepTimes, prompt: Sequence[Routing], scale: float) -> dict[str, float]:
-    reading = arithmetic = 0.0
-    for routing in prompt:
-        assert routing.phase is Phase.PREFILL
-        rows: dict[int, int] = {}
-        for chosen in routing.top_k_index:
-            for expert in chosen:
-                rows[expert] = rows.get(expert, 0) + 1
-        reading += len(rows) * times.load
-        arithmetic += times.layer(len(routing.top_k_index)) + sum(map(times.expert, rows.values()))
-    return {"link" if scene.machine.has_link else "disk": scale * reading, "computing": scale * arithmetic}
+def _prefill_parts(scene: Scene, times: StepTimes, drawn: Drawn, layers: int) -> dict[str, float]:
+    prompt, scale = _prompt(drawn.shape, drawn.habits), scene.work.layers / layers
+    reading = sum(sum(rows.values()) for rows in prompt) * times.load
+    computing = layers * times.layer(drawn.shape.prompt_tokens)
+    computing += sum(count * times.expert(rows) for of_layer in prompt for rows, count in of_layer.items())
+    return {"link" if scene.machine.has_link else "disk": scale * reading, "computing": scale * computing}
+
+
+@cache
+def _prompt(shape: DrawnShape, habits: Habits) -> list[Counter[int]]:
+    """Of each layer of the prompt, how many experts are chosen by how many of its tokens."""
+    prompt = _synthesised(shape, habits)[: shape.layers]
+    assert all(routing.phase is Phase.PREFILL for routing in prompt), "a prompt comes first"
+    return [Counter(Counter(chain.from_iterable(routing.top_k_index)).values()) for routing in prompt]

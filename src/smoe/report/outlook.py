@@ -22,16 +22,29 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger, allocate
 from smoe.policy.registry import LEARNED
 from smoe.presets import PRESETS
-from smoe.report.on_clock import COMPARED_STEPS, PROMPT_TOKENS, Scene, Simulated, settled, simulate, work_of
+from smoe.report.on_clock import (
+    COMPARED_STEPS,
+    PROMPT_TOKENS,
+    Scene,
+    Simulated,
+    prompt_seconds,
+    settled,
+    simulate,
+    work_of,
+)
 from smoe.report.pace import UNTAUGHT_SPEEDS, Pace
 from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TYPICAL
-from smoe.units import identifier
+from smoe.units import identifier, plain_span
 
 LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
 """Tokens a second that a reader bears, and seconds that a user waits for an answer to begin."""
 ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
 """Presets and precisions that are compared with the given one."""
 FASTER_READS = 2.0
+ANSWER_WORDS, LONG_PROMPT_TOKENS = 200, 2000
+"""Of the answer and the prompt whose times a plan ends with."""
+_TOKENS_A_WORD = 4 / 3
+"""In English."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,8 @@ class Outlook:
     """With the least repetitive routing that was recorded; `fastest`: with the most."""
     fastest: Simulated
     with_faster_reads: Simulated
+    long_prompt_seconds: float | None
+    """Of a prompt of `LONG_PROMPT_TOKENS`; None where the context has no room for it."""
     others: list[Case]
     """Other presets and precisions, in the same budget."""
     curve: list[Case]
@@ -101,6 +116,19 @@ class Outlook:
         """Likewise of a time."""
         return simulated / self.spread[1], simulated / self.spread[0]
 
+    @property
+    def answer_seconds(self) -> float:
+        """Of an answer of `ANSWER_WORDS`, from its first word on."""
+        return ANSWER_WORDS * _TOKENS_A_WORD / self.asked.run.tokens_per_second
+
+    def plainly(self) -> str:
+        """What to expect, in one sentence."""
+        answer = f"A {ANSWER_WORDS}-word answer takes {plain_span(*self.seconds(self.answer_seconds))}"
+        if self.long_prompt_seconds is None:
+            return f"{answer}."
+        prompt = plain_span(*self.seconds(self.long_prompt_seconds))
+        return f"{answer}, reading a prompt of {LONG_PROMPT_TOKENS:,} tokens {prompt}."
+
     def as_json(self) -> dict[str, Any]:
         """Part of what `smoe plan --json` prints."""
         run = self.asked.run
@@ -117,6 +145,9 @@ class Outlook:
             "seconds_per_token": run.seconds_per_token,
             "seconds_by_part": {identifier(name): seconds for name, seconds in run.parts.items()},
             "with_reads_twice_as_fast": self.with_faster_reads.tokens_per_second,
+            "answer_seconds": self.answer_seconds,
+            "long_prompt_seconds": self.long_prompt_seconds,
+            "plainly": self.plainly(),
             "other_presets": [case.as_json() for case in self.others],
             "other_budgets": [case.as_json() for case in self.curve],
             "settings": self.settings,
@@ -222,7 +253,7 @@ def outlook_of(
     """Simulate all of it: some seconds. `budgets` are the ones to compare, `ledger`, the one asked for, among them;
     `is_here`: the machine is this one, where runs teach."""
     asked, scene = subject.case(ledger)
-    known = {ledger.pools: asked}
+    compared, known = replace(scene, most_steps=COMPARED_STEPS), {ledger.pools: asked}
 
     def case(budget: Ledger) -> Case:
         """Budgets that hold as many experts, such as all of them, are one run."""
@@ -233,9 +264,12 @@ def outlook_of(
     return Outlook(
         machine=subject.machine,
         asked=asked,
-        slowest=simulate(scene, LEAST_REPETITIVE),
-        fastest=simulate(scene, MOST_REPETITIVE),
+        slowest=simulate(compared, LEAST_REPETITIVE),
+        fastest=simulate(compared, MOST_REPETITIVE),
         with_faster_reads=simulate(replace(scene, faster_reads=FASTER_READS), TYPICAL),
+        long_prompt_seconds=(
+            prompt_seconds(scene, LONG_PROMPT_TOKENS) if subject.spec.context_tokens >= LONG_PROMPT_TOKENS else None
+        ),
         others=list(_others(subject, ledger, asked)),
         curve=[asked if each is ledger else case(each) for each in budgets],
         recommended=None if recommended is None else case(recommended),

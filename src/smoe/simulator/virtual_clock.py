@@ -138,7 +138,7 @@ class _Link:
         return self._free > now
 
     def _run(self, now: float) -> None:
-        while (self._waiting or self._expected) and self._begin_next(now):
+        while self._free < now and (self._waiting or self._expected) and self._begin_next(now):
             pass
 
     def _begin_next(self, before: float) -> bool:
@@ -197,6 +197,10 @@ class VirtualClock:
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
         """The last layer of the decode step before; infinity: a new step begins in any case."""
+
+    def change_times(self, times: StepTimes) -> None:
+        """From here on layers and experts take these times; a load takes what it took."""
+        self._times = times
 
     def serve(self, routing: Routing) -> None:
         """One layer of one step."""
