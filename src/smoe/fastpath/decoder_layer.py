@@ -23,7 +23,8 @@ from smoe.fastpath import attention
 from smoe.kernels.matrix import Matrix
 from smoe.kernels.proof import same_bits
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.kernels.token_attention import Norm, Parts, Place, Projection, Scratch, TokenAttention, fits
+from smoe.kernels.token_attention import AttachedRouter, Norm, Parts, Place, Projection, Scratch, TokenAttention, fits
+from smoe.kernels.token_router import TokenRouter
 from smoe.models.kv_cache import Positioned, RowCache
 from smoe.models.quantised_linear import QuantisedLinear
 
@@ -162,6 +163,21 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
     return [*own, all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks]
 
 
+class RoutedBlock(NamedTuple):
+    """An mlp that is a router and its experts, and nothing else."""
+
+    block: nn.Module
+    gate: nn.Module
+    experts: nn.Module
+    router: TokenRouter
+    """The routing of one token, which the layer's work computes."""
+
+
+RowExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(what the experts are added to, their input), both [1, 1, H] -> the layer's output [1, 1, H], of the experts that the
+layer's work has just chosen."""
+
+
 class OneToken:
     """A layer's forward: one token by the work, everything else as before."""
 
@@ -177,6 +193,30 @@ class OneToken:
             (of, name, of[name]) for of, name in (*ours, *((inner._modules, name) for name in inner._modules))
         ]
         self._hooks = hooks_of(module for _, _, module in self._parts if module is not None)
+        self.routed: RoutedBlock | None = None
+        """The mlp, where its router is part of the work."""
+        self._routed_parts: list[tuple[Any, str, nn.Module]] = []
+        self._routed_hooks: list[Mapping[int, Any]] = []
+
+    @property
+    def block(self) -> nn.Module:
+        """The mlp."""
+        found = self._modules[self.mlp]
+        assert found is not None
+        return found
+
+    def route_by(self, routing: AttachedRouter, routed: RoutedBlock) -> None:
+        """Make the router of this mlp part of the work from now on."""
+        self.work.route_by(routing)
+        self.routed = routed
+        inner = [(routed.block._modules, name, child) for name, child in routed.block.named_children()]
+        self._routed_parts = [(self._modules, self.mlp, routed.block), *inner]
+        self._routed_hooks = hooks_of([module for _, _, module in self._routed_parts])
+
+    def may_skip_block(self) -> bool:
+        """Whether nothing would notice that the mlp's own `forward`, its router and its experts are not called."""
+        is_same = all(modules[name] is module for modules, name, module in self._routed_parts)
+        return self.routed is not None and is_same and not any(self._routed_hooks)
 
     def forward(
         self,
@@ -195,11 +235,24 @@ class OneToken:
         return self.library(hidden_states, position_embeddings=position_embeddings, **given)
 
     def one_token(
-        self, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], place: Place
+        self,
+        hidden: torch.Tensor,
+        embeddings: tuple[torch.Tensor, torch.Tensor],
+        place: Place,
+        experts: RowExperts | None = None,
     ) -> torch.Tensor:
-        """[1, 1, H] -> [1, 1, H]"""
+        """[1, 1, H] -> [1, 1, H]. `experts`: in the place of the mlp, where it `may_skip_block`."""
         after, normed = self.work(hidden, *embeddings, place)
-        output = self._modules[self.mlp](normed)  # type: ignore[misc]
+        if experts is not None:
+            return experts(after, normed)
+        router = None if self.routed is None else self.routed.router
+        try:
+            if router is not None:
+                router.row_at = normed.data_ptr()  # its forward finds what the work has computed of this row
+            output = self.block(normed)
+        finally:
+            if router is not None:
+                router.row_at = 0
         given: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return after + given
 

@@ -73,7 +73,7 @@ def speed_up(
     _speed_up_routers(pool, routers)
     _keep_bits(left, routers)
     for module in [*left, *(router for router, can_be_asked in routers.items() if can_be_asked)]:
-        module.forward = _row_by_row(pool, module.forward)  # type: ignore[method-assign]
+        module.forward = row_by_row(pool, module.forward)  # type: ignore[method-assign]
     total = quantised + sum(module.weight.numel() for some in kinds.values() for module in some)
     return Adopted(adopted / total if total else 0.0, parts_of)
 
@@ -164,7 +164,7 @@ def _seconds(job: Callable[[], object]) -> float:
     return perf_counter() - started
 
 
-class _RouterWeight(torch.Tensor):
+class RouterWeight(torch.Tensor):
     """A router's weight that sees to its product with one row; for everything else an ordinary parameter."""
 
     one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -172,6 +172,8 @@ class _RouterWeight(torch.Tensor):
     each_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """... of several, each alone"""
     pool: SpinningPool
+    part: int
+    """`Product.part` of its product."""
 
     @classmethod
     def __torch_function__(
@@ -199,10 +201,10 @@ def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
             parts[weight.shape] = part_that_agrees(pool, weight.t())
         part = parts[weight.shape]
         if part is not None:
-            ours = weight.detach().as_subclass(_RouterWeight)
+            ours = weight.detach().as_subclass(RouterWeight)
             ours.one_row = functools.partial(_one_row, bias=None, pool=pool, part=part)
             ours.each_row = functools.partial(_each_row, bias=None, pool=pool, part=part)
-            ours.pool = pool
+            ours.pool, ours.part = pool, part
             ours._is_param = True  # type: ignore[attr-defined]
             router.weight = ours
 
@@ -227,7 +229,7 @@ def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) 
         module.forward = _on_all(threads, module.forward)  # type: ignore[method-assign]
 
 
-def _row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[..., Any]:
+def row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Asked for one row after the other where each is to have the bits that it has alone."""
 
     def run(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from smoe.fastpath.decoder_layer import OneToken, hooks_of
+from smoe.fastpath.decoder_layer import OneToken, RowExperts, hooks_of
 from smoe.kernels.proof import same_bits
 from smoe.models.kv_cache import RowCache
 
@@ -32,23 +32,23 @@ Layer = Callable[[torch.Tensor, Any, int], torch.Tensor]
 """Hidden states [1, 1, H], position embeddings and the number of a layer -> [1, 1, H]"""
 
 
-def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> bool:
-    """Give a model whose bits it reproduces this way for one token; returns whether that is so. `layers`: the decoder
-    layers that have a way of their own."""
+def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> TokenPass | None:
+    """Give a model whose bits it reproduces this way for one token; None where it is left as it is. `layers`: the
+    decoder layers that have a way of their own."""
     text = next((module for module in model.modules() if _is_text(module, layers)), None)
     head = model.get_output_embeddings()
     if text is None or head is None or not layers:
-        return False
+        return None
     ours = TokenPass(model, text, head, [layers[layer] for layer in text.layers])  # type: ignore[union-attr]
     if not ours.is_proven():
-        return False
+        return None
 
     @functools.wraps(ours.library)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return ours.forward(*args, **kwargs)
 
     model.forward = forward  # type: ignore[method-assign]
-    return True
+    return ours
 
 
 def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
@@ -73,6 +73,14 @@ class TokenPass:
         ]
         self._hooks = hooks_of([text, *text.layers])  # type: ignore[misc]
         self._output: Callable[..., Any] = dict
+        self.resident_experts: Callable[[], Sequence[RowExperts] | None] = lambda: None
+        """The experts of every layer in the place of its mlp, or None: asked before each token whose layers may all
+        skip their mlp."""
+
+    @property
+    def layers(self) -> Sequence[OneToken]:
+        """The decoder layers, in their order."""
+        return self._layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the library's."""
@@ -111,9 +119,11 @@ class TokenPass:
         places = [layer.place_in(cache) if layer.is_untouched() else None for layer in self._layers]
         if None in places:
             return None
+        experts = self.resident_experts() if all(layer.may_skip_block() for layer in self._layers) else None
 
         def through(hidden: torch.Tensor, embeddings: Any, index: int) -> torch.Tensor:
-            return self._layers[index].one_token(hidden, embeddings, places[index])  # type: ignore[arg-type]
+            own = None if experts is None else experts[index]
+            return self._layers[index].one_token(hidden, embeddings, places[index], own)  # type: ignore[arg-type]
 
         return through
 

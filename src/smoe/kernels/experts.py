@@ -364,7 +364,8 @@ class PreparedToken:
     Making tasks in Python takes a fifth of the time of the products.
     """
 
-    def __init__(self, shape: TokenExperts, experts: Sequence[Sequence[Matrix]]) -> None:
+    def __init__(self, shape: TokenExperts, experts: Sequence[Sequence[Matrix]], gains_at: int | None = None) -> None:
+        """`gains_at`: the address of the experts' gains, float32, which the caller writes; None: `run` takes them."""
         count = len(experts)
         shape.reserve(count)
         self._shape, self._count = shape, count
@@ -377,13 +378,16 @@ class PreparedToken:
         work.make_byte_rows(1)
         work.ups()
         work.downs()
-        work.sums([(0, count)], ctypes.addressof(self._gains), _OUT)
+        work.sums([(0, count)], ctypes.addressof(self._gains) if gains_at is None else gains_at, _OUT)
         self._work = work
         self._memory = self._places()
         self._fields = np.array(work.fields, np.int64)
         self._at_x, self._at_out = np.flatnonzero(self._fields == _X), np.flatnonzero(self._fields == _OUT)
         self._at_matrices = np.flatnonzero(self._fields >= _FIRST)
         self._order = (self._fields[self._at_matrices] - _FIRST).tolist()
+        self._fields_at = self._fields.ctypes.data
+        self._is_long = 3 * shape.inner * shape.hidden * count >= WAKING_WEIGHTS
+        self._counts = count + len(work.layouts)
 
     def _places(self) -> tuple[int, int, int]:
         """Return the addresses of scratch memory in the pool and the shape."""
@@ -396,10 +400,17 @@ class PreparedToken:
 
     def run(self, x: int, matrices: Sequence[int], gains: Sequence[float], out: int) -> None:
         """Run the tasks for a token, its experts' matrices and its sum, given as addresses."""
+        self._fields[self._at_matrices] = [matrices[n] for n in self._order]
+        self._gains[:] = list(gains)
+        self.run_completed(x, out)
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return (address of the field, index of the matrix) for each field that must hold the address of a matrix; the
+        index counts the matrices of all experts in their order."""
+        return [(self._fields_at + 8 * int(field), n) for field, n in zip(self._at_matrices, self._order, strict=True)]
+
+    def run_completed(self, x: int, out: int) -> None:
+        """Run the tasks for a token and its sum where the addresses of matrices and the gains are already written."""
         fields = self._fields
         fields[self._at_x], fields[self._at_out] = x, out
-        fields[self._at_matrices] = [matrices[n] for n in self._order]
-        self._gains[:] = list(gains)
-        shape, work = self._shape, self._work
-        is_long = 3 * shape.inner * shape.hidden * self._count >= WAKING_WEIGHTS
-        shape.pool.run_packed(fields.ctypes.data, fields.nbytes, work.units, is_long, self._count + len(work.layouts))
+        self._shape.pool.run_packed(self._fields_at, fields.nbytes, self._work.units, self._is_long, self._counts)

@@ -1,6 +1,6 @@
 """Compute one token through norm, attention and norm of a decoder layer as one work of a pool.
 
-    norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm
+    norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm | router, where it is known
 
 In machine code each part waits for the previous one, so Python runs once per layer instead of some forty times. The
 parts are the kernels that replace the separate modules, so the bits are the same. Only the rotary embedding has a
@@ -24,12 +24,15 @@ from smoe.kernels.matrix import Matrix
 from smoe.kernels.quantised_work import LONE_UNIT, unit_of
 from smoe.kernels.registers import as_bf16, halved, joined, widened
 from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, Ahead, SpinningPool
+from smoe.kernels.token_router import TokenRouter
 
 LANES = 16
 _LINE = 64
-_COUNTS = 12
+_COUNTS = 14
 """Progress counters: one for each part and for every layout of 8-bit rows."""
 _MOST_LAYOUTS = 3
+_NORMED = 1 << 50
+"""No address: it stands in tasks for the row that the router multiplies."""
 
 
 class Norm(NamedTuple):
@@ -84,6 +87,14 @@ class Parts(NamedTuple):
     scale: float
 
 
+class AttachedRouter(NamedTuple):
+    """The router behind a layer's attention."""
+
+    projection: Projection
+    """Its product, of bf16 weights."""
+    router: TokenRouter
+
+
 class Place(NamedTuple):
     """The location of a token's keys and values."""
 
@@ -125,9 +136,12 @@ class TokenAttention:
         self.following: TokenAttention | None = None
         """The work after this layer's experts, whose weights are prefetched."""
         self._weights = Ahead.of([])
+        self._routing: AttachedRouter | None = None
         self._known: tuple[int, ...] = ()
         """The addresses for which the tasks were made."""
-        self._tasks, self._units = b"", 0
+        self._tasks, self._units = (ctypes.c_int64 * 0)(), 0
+        self._routed_fields: list[int] = []
+        """The fields of the tasks that hold the address of the router's row."""
         self._lists = (ctypes.c_int64 * (3 * 4))()
         """For each 8-bit product a list with one row: its address and that of its product."""
         projections = parts.q, parts.k, parts.v, parts.o
@@ -135,6 +149,11 @@ class TokenAttention:
         self._places = [each.at for each in (*projections, *norms) if each is not None]
         self._places += [each.bias for each in projections if each.bias is not None]
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
+
+    def route_by(self, routing: AttachedRouter) -> None:
+        """Make the router part of the work from now on."""
+        self._routing, self._known = routing, ()
+        self._places.append(routing.projection.at)
 
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: Place
@@ -149,7 +168,10 @@ class TokenAttention:
         if self.following is not None:
             self._pool.fetch_ahead(self.following._weights)
         self._arguments.set(hidden, cos, sin, place, after, normed)
-        self._pool.run_packed(self._tasks, len(self._tasks), self._units, self._is_long, _COUNTS)
+        fields = self._tasks
+        for place_of_row in self._routed_fields:
+            fields[place_of_row] = normed.data_ptr()
+        self._pool.run_packed(ctypes.addressof(fields), ctypes.sizeof(fields), self._units, self._is_long, _COUNTS)
         return after, normed
 
     def _make_tasks(self) -> None:
@@ -164,8 +186,14 @@ class TokenAttention:
         turned = add.call(self._arguments.heads, parts.key_heads, heads)
         attended = add.call(self._arguments.attention, head_units, turned)
         output = add.products(at.attended, matrices[3:], (parts.o,), (at.output,), at, attended)
-        add.call(self._arguments.last, 1, output)
-        self._tasks, self._units = struct.pack(f"{len(add.fields)}q", *add.fields), add.units
+        last = add.call(self._arguments.last, 1, output)
+        if self._routing is not None:
+            product, router = self._routing
+            matrix = product.matrix._replace(address=product.at())
+            logits = add.products(_NORMED, [matrix], (product,), (router.logits_at,), at, last)
+            add.call((router.function, router.arguments), 1, logits)
+        self._tasks, self._units = (ctypes.c_int64 * len(add.fields))(*add.fields), add.units
+        self._routed_fields = [n for n, value in enumerate(add.fields) if value == _NORMED]
 
 
 class _Places(NamedTuple):

@@ -55,6 +55,7 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.offloaded_model import OffloadedModel
+from smoe.runtime.resident import pass_resident_experts
 from smoe.runtime.running_ahead import ShadowRouting
 from smoe.runtime.seam import attach
 from smoe.runtime.substitution import substitution_of
@@ -111,7 +112,7 @@ def assemble(
         compute = _compute(model, spec, config, stores, arena, table, tiers, transfers, pacing)
         made.callback(compute.close)
         _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
-        leaves_little = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
+        arithmetic = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
         balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
         others = _others(model, spec, config, budget, compute, checkpoint, LoadRate(transfers, tiers.link), made)
         trial = Trial() if _is_on_trial(config) else None
@@ -133,9 +134,11 @@ def assemble(
             dense_bytes=_dense_bytes(model, ledger),
             context_tokens=spec.context_tokens,
             rules=rules,
-            leaves_little=leaves_little,
+            leaves_little=arithmetic.leaves_little,
         )
         _put_behind(model, spec, engine, predictors, others)
+        if arithmetic.token_pass is not None and _fits_whole(config, ledger, pacing):
+            pass_resident_experts(arithmetic.token_pass, engine)
         answerer = _answerer(config, budget.known.prices, stores, transfers, tiers.link, balancer)
         _start(model, engine, answerer, tiers.link, pacing)
         made.pop_all()  # from here on the engine closes them
@@ -158,8 +161,12 @@ def _start(
 
 
 def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
-    fits_whole = ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
-    return fits_whole if config.preload is None else config.preload
+    return _fits_whole(config, ledger, pacing) if config.preload is None else config.preload
+
+
+def _fits_whole(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
+    """Whether all experts stay in memory once they are there."""
+    return ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
 
 
 def _compute(

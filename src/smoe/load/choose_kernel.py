@@ -11,6 +11,7 @@ their own (grade E1), if they are a tenth faster or more and as near to the exac
 from __future__ import annotations
 
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,8 @@ from smoe.compute.host_experts import HostExperts
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
-from smoe.fastpath import attention, decoder_layer, linear, norm, token_pass
+from smoe.fastpath import attention, decoder_layer, linear, norm, router, token_pass
+from smoe.fastpath.token_pass import TokenPass
 from smoe.kernels.isa import widest
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN, SpinningPool, is_supported
 from smoe.load.activations import activations_of, check_activations
@@ -38,13 +40,19 @@ _ROUNDS = 9
 _EXPERTS = 8
 
 
+class ChosenArithmetic(NamedTuple):
+    """What one token is computed by."""
+
+    leaves_little: bool = False
+    """Whether the library has next to nothing left to compute."""
+    token_pass: TokenPass | None = None
+    """The whole model's way for one token; None where the library's forward runs."""
+
+
 def choose_arithmetic(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute, host_threads: int
-) -> bool:
-    """Give `compute`, and the non-expert layers, what serves them best.
-
-    Returns whether the library has next to nothing left to compute for one token.
-    """
+) -> ChosenArithmetic:
+    """Give `compute`, and the non-expert layers, what serves them best."""
     activations = activations_of(config, spec.dtype.torch, compute.device)
     is_native = spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
     host = compute.units.get(HOST)
@@ -59,7 +67,7 @@ def choose_arithmetic(
         choose_way(compute, spec.sites[0].layer, spec.dtype.torch, None, isinstance(compute.store, QuantisedStore))
         take_slot_kernels(compute, config)
         check_activations(model, config, compute)
-        return False
+        return ChosenArithmetic()
     pool = _proven_pool(config, compute)
     if config.kernels == "own-order" and pool is None:
         raise _not_here(config, "it does not support the shape of this model's experts")
@@ -73,7 +81,7 @@ def choose_arithmetic(
     is_measured = config.kernels != "own-order"
     settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured)
     if chosen is None:
-        return False
+        return ChosenArithmetic()
     if _may_round(config, compute):
         attention.speed_up_prompts(model, chosen, is_measured)
     gates = spec.anatomy.gates
@@ -81,8 +89,11 @@ def choose_arithmetic(
     sure = decoder_layer.projections(model)
     adopted = linear.speed_up(model, chosen, routers, activations, is_measured, sure)
     layers = decoder_layer.speed_up(model, chosen, adopted.parts, norms)
-    token_pass.speed_up(model, layers)
-    return settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
+    if _may_round(config, compute):
+        experts = {model.get_submodule(site.name) for site in spec.sites}
+        router.speed_up(chosen, [of for of, is_gate in routers.items() if is_gate], layers.values(), experts)
+    leaves_little = settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
+    return ChosenArithmetic(leaves_little, token_pass.speed_up(model, layers))
 
 
 def _may_round(config: EngineConfig, compute: LayerCompute) -> bool:

@@ -93,6 +93,8 @@ class SlotTable:
                 self._pool_for_all[form] = self.pools[-1]
         self.ready: dict[ExpertKey, int] = {}
         self.inflight: dict[ExpertKey, int] = {}
+        self.arrived = 0
+        """The number of loads that have ended well."""
         self.staged: set[ExpertKey] = set()
         """Copies in staging slots, ready or in flight."""
 
@@ -138,6 +140,7 @@ class SlotTable:
     def arrive(self, key: ExpertKey) -> None:
         """Record that a load has ended."""
         self.ready[key] = self.inflight.pop(key)
+        self.arrived += 1
 
     def fail(self, key: ExpertKey) -> None:
         """Record that a load has failed or was cancelled: its slot becomes free."""

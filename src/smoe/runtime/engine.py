@@ -190,6 +190,11 @@ class Engine:
             yield
 
     @property
+    def is_changing_steps(self) -> bool:
+        """Whether some positions of the pass need no expert, or something else stands in the place of the experts."""
+        return self._silent is not None or self.answer != self.executor.run
+
+    @property
     def pacing(self) -> Pacing:
         """The clock of the computation: real time, or that of an emulated device."""
         return self.executor.compute.pacing

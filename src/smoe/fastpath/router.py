@@ -1,0 +1,155 @@
+"""One row through a layer's router: softmax, the K largest, and their weights by one piece of machine code.
+
+The library takes five operations for it, which cost Python more time than the router's product. The bits of the weights
+may differ from the library's by a rounding, so only models take this way whose products have an order of their own
+(grade E1). A router of this kind is proven by comparing: the same logits, experts of the same logits, weights within a
+rounding of bf16. In a layer whose block is a router and experts, the router is part of the attention's work
+(`kernels/token_attention.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from smoe.fastpath.decoder_layer import OneToken, RoutedBlock
+from smoe.fastpath.linear import RouterWeight, row_by_row
+from smoe.kernels.matrix import Matrix
+from smoe.kernels.spinning_pool import Product, SpinningPool
+from smoe.kernels.token_attention import AttachedRouter, Projection
+from smoe.kernels.token_router import RoutedRow, TokenRouter
+
+_PROOF_ROWS = 32
+_ROUNDING = 2.0**-7
+"""Two numbers that round to neighbours in bf16 differ by less than this part of them."""
+
+Forward = Callable[..., Any]
+
+
+def speed_up(
+    pool: SpinningPool, routers: Iterable[nn.Module], layers: Iterable[OneToken], experts: Collection[nn.Module]
+) -> Collection[nn.Module]:
+    """Give every router of this kind a way of its own for one row, and make it part of the work of its layer; returns
+    those routers.
+
+    `routers`: those that take hidden states [T, H] and nothing else; `layers`: the decoder layers with a way of their
+    own for one token; `experts`: the modules that hold the experts.
+    """
+    found = {router: ours for router in routers if (ours := _proven(router, pool)) is not None}
+    for router, ours in found.items():
+        router.forward = row_by_row(pool, ours.forward)  # type: ignore[method-assign]
+    for layer in layers:
+        parts = list(layer.block.children())
+        gate = next((part for part in parts if part in found), None)
+        own = next((part for part in parts if part in experts), None)
+        if gate is None or own is None or len(parts) != 2:
+            continue
+        if _is_plain(layer.block, gate, own, found[gate].columns):
+            layer.route_by(found[gate].attached, RoutedBlock(layer.block, gate, own, found[gate].router))
+    return found
+
+
+class OneRow:
+    """A router's forward: one row by machine code, everything else as before."""
+
+    def __init__(self, module: nn.Module, router: TokenRouter, pool: SpinningPool) -> None:
+        self.library: Forward = module.forward
+        self.router = router
+        self._parameters, self._pool = module._parameters, pool
+        weight = self._weight
+        self.columns, self._part = weight.shape[1], weight.part
+        self._logits = router.logits
+
+    @property
+    def _weight(self) -> RouterWeight:
+        return self._parameters["weight"]  # type: ignore[return-value]
+
+    @property
+    def attached(self) -> AttachedRouter:
+        """The router as part of a layer's work."""
+        weight = self._weight
+        matrix = Matrix(weight.data_ptr(), *weight.shape)
+        return AttachedRouter(
+            Projection(matrix, lambda: self._weight.data_ptr(), weight.nbytes, None, self._part), self.router
+        )
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden [..., H]: logits, weights and index of one row; of several what the library gives."""
+        weight = self._weight
+        is_row = hidden.numel() == self.columns and hidden.is_contiguous() and hidden.dtype is torch.bfloat16
+        if args or kwargs or not is_row or type(weight) is not RouterWeight:
+            return self.library(hidden, *args, **kwargs)
+        if hidden.data_ptr() != self.router.row_at:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._pool.multiply([Product(hidden, weight.t(), self._logits, None, self._part)])
+            self.router.choose()
+        return tuple(self.router.routed())
+
+
+def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
+    """The way of a router; None where it is of another kind."""
+    weight: torch.Tensor | None = module._parameters.get("weight")
+    if not isinstance(weight, RouterWeight) or len(module._parameters) != 1 or weight.dtype is not torch.bfloat16:
+        return None
+    rows = torch.randn(_PROOF_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16().split(1)
+    try:
+        with torch.no_grad():
+            theirs = [module.forward(row) for row in rows]
+        if not all(map(_is_selection, theirs)):
+            return None
+        experts, top_k = theirs[0][0].shape[1], theirs[0][2].shape[1]
+        for is_normalised in (True, False):
+            ours = OneRow(module, TokenRouter(experts, top_k, is_normalised), pool)
+            if all(
+                _agree(RoutedRow(*ours.forward(row)), RoutedRow(*given))
+                for row, given in zip(rows, theirs, strict=True)
+            ):
+                return ours
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes, or gives, something else
+        pass
+    return None
+
+
+def _is_selection(output: object) -> bool:
+    """Whether a router gives logits bf16 [1, E], weights bf16 [1, K] and index int64 [1, K]."""
+    if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(each, torch.Tensor) for each in output):
+        return False
+    types = [each.dtype for each in output]
+    is_row = all(each.dim() == 2 and each.shape[0] == 1 for each in output)
+    return is_row and types == [torch.bfloat16, torch.bfloat16, torch.int64] and output[1].shape == output[2].shape
+
+
+def _agree(ours: RoutedRow, theirs: RoutedRow) -> bool:
+    """Whether two routings are equal up to the rounding of weights, and the order of experts of equal logits."""
+    is_same = torch.equal(ours.logits, theirs.logits)
+    chosen = [each.logits.gather(1, each.chosen) for each in (ours, theirs)]
+    near = torch.allclose(ours.weights.float(), theirs.weights.float(), rtol=_ROUNDING, atol=0)
+    return is_same and torch.equal(*chosen) and near and len(set(ours.chosen[0].tolist())) == ours.chosen.shape[1]
+
+
+def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: int) -> bool:
+    """Whether a block asks its router about its input, its experts about the same rows, and gives what they give."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    class Stub(nn.Module):
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            seen.append(given)
+            return given[0].flip(-1)
+
+    name = next(name for name, child in block._modules.items() if child is experts)
+    x = torch.randn(1, 1, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    block._modules[name] = Stub()
+    try:
+        with torch.no_grad():
+            selection, output = RoutedRow(*router(x[0])), block(x)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes, or gives, something else
+        return False
+    finally:
+        block._modules[name] = experts
+    if not isinstance(output, torch.Tensor) or len(seen) != 1 or len(seen[0]) != 3:
+        return False
+    given = zip(seen[0], (x[0], selection.chosen, selection.weights), strict=True)
+    return torch.equal(output, x.flip(-1)) and all(torch.equal(one, other) for one, other in given)

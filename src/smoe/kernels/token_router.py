@@ -1,0 +1,105 @@
+"""A softmax router of one token in machine code (`top_experts.py`): its memory, and its results as tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from smoe.kernels.isa import widest
+from smoe.kernels.jit import Source, address_of, compile_functions
+
+_PADDING = 16
+"""Entries are computed by whole registers, of 16 numbers at most."""
+_NO_EXPERT = 0xFF80
+"""-inf in bf16."""
+_PLACES = 10
+"""The first of the words of `top_experts.WORDS` that say whose tasks are completed."""
+
+
+class RoutedRow(NamedTuple):
+    """What a router gives for one token."""
+
+    logits: torch.Tensor
+    """bf16 [1, E]"""
+    weights: torch.Tensor
+    """bf16 [1, K]"""
+    chosen: torch.Tensor
+    """int64 [1, K], in descending order of the logits."""
+
+
+class TokenRouter:
+    """The routing of one token by a layer's router: the K largest of the softmax of E logits.
+
+    Machine code writes the logits to `logits_at`, then calls `function` with the address `arguments`, which writes
+    everything else.
+    """
+
+    def __init__(self, experts: int, top_k: int, is_normalised: bool) -> None:
+        """`is_normalised`: the K weights are divided by their sum."""
+        self.experts, self.top_k = experts, top_k
+        padded = -(-experts // _PADDING) * _PADDING
+        self._logits = np.full(padded, _NO_EXPERT, np.uint16)
+        self._numbers = np.zeros((2, padded), np.float32)
+        self._index, self.ascending = np.zeros(top_k, np.int64), np.zeros(top_k, np.int64)
+        self._weights = np.zeros(top_k, np.uint16)
+        self._gains = np.zeros(top_k, np.float32)
+        self._words = (ctypes.c_int64 * 14)(
+            self._logits.ctypes.data, padded, top_k, is_normalised, *(each.ctypes.data for each in self._numbers),
+            self._index.ctypes.data, self._weights.ctypes.data, self.ascending.ctypes.data, self._gains.ctypes.data,
+        )  # fmt: skip
+        self._completes: object = None
+        self._function = _function()
+        self.function = address_of(self._function)
+        self.arguments = ctypes.addressof(self._words)
+        self.logits_at = self._logits.ctypes.data
+        self.row_at = 0
+        """The address of the row that the last result is of, while that row is in use; 0: of none."""
+        logits, weights = (
+            torch.from_numpy(each.view(np.int16)).view(torch.bfloat16).unsqueeze(0)
+            for each in (self._logits, self._weights)
+        )
+        self.logits = logits[:, :experts]
+        """bf16 [1, E]"""
+        self._results = RoutedRow(self.logits, weights, torch.from_numpy(self._index).unsqueeze(0))
+
+    @property
+    def gains_at(self) -> int:
+        """The address of the weights by ascending expert, float32 [K]."""
+        return self._gains.ctypes.data
+
+    def complete(self, matrices: np.ndarray | None, places: np.ndarray) -> None:
+        """From now on every routing writes the addresses of its experts' matrices into these fields of tasks.
+
+        `matrices` int64 [E, M]: where each expert's matrices lie; None: nothing is written. `places` int64 [n, 3]:
+        (address of a field, n-th chosen expert in ascending order, matrix).
+        """
+        self._completes = matrices, places
+        if matrices is None:
+            self._words[_PLACES:] = [0] * 4
+        else:
+            self._words[_PLACES:] = [matrices.ctypes.data, matrices.shape[1], places.ctypes.data, len(places)]
+
+    def choose(self) -> None:
+        """Choose experts by the logits that lie at `logits_at`, outside of any work."""
+        self._function(self.arguments, 0)
+
+    def routed(self) -> RoutedRow:
+        """A copy of the last result."""
+        return RoutedRow(*[each.clone() for each in self._results])
+
+
+@functools.cache
+def _function() -> Callable[..., None]:
+    """The machine code, made once a process."""
+    isa = widest()
+    assert isa is not None, "there is a pool"
+    from smoe.kernels import top_experts  # needs llvmlite, which not every machine has
+
+    signature = (ctypes.c_void_p, ctypes.c_longlong)
+    (function,) = compile_functions(Source(top_experts.module_of, (isa,)), {top_experts.NAME: signature})
+    return function

@@ -1,0 +1,110 @@
+"""One token's experts where all experts of the model are in cache slots: nothing can be missing, loaded or evicted.
+
+Then a layer needs no plan. Its router is part of the attention's work and completes the tasks of the experts that it
+chooses (`kernels/token_router.py`), so Python only starts those tasks. Steps that something observes or
+changes (observers, substitution, other units) go the usual way (`execute.py`). Predictors observe no step here: nothing
+is prefetched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from smoe.compute.expert_math import ExpertMath
+from smoe.expert import EXACT
+from smoe.fastpath.token_pass import TokenPass
+from smoe.kernels.experts import PreparedToken
+from smoe.kernels.token_router import TokenRouter
+from smoe.runtime.engine import Engine
+from smoe.runtime.execute import LayerExecutor
+
+
+def pass_resident_experts(token_pass: TokenPass, engine: Engine) -> None:
+    """Have a token skip the plans of its layers while nothing depends on them; of an engine whose cache slots hold all
+    experts."""
+    routed = {layer.index: layer.routed for layer in token_pass.layers if layer.routed is not None}
+    if len(routed) == len(token_pass.layers) and engine.store.layers.keys() == routed.keys():
+        residents = ResidentExperts(engine, [(layer, of.router) for layer, of in routed.items()])
+        token_pass.resident_experts = residents.layers
+
+
+class ResidentExperts:
+    """The experts of all layers, once all are resident."""
+
+    def __init__(self, engine: Engine, routers: list[tuple[int, TokenRouter]]) -> None:
+        self._engine, self._routers = engine, routers
+        self._experts = len(engine.store.keys())
+        self._layers: list[_ResidentLayer] = []
+        self._arrived = -1
+        """The loads that had ended when the layers were made."""
+
+    def layers(self) -> list[_ResidentLayer] | None:
+        """The layers in their order; None while an expert is missing, or something wants to see or change a step."""
+        executor = self._engine.executor
+        table = executor.table
+        is_complete = len(table.ready) == self._experts and not table.inflight and not table.staged
+        if not is_complete or self._engine.is_changing_steps or not _is_plain(executor):
+            return None
+        if table.arrived != self._arrived:
+            self._layers, self._arrived = self._made(executor), table.arrived
+        pool = executor.compute.spinning_pool
+        if len(self._layers) != len(self._routers) or pool is None:
+            return None
+        pool.expect_readers(False)
+        return self._layers
+
+    def _made(self, executor: LayerExecutor) -> list[_ResidentLayer]:
+        """All layers; fewer where our kernel does not take a layer's experts in one piece."""
+        made = []
+        for layer, router in self._routers:
+            math = executor.compute.math_of((layer, 0, EXACT))
+            if math.kernel is not None and not math.sums_as_weights and math.slots is None:
+                made.append(_ResidentLayer(executor, layer, router, math))
+        return made
+
+
+class _ResidentLayer:
+    """The experts of one layer, of which the router has chosen some."""
+
+    def __init__(self, executor: LayerExecutor, layer: int, router: TokenRouter, math: ExpertMath) -> None:
+        ready, experts = executor.arrivals.ready, executor.compute.store.layers[layer].experts
+        self._matrices = [ready((layer, expert, EXACT)).matrices for expert in range(experts)]
+        self._addresses = np.array([[each.address for each in some] for some in self._matrices], np.int64)
+        self._executor, self._math, self._router = executor, math, router
+        self._prepare()
+
+    def _prepare(self) -> None:
+        assert self._math.kernel is not None
+        chosen = self._matrices[: self._router.top_k]  # the same tasks for all: the router writes the addresses
+        self._prepared = PreparedToken(self._math.kernel, chosen, self._router.gains_at)
+        each = self._addresses.shape[1]
+        places = [(at, *divmod(n, each)) for at, n in self._prepared.places()]
+        self._router.complete(self._addresses, np.array(places, np.int64))
+
+    def __call__(self, after: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """after + experts(normed), all [1, 1, H]; the router has just chosen by `normed`."""
+        executor = self._executor
+        counters, began = executor.counters, executor.now()
+        out = torch.empty_like(after)
+        if not self._prepared.is_current:  # a prompt has taken more memory between the products, elsewhere
+            self._prepare()
+            self._router.choose()
+        self._prepared.run_completed(normed.data_ptr(), out.data_ptr())
+        counters.compute_seconds += executor.now() - began
+        counters.decode_uses += self._router.top_k
+        counters.decode_hits += self._router.top_k
+        return after + out
+
+
+def _is_plain(executor: LayerExecutor) -> bool:
+    """Whether a step is nothing but the chosen experts, computed here."""
+    switches = executor.substitution.switches
+    return (
+        not executor.observers
+        and executor.answerer is None
+        and not switches.alpha
+        and not switches.needs_weights
+        and not executor.table.has_low
+        and not executor.compute.units
+    )
