@@ -1,1 +1,1 @@
-"""Several machines serve one model: the main machine, and workers that compute experts for it (OD-MoE)."""
+"""Runs one model on several machines: a coordinator, and workers that compute experts for it (OD-MoE)."""

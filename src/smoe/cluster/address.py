@@ -1,7 +1,8 @@
-"""Where main listens and workers connect: `tcp://HOST:PORT`, HOST an IPv4 or [IPv6] address of the machine, or a name.
+"""Addresses where the coordinator listens and workers connect: `tcp://HOST:PORT`, with HOST an IPv4 or [IPv6] address
+of the machine, or a name.
 
-A name stands for its IPv4 address where it has one, else for its IPv6 address, at both ends. An address that stands for
-every interface is none that anybody could connect to; to listen at all of them has a switch of its own.
+A name means its IPv4 address where it has one, else its IPv6 address, at both ends. Wildcard addresses are refused,
+because no worker could connect to them; a separate setting makes the coordinator listen on all interfaces.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ _WITH_PORT = re.compile(r"(\[[^\]]*\]|[^:\[\]]*):([0-9]{1,5})")
 
 
 class Endpoint(NamedTuple):
-    """What sockets take, and which kind of addresses they are to use."""
+    """An address in the form of sockets, and its version of IP."""
 
     address: str
     is_ipv6: bool
 
 
 def checked_address(given: str) -> str:
-    """`tcp://HOST:PORT` of one machine's own address; a host alone has the usual port. Raises `ClusterError`."""
+    """Return the address as `tcp://HOST:PORT`; a host alone gets the default port. Raises `ClusterError` for anything
+    but one machine's own address."""
     text = given.removeprefix("tcp://")
     bare = _ip(text)
     found = None if bare is not None else _WITH_PORT.fullmatch(text)
@@ -45,8 +47,8 @@ def checked_address(given: str) -> str:
 
 
 def check_own(address: str) -> None:
-    """Raise `ClusterError` for an address that this machine has not got, as main could not listen there. A name is
-    believed: what it stands for may be another address tomorrow."""
+    """Raise `ClusterError` for an address that this machine does not have, where the coordinator could not listen.
+    Names are not checked, because they may resolve differently later."""
     ip = _ip(_parts(checked_address(address))[0])
     if ip is None:
         return
@@ -59,8 +61,8 @@ def check_own(address: str) -> None:
 
 
 def to_listen_at(address: str, everywhere: bool) -> Endpoint:
-    """Where main's socket is bound. Raises `ClusterError` for a name that does not resolve, or stands for all
-    interfaces."""
+    """Return where the coordinator's socket is bound. Raises `ClusterError` for a name that does not resolve, or means
+    all interfaces."""
     host, port = _parts(checked_address(address))
     if everywhere:
         return Endpoint(f"tcp://*:{port}", True)  # both kinds, where the machine has both
@@ -71,7 +73,7 @@ def to_listen_at(address: str, everywhere: bool) -> Endpoint:
 
 
 def to_connect_to(address: str) -> Endpoint:
-    """Where a worker's socket connects, which looks a name up again whenever the connection is lost. Raises
+    """Return where a worker's socket connects; a name is resolved again whenever the connection is lost. Raises
     `ClusterError` for a name that does not resolve."""
     host, port = _parts(address)
     ip = _ip(host)
@@ -79,8 +81,8 @@ def to_connect_to(address: str) -> Endpoint:
 
 
 def reach_of(address: str, everywhere: bool) -> str:
-    """A sentence that says where the coordinator listens, and from where it can be reached. Raises `ClusterError` as
-    `to_listen_at`."""
+    """Return a sentence that says where the coordinator listens, and from where it can be reached. Raises
+    `ClusterError` as `to_listen_at` does."""
     bound, _ = to_listen_at(address, everywhere)
     if everywhere:
         return (
@@ -115,7 +117,7 @@ def _is_wildcard(ip: IPv4Address | IPv6Address) -> bool:
 
 
 def _resolved(name: str) -> IPv4Address | IPv6Address:
-    """What a name stands for here."""
+    """Return the address to which a name resolves here, IPv4 first. Raises `ClusterError` where there is none."""
     try:
         found = [ip_address(str(each[4][0]).partition("%")[0]) for each in socket.getaddrinfo(name, None)]
     except (OSError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""Which workers a running coordinator admits: those whose keys it knows, and those with a valid invitation."""
+"""Decides which workers a running coordinator admits: those with known keys, and those with a valid invitation."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from smoe.errors import ClusterError
 
 
 class Admission:
-    """Its cluster as main knows it now. Called by the link's thread, and by the one that knows connections' keys."""
+    """The coordinator's current record of its cluster. Called by the link's thread and the authenticator's."""
 
     def __init__(self, main: Main) -> None:
         self.main = main
         self._lock = threading.Lock()
 
     def may_connect(self, key: str) -> bool:
-        """Known workers, and any worker while an invitation is valid."""
+        """Return whether a machine with this key may connect: a known worker, or any machine while an invitation is
+        valid."""
         if key not in self.main.workers.values():
-            self._read_again()  # a new invitation may have been written since
+            self._read_again()  # there may be a new invitation
         return key in self.main.workers.values() or self.main.expects_someone()
 
     def admitted(self, key: str, fields: dict[str, Any]) -> str:
-        """Why a worker with these fields is not admitted; empty: it is, from now on."""
+        """Admit a worker. Return why it is not admitted; empty: it is, from now on."""
         name = fields.get("name")
         if self.name_of(key) is not None:
             return ""
@@ -36,7 +37,7 @@ class Admission:
         return self._let_in(name, key, fields.get("code"))
 
     def note_role(self, key: str, is_shadow: bool) -> None:
-        """Remember what who has been admitted with this key is, for the mains that come."""
+        """Record whether the machine with this key is a draft model, for later coordinators."""
         name = self.name_of(key)
         if name is None or (name in self.main.shadows) == is_shadow:
             return
@@ -46,7 +47,7 @@ class Admission:
             keep_main(self.main)
 
     def name_of(self, key: str) -> str | None:
-        """What the worker with this key is called; None for a stranger."""
+        """Return the name of the worker with this key; None for an unknown key."""
         return next((name for name, its_key in self.main.workers.items() if its_key == key), None)
 
     def _read_again(self) -> None:
@@ -54,8 +55,8 @@ class Admission:
             self.main = replace(read_main(self.main.name), address=self.main.address)
 
     def _let_in(self, name: str, key: str, code: object) -> str:
-        """Take an invitation; why not, where it is not good. A name that another worker has gets a number behind it, as
-        two machines may have one host name."""
+        """Use up an invitation. Return why it is not valid; empty: the worker is admitted. A taken name gets a number,
+        because two machines may have the same host name."""
         self._read_again()
         found = self.main.invited(code) if isinstance(code, str) else None
         if found is None:
@@ -67,7 +68,7 @@ class Admission:
 
 
 def numbered(name: str, taken: Collection[str]) -> str:
-    """The name, or the first of name-2, name-3, ... that no worker has."""
+    """Return the name, or the first of name-2, name-3, ... that no worker has."""
     for number in itertools.count(2):
         if name not in taken:
             return name

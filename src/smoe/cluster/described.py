@@ -1,11 +1,13 @@
-"""What experts are, in main's words: enough for a worker that has the model's files and our kernels, and no torch.
+"""The description of a model's experts that a coordinator sends to workers without torch. Such a worker has the model's
+files and our kernels.
 
-    worker   DESCRIBE (who it is, its checksum) -->                                 opens its own files: HELLO
-    main                                         <-- EXPERTS: keys, sizes, table
+    worker        DESCRIBE (its name and checksum) -->                           opens its own files: HELLO
+    coordinator                                    <-- EXPERTS: keys, sizes, table
 
-Which stored tensors make up an expert is what the library's conversion rules say, and main has found out; the
-activation is a table that main's torch has filled (`kernels/elementwise.py`). So nothing of a model's family is known
-here, and nothing that comes is run: keys are looked for in the worker's own files, and sizes compared with them.
+The library's conversion rules say which stored tensors form an expert, and the coordinator applies them. The activation
+is a table that the coordinator's torch has computed (`kernels/elementwise.py`). So this module knows nothing about
+model families, and received data is never executed: keys are looked up in the worker's own files, and sizes compared
+with them.
 """
 
 from __future__ import annotations
@@ -25,49 +27,49 @@ from smoe.errors import ClusterError
 from smoe.kernels.experts import Bits
 
 NUMBER = "*"
-"""Stands for an expert's number in a key; a key without it is of a tensor that has all experts, row by row."""
+"""The placeholder for an expert's number in a key; a key without it names a tensor of all experts, row by row."""
 MOST_BYTES = 1 << 22
-"""The size limit of a description."""
+"""The size limit of a description, in bytes."""
 _VALUES = 1 << 16
 _MOST = 1 << 24
-"""The limit of any size in it."""
+"""The limit of every size in a description."""
 _MOST_PIECES = 16
 _ASK_SECONDS = 0.5
 _TURN_SECONDS = 0.1
 
 
 class LayerKeys(NamedTuple):
-    """Where a layer's experts are stored: keys with `NUMBER`, or of fused tensors."""
+    """The keys of a layer's experts: keys with `NUMBER`, or of fused tensors."""
 
     layer: int
     experts: int
     up: tuple[str, ...]
-    """Gate and up [2I, H], one below the other."""
+    """The keys of gate and up [2I, H], stacked."""
     down: tuple[str, ...]
-    """[H, I]"""
+    """The keys of down [H, I]."""
 
 
 class Description(NamedTuple):
-    """Experts in bf16 with a gated activation, all of one shape."""
+    """A description of experts in bf16 with a gated activation, all of one shape."""
 
     weights: str
-    """The checkpoint's checksum."""
+    """The checksum of the checkpoint."""
     hidden: int
     inner: int
     layers: tuple[LayerKeys, ...]
     table: Bits
-    """The activation of every bf16 number [65536]."""
+    """[65536] the activation of every bf16 number."""
 
 
 def experts(description: Description) -> list[Any]:
-    """The message with a description."""
+    """Return the EXPERTS message of a description."""
     fields = description._asdict()
     table: Any = np.ascontiguousarray(fields.pop("table"), "<u2")
     return [*frames.alone(FrameKind.EXPERTS), json.dumps(fields).encode(), memoryview(table).cast("B")]
 
 
 def parse_experts(frame: Frame) -> Description:
-    """What main says; raises `FrameError`."""
+    """Parse an EXPERTS message. Raises `FrameError` for an invalid one."""
     if len(frame.body) != 2 or any(len(memoryview(part)) > MOST_BYTES for part in frame.body):
         raise FrameError("not a description of experts")
     words, table = (bytes(part) for part in frame.body)
@@ -106,8 +108,8 @@ def _keys(fields: Any) -> tuple[str, ...]:
 
 
 def ask(me: Worker, fields: dict[str, Any]) -> Description:
-    """A description of the coordinator's experts; asks until it answers. `fields` describe the worker itself.
-    Raises `ClusterError` where main refuses us, or cannot say."""
+    """Request the description of the coordinator's experts until it answers. `fields` describe the worker. Raises
+    `ClusterError` where the coordinator refuses or sends an invalid message."""
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as dealer, watched(dealer, me) as check_known:

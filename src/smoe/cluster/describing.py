@@ -1,5 +1,5 @@
-"""Main says to workers without torch what its experts are. It finds that out when the first of them asks, on a thread
-of its own, which no thread waits for: until then they ask again."""
+"""Describes the coordinator's experts for workers without torch. The first request starts this on a thread; until it is
+done, workers repeat the request."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ class LightWorker(NamedTuple):
 
     description: Description
     arithmetic: str
-    """One of `KERNELS`, by which it computes with main's bits, ..."""
+    """One of `KERNELS`, with which it computes the coordinator's bits, ..."""
     most_rows: int
-    """... for so many rows of one expert."""
+    """... for up to this number of rows of one expert."""
 
 
 class Describer:
-    """Called by the link's thread."""
+    """Makes the description once. Only the link's thread may call it."""
 
     def __init__(self, describe: Callable[[], LightWorker]) -> None:
-        """`describe` raises `SmoeError` where workers without torch cannot compute these experts as main does."""
+        """`describe` raises `SmoeError` where workers without torch cannot compute these experts with equal bits."""
         self._describe = describe
         self._thread: threading.Thread | None = None
         self.found: LightWorker | None = None
-        """None: it is not known yet, or cannot be."""
+        """The description; None where it is not known yet, or impossible."""
         self.why = ""
-        """Why it cannot be."""
+        """Why a description is impossible; empty otherwise."""
         self._parts: list[Any] = []
 
     def begin(self) -> None:
-        """Measure it, unless it is known."""
+        """Start to make the description, unless that has begun."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="smoe-describe", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for what is under way. Idempotent."""
+        """Wait for the thread. Repeated calls have no effect."""
         if self._thread is not None:
             self._thread.join()
 
     @property
     def parts(self) -> list[Any]:
-        """The message; to be asked for where it was `found`."""
+        """The parts of the EXPERTS message; empty unless `found`."""
         if not self._parts and self.found is not None:
             self._parts = described.experts(self.found.description)
         return self._parts

@@ -1,4 +1,4 @@
-"""A worker's end of its connection to main."""
+"""The worker's end of its connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from smoe.cluster.identity import Worker
 from smoe.errors import WorkerRefusedError
 
 _TURNED_AWAY = 400
-"""What main's authenticator says of a key that may not connect (ZMTP's ZAP); others mean that it failed itself."""
+"""The status with which the coordinator's authenticator rejects a key (ZMTP's ZAP); other values mean an internal
+failure."""
 
 
 def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
-    """Connect, encrypted, to the main that `me` knows by its key: now, and again whenever one is there; returns the
-    address as the socket has it. A part of a message that is longer than `most_bytes` is not received.
+    """Connect, encrypted, to the coordinator whose key `me` has, and reconnect whenever necessary. Return the socket's
+    address. Message parts longer than `most_bytes` are not received.
 
     Raises `ClusterError` where the coordinator's name does not resolve.
     """
@@ -30,7 +31,7 @@ def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
     dealer.setsockopt(zmq.LINGER, 0)
     at = to_connect_to(me.address)
     dealer.setsockopt(zmq.IPV6, int(at.is_ipv6))
-    dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a main that is not there
+    dealer.setsockopt(zmq.IMMEDIATE, 1)  # no queue while the coordinator is not there
     dealer.setsockopt(zmq.MAXMSGSIZE, most_bytes)
     dealer.setsockopt(zmq.RECONNECT_IVL, 100)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -40,7 +41,8 @@ def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
 
 @contextmanager
 def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None]]:
-    """Gives what raises `WorkerRefusedError` once main has turned this worker's key away, which says nothing else."""
+    """Yield a function that raises `WorkerRefusedError` when the coordinator's authenticator has rejected this worker's
+    key, which is the only sign of that."""
     monitor: Any = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
     def check() -> None:
@@ -60,6 +62,6 @@ def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None
 
 
 def refusal(me: Worker, frame: Frame) -> WorkerRefusedError:
-    """The reason in the coordinator's REFUSED."""
+    """Return the error for a REFUSED message, with the coordinator's reason."""
     why = frames.fields_of(frame).get("why", "no reason given")
     return WorkerRefusedError(f"the coordinator refuses worker {me.name}: {why}")

@@ -1,9 +1,9 @@
-"""A worker fetches the files of main's model, once, before it is a worker.
+"""Downloads the files of the coordinator's model to a worker, before it starts work.
 
-    FILES --> (main sums)... MANIFEST: what is there is compared --PIECE, PIECE, ...--> chunks, verified and stored
+    FILES --> (checksums)... MANIFEST: existing files are compared --PIECE, PIECE, ...--> chunks, verified and stored
 
-It asks for a few MiB ahead. When nothing has come for a while it says FILES again: main, or the next main, then knows
-it, and it asks again for what has not come. Stored chunks remain after an interrupt.
+The worker requests a few MiB ahead. When nothing has arrived for a while it sends FILES again: a coordinator, also a
+restarted one, then knows the worker, which requests the missing pieces again. Stored chunks remain after an interrupt.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from smoe.errors import ClusterError
 
 _TURN_SECONDS = 0.1
 _PATIENCE_SECONDS = 1.0
-"""Without a word from main after which it is greeted again."""
+"""The time without a message after which FILES is sent again."""
 _SILENCE_SECONDS = 3.0
-"""After which it is taken to have gone."""
+"""The time without a message after which the coordinator counts as lost."""
 MOST_UNDER_WAY = 32
-"""Pieces asked for that have not come: what a gigabit brings in a twentieth of a second."""
+"""The most pieces that are requested and not received: a gigabit link carries them in a twentieth of a second."""
 MOST_DAMAGED = 3
-"""Times that a chunk may come damaged."""
+"""The number of times that a chunk may arrive damaged before an error."""
 _PIECES = CHUNK_BYTES // PIECE_BYTES
 
 
 class Course(NamedTuple):
-    """How far it is, in bytes."""
+    """The progress of a download, in bytes."""
 
     what: str
-    """`main sums`, `checking` what is here, or `fetching`."""
+    """The current phase: `the coordinator sums`, `checking` (existing files) or `fetching`."""
     done: int
     total: int
     skipped: int = 0
-    """The part of the finished bytes that was here before."""
+    """The part of `done` that existed before."""
 
 
 class Coming:
-    """A chunk of which pieces are under way."""
+    """A chunk of which some pieces have been requested."""
 
     def __init__(self, first: int, nbytes: int) -> None:
         self.data = bytearray(nbytes)
         self.missing = set(range(first, first + -(-nbytes // PIECE_BYTES)))
-        """Missing chunks by their number in the file."""
+        """The missing pieces, by their number in the file."""
 
 
 class Fetcher:
-    """One folder's worth of files; `fetch` returns when they are all there."""
+    """Downloads the files into one folder; `fetch` returns when all are there."""
 
     def __init__(
         self,
@@ -73,9 +73,10 @@ class Fetcher:
         on_course: Callable[[Course], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rate`: bytes a second at most. `on_change` hears, in words, whom it waits for; `on_course` how far it is."""
+        """`rate`: the most bytes per second. `on_change` receives connection changes in words, `on_course` the
+        progress."""
         self.me = me
-        """Without its invitation's code, once it has been let in."""
+        """The worker's identity; without its invitation's code after it has been admitted."""
         self._folder, self._precision = folder, precision
         self._on_change, self._on_course = on_change, on_course
         self._clock, self._pace = clock, SendRate(rate, clock)
@@ -83,9 +84,9 @@ class Fetcher:
         self._received: ReceivedFiles | None = None
         self._coming: dict[tuple[int, int], Coming] = {}
         self._chunks: deque[tuple[int, int]] = deque()
-        """(file, chunk) of which nothing was asked for yet."""
+        """(file, chunk) of which no piece has been requested yet."""
         self._pieces: deque[PiecePosition] = deque()
-        """Pieces to request next."""
+        """The pieces to request next."""
         self._under_way: set[PiecePosition] = set()
         self._damaged: dict[tuple[int, int], int] = {}
         self._skipped = 0
@@ -93,17 +94,17 @@ class Fetcher:
         self._is_in = self._is_ending = False
 
     def end(self) -> None:
-        """From any thread: `fetch` returns soon; stored chunks remain."""
+        """Make `fetch` return soon; stored chunks remain. Any thread may call this."""
         self._is_ending = True
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file is there."""
+        """Whether every file is complete."""
         return self._received is not None and not self._received.missing
 
     def fetch(self) -> None:
-        """Run until everything is there, or `end`. Raises `ClusterError` where main refuses us, or sends what cannot be
-        or is damaged again and again; `DiskSpaceError`, `OSError`."""
+        """Run until all files are complete, or `end` is called. Raises `ClusterError` where the coordinator refuses, or
+        sends invalid or repeatedly damaged data; `DiskSpaceError`, `OSError`."""
         context = zmq.Context()
         try:
             with context.socket(zmq.DEALER) as dealer, watched(dealer, self.me) as check_known:
@@ -114,7 +115,7 @@ class Fetcher:
                     self.turn(dealer)
                     check_known()
                 if self.is_whole:
-                    self._greet(dealer)  # it may wait for us
+                    self._greet(dealer)  # the coordinator may be waiting for this
                 dealer.close(linger=500)
         finally:
             context.term()
@@ -125,7 +126,7 @@ class Fetcher:
             self._received.close()
 
     def turn(self, dealer: zmq.Socket[bytes]) -> None:
-        """Hear what there is to hear, ask for what is missing."""
+        """Process received messages, and request missing pieces."""
         while not self.is_whole and dealer.poll(0):
             parts = dealer.recv_multipart(copy=False)
             try:
@@ -153,14 +154,14 @@ class Fetcher:
             "known": None if self._sent is None else self._sent.mark,
             "missing_bytes": None if self._received is None else self._received.missing_bytes,
         }
-        with suppress(zmq.Again):  # main is not there
+        with suppress(zmq.Again):  # the coordinator is not there
             dealer.send_multipart(frames.talk(FrameKind.FILES, fields), zmq.NOBLOCK)
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is FrameKind.REFUSED:
             raise refusal(self.me, frame)
         if frame.kind not in (FrameKind.SUMMING, FrameKind.MANIFEST, FrameKind.SAME, FrameKind.PIECE):
-            return  # to a worker; we are none yet
+            return  # a message for workers
         self._received_at = self._clock()
         if frame.kind is FrameKind.PIECE:
             if self._sent is not None:
@@ -179,7 +180,7 @@ class Fetcher:
         self._ask_again()
 
     def _begin(self, sent: Manifest) -> None:
-        """Compare what is here with what main has."""
+        """Compare existing files with the coordinator's."""
         checked = 0
 
         def before(nbytes: int) -> None:
@@ -192,11 +193,11 @@ class Fetcher:
         self._received = ReceivedFiles(self._folder, sent, before)
         self._skipped = sent.nbytes - self._received.missing_bytes
         self._chunks = deque((file, chunk) for file, lacks in self._received.missing.items() for chunk in sorted(lacks))
-        self._received_at = self._clock()  # reading has taken a while
+        self._received_at = self._clock()  # comparing files has taken time
         self._tell()
 
     def _ask_again(self) -> None:
-        """Main has forgotten what it was asked for, or is another one."""
+        """Request all missing pieces again, because the coordinator may have restarted."""
         self._under_way.clear()
         self._pieces = deque(
             PiecePosition(file, piece) for (file, _), each in self._coming.items() for piece in each.missing
@@ -208,14 +209,14 @@ class Fetcher:
             place = self._pieces[0]
             try:
                 dealer.send_multipart(files.ask(place), zmq.NOBLOCK)
-            except zmq.Again:  # main is not there
+            except zmq.Again:  # the coordinator is not there
                 return
             self._pieces.popleft()
             self._under_way.add(place)
             self._pace.book(self._sent.files[place.file].piece_bytes(place.piece))
 
     def _has_more(self) -> bool:
-        """Whether there is a piece to ask for; the next chunk is begun where there is none."""
+        """Return whether there is a piece to request; start the next chunk if necessary."""
         assert self._sent is not None
         if not self._pieces and self._chunks:
             file, chunk = self._chunks.popleft()
@@ -225,13 +226,12 @@ class Fetcher:
         return bool(self._pieces)
 
     def _came(self, place: PiecePosition, data: memoryview) -> None:
-        """Put a piece where it belongs, whenever it was asked for; with its last piece a chunk is verified and
-        stored."""
+        """Store a received piece in its chunk; a complete chunk is verified and written."""
         self._under_way.discard(place)
         file, chunk = place.file, place.piece // _PIECES
         coming = self._coming.get((file, chunk))
         if coming is None or place.piece not in coming.missing:
-            return  # it came twice
+            return  # a duplicate
         begin = place.piece % _PIECES * PIECE_BYTES
         coming.data[begin : begin + len(data)] = data
         coming.missing.discard(place.piece)

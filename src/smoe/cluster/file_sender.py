@@ -20,12 +20,13 @@ from smoe.cluster.sending import FILE_KINDS, Courier
 
 _TURN_SECONDS = 0.1
 _MOST_BYTES = 1 << 16
-"""The size limit of a part of a message: workers send words and numbers of pieces."""
+"""The size limit of a message part in bytes: workers send texts and piece numbers only."""
 _log = logging.getLogger(__name__)
 
 
 class FileSender(Admission):
-    """What else workers say, a HELLO above all, is not answered: they wait for a main that computes."""
+    """Sends files, and ignores all other messages, such as HELLO, which is repeated until a computing coordinator
+    answers."""
 
     def __init__(
         self,
@@ -35,7 +36,7 @@ class FileSender(Admission):
         rate: float | None = None,
         on_whole: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Arguments as for `Courier`; `on_whole` hears the names of workers that have got everything."""
+        """Arguments are those of `Courier`; `on_whole` receives the name of each worker that has all files."""
         super().__init__(main)
         self.courier = Courier(paths, precision, self.admitted, rate)
         self._on_whole = on_whole
@@ -44,13 +45,13 @@ class FileSender(Admission):
         self._is_ending = False
 
     def end(self) -> None:
-        """End `serve`; from any thread."""
+        """End `serve`. Any thread may call this."""
         self._is_ending = True
         self._queue.put(None)
 
     def serve(self) -> None:
-        """Run until `end`, or until all workers of the cluster have all files and no invitation is valid. Raises
-        `ClusterError` where the address cannot be listened at."""
+        """Run until `end` is called, or until all workers of the cluster have all files and no invitation is valid.
+        Raises `ClusterError` where the address is not available."""
         keys = self.main.keys
         try:
             at = to_listen_at(self.main.address, self.main.everywhere)
@@ -78,14 +79,14 @@ class FileSender(Admission):
         def send(route: bytes, parts: list[Any]) -> bool:
             try:
                 router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:  # it has gone, and will greet us again
+            except zmq.ZMQError as error:  # it has disconnected and will send FILES again
                 _log.info("cannot reach %r: %s", route, error)
                 return False
             return True
 
         self._queue.take()
         while sockets.monitor.poll(0):
-            sockets.monitor.recv_multipart()  # who has gone greets us again
+            sockets.monitor.recv_multipart()  # disconnected workers will send FILES again
         while router.poll(0):
             parts = router.recv_multipart(copy=False)
             try:
@@ -97,7 +98,7 @@ class FileSender(Admission):
         self.courier.turn(True, send)
 
     def _is_done(self) -> bool:
-        """Whether no worker can need a file any more."""
+        """Return whether no worker can need a file any more."""
         for key in [key for key, missing in self.courier.missing.items() if missing == 0 and key not in self._whole]:
             self._whole.add(key)
             self._on_whole(self.name_of(key) or "?")

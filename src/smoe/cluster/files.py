@@ -1,16 +1,16 @@
-"""A model's files as they travel: what there is of them (the manifest), chunks with checksums, pieces on the wire.
+"""The transfer format of a model's files: the manifest (list of files), chunks with checksums, pieces in messages.
 
-    file     |c0............|c1............|c2......|     c: a chunk, 4 MiB, with a SHA-256 of its own
-    chunk    |p|p|p|p|...                                 p: a piece, 256 KiB, a message: others pass between two
+    file     |c0............|c1............|c2......|     c: a chunk, 4 MiB, with its own SHA-256
+    chunk    |p|p|p|p|...                                 p: a piece, 256 KiB, one message: other messages pass between
 
-    files        header | JSON object     what the worker is, and has; what it had asked for before is forgotten
+    files        header | JSON object     the worker's identity and state; its earlier requests are dropped
     manifest     header | JSON array of [name, bytes, SHA-256] | SHA-256 of every chunk, file after file [n, 32]
-    summing      header | JSON object     so many bytes of so many
+    summing      header | JSON object     bytes done and in all
     same         header
-    piece        header, whose request number says which; from main: header | bytes
+    piece        header with the piece's position as request number; from the coordinator: header | bytes
 
-Nothing of a manifest is believed before it is checked: a name is a file's own, in the folder that the user has named,
-and of a kind that is data; sizes have bounds, and there are as many checksums as chunks.
+A manifest is checked completely before use: names are plain file names, within the user's folder, of data files only;
+sizes have bounds, and there are as many checksums as chunks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from smoe.cluster import frames
 from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 CHUNK_BYTES = 1 << 22
-"""What is verified together, and fetched again together."""
+"""The unit of verification and repeated download, in bytes."""
 PIECE_BYTES = 1 << 18
 SUM_BYTES = hashlib.sha256().digest_size
 MOST_BYTES = 1 << 26
-"""The size limit of a part of a message: the checksums of 8 TiB."""
+"""The size limit of a message part, in bytes: the checksums of 8 TiB."""
 _MOST_TEXT = 1 << 20
 _MOST_FILES = 4096
 _MOST_FILE_BYTES = 1 << 43
@@ -38,19 +38,19 @@ _PIECE_BITS = 32
 _NAME = re.compile(r"config\.json|model\.safetensors\.index\.json|[^.].*\.(safetensors|gguf|GGUF|smoe)")
 _MOST_NAME_BYTES = 200
 _SEPARATORS = frozenset('/\\:*?"<>|')
-"""Characters that separate folders in names of some system."""
+"""Characters that separate folders in file names of some operating system."""
 _SUM = re.compile(r"[0-9a-f]{64}")
 
 
 class SentFile(NamedTuple):
-    """A file, and what it can be compared with."""
+    """A file of a manifest, with its checksums."""
 
     name: str
     nbytes: int
     digest: str
-    """SHA-256 of all of it, in hexadecimal."""
+    """The SHA-256 of the whole file, in hexadecimal."""
     sums: bytes
-    """SHA-256 of every chunk, one behind the other."""
+    """The SHA-256 of every chunk, concatenated."""
 
     @property
     def chunks(self) -> int:
@@ -87,19 +87,19 @@ class Manifest:
 
 
 class PiecePosition(NamedTuple):
-    """Which piece of which file, counted from 0."""
+    """The position of a piece: file and piece number, from 0."""
 
     file: int
     piece: int
 
     @property
     def number(self) -> int:
-        """The position as a request number."""
+        """The position as one request number."""
         return self.file << _PIECE_BITS | self.piece
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a file of a model may be called so, wherever it lands: no path, nothing hidden, and data alone."""
+    """Return whether `name` is allowed for a model's file: no path, not hidden, and a data file."""
     return (
         isinstance(name, str)
         and _NAME.fullmatch(name) is not None
@@ -110,13 +110,13 @@ def is_file_name(name: object) -> bool:
 
 
 def manifest(sent: Manifest) -> list[Any]:
-    """What main has."""
+    """Return the MANIFEST message."""
     text = json.dumps([[each.name, each.nbytes, each.digest] for each in sent.files]).encode()
     return [*frames.alone(FrameKind.MANIFEST), text, b"".join(each.sums for each in sent.files)]
 
 
 def parse_manifest(frame: Frame) -> Manifest:
-    """Raises `FrameError` for one that contradicts itself, or names what is no file of a model."""
+    """Parse a MANIFEST message. Raises `FrameError` for contradictions, or a name that is not a model file's."""
     if len(frame.body) != 2 or len(memoryview(frame.body[0])) > _MOST_TEXT:
         raise FrameError("not a manifest")
     text, sums = frame.body
@@ -154,17 +154,17 @@ def _check_entry(entry: object) -> None:
 
 
 def ask(place: PiecePosition) -> list[Any]:
-    """A worker wants this piece."""
+    """Return the message that requests a piece."""
     return frames.alone(FrameKind.PIECE, place.number)
 
 
 def piece(place: PiecePosition, data: bytes) -> list[Any]:
-    """Here it is."""
+    """Return the message with a piece's bytes."""
     return [*frames.alone(FrameKind.PIECE, place.number), data]
 
 
 def parse_place(frame: Frame, sent: Manifest) -> PiecePosition:
-    """Which piece is meant; raises `FrameError` where there is no such one."""
+    """Return the requested position. Raises `FrameError` for a piece that does not exist."""
     place = PiecePosition(frame.request >> _PIECE_BITS, frame.request & (1 << _PIECE_BITS) - 1)
     if place.file >= len(sent.files) or place.piece >= sent.files[place.file].pieces:
         raise FrameError(f"no piece {place.piece} of file {place.file}")
@@ -172,7 +172,7 @@ def parse_place(frame: Frame, sent: Manifest) -> PiecePosition:
 
 
 def parse_piece(frame: Frame, sent: Manifest) -> tuple[PiecePosition, memoryview]:
-    """A piece that came; raises `FrameError` for one of another size."""
+    """Parse a received piece. Raises `FrameError` for a wrong size."""
     place = parse_place(frame, sent)
     data = memoryview(frame.body[0] if len(frame.body) == 1 else b"")
     if len(data) != sent.files[place.file].piece_bytes(place.piece):

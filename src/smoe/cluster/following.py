@@ -1,10 +1,10 @@
-"""The coordinator's text, followed by a draft model on another machine: what to send next, and its predictions.
+"""The coordinator's side of a draft model on another machine: what to send next, and the predictions received.
 
-    model's thread    begin: a token at its place   pause: a prompt, a batch          said: predictions so far
-    link's thread     next_message: keys and values that it lacks, in parts, then the token     hear: experts named
+    model's thread    begin: a token at its position   pause: a prompt, a batch     said: predictions so far
+    link's thread     next_message: missing keys and values, in parts, then the token     hear: predicted experts
 
-The newest token alone is sent: what has not gone when the model is further on is of no use. Keys and values go once,
-and again from where the text was taken back to. Predictions decide only what is loaded early.
+Only the newest token is sent: an unsent one is useless when the model has gone on. Keys and values are sent once, and
+again from the position to which the text was rewound. Predictions decide only what is loaded early.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ _log = logging.getLogger(__name__)
 
 
 class Following:
-    """Replaces a draft model's thread on the coordinator (`Ahead`)."""
+    """Takes the place of a draft model's thread on the coordinator (`Ahead`)."""
 
     def __init__(
         self, wanted: Mapping[str, Any], experts: Mapping[int, int], named: Mapping[int, int], capacity: int
     ) -> None:
-        """`wanted`: the settings that a shadow is to open its copy with. Layers have so many `experts`, of which a
-        shadow names so many; it has room for `capacity` positions."""
+        """`wanted`: the settings with which the draft model opens its copy. `experts`: the number of each layer's
+        experts; `named`: how many of them it predicts; `capacity`: its positions."""
         self.wanted = wanted
         self._experts, self._named, self._capacity = experts, named, capacity
         self._lock = threading.Lock()
         self._draft_predictions = DraftPredictions()
         self._cache: RowCache | None = None
-        """Whose text it is."""
-        self._text = secrets.randbits(62)  # what a shadow still says of an earlier main's is none of ours
+        """The cache of the followed text."""
+        self._text = secrets.randbits(62)  # excludes messages about an earlier coordinator's texts
         self._sent = 0
-        """Positions whose keys and values have been sent."""
+        """The number of positions whose keys and values have been sent."""
         self._sent_step: TokenStep | None = None
-        """The step that was last sent to the draft model."""
+        """The last step sent to the draft model."""
         self._is_followed = False
         self.ring: Callable[[], object] = lambda: None
-        """Has the link's thread ask for the next message."""
+        """Makes the link's thread ask for the next message."""
         self.steps = 0
-        """Tokens that were sent,"""
+        """The number of tokens sent."""
         self.layers = 0
-        """layers with a prediction that came in time,"""
+        """The number of layers with a prediction in time."""
         self.nbytes = 0
-        """and keys and values sent."""
+        """The bytes of keys and values sent."""
 
     # -- for the model's thread ---------------------------------------------------------------------------------------
 
     def tell(self, listener: Listener) -> None:
-        """It hears everything at once, on the link's thread."""
+        """Let `listener` receive all predictions at once, on the link's thread."""
         self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """The model decodes this token behind what is in its cache."""
+        """Follow the model's token, which follows the tokens in its cache."""
         with self._lock:
             if cache is not self._cache:
                 self._cache = cache
@@ -75,7 +75,7 @@ class Following:
         self.ring()
 
     def pause(self, cache: RowCache | None = None) -> None:
-        """The model does something that no shadow follows: a prompt, behind what is in this cache, or a batch."""
+        """Stop predictions: the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
         with self._lock:
             self._draft_predictions.pause()
             if cache is not None and cache is self._cache:
@@ -83,12 +83,12 @@ class Following:
         self.ring()
 
     def said(self) -> tuple[list[Expected], list[Expected]]:
-        """(predictions for the token that the model decodes, so far; for the one after it)."""
+        """Return (predictions so far for the token that the model decodes; for the next token)."""
         with self._lock:
             return self._draft_predictions.said()
 
     def close(self) -> None:
-        """Follow no text any more. Idempotent."""
+        """Follow no text any more. Repeated calls have no effect."""
         with self._lock:
             self._draft_predictions.listener = None
             self._draft_predictions.pause()
@@ -97,7 +97,7 @@ class Following:
     # -- for the link's thread ----------------------------------------------------------------------------------------
 
     def reset(self, is_followed: bool) -> None:
-        """A shadow has come, which knows nothing; or it has gone."""
+        """Start again with a draft model that has just connected, or record that it has gone."""
         with self._lock:
             self._is_followed = is_followed
             self._draft_predictions.forget()
@@ -106,7 +106,8 @@ class Following:
                 self._draft_predictions.asked = self._draft_predictions.asked._replace(text=self._text)
 
     def next_message(self, may_send_keys: bool) -> list[Any] | None:
-        """What the shadow is to be sent now; None: nothing. Where it `may_send_keys` these come first."""
+        """Return the next message for the draft model; None: nothing. Keys and values come first, if
+        `may_send_keys`."""
         with self._lock:
             asked, cache, text, begin = self._draft_predictions.asked, self._cache, self._text, self._sent
             if not self._is_followed:
@@ -122,11 +123,11 @@ class Following:
             if not may_send_keys:
                 return None
             end = min(asked.position, begin + max(1, PART_BYTES // max(1, cache.position_bytes)))
-            self._sent = end  # before they are copied: where the text is taken back meanwhile, they are sent again
+            self._sent = end  # set before copying: after a rewind meanwhile they are sent again
         try:
             rows = cache.taken_out(begin, end)
         except EngineStateError as error:
-            _log.debug("the draft model can no longer follow this text: %s", error)  # its cache has been given up
+            _log.debug("the draft model can no longer follow this text: %s", error)  # its cache was invalidated
             self.pause()
             return None
         self.nbytes += rows.numel()
@@ -134,7 +135,7 @@ class Following:
         return shadow_frames.keys(text, begin, end, memoryview(numbers))
 
     def hear(self, frame: Frame) -> None:
-        """Take a draft model's prediction; one for another text is dropped. Raises `FrameError`."""
+        """Process predictions; those for another text are dropped. Raises `FrameError`."""
         found = shadow_frames.parse_expected(frame, self._experts, self._named)
         with self._lock:
             if frame.request != self._text:

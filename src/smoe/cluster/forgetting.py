@@ -1,6 +1,6 @@
-"""What this machine keeps of a cluster, or of one of its workers, is deleted: keys and state.
+"""Deletes what this machine stores about a cluster, or about one of its workers: keys and state.
 
-A worker on another machine keeps its own keys, which are good no longer.
+A worker on another machine keeps its own keys, which are no longer valid.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from smoe.errors import ClusterError
 
 
 def forget_cluster(name: str) -> list[str]:
-    """Delete everything stored for it here, as its coordinator or as a worker; returns what it was, in words.
+    """Delete everything that this machine stores about a cluster, as its coordinator or worker. Return descriptions of
+    what was deleted.
 
-    Raises `ClusterError` where there is none, or where it is in use.
+    Raises `ClusterError` for an unknown cluster, or one in use.
     """
     checked_name(name, "name")
     if name not in clusters() and name not in joined():
@@ -56,8 +57,8 @@ def forget_cluster(name: str) -> list[str]:
 
 
 def forget_worker(name: str, worker: str) -> list[str]:
-    """One worker, which is let in no longer; says what it was, in words. Raises `ClusterError` where main knows no such
-    worker."""
+    """Remove one worker, which is no longer admitted. Return descriptions of what was removed. Raises `ClusterError`
+    for an unknown worker."""
     main = read_main(name, "name")
     if worker not in main.workers:
         known = sorted(main.workers)
@@ -81,7 +82,7 @@ def forget_worker(name: str, worker: str) -> list[str]:
 
 
 def _local_workers(main: Main) -> list[str]:
-    """The folders of those that `smoe cluster up` has made on this machine."""
+    """Return the folders of the workers that `smoe cluster up` has made on this machine."""
     found = []
     for folder in joined():
         with suppress(ClusterError):  # damaged, so it belongs to no cluster

@@ -1,18 +1,18 @@
-"""What main and workers say to each other: fixed binary frames, one ZeroMQ message of a few parts each.
+"""The messages between coordinator and workers: fixed binary frames, each one ZeroMQ message of a few parts.
 
     header (20 bytes)    "SMOE" | version u8 | kind u8 | dtype u8 | - | request u64 | rows u32
-    talk                 header | JSON object                          HELLO, WELCOME, REFUSED
+    text                 header | JSON object                          HELLO, WELCOME, REFUSED
     work                 header | asks u32 [n, 3] | tokens u32 [t] | hidden [rows, H]
     done                 header | times f64 [4] | rows [sum, H]
     failed               header | text
     fetch                header | experts u32 [n, 2]
     beat, leave          header
-    files and pieces     as `files.py` says
-    experts              header | JSON object | table [65536]        DESCRIBE asks for it: `described.py`
-    a shadow's           as `shadow_frames.py` says
+    files and pieces     in `files.py`
+    experts              header | JSON object | table [65536]        the reply to DESCRIBE: `described.py`
+    draft models         in `shadow_frames.py`
 
-Nothing is unpickled or evaluated. Lengths are checked against each other before memory is allocated; a sender of
-what does not fit is believed no more.
+Nothing is unpickled or evaluated. Lengths are checked against each other before memory is allocated; the sender of an
+inconsistent message is disconnected.
 """
 
 from __future__ import annotations
@@ -37,83 +37,83 @@ if TYPE_CHECKING:
 
 VERSION = 2
 MOST_BYTES = 1 << 30
-"""The size limit of a part of a message for every model; a longer one is not received."""
+"""The size limit of a message part in bytes, for every model; a longer one is not received."""
 _MOST_TALK = 1 << 16
 _OVERHEAD = 1 << 10
-"""What encryption adds to a part, and more."""
+"""More than encryption adds to a part, in bytes."""
 _ASK_BYTES = 16
-"""A row of a request in its tables: an expert has at least one."""
+"""The bytes of one row of a request's tables: an expert has at least one row."""
 _HEADER = struct.Struct("<4sBBBxQI")
 _MAGIC = b"SMOE"
 _WHOLE = np.dtype("<u4")
 _BITS = np.dtype("<u2")
-"""bf16 numbers as the bits that they are: rows where there is no torch."""
+"""bf16 numbers as their bits: rows where there is no torch."""
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of a message."""
 
     HELLO = 1
-    """A worker says what it is and has."""
+    """A worker's identity and state."""
     WELCOME = 2
-    """It belongs to the cluster now, or is asked for a proof first."""
+    """The worker is admitted, or gets a proof first."""
     REFUSED = 3
-    """It does not, and why."""
+    """The worker is not admitted, with the reason."""
     WORK = 4
     """Compute experts for these rows."""
     DONE = 5
-    """What they gave."""
+    """The results."""
     FAILED = 6
-    """The request could not be served."""
+    """The request failed."""
     FETCH = 7
-    """Have these experts in memory soon."""
+    """Load these experts soon."""
     BEAT = 8
-    """The worker is alive; from main: say so."""
+    """A sign of life; from the coordinator: a request for one."""
     LEAVE = 9
-    """The sender goes."""
+    """The sender leaves."""
     FILES = 10
-    """A worker has not got all files of the model: what is there of them?"""
+    """A worker requests the list of the model's files."""
     MANIFEST = 11
     """Names, sizes and checksums of the files."""
     SUMMING = 12
-    """Main still makes the checksums."""
+    """The coordinator is still computing the checksums."""
     SAME = 13
-    """The manifest is the one that the worker has."""
+    """The worker's manifest is up to date."""
     PIECE = 14
-    """A worker asks for a piece of a file; main sends it."""
+    """A worker requests a piece of a file; the coordinator sends it."""
     DESCRIBE = 15
-    """A worker without torch asks what experts are."""
+    """A worker without torch requests the description of experts."""
     EXPERTS = 16
-    """What they are."""
+    """The description of experts."""
     SHADOW = 17
-    """A shadow says what it is and has."""
+    """A draft model's identity and state."""
     FOLLOW = 18
-    """Main decodes this token; or nothing that a shadow follows."""
+    """The coordinator decodes this token; or something that a draft model cannot follow."""
     KEYS = 19
     """Keys and values of some positions."""
     TAKEN = 20
-    """They have come."""
+    """Keys and values have arrived."""
     EXPECTED = 21
-    """Experts that a shadow's routers have chosen."""
+    """Experts that a draft model's routers have chosen."""
 
 
 class FrameError(Exception):
-    """A message that is none of ours, or contradicts itself."""
+    """Raised for a message that is not ours, or contradicts itself."""
 
 
 class RowFormat(NamedTuple):
-    """What goes to workers, hidden states, and comes back, outputs of experts."""
+    """The format of hidden states sent to workers and of the experts' outputs sent back."""
 
     numbers: int
-    """Numbers in a row (H)."""
+    """H, the numbers in a row."""
     dtype: Any
-    """torch's; without it, numpy's of the bits."""
+    """The dtype of torch; without torch, numpy's dtype of the bits."""
     most: int
-    """Rows of one request, in either direction."""
+    """The most rows of one request, in either direction."""
 
     @property
     def part_bytes(self) -> int:
-        """The longest part of any message for this model; a longer one is not received."""
+        """The longest part of any message for this model in bytes; a longer one is not received."""
         row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return min(MOST_BYTES, max(_MOST_TALK, self.most * row_bytes) + _OVERHEAD)
 
@@ -125,7 +125,7 @@ class RowFormat(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Any message, its parts not looked at."""
+    """A message whose body has not been parsed."""
 
     kind: FrameKind
     request: int
@@ -137,36 +137,36 @@ class Frame(NamedTuple):
 
 
 class WorkFrame(NamedTuple):
-    """Experts and the rows that go through them."""
+    """A request to compute experts for some rows."""
 
     wanted: Sequence[ExpertTask]
     hidden: torch.Tensor | Bits
-    """[rows, H]"""
+    """[rows, H] hidden states"""
 
 
 class Times(NamedTuple):
-    """What a request took at the worker, in seconds."""
+    """Seconds that a worker needed for a request."""
 
     whole: float
-    """Seconds from its arrival, or the end of the request before it, to its last result."""
+    """Seconds from the request's arrival, or the end of the request before it, to its last result."""
     computing: float
-    """The part of them that was arithmetic."""
+    """The part of `whole` that was arithmetic."""
     loading: float = 0.0
-    """Experts loaded for it, partly while others were computed, so the request may have waited less."""
+    """Seconds of loading experts, partly while others were computed, so the request may have waited less."""
     loads: int = 0
-    """How many these were."""
+    """The number of experts loaded."""
 
 
 class DoneFrame(NamedTuple):
-    """What a worker has computed."""
+    """The results of a request."""
 
     times: Times
     rows: torch.Tensor
-    """[n, H], expert after expert in the order asked for."""
+    """[n, H], expert after expert in the order of the request."""
 
 
 def parse(parts: Sequence[Any]) -> Frame:
-    """A message as it came; raises `FrameError`."""
+    """Parse the header of a received message. Raises `FrameError` for an invalid one."""
     if not parts or len(parts) > 4 or len(memoryview(parts[0])) != _HEADER.size:
         raise FrameError("no header")
     magic, version, kind, dtype, request, rows = _HEADER.unpack(bytes(parts[0]))
@@ -178,12 +178,12 @@ def parse(parts: Sequence[Any]) -> Frame:
 
 
 def talk(kind: FrameKind, fields_of: dict[str, Any], request: int = 0) -> list[Any]:
-    """A message of words."""
+    """Return a message with a JSON object."""
     return [_header(kind, request), json.dumps(fields_of).encode()]
 
 
 def fields_of(frame: Frame) -> dict[str, Any]:
-    """The words of a message; raises `FrameError`."""
+    """Return the JSON object of a message. Raises `FrameError` for an invalid one."""
     if len(frame.body) != 1 or len(memoryview(frame.body[0])) > _MOST_TALK:
         raise FrameError("not a text message")
     try:
@@ -196,7 +196,7 @@ def fields_of(frame: Frame) -> dict[str, Any]:
 
 
 def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> list[Any]:
-    """`hidden` [rows, H] once, whatever the number of experts."""
+    """Return a WORK message; `hidden` [rows, H] is sent once, whatever the number of experts."""
     asks = np.array([(layer, expert, len(tokens)) for (layer, expert, _), tokens in wanted], _WHOLE)
     tokens = np.concatenate([np.asarray(each.tokens, _WHOLE) for each in wanted])
     return [
@@ -208,8 +208,8 @@ def work(request: int, wanted: Sequence[ExpertTask], hidden: torch.Tensor) -> li
 
 
 def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: bool = False) -> WorkFrame:
-    """Parse the WORK of a model whose layers have so many `experts`, and rows of so many numbers, which are to come as
-    `Bits` where there is no torch; raises `FrameError`."""
+    """Parse a WORK message. `experts`: each layer's number of experts; `hidden`: H; `as_bits`: return rows as `Bits`,
+    without torch. Raises `FrameError`."""
     asks_part, tokens_part, rows_part = _parts(frame, 3)
     asks, tokens = _whole_numbers(asks_part, 3), _whole_numbers(tokens_part, 1)[:, 0]
     if len(memoryview(rows_part)) != frame.rows * hidden * ITEM_BYTES[frame.dtype]:
@@ -228,14 +228,14 @@ def parse_work(frame: Frame, experts: Mapping[int, int], hidden: int, as_bits: b
 
 
 def done(request: int, times: Times, rows: Sequence[torch.Tensor] | Sequence[Bits]) -> list[Any]:
-    """`rows`: [n, H] of every expert asked for, in order."""
+    """Return a DONE message; `rows`: [n, H] of every requested expert, in order."""
     together = _joined(rows)
     header = _header(FrameKind.DONE, request, together.shape[0], _name_of(together))
     return [header, np.array(times, np.float64).tobytes(), _bytes_of(together)]
 
 
 def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> DoneFrame:
-    """The answer to a request for so many rows; raises `FrameError`."""
+    """Parse the result of a request for `rows` rows. Raises `FrameError`."""
     times_part, rows_part = _parts(frame, 2)
     if frame.rows != rows or frame.dtype != _name_of_dtype(dtype) or len(memoryview(times_part)) != 32:
         raise FrameError("results of the wrong shape")
@@ -248,12 +248,12 @@ def parse_done(frame: Frame, rows: int, hidden: int, dtype: torch.dtype) -> Done
 
 
 def fetch(keys: Sequence[ExpertKey]) -> list[Any]:
-    """Ask for experts to be brought into memory."""
+    """Return a message that requests loading these experts."""
     return [_header(FrameKind.FETCH, 0), np.array([key[:2] for key in keys], _WHOLE).tobytes()]
 
 
 def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
-    """The experts asked for; raises `FrameError` where there is no such one."""
+    """Return the experts to load. Raises `FrameError` for unknown ones."""
     (part,) = _parts(frame, 1)
     found = _whole_numbers(part, 2).tolist()
     if any(expert >= experts.get(layer, 0) for layer, expert in found):
@@ -262,17 +262,17 @@ def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
 
 
 def alone(kind: FrameKind, request: int = 0) -> list[Any]:
-    """A message without a body."""
+    """Return a message without a body."""
     return [_header(kind, request)]
 
 
 def failed(request: int, why: str) -> list[Any]:
-    """A request could not be served."""
+    """Return the message that a request failed."""
     return [_header(FrameKind.FAILED, request), why.encode()[:_MOST_TALK]]
 
 
 def text_of(frame: Frame) -> str:
-    """The words of a failure, as far as they are printable."""
+    """Return the text of a FAILED message, without unprintable characters."""
     (part,) = _parts(frame, 1)
     return "".join(c for c in bytes(part)[:2000].decode("utf8", "replace") if c.isprintable())
 
@@ -313,7 +313,7 @@ def _rows_of(part: Any, dtype: str, hidden: int) -> torch.Tensor:
 
     from smoe.memory.torch_dtypes import TORCH
 
-    numbers = np.frombuffer(part, np.uint8).copy()  # aligned, and ours to write
+    numbers = np.frombuffer(part, np.uint8).copy()  # aligned and writable
     return torch.from_numpy(numbers).view(TORCH[dtype]).view(-1, hidden)
 
 

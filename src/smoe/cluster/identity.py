@@ -1,11 +1,12 @@
-"""Who belongs to a cluster: keys, the address that main listens at, workers that are let in, invitations.
+"""The members of a cluster, as stored on disk: keys, the coordinator's address, admitted workers, invitations.
 
-    clusters/NAME/main.json        main's: its key pair, address, workers by name with their keys, invitations
-    clusters/NAME/worker.json      a worker's: its name and key pair, main's address and key
-    clusters/NAME/up.json          the process that keeps workers of this machine running
+    clusters/NAME/main.json        the coordinator's: its key pair, address, workers' names and keys, invitations
+    clusters/NAME/worker.json      a worker's: its name and key pair, the coordinator's address and key
+    clusters/NAME/up.json          the process that keeps this machine's workers running
 
-In the user's configuration folder, readable by the user alone. An invitation is one line for the other machine: the
-address, main's key and a code that is good once, for ten minutes. Main keeps the code's checksum.
+The files are in the user's configuration folder, readable by the user only. An invitation is one line for the other
+machine: the address, the coordinator's key, and a code that is valid once and for ten minutes. The coordinator stores
+the code's checksum.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FORMAT = 1
 INVITATION_SECONDS = 600
 _PLACE = "XDG_CONFIG_HOME"
 MOST_NAME = 63
-"""Letters of a name."""
+"""The most characters of a name."""
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_NAME - 1}}}")
 _KEY = re.compile(r"[!-~]{40}")
 
@@ -53,37 +54,37 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class Main:
-    """What the main machine knows of its cluster."""
+    """The coordinator's record of its cluster."""
 
     name: str
     address: str
-    """Where workers connect to, as `tcp://127.0.0.1:5717`."""
+    """The address to which workers connect, such as `tcp://127.0.0.1:5717`."""
     keys: KeyPair
     workers: dict[str, str] = field(default_factory=dict)
-    """Public keys of those who are let in, by name."""
+    """The public keys of admitted workers, by name."""
     invitations: dict[str, float] = field(default_factory=dict)
-    """When each invitation ends, in seconds since 1970, by the code's checksum."""
+    """The end of each invitation in Unix time, by the code's checksum."""
     everywhere: bool = False
-    """It listens at all of the machine's interfaces, not at that address alone."""
+    """Whether the coordinator listens on all of the machine's interfaces, not only at `address`."""
     shadows: list[str] = field(default_factory=list)
-    """Names of the workers that are draft models."""
+    """The names of the workers that are draft models."""
 
     def with_worker(self, name: str, key: str) -> Main:
-        """A worker more; one of that name that there was is let in no longer."""
+        """Return the cluster with a worker added; it replaces a worker of that name."""
         return replace(self, workers=self.workers | {name: key})
 
     def with_role(self, name: str, is_shadow: bool) -> Main:
-        """A worker that is known to be a shadow, or to be none."""
+        """Return the cluster with a worker marked as a draft model, or as none."""
         others = [each for each in self.shadows if each != name]
         return replace(self, shadows=[*others, name] if is_shadow else others)
 
     def without_worker(self, key: str) -> Main:
-        """The worker with this key is not admitted any more."""
+        """Return the cluster without the worker with this key."""
         left = {name: its_key for name, its_key in self.workers.items() if its_key != key}
         return replace(self, workers=left, shadows=[name for name in self.shadows if name in left])
 
     def invited(self, code: str, now: float | None = None) -> Main | None:
-        """Without the invitation, where the code is of one that is still good; else None."""
+        """Return the cluster without the invitation of this code; None where the code is not valid."""
         now, digest = time.time() if now is None else now, _digest(code)
         until = self.invitations.get(digest)
         if until is None or until < now:
@@ -91,21 +92,21 @@ class Main:
         return replace(self, invitations={each: end for each, end in self.invitations.items() if each != digest})
 
     def who_may_come(self, now: float | None = None) -> str:
-        """A sentence that says which connections are accepted."""
+        """Return a sentence that says which connections are accepted."""
         known = format_count(len(self.workers), "known worker")
         if not self.expects_someone(now):
             return f"{known} by their keys, no others"
         return f"{known} by their keys, and for some minutes workers with an invitation"
 
     def expects_someone(self, now: float | None = None) -> bool:
-        """Whether an invitation is still good."""
+        """Return whether any invitation is valid."""
         now = time.time() if now is None else now
         return any(until >= now for until in self.invitations.values())
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker knows of the cluster that it belongs to."""
+    """A worker's record of its cluster."""
 
     cluster: str
     name: str
@@ -117,7 +118,7 @@ class Worker:
 
 
 def clusters_folder() -> Path:
-    """The folder of all clusters; it need not exist."""
+    """Return the folder of all clusters; it need not exist."""
     if os.environ.get(_PLACE):
         return Path(os.environ[_PLACE]) / "smoe" / "clusters"
     if sys.platform == "win32":
@@ -126,12 +127,12 @@ def clusters_folder() -> Path:
 
 
 def is_name(name: str) -> bool:
-    """Whether a cluster or worker may be called so."""
+    """Return whether a cluster or worker may have this name."""
     return _NAME.fullmatch(name) is not None
 
 
 def checked_name(name: str, setting: str = "cluster") -> str:
-    """The name of a cluster or worker; raises `ClusterError` for what would be no file's name."""
+    """Return a valid name of a cluster or worker. Raises `ClusterError` for a name that cannot be a file name."""
     if not is_name(name):
         raise ClusterError(
             f"`{setting}` is {name!r:.80}; a name consists of letters, digits, '.', '_' and '-', and begins with a "
@@ -144,17 +145,18 @@ def checked_name(name: str, setting: str = "cluster") -> str:
 
 
 def new_main(name: str, address: str = "127.0.0.1", everywhere: bool = False) -> Main:
-    """A cluster without workers."""
+    """Return a new cluster without workers."""
     return Main(checked_name(name, "name"), checked_address(address), KeyPair.new(), everywhere=everywhere)
 
 
 def clusters() -> list[str]:
-    """The names of those whose main machine this is."""
+    """Return the names of the clusters whose coordinator this machine is."""
     return sorted(each.parent.name for each in clusters_folder().glob("*/main.json"))
 
 
 def read_main(name: str, setting: str = "cluster") -> Main:
-    """The cluster of this name, given as this setting, whose main machine this is. Raises `ClusterError`."""
+    """Return the cluster of this name, whose coordinator is this machine; `setting`: where the user gave the name.
+    Raises `ClusterError`."""
     path = _path(checked_name(name, setting), "main")
     stored = _read(path)
     if stored is None:
@@ -175,13 +177,13 @@ def read_main(name: str, setting: str = "cluster") -> Main:
 
 
 def keep_main(main: Main) -> Path:
-    """Write it, whole or not at all; returns where. Raises `OSError`."""
+    """Write the cluster's file atomically. Return its path. Raises `OSError`."""
     live = {code: until for code, until in main.invitations.items() if until >= time.time()}
     return _keep(_path(main.name, "main"), asdict(replace(main, invitations=live)))
 
 
 def read_worker(name: str) -> Worker:
-    """What this machine is in the cluster of this name, as a worker. Raises `ClusterError`."""
+    """Return this machine's worker of the cluster of this name. Raises `ClusterError`."""
     path = _path(name, "worker")
     stored = _read(path)
     if stored is None:
@@ -199,46 +201,46 @@ def read_worker(name: str) -> Worker:
 
 
 def keep_worker(worker: Worker) -> Path:
-    """Write it, whole or not at all; returns where. Raises `OSError`."""
+    """Write the worker's file atomically. Return its path. Raises `OSError`."""
     return _keep(_path(worker.cluster, "worker"), asdict(worker))
 
 
 def joined() -> list[str]:
-    """The names of the clusters that this machine is a worker of."""
+    """Return the names of the clusters in which this machine is a worker."""
     return sorted(each.parent.name for each in clusters_folder().glob("*/worker.json"))
 
 
 def keep_keeper(name: str, process: int, began: float) -> Path:
-    """Say which process, begun at this time (seconds since 1970), keeps this cluster's workers on this machine running;
-    returns where. Raises `OSError`."""
+    """Store the process that keeps this cluster's workers on this machine running, and its start in Unix time. Return
+    the file's path. Raises `OSError`."""
     return _keep(_path(name, "up"), {"process": process, "began": began})
 
 
 def read_keeper(name: str) -> dict[str, Any] | None:
-    """`process` and `began` of the process that ran workers last; None: there was none."""
+    """Return `process` and `began` of the process that last kept workers running; None where there was none."""
     return _read(_path(name, "up"))
 
 
 def keep_status(
     name: str, workers: list[dict[str, Any]], shadow: dict[str, Any] | None = None, is_over: bool = False
 ) -> Path:
-    """Say who is there, now, or was when main ended; returns where. Raises `OSError`."""
+    """Store the current members, or those at the end of the coordinator. Return the file's path. Raises `OSError`."""
     path, at = _path(name, "status"), 0 if is_over else time.time()
     content = {"format": _FORMAT, "at": at, "process": os.getpid(), "workers": workers, "shadow": shadow}
     partial = partial_of(path)
-    partial.write_text(json.dumps(content), encoding="utf8")  # not forced to the disk, which experts are read from
+    partial.write_text(json.dumps(content), encoding="utf8")  # no fsync, which would disturb reads of experts
     take_place(partial, path)
     return path
 
 
 def read_status(name: str) -> dict[str, Any] | None:
-    """The coordinator's last state: `at` (seconds since 1970; 0: it has ended), `process`, `workers`; None where it
-    never ran."""
+    """Return the coordinator's last state: `at` (Unix time; 0: it has ended), `process`, `workers`; None where it never
+    ran."""
     return _read(_path(name, "status"))
 
 
 def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
-    """(the coordinator with a new invitation; the command line for the other machine)."""
+    """Return (the cluster with a new invitation; the line for the other machine)."""
     checked_address(main.address)
     code, now = secrets.token_urlsafe(18), time.time() if now is None else now
     expecting = replace(main, invitations=main.invitations | {_digest(code): now + INVITATION_SECONDS})
@@ -247,7 +249,7 @@ def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
 
 
 def accepted(line: str, worker_name: str) -> Worker:
-    """A new worker, from an invitation's line. Raises `ClusterError`."""
+    """Return a new worker for an invitation's line. Raises `ClusterError`."""
     try:
         parts = urlsplit(line.strip())
     except ValueError:  # half an IPv6 address
@@ -274,7 +276,7 @@ def _path(name: str, role: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """None where there is none."""
+    """Return a file's content; None where it does not exist."""
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""Main's end of all connections: one thread that sends requests, hears answers and sees to deadlines.
+"""The coordinator's end of all connections: one thread that sends requests, receives results and watches deadlines.
 
     computing thread --submit--> [link] --WORK--> worker ... DONE --> futures
-                                   ` late, silent, disconnected, nonsense: others are asked as well (`under_way.py`)
+                                   ` late, silent, disconnected, invalid: others get the request too (`under_way.py`)
 
-The first answer wins; later ones are dropped. Keys decide which machines may send: an unknown one only while
-an invitation is valid, and only a HELLO.
+The first result counts; later ones are dropped. Keys decide which machines may send: an unknown key is accepted only
+while an invitation is valid, and only for a HELLO.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
 
 _TICK_SECONDS = 0.1
-"""Seconds between two turns without messages and deadlines."""
+"""The most seconds between two turns without messages or deadlines."""
 _BEAT_SECONDS = 0.5
 _QUIET_SECONDS, _SILENCE_SECONDS = 0.5, 1.0
-"""Without a word from a worker, which says one every 0.1 s, after which it is late, and after which it is out."""
+"""The time without a message after which a worker is late, and after which it is out; workers send one every 0.1 s."""
 MOST_STRIKES = 2
-"""Times that a worker may be late without having answered between."""
+"""The number of times that a worker may be late without a result in between."""
 _CHECKING_SECONDS = 2.0
 """Seconds for recomputing the remaining samples when the coordinator ends."""
 
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClusterLink:
-    """The thread and its sockets. `close` ends it; requests that are under way then are cancelled."""
+    """The thread and its sockets. `close` ends it and cancels requests in flight."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class ClusterLink:
         here_load: Callable[[], float],
         verify: float = 0.0,
     ) -> None:
-        """`rescue`, `here_load`: as of `UnderWay`; `verify`: the share of answers that is recomputed. Raises
-        `ClusterError` where the address cannot be listened at."""
+        """`rescue`, `here_load`: as in `UnderWay`; `verify`: the share of results that is recomputed. Raises
+        `ClusterError` where the address is not available."""
         self.members: dict[int, Member] = {}
-        """All that ever were, by unit."""
+        """All members that ever connected, by unit."""
         self._membership = membership
         self._sockets = ListeningSockets(address, public, secret, membership, rows.part_bytes)
         self._router, self._monitor = self._sockets.router, self._sockets.monitor
@@ -77,12 +77,12 @@ class ClusterLink:
         self._spot_checks = SpotChecks(verify, rescue, self.wake, self._differs)
         self._by_route: dict[bytes, Member] = {}
         self.refused: dict[str, str] = {}
-        """Why the last machine with a name was refused."""
+        """The reason for which the last machine of each name was refused."""
         self.losses: list[Loss] = []
-        """Who was there, and was not any more, in this order."""
+        """Members that were lost, in order of time."""
         self.courier: Courier | None = None
         self.seat: Seat | None = None
-        """A shadow's."""
+        """The connection of a draft model."""
         self._is_ending = False
         self._beaten = 0.0
         self.changed = threading.Condition()
@@ -93,7 +93,7 @@ class ClusterLink:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def submit(self, unit: int, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
-        """Ask a worker; the results come as from a `ComputeUnit`."""
+        """Send a request to a worker. Return its futures, as a `ComputeUnit` does."""
         futures: list[Future[torch.Tensor]] = [Future() for _ in wanted]
         if self._is_ending:
             self.forget(futures)
@@ -103,23 +103,23 @@ class ClusterLink:
         return futures
 
     def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
-        """Have a worker bring experts in that it does not hold."""
+        """Make a worker load experts that it does not hold."""
         self._queue.put(lambda: self._fetch(self.members.get(unit), keys))
 
     def sit(self, seat: Seat) -> None:
-        """Let a shadow in."""
+        """Accept a draft model."""
         seat.changed = self._note_change
         if seat.following is not None:
             seat.following.ring = self.wake
         self.seat = seat
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
-        """No thread waits for these any more."""
+        """Cancel futures for which no thread waits any more."""
         for future in futures:
             future.cancel()
 
     def close(self) -> None:
-        """Say good-bye, end the thread, close the sockets. Idempotent."""
+        """Disconnect, end the thread, close the sockets. Repeated calls have no effect."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -140,7 +140,7 @@ class ClusterLink:
                 left = min(_TICK_SECONDS, self.under_way.next_due() - time.monotonic())
                 poller.poll(math.ceil(1000 * max(0.0, left)))
                 self._turn()
-            except Exception:  # a request must not wait for ever for a thread that has ended
+            except Exception:  # the thread must not end while requests wait
                 _log.exception("the link failed; experts in flight are computed here")
         if self.seat is not None:
             self.seat.put_out("", self._send)
@@ -158,7 +158,7 @@ class ClusterLink:
             self._hear(self._router.recv_multipart(copy=False))
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
-            self._beaten = 0.0  # a connection has closed: members that take no beat are out
+            self._beaten = 0.0  # a connection has closed: the next beat shows whose
             if self.seat is not None:
                 self.seat.beat_soon()
         self._see_who_is_late(time.monotonic())
@@ -200,7 +200,7 @@ class ClusterLink:
     def _greeted(self, route: bytes, key: str, fields: dict[str, Any]) -> None:
         known = self._by_route.get(route)
         if known is not None and known.state is not WorkerState.OUT and known.key == key:
-            return  # its WELCOME has not arrived yet
+            return  # its WELCOME is still on the way
         found = self._membership.greeted(key, fields)
         if not isinstance(found, Member):
             if found is not None:
@@ -216,14 +216,14 @@ class ClusterLink:
         self._try_next(found, iter(self._membership.proof(found)))
 
     def _drop_former(self, found: Member) -> None:
-        """For a worker that joins repeatedly, keep the last entry and the sum of its work."""
+        """For a worker that reconnects, keep only the newest entry, with the sum of its work."""
         for unit, member in list(self.members.items()):
             if member.name == found.name and member.state is WorkerState.OUT and not self.under_way.owes(member):
                 found.earlier = found.earlier.plus(member.done)
                 del self.members[unit]
 
     def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
-        """One proof after the other, so that what they take says something."""
+        """Send the next proof; one after the other, so that their times are meaningful."""
         proof = next(proofs, None)
         if proof is None:
             member.is_proven()
@@ -249,7 +249,7 @@ class ClusterLink:
                 done = frames.parse_done(frame, request.rows, *self._rows[:2])
                 member.note(request.wanted, member.last_seen - request.sent, done.times, queued=request.sent < before)
                 self._done(request, member, done)
-                self.under_way.end(frame.request)  # last: where anything fails, others are asked in time
+                self.under_way.end(frame.request)  # last, so that after an error others get the request
 
     def _done(self, request: ExpertRequest, member: Member, done: frames.DoneFrame) -> None:
         if request.trial is not None:
@@ -274,7 +274,7 @@ class ClusterLink:
         self._out(trial.member, why)
 
     def _differs(self, member: Member, key: ExpertKey, far: float) -> None:
-        """A worker that has proven itself has returned other bits than main's."""
+        """Exclude an admitted worker that returned other bits than the coordinator's."""
         why = f"returned a wrong result for expert {key[1]} of layer {key[0]} (off by {far:.2g})"
         self._membership.doubt(member, why)
         for each in [each for each in self.members.values() if each.key == member.key]:
@@ -304,7 +304,7 @@ class ClusterLink:
             if member.is_here:
                 member.missed, member.strikes, member.late = member.missed + 1, member.strikes + 1, now
                 self._became(member, WorkerState.SUSPECT)
-        for member in members:  # none of them may stand in for another
+        for member in members:  # no late member may replace another
             if member.state is WorkerState.PROVING:
                 self._out(member, "did not finish the equality check in time")
             elif member.strikes > MOST_STRIKES:
@@ -326,7 +326,7 @@ class ClusterLink:
             self._send_to(member, frames.alone(FrameKind.BEAT))
             is_back = member.state is WorkerState.SUSPECT and member.last_seen > member.late
             if is_back and not self.under_way.owes(member):
-                self._became(member, WorkerState.READY)  # it lives, and what it was late with was lost
+                self._became(member, WorkerState.READY)  # it is alive, and its late request was lost
 
     def _became(self, member: Member, state: WorkerState, why: str = "") -> None:
         member.state, member.why = state, why
@@ -342,7 +342,7 @@ class ClusterLink:
             return
         if member.state is not WorkerState.PROVING:
             self.losses.append(Loss(member.name, why, time.time()))
-        self._send(member.route, frames.alone(FrameKind.LEAVE))  # so that it may greet us again
+        self._send(member.route, frames.alone(FrameKind.LEAVE))  # so that it can send HELLO again
         self._became(member, WorkerState.OUT, why)
         self._by_route.pop(member.route, None)
         self.under_way.lost(member)
@@ -358,7 +358,7 @@ class ClusterLink:
     def _send(self, route: bytes, parts: list[Any]) -> bool:
         try:
             self._router.send_multipart([route, *parts], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:  # EHOSTUNREACH: gone; EAGAIN: it takes nothing any more
+        except zmq.ZMQError as error:  # EHOSTUNREACH: disconnected; EAGAIN: its queue is full
             member = self._by_route.get(route)
             _log.info("cannot reach %s: %s", f"worker {member.name}" if member else "an unknown machine", error)
             return False

@@ -17,65 +17,65 @@ from smoe.errors import ClusterError
 from smoe.expert import ExpertKey
 
 _MOST_WAITING = 64
-"""Messages of a worker that are received before they are looked at."""
+"""The most messages of a worker that are received before they are processed."""
 _log = logging.getLogger(__name__)
 
 
 class Gate(Protocol):
-    """Decides which keys may connect. Called by the authenticator's thread."""
+    """Decides which keys may connect. The authenticator's thread calls it."""
 
     def may_connect(self, key: str) -> bool:
-        """Whether a machine with this public key may send anything."""
+        """Return whether a machine with this public key may send anything."""
 
 
 class Membership(Gate, Protocol):
-    """Decides who belongs to the cluster. Called by the link's thread."""
+    """Decides which workers belong to the cluster. The link's thread calls it."""
 
     def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
-        """A HELLO: a new member that is to be proven, or why it is refused; None: it says so again."""
+        """Process a HELLO. Return a new member, or the reason for a refusal; None: the worker must repeat it."""
 
     def welcome(self, member: Member) -> dict[str, Any]:
-        """The fields of a new member's WELCOME."""
+        """Return the fields of a new member's WELCOME."""
 
     def describe(self, key: str, fields: dict[str, Any]) -> list[Any]:
-        """A DESCRIBE: the answer; empty: it asks again."""
+        """Process a DESCRIBE. Return the reply; empty: the worker must repeat it."""
 
     def proof(self, member: Member) -> Sequence[Proof]:
-        """What it is to compute before it is believed."""
+        """Return the requests that the member must compute correctly before its results are used."""
 
     def answered(self, member: Member, keys: Sequence[ExpertKey]) -> None:
-        """It has computed these."""
+        """Record that a member has computed these experts."""
 
     def doubt(self, member: Member, why: str) -> None:
-        """What a member has computed cannot be believed: it belongs to the cluster no longer."""
+        """Remove a member whose results are wrong from the cluster."""
 
     def tick(self) -> None:
-        """Some time has passed."""
+        """Called at short intervals."""
 
 
 class AdmittedKeys:
-    """What ZeroMQ's authenticator asks."""
+    """The callback of ZeroMQ's authenticator."""
 
     def __init__(self, membership: Gate) -> None:
         self._membership = membership
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this key may connect."""
+        """Return whether a client with this key may connect."""
         del domain
         try:
             return self._membership.may_connect(key.decode())
-        except Exception:  # would end the thread that all connections wait for
+        except Exception:  # an error would end the authenticator's thread
             _log.exception("cannot decide whether a key may connect")
             return False
 
 
 class ListeningSockets:
-    """The coordinator's sockets: messages come through `router`, disconnections through
-    `monitor`. `close` closes both."""
+    """The coordinator's sockets: messages come through `router`, disconnections through `monitor`. `close` closes
+    both."""
 
     def __init__(self, address: Endpoint, public: str, secret: str, membership: Gate, part_bytes: int) -> None:
-        """A sender of a longer part than `part_bytes` is disconnected. Raises `ClusterError` where the
-        address cannot be listened at."""
+        """A sender of a part longer than `part_bytes` is disconnected. Raises `ClusterError` where the address is not
+        available."""
         self._context = zmq.Context()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
@@ -105,11 +105,11 @@ class ListeningSockets:
 
 
 def _listen(router: zmq.Socket[bytes], address: Endpoint, public: str, secret: str, part_bytes: int) -> None:
-    """Take encrypted connections at an address; raises `zmq.ZMQError` where it cannot be had."""
+    """Accept encrypted connections at an address. Raises `zmq.ZMQError` where the address is not available."""
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = public.encode(), secret.encode()
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to who has gone fails, and says so
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to a disconnected peer raises an error
     router.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     router.setsockopt(zmq.MAXMSGSIZE, part_bytes)
     router.setsockopt(zmq.IPV6, int(address.is_ipv6))
@@ -117,7 +117,7 @@ def _listen(router: zmq.Socket[bytes], address: Endpoint, public: str, secret: s
 
 
 def user_of(part: Any) -> str:
-    """The public key that a message came with, as the authenticator has put it."""
+    """Return the public key of a message's sender, as set by the authenticator."""
     with suppress(zmq.ZMQError):
         return str(part.get("User-Id"))
     return ""

@@ -1,11 +1,11 @@
-"""The workers of a cluster as main knows them: who is there, what each holds, how long it takes.
+"""The coordinator's record of its workers: their states, the experts they hold, their times.
 
-    HELLO -> PROVING --bits equal--> READY --late, or silent--> SUSPECT --an answer, or a sign of life--> READY
+    HELLO -> PROVING --equal bits--> READY --late, or silent--> SUSPECT --a result, or a sign of life--> READY
                 |                      |                             |
-                `--other bits--------> OUT <--disconnected, silent, or late several times in a row
+                `--other bits--------> OUT <--disconnected, silent, or late several times in succession
 
-What a worker holds is worked out, not asked: it keeps what it used last, in as many slots as it has. Where that is
-wrong, a time is forecast wrongly and nothing else.
+The experts that a worker holds are inferred, not requested: it holds those that it used last, as many as it has slots.
+An error in that only makes a forecast of time wrong.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _WEIGHT = 0.2
 _LEAST_DEADLINE, _MOST_DEADLINE = 0.025, 30.0
 _DEADLINE_FACTOR = 3.0
 _UNKNOWN_SECONDS = 2.0
-"""Expected of a request while nothing has been measured."""
+"""The expected seconds of a request while nothing has been measured."""
 _LATE_USES = 512
-"""After so many what was counted before counts half."""
+"""The number of uses after which earlier counts are halved."""
 
 
 class Loss(NamedTuple):
-    """A worker that was there, and was not any more."""
+    """A worker that was connected and is lost."""
 
     name: str
     why: str
     at: float
-    """Seconds since 1970."""
+    """The time in Unix time."""
 
 
 class WorkerTotals(NamedTuple):
-    """What a worker has done, proofs left out."""
+    """The totals of a worker's work, without proofs."""
 
     experts: int = 0
-    """Computed;"""
+    """The number of computed experts."""
     checked: int = 0
-    """of them, recomputed by main."""
+    """The number of them that the coordinator has recomputed."""
     requests: int = 0
     missed: int = 0
-    """Deadlines."""
+    """The number of missed deadlines."""
 
     def plus(self, other: WorkerTotals) -> WorkerTotals:
-        """Both together."""
+        """Return the sum of both."""
         return WorkerTotals(*map(sum, zip(self, other, strict=True)))
 
 
@@ -63,7 +63,7 @@ NOTHING = WorkerTotals()
 
 
 class WorkerState(Enum):
-    """Where a worker stands."""
+    """The state of a worker."""
 
     PROVING = "is being checked"
     READY = "ready"
@@ -73,90 +73,90 @@ class WorkerState(Enum):
 
 @dataclass
 class Member:
-    """One worker. The link's thread changes its state and its times, the computing thread what it holds."""
+    """One worker. The link's thread changes its state and times, the computing thread the experts that it holds."""
 
     unit: int
-    """Its number in plans."""
+    """The worker's number in plans."""
     name: str
     key: str
-    """Its public key."""
+    """The worker's public key."""
     route: bytes
-    """Where ZeroMQ finds it."""
+    """The worker's ZeroMQ routing id."""
     slots: int
     state: WorkerState = WorkerState.PROVING
     last_seen: float = 0.0
-    """When its last message came (`time.monotonic`),"""
+    """The time of its last message (`time.monotonic`)."""
     answered: float = 0.0
-    """gave results,"""
+    """The time of its last results."""
     late: float = 0.0
-    """was found to be late."""
+    """The time when it was last found to be late."""
     why: str = ""
-    """What put it out."""
+    """Why it is out."""
     load: float = 0.0
-    """Moving averages, seconds: of an expert brought in,"""
+    """Seconds to load an expert; a moving average, as the next three."""
     expert: float = 0.0
-    """of one computed for few rows,"""
+    """Seconds to compute an expert for few rows."""
     row: float = 0.0
-    """of each of many rows,"""
+    """Seconds per row for many rows."""
     hop: float = 0.0
-    """of there and back, for few rows."""
+    """Seconds for a message with few rows there and back."""
     experts: int = 0
-    """Computed so far."""
+    """The number of experts computed so far."""
     checked: int = 0
-    """How many of them the coordinator has recomputed."""
+    """The number of experts that the coordinator has recomputed."""
     uses: int = 0
-    """Experts asked for,"""
+    """The number of recently requested experts."""
     brought: int = 0
-    """and brought in, for that or ahead of it; both of late."""
+    """The number of recent loads, for requests or ahead of them."""
     brought_at: float = -inf
-    """When it was last to bring something in."""
+    """The time when it was last given something to load."""
     requests: int = 0
     missed: int = 0
-    """Deadlines."""
+    """The number of missed deadlines."""
     strikes: int = 0
-    """How many of them since the last answer."""
+    """The number of missed deadlines since the last result."""
     has_answered: bool = False
     has_proven: bool = False
     earlier: WorkerTotals = NOTHING
-    """What it had done when it was here before."""
+    """The totals of earlier connections."""
     most_rows: float = inf
-    """The most rows of one expert that it computes: without torch, as many as its kernels have been tried with."""
+    """The most rows of one expert that it computes: without torch, the number tested with its kernels."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
     _expected: set[ExpertKey] = field(default_factory=set)
-    """It is to have these, and forgets others before them."""
+    """Experts that it should hold; others are evicted before them."""
     _late: set[ExpertKey] = field(default_factory=set)
-    """Announced and not requested yet: perhaps loaded by now."""
+    """Experts announced and not requested yet; possibly loaded by now."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it may be asked: nothing speaks against it."""
+        """Whether it may get requests."""
         return self.state is WorkerState.READY
 
     def is_proven(self) -> None:
-        """What it computes from now on is asked for by the text."""
+        """Start to count its work: its results are used from now on."""
         self.has_proven = True
         self.experts = self.requests = self.uses = self.brought = 0
 
     @property
     def done(self) -> WorkerTotals:
-        """Whenever it was here."""
+        """The totals of all its connections."""
         now = (
             WorkerTotals(self.experts, self.checked, self.requests, self.missed) if self.has_proven else WorkerTotals()
         )
         return self.earlier.plus(now)
 
     def takes(self, wanted: Iterable[ExpertTask]) -> bool:
-        """Whether it may be asked for these."""
+        """Return whether it may get this request."""
         return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows
 
     def view(self) -> WorkerView:
-        """The member's values for plans."""
+        """Return the member's values for plans."""
         return WorkerView(
             self.unit, self._holds, self.load, self.expert, self.row, self.hop, 0.0, self.brought_at, self.most_rows
         )
 
     def will_hold(self, keys: Iterable[ExpertKey]) -> int:
-        """It is to have these; returns how many of them it has to bring in."""
+        """Record that it should hold these experts. Return how many of them it must load."""
         missing = 0
         for key in keys:
             if key in self._holds:
@@ -172,7 +172,7 @@ class Member:
         return missing
 
     def will_use(self, keys: Sequence[ExpertKey]) -> int:
-        """It is asked to compute these; returns how many of them it has to bring in."""
+        """Record a request for these experts. Return how many of them it must load."""
         missing = self.will_hold(keys)
         if self.uses >= _LATE_USES:
             self.uses, self.brought = self.uses // 2, self.brought // 2
@@ -180,7 +180,7 @@ class Member:
         return missing
 
     def will_bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Announce these to it; returns those that it has to load."""
+        """Announce these experts to it. Return those that it must load."""
         missing = [key for key in keys if key not in self._holds]
         self._expected = set(keys)
         self.brought += self.will_hold(missing)
@@ -188,8 +188,8 @@ class Member:
         return missing
 
     def take_coming(self, keys: Iterable[ExpertKey]) -> int:
-        """These are requested now; returns how many loads of announced experts may still come before them: their own,
-        and one that is read ahead in parallel."""
+        """Record that announced experts are requested now. Return how many loads may still precede the request: their
+        own, and one that is already running."""
         there = len(self._late & self._holds.keys())
         self._late.difference_update(keys)
         self._expected.difference_update(keys)
@@ -197,15 +197,15 @@ class Member:
         return there - left + min(left, 1)
 
     def expected(self, wanted: Iterable[ExpertTask], loads: int) -> float:
-        """Seconds that a request should take, with so many experts to bring in, where nothing is before it."""
+        """Return the seconds that a request should take with `loads` loads, without other requests before it."""
         if not self.has_answered:
             return _UNKNOWN_SECONDS
         computing = sum(max(self.expert, len(each.tokens) * self.row) for each in wanted)
         return self.hop + loads * self.load + computing
 
     def note(self, wanted: Iterable[ExpertTask], whole: float, times: Times, queued: bool = False) -> None:
-        """A request has been answered `whole` seconds after it was sent, `queued` while another was under way: that
-        says nothing of the distance. `times` are the worker's."""
+        """Record a request that was answered after `whole` seconds. `queued`: it was sent while another was in flight,
+        so it does not measure the round trip. `times` are the worker's."""
         rows, computing = [len(each.tokens) for each in wanted], times.computing
         self.experts += len(rows)
         if max(rows) > FLAT:
@@ -224,5 +224,5 @@ class Member:
 
 
 def deadline(expected: float) -> float:
-    """Seconds after which others are asked for what should be done in so many."""
+    """Return the seconds after which other machines get a request of `expected` seconds."""
     return min(_MOST_DEADLINE, max(_LEAST_DEADLINE, _DEADLINE_FACTOR * expected))

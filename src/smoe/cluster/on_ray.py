@@ -1,15 +1,15 @@
-"""Workers on the nodes of a Ray cluster. Ray finds each a place, starts it again when it dies and keeps what it says;
-what is computed goes between main and the workers as ever.
+"""Runs workers on the nodes of a Ray cluster. Ray places them, restarts dead ones and stores their logs; requests and
+results do not pass through Ray.
 
     here (smoe cluster up)              an actor, on a node
     begin ---------------------------> opens the experts, makes its keys
           <---------- its public key -
-    let in: main.json
-    serve ---------------------------> a `WorkerProcess`: it speaks to main by ZeroMQ, as every worker
-          <- why, when it has ended; or that the process has died: then from the beginning
+    admitted: main.json
+    serve ---------------------------> a `WorkerProcess`, which connects to the coordinator by ZeroMQ as every worker
+          <- the reason when it has ended; or that the process has died: then from the beginning
 
-Two calls in a worker's life, one more at its end, none for a token. A secret key never leaves the process that has made
-it, and is forgotten with it: nothing that is secret lies in Ray's object store or on a node's disk.
+A worker takes two calls in its life and one more at its end, none for a token. A secret key never leaves the process
+that has made it: neither Ray's object store nor a node's disk contains secrets.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from smoe.cluster.worker import Served, WorkerProcess
 
 _PLACING_SECONDS = 60.0
-"""Seconds for Ray to find a place for every worker."""
+"""Seconds for Ray to place all workers."""
 _ENDING_SECONDS = 5.0
 """Seconds for the workers to end in order."""
 _LEAST_RUN_SECONDS = 5.0
-"""A worker that ends sooner than this is not started again."""
+"""A worker that ends sooner than this is not restarted."""
 _PAUSE_SECONDS = 2.0
-"""Before a worker that is not there is asked again: Ray takes half a minute to believe that a node is lost."""
+"""Seconds before an unreachable worker is called again: Ray takes half a minute to declare a node lost."""
 _PROBE_SECONDS = 60.0
 _CLOSED = 3
 _PROBE = f"""
@@ -59,25 +59,26 @@ try:
 except AuthenticationError:
     sys.exit({_CLOSED})
 """
-"""Asks a Ray cluster's head something. Is it answered without a token, so is everybody."""
+"""A program that sends a request to a Ray cluster's head, without a token or with one."""
 _ADDRESSES = "HOST:PORT of a Ray cluster's head, or auto"
 
 
 class Actor:
-    """A worker, as Ray keeps it. Its process makes no call of Ray."""
+    """The Ray actor of a worker. Its process makes no calls of Ray."""
 
     def __init__(self, me: Worker, opening: Callable[[], Served], threads: int | None) -> None:
-        """`me` without keys; `opening` opens the experts; `threads` compute, by default as many as torch takes."""
+        """`me`: the worker without keys; `opening` opens the experts; `threads`: computing threads, by default as many
+        as torch uses."""
         if threads is None:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1; torch, which reads it, is not there yet
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1, and torch will read it
         self._me = replace(me, keys=KeyPair.new())
         self._opening, self._threads = opening, threads
         self._process: WorkerProcess | None = None
         self._served: Served | None = None
 
     def begin(self) -> dict[str, Any]:
-        """Open the experts. On which `host`, in which `process`; the public `key` that is to be let in, and `slots`, or
-        `why` not."""
+        """Open the experts. Return `host`, `process`, the public `key` to admit and `slots`; or, instead of the last
+        two, the reason `why` it failed."""
         from smoe.machine.processor import set_compute_threads
 
         self._close()
@@ -90,8 +91,8 @@ class Actor:
         return here | {"key": self._me.keys.public, "slots": self._served.alone.slots}
 
     def serve(self, key: str) -> str | None:
-        """Run until `end`, or until the coordinator refuses; returns the reason. None where `key` was another
-        process's, that has died."""
+        """Run until `end` is called, or until the coordinator refuses the worker. Return the reason; None where `key`
+        is that of an earlier process."""
         from smoe.cluster.worker import WorkerProcess
 
         if self._served is None or key != self._me.keys.public:
@@ -107,7 +108,7 @@ class Actor:
         return "it was asked to end"
 
     def end(self) -> None:
-        """`serve` returns soon."""
+        """Make `serve` return soon."""
         if self._process is not None:
             self._process.end()
         else:
@@ -119,15 +120,15 @@ class Actor:
         self._process = self._served = None
 
     def _say(self, words: str) -> None:
-        """Into the log that Ray keeps."""
+        """Write a message to the log that Ray stores."""
         print(f"worker {self._me.name}: {words}", file=sys.stderr, flush=True)
 
 
 def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
-    """The module `ray`, connected to a cluster that runs: `HOST:PORT` of its head, or `auto`, that of this machine.
+    """Return the module `ray`, connected to a running cluster: `HOST:PORT` of its head, or `auto` for this machine's.
 
-    Raises `ConfigError` without the package, `ClusterError` where there is no such cluster, or where it does what
-    any program that reaches its ports, unless `is_open_allowed`.
+    Raises `ConfigError` without the package; `ClusterError` without such a cluster, or if it accepts any program that
+    reaches its ports (unless `is_open_allowed`).
     """
     if address == "local" or "://" in address:  # for Ray: start one; or be no node of it
         raise ClusterError(
@@ -159,12 +160,12 @@ def join_ray(address: str, is_open_allowed: bool, shows_logs: bool) -> Any:
         raise _no_cluster(address, str(error)) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, ending)  # Ray has taken it for itself
+            signal.signal(signal.SIGTERM, ending)  # Ray has replaced the handler
     return ray
 
 
 def check_ray() -> None:
-    """Raise `ConfigError` where the package is not installed."""
+    """Raise `ConfigError` where the package ray is not installed."""
     if sys.modules.get("ray") is None and find_spec("ray") is None:
         raise ConfigError(
             "workers on Ray need the package ray, which is not installed; run: pip install 'smoe[ray]'",
@@ -175,8 +176,8 @@ def check_ray() -> None:
 
 
 def _answers(address: str, mode: str) -> bool:
-    """Whether who comes with a token (`mode` token) or none (disabled) is answered. Asked by another process: Ray reads
-    its settings once in a process's life.
+    """Return whether the head accepts a connection with a token (`mode` token) or without (disabled). Another process
+    connects, because Ray reads its settings once in a process's life.
 
     Raises `ClusterError` where the head does not answer.
     """
@@ -203,23 +204,23 @@ def _no_cluster(address: str, why: str) -> ClusterError:
 
 
 def _last_line(error: object) -> str:
-    """What a traceback ends with."""
+    """Return the last line of a traceback."""
     lines = str(error).strip().splitlines()
     return f"{lines[-1]:.200}" if lines else "no reason was given"
 
 
 @dataclass(eq=False)
 class _RayWorker:
-    """A worker as its keeper knows it."""
+    """The supervisor's record of a worker."""
 
     name: str
     actor: Any
     call: Any = None
-    """Under way: `begin` or `serve`; None while nothing is."""
+    """The call in progress, `begin` or `serve`; None while there is none."""
     is_serving: bool = False
     is_away: bool = False
     since: float = 0.0
-    """When it began to serve, or was found away."""
+    """The time when it began to serve, or was found unreachable."""
     where: str = ""
 
     def __str__(self) -> str:
@@ -227,20 +228,20 @@ class _RayWorker:
 
 
 class OnRay:
-    """Workers that run, and are restarted, as long as `turn` is called, until `close`."""
+    """Workers on Ray; they run, and are restarted, while `turn` is called, until `close`."""
 
     def __init__(
         self, ray: Any, main: Main, on_change: Callable[[str], None], on_trouble: Callable[[str], None]
     ) -> None:
-        """Both hear, in words, what becomes of the workers."""
+        """`on_change` and `on_trouble` receive messages about the workers."""
         self._ray, self._main = ray, main
         self._on_change, self._on_trouble = on_change, on_trouble
         self._workers: list[_RayWorker] = []
         self._group: Any = None
 
     def start(self, count: int | None, opening: Callable[[], Served], threads: int | None) -> None:
-        """`count` workers, by default one on every node. Raises `ClusterError` where Ray has no place for them, or they
-        could not reach main."""
+        """Start `count` workers, by default one on every node. Raises `ClusterError` where Ray has no room for them, or
+        they could not reach the coordinator."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         main, nodes = self._main, _nodes(self._ray, self._main)
@@ -258,12 +259,12 @@ class OnRay:
 
     @property
     def names(self) -> list[str]:
-        """The names of the workers that have not been given up."""
+        """The names of the workers that still run or are restarted."""
         return [each.name for each in self._workers]
 
     def turn(self, seconds: float) -> None:
-        """See to the next thing that happens to a worker, if one does in so many seconds. Raises `ClusterError` when
-        none is left."""
+        """Process the next event of a worker, if one occurs within `seconds`. Raises `ClusterError` when no worker is
+        left."""
         if not self._workers:
             raise ClusterError("no worker is left; the messages above say why each ended")
         for each in self._workers:
@@ -278,7 +279,7 @@ class OnRay:
             self._went_on(each)
 
     def close(self) -> None:
-        """End the workers, whose keys are good no longer, and leave Ray. Idempotent."""
+        """End the workers, remove their keys, and disconnect from Ray. Repeated calls have no effect."""
         ending_workers, self._workers = self._workers, []
         ending = [each.actor.end.remote() for each in ending_workers]
         if ending:
@@ -295,7 +296,7 @@ class OnRay:
 
     def _begin(self, each: _RayWorker) -> None:
         each.is_serving = False
-        each.call = each.actor.begin.remote()  # when Ray has started it
+        each.call = each.actor.begin.remote()  # runs when Ray has started it
 
     def _went_on(self, each: _RayWorker) -> None:
         errors = self._ray.exceptions
@@ -317,13 +318,13 @@ class OnRay:
         if "why" in fields:
             self._ended(each, str(fields["why"]))
             return
-        main = read_main(self._main.name)  # it may have let in others since
+        main = read_main(self._main.name)  # others may have been admitted since
         keep_main(main.with_worker(each.name, str(fields["key"])))
         each.call, each.is_serving, each.since = each.actor.serve.remote(fields["key"]), True, time.monotonic()
         self._on_change(f"{each}: room for {fields['slots']} experts")
 
     def _died(self, each: _RayWorker, error: Exception) -> None:
-        if isinstance(error, self._ray.exceptions.ActorDiedError):  # for ever: it could not even be made
+        if isinstance(error, self._ray.exceptions.ActorDiedError):  # permanently: its creation failed
             each.is_serving = False
             self._ended(each, _last_line(error))
             return
@@ -350,7 +351,8 @@ class OnRay:
 
 
 def _nodes(ray: Any, main: Main) -> int:
-    """How many have a CPU for a worker; all of them can reach main."""
+    """Return the number of nodes with a CPU for a worker. Raises `ClusterError` where some cannot reach the
+    coordinator."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     addresses = [str(node["NodeManagerAddress"]) for node in nodes]
     here = ray.util.get_node_ip_address()
@@ -370,8 +372,8 @@ def _nodes(ray: Any, main: Main) -> int:
 
 
 def _places(ray: Any, count: int, nodes: int) -> Any:
-    """A place for each, on nodes of their own where there are enough; a place on a node that is lost waits for one that
-    comes."""
+    """Return a placement group with one place for each worker, on separate nodes if possible. A place on a lost node
+    waits for a new node."""
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([{"CPU": 1}] * count, strategy="STRICT_SPREAD" if count <= nodes else "SPREAD")

@@ -1,4 +1,4 @@
-"""Wakes a thread that waits for sockets when another thread has something for it."""
+"""A queue that wakes a thread waiting for sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class PollableQueue(Generic[T]):
-    """A queue with a file descriptor that becomes readable. Any thread may put; one takes."""
+    """A queue with a file descriptor that becomes readable. Any thread may put; one thread takes."""
 
     def __init__(self) -> None:
         self._mine, self._theirs = socket.socketpair()
@@ -23,13 +23,13 @@ class PollableQueue(Generic[T]):
         return self._mine.fileno()
 
     def put(self, what: T) -> None:
-        """Append something; after `close` nothing is appended."""
+        """Append an item. It is lost after `close`."""
         self._waiting.append(what)
         with suppress(OSError):  # full: the descriptor is readable already
             self._theirs.send(b"!")
 
     def take(self) -> list[T]:
-        """All that was left since the last time, in its order."""
+        """Return all items since the last call, in order."""
         with suppress(OSError):
             while self._mine.recv(4096):
                 pass

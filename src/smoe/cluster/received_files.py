@@ -1,10 +1,10 @@
-"""Where files that are fetched land: in a folder of the worker's, each under its name once it is whole and verified.
+"""Stores downloaded files in a folder of the worker; each gets its name when it is complete and verified.
 
-    model.safetensors.part    verified chunks, each at its place; what is between them is not there yet
-    model.safetensors         all of them, read once more and compared with the file's own SHA-256
+    model.safetensors.part    verified chunks at their places; the gaps are not downloaded yet
+    model.safetensors         all chunks, read again and compared with the file's SHA-256
 
-What an interrupted run has left is read and compared chunk by chunk; what is good is not fetched again. A file that is
-there under its name and is another one is not touched.
+The files of an interrupted download are read and compared chunk by chunk; correct chunks are not downloaded again. An
+existing file of the same name with other content is not changed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ReceivedFiles:
-    """A folder, and what of a manifest's files it still lacks. `close` lets other processes have it."""
+    """A folder, and the chunks of a manifest's files that are missing in it. `close` releases the folder for other
+    processes."""
 
     def __init__(self, folder: Path, sent: Manifest, before: Callable[[int], None] = lambda _: None) -> None:
-        """Reads what is there, `before` each read of so many bytes that is called. Raises `ClusterError` where another
-        process fetches into the folder, or it holds a file of the name of one of ours; `DiskSpaceError` where what is
-        missing does not fit."""
+        """Read existing files; `before(nbytes)` is called before each read. Raises `ClusterError` where another process
+        downloads into the folder, or it has another file of the same name; `DiskSpaceError` where the missing chunks do
+        not fit."""
         self._folder, self._sent, self._before = folder, sent, before
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _taken(folder)
         try:
             self.missing: dict[int, set[int]] = {}
-            """Chunks by file; a file that is whole is not among them."""
+            """The missing chunks by file; complete files have no entry."""
             self.missing_bytes = 0
             for number, file in enumerate(sent.files):
                 self._look_at(number, file)
@@ -50,13 +51,12 @@ class ReceivedFiles:
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the folder. Repeated calls have no effect."""
         self._lock.close()
 
     def keep(self, number: int, chunk: int, data: bytes | bytearray) -> bool:
-        """Put a chunk of a file at its place; False where it is another than main has, which leaves no trace. The last
-        one makes the file whole, or, where the disk returned other bytes than were written, the file lacks chunks
-        again.
+        """Write a chunk of a file. Return False for wrong content, which is not written. The last chunk completes the
+        file; if the disk returns other bytes than were written, chunks become missing again.
 
         Raises `DiskSpaceError`, `OSError`, and `ClusterError` where the checksums contradict each other.
         """
@@ -85,7 +85,7 @@ class ReceivedFiles:
         return self._folder / f"{self._sent.files[number].name}.part"
 
     def _look_at(self, number: int, file: SentFile) -> None:
-        """What of a file is there already."""
+        """Determine the missing chunks of a file."""
         path, part = self._folder / file.name, self._part(number)
         for each in (path, part):
             if (each.exists() or each.is_symlink()) and not each.is_file():
@@ -113,7 +113,7 @@ class ReceivedFiles:
         self.missing_bytes += sum(self._sent.files[number].chunk_bytes(chunk) for chunk in chunks)
 
     def _finish(self, number: int) -> None:
-        """Read the file once more, and give it its name."""
+        """Read the file again, verify it, and give it its name."""
         file, part = self._sent.files[number], self._part(number)
         with part.open("r+b") as written:
             os.fsync(written.fileno())
@@ -134,7 +134,7 @@ class ReceivedFiles:
 
 
 def _write_at(file: IO[bytes], data: bytes | bytearray, offset: int) -> int:
-    """How many of the bytes were written."""
+    """Write bytes at an offset. Return how many were written."""
     file.seek(offset)
     return file.write(data)
 
@@ -149,5 +149,5 @@ def _taken(folder: Path) -> FileLock:
 
 
 def _unlike(made: SentFile, file: SentFile) -> set[int]:
-    """The chunks of a file that are others, or are not there."""
+    """Return the chunks of a file that are wrong or missing."""
     return {chunk for chunk in range(file.chunks) if made.sum_of(chunk) != file.sum_of(chunk)}

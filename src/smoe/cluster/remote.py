@@ -1,7 +1,8 @@
-"""The cluster as the engine sees it: units that compute experts elsewhere, and who of them gets what.
+"""The cluster as the engine uses it: units that compute experts on other machines, and the placement of experts on
+them.
 
-Membership changes between forward passes: who has proven itself is planned with from the next one on. Who fails within
-one is stood in for by the link.
+Membership changes between forward passes: a worker that has passed its proofs is used from the next pass on. Within a
+pass, the link replaces a worker that fails.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ from smoe.policy.prediction import Prediction
 from smoe.routing import Routing
 
 _PROOF_ROWS = (1, 2, 3, 5, 8, 9, 33, 300)
-"""Where kernels, or what they share out over threads, may change from one machine to another."""
+"""Numbers of rows at which kernels, or their division among threads, may differ between machines."""
 
 _log = logging.getLogger(__name__)
 
 
 class Cluster(Admission):
-    """Main's workers: `Sharer` for the executor, `Membership` for the link. `close` lets them go."""
+    """The coordinator's workers: the `Sharer` of the executor and the `Membership` of the link. `close` disconnects
+    them."""
 
     def __init__(
         self,
@@ -63,10 +65,10 @@ class Cluster(Admission):
         spares: int = 0,
         verify: float = 0.0,
     ) -> None:
-        """`alone`: the coordinator's own experts, for proofs and for a cluster without workers; `rows`: what is sent;
-        `asked`: fields that a worker's model must have; `spares`: experts that predictions name in addition to those a
-        layer chooses; `verify`: the share of what workers return that is recomputed here. `method` is one of
-        `PLACEMENT`, `order` one of `BALANCE_ORDER`. Raises `ClusterError` where the address is taken."""
+        """`alone`: the coordinator's own experts, for proofs and for a cluster without workers. `rows`: the format of
+        rows. `asked`: fields that must match a worker's model. `spares`: predictions beyond a layer's top-k. `verify`:
+        the share of results that is recomputed. `method`: one of `PLACEMENT`; `order`: one of `BALANCE_ORDER`. Raises
+        `ClusterError` for a taken address."""
         super().__init__(main)
         self.units: dict[int, ComputeUnit] = {}
         """The units by their numbers in plans."""
@@ -75,7 +77,7 @@ class Cluster(Admission):
         self._rule = Placement(method, order, (), inf, 0.0, 0)
         self._here = here
         self._last_here_load = inf
-        """The load that plans use, for the link's thread."""
+        """The seconds of a load that plans last used, for the link's thread."""
         turns = {layer: turn for turn, layer in enumerate(sorted(alone.store.layers))}
         own = here._replace(load=self._seconds_here)
         self._ahead = AheadSchedule(
@@ -83,24 +85,24 @@ class Cluster(Admission):
         )
         self._verify = verify
         self.doubts: list[str] = []
-        """Why what was computed so far may be wrong, in words for the user; empty: nothing speaks against it."""
+        """Reasons why earlier results may be wrong, for the user; empty: none are known."""
         self._arithmetic = "torch"
         self._proofs = list[Proof]()
         self._ready: list[Member] = []
-        most = max(rows.most, 2 * max(_PROOF_ROWS))  # of two experts at once
+        most = max(rows.most, 2 * max(_PROOF_ROWS))  # two experts in each proof
         self._rows = rows._replace(most=most).fitting
         self._unit = FIRST_WORKER
         self._is_closed = False
         self.link: ClusterLink | None = None
         self.describer: Describer | None = None
-        """Tells workers without torch what experts are; None: there are none for such."""
+        """Describes the experts for workers without torch; None: such workers cannot be used."""
         self.courier: Courier | None = None
-        """Sends workers the files that they have not got; None where they must have them."""
+        """Sends missing files to workers; None where workers must have them."""
         self.seat: Seat | None = None
         """The connection of a draft model on another machine."""
 
     def open(self, arithmetic: str) -> None:
-        """Let workers in, which are to compute by this one of `KERNELS`, as main does."""
+        """Accept workers, which compute with the kernels `arithmetic` (one of `KERNELS`), as the coordinator does."""
         self._arithmetic = arithmetic
         if not self._alone.compute_by(arithmetic):
             raise ClusterError(
@@ -117,7 +119,8 @@ class Cluster(Admission):
             self.link.sit(self.seat)
 
     def wait(self, workers: int, seconds: float) -> list[Member]:
-        """The workers that are ready, once there are so many, and the shadow, if one is wanted; or the time is up."""
+        """Wait for `workers` ready workers, and a draft model if one is used, at most `seconds`. Return the ready
+        workers."""
         assert self.link is not None
         until = time.monotonic() + seconds
         with self.link.changed:
@@ -128,30 +131,30 @@ class Cluster(Admission):
 
     @property
     def members(self) -> list[Member]:
-        """All that ever came."""
+        """All workers that ever connected."""
         return [] if self.link is None else list(self.link.members.values())
 
     @property
     def refused(self) -> dict[str, str]:
-        """Who came and was not let in, and why."""
+        """Machines that were not admitted, with the reasons."""
         out = {member.name: member.why for member in self.members if member.why}
         return out if self.link is None else self.link.refused | out
 
     def lost(self) -> list[dict[str, Any]]:
-        """Who was there, and was not any more: name, why, when (seconds since 1970)."""
+        """Return the lost workers: name, reason, time (Unix time)."""
         return [] if self.link is None else [each._asdict() for each in self.link.losses]
 
     def described(self) -> list[dict[str, Any]]:
-        """The state of every worker, for `status` and the summary; times in seconds."""
+        """Return the state of every worker, for `status` and the summary; times in seconds."""
         return [_described(member) for member in self.members]
 
     @property
     def shadow(self) -> dict[str, Any] | None:
-        """The same of the shadow that is not on main; None where none has come."""
+        """The state of a draft model on another machine; None where none has connected."""
         return None if self.seat is None else self.seat.described()
 
     def close(self) -> None:
-        """Disconnect the workers and free the coordinator's own slots. Idempotent."""
+        """Disconnect the workers and free the coordinator's own slots. Repeated calls have no effect."""
         (link, self.link), shadow = (self.link, None), self.shadow
         if link is not None:
             link.close()
@@ -169,7 +172,7 @@ class Cluster(Admission):
     # -- for the executor ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, position: int) -> None:
-        """Plan with those who are ready now."""
+        """Use the workers that are ready now in the next pass."""
         self._ready = self._here_now()
         for unit in [unit for unit in self.units if unit >= FIRST_WORKER and self._is_out(unit)]:
             del self.units[unit]
@@ -180,7 +183,8 @@ class Cluster(Admission):
         self._ahead.begin(position, self._views, {member.unit: member.slots for member in self._ready})
 
     def balance(self, routing: Routing, under_way: float) -> Placement | None:
-        """A balance for one layer, with so many loads in flight here; None: there are no workers."""
+        """Return the placement of one layer's misses, with `under_way` loads in flight here; None: there are no
+        workers."""
         self._ahead.asked(routing.layer, set(chain.from_iterable(routing.top_k_index)))
         if not self._ready:
             return None
@@ -194,8 +198,8 @@ class Cluster(Admission):
         )
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Announce to workers what will be requested, as far as they have room; the coordinator loads what it is
-        to load itself, of the nearest layers."""
+        """Announce predicted experts to workers, as far as they have room. Return the predictions that the coordinator
+        should load itself."""
         if not self._ready:
             return predictions
         named = list(predictions)
@@ -204,16 +208,17 @@ class Cluster(Admission):
         return [here for here in found if here.experts]
 
     def _left(self, named: Prediction) -> Prediction:
-        """What of it is left for main."""
+        """Return the part of a prediction that the coordinator loads."""
         here = self._ahead.here(named.layer)
         return named._replace(experts=[expert for expert in named.experts if expert in named.low or expert in here])
 
     def expect(self, position: int, named: Prediction) -> None:
-        """Like `guess`, at once and from any thread."""
+        """Process a prediction at once, as `guess` does. Any thread may call this."""
         self._ahead.expect({TokenLayer(position, named.layer): _own(named)})
 
     def withdraw(self, position: int) -> None:
-        """What was expected of this position and those after it was of another text; from any thread."""
+        """Drop predictions for this position and later ones: they belonged to another text. Any thread may call
+        this."""
         self._ahead.withdraw(position)
 
     def _is_waiting(self, workers: int) -> bool:
@@ -224,15 +229,15 @@ class Cluster(Admission):
             self.link.fetch(unit, keys)
 
     def _views(self) -> list[WorkerView]:
-        """The views of available workers, in the order of their names."""
+        """Return the views of available workers, in the order of their names."""
         return [member.view() for member in self._ready if member.is_here]
 
     def _seconds_here(self) -> float:
         return inf if self._rule.method == "round-robin" else self._here.load()
 
     def _costs_later(self) -> float:
-        """Seconds by which a load here is worse than it seems: an expert that is wanted again before it is forgotten
-        saves a load, there as here."""
+        """Return the seconds by which a load here is worse than its duration: a reused expert saves a load, and workers
+        reuse more or fewer."""
         uses, loads = sum(member.uses for member in self._ready), [each.load for each in self._ready if each.load]
         if not uses or not loads:
             return 0.0
@@ -252,16 +257,16 @@ class Cluster(Admission):
         return self._last_here_load
 
     def tick(self) -> None:
-        """Say in the cluster's folder who is there, for `smoe cluster status`."""
+        """Store the members' state in the cluster's folder, for `smoe cluster status`."""
         with suppress(OSError):
             keep_status(self.main.name, self.described(), self.shadow)
 
     def answered(self, member: Member, keys: Iterable[ExpertKey]) -> None:
-        """It has room for others."""
+        """Record that a member has computed experts and has slots for others."""
         self._ahead.answered(member.unit, keys)
 
     def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
-        """A new member that is to be proven, or why it is refused; None: not known yet."""
+        """Process a HELLO. Return a new member, or the reason for a refusal; None: not known yet."""
         name, slots = fields.get("name"), fields.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its first message is incomplete"
@@ -279,20 +284,20 @@ class Cluster(Admission):
         return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 
     def welcome(self, member: Member) -> dict[str, Any]:
-        """What computes few rows, and how many come at most."""
+        """Return the kernels for few rows and the most rows of a request."""
         found = None if self.describer is None or member.most_rows == inf else self.describer.found
         arithmetic = self._arithmetic if found is None else found.arithmetic
         return {"arithmetic": arithmetic, "rows": self._rows.most}
 
     def _unfit(self, fields: dict[str, Any]) -> str:
-        """How a worker's model or version differs; empty: not at all."""
+        """Return how a worker's model or version differs; empty: not at all."""
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if fields.get(what) != mine:
                 return f"its {what} is {str(fields.get(what))[:80]!r}, the coordinator has {mine!r}"
         return ""
 
     def describe(self, key: str, fields: dict[str, Any]) -> list[Any]:
-        """What a worker without torch is answered that asks what experts are; nothing: it asks again."""
+        """Return the reply to a worker without torch that requests a description; empty: it must ask again."""
         why = self._unfit(fields) or self.admitted(key, fields)
         found = why or self._without_torch()
         if isinstance(found, str):
@@ -300,18 +305,19 @@ class Cluster(Admission):
         return [] if found is None or self.describer is None else self.describer.parts
 
     def _without_torch(self) -> LightWorker | str | None:
-        """What such a worker can do, or why nothing; None: that is being found out."""
+        """Return what a worker without torch can compute, or why it cannot; None: not known yet."""
         if self.describer is None:
             return "it has no torch, which workers of this coordinator need"
         self.describer.begin()
         return self.describer.found or self.describer.why or None
 
     def proof(self, member: Member) -> Sequence[Proof]:
-        """The same for all, but for more rows than it computes."""
+        """Return the proofs, which are the same for all members, except those with more rows than the member
+        computes."""
         return [each for each in self._proofs if each.hidden.shape[0] <= member.most_rows]
 
     def doubt(self, member: Member, why: str) -> None:
-        """Exclude it permanently, and warn the user."""
+        """Exclude a member permanently, and warn the user."""
         with self._lock:
             with suppress(ClusterError):
                 self.main = replace(read_main(self.main.name), address=self.main.address)
@@ -328,7 +334,7 @@ class Cluster(Admission):
         _log.error("%s", self.doubts[-1])
 
     def _make_proofs(self) -> Iterator[Proof]:
-        """An expert of every kind, with few rows and with many, as main computes it itself."""
+        """Yield proofs: an expert of every kind, with few and many rows, computed by the coordinator itself."""
         of_kind = {math.kind: layer for layer, math in reversed(list(self._alone.math.items()))}
         generator = torch.Generator().manual_seed(0)
         for layer in of_kind.values():
@@ -345,13 +351,13 @@ class RemoteUnit:
 
     def __init__(self, unit: int, link: ClusterLink) -> None:
         self.busy_seconds = 0.0
-        """Not counted: the time is another machine's."""
+        """Always 0: the time is another machine's."""
         self._unit = unit
         self._link = link
         self._under_way: set[Future[torch.Tensor]] = set()
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
-        """Ask the worker; where it fails others are asked, main itself last."""
+        """Send a request to the worker. If it fails, others get the request, the coordinator last."""
         futures = self._link.submit(self._unit, wanted, hidden)
         self._under_way.update(futures)
         for future in futures:
@@ -359,24 +365,24 @@ class RemoteUnit:
         return futures
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Not used: members have their own times."""
+        """Return nothing: members record their own times."""
         return iter(())
 
     def drain(self) -> None:
-        """No thread waits for what is under way any more; what comes of it is dropped."""
+        """Drop the requests in flight, and later their results."""
         self._link.forget(list(self._under_way))
 
     def reset(self) -> None:
-        """Like `drain`."""
+        """Drop the requests in flight."""
         self.drain()
 
     def close(self) -> None:
-        """Like `drain`: the connections are the cluster's."""
+        """Drop the requests in flight; the connections belong to the cluster."""
         self.drain()
 
 
 def _own(named: Prediction) -> list[int]:
-    """The predicted experts without those that come as low copies, which main alone has."""
+    """Return the predicted experts except those predicted as low copies, which only the coordinator has."""
     return [expert for expert in named.experts if expert not in named.low]
 
 

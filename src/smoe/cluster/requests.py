@@ -1,4 +1,4 @@
-"""What main asks of its workers: experts for some rows, or a proof."""
+"""The coordinator's requests to its workers: experts for some rows, or a proof."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from smoe.memory.streams import Fetched
 
 @dataclass
 class Proof:
-    """A request whose answer is known."""
+    """A request whose result is known."""
 
     wanted: Sequence[ExpertTask]
     hidden: torch.Tensor
     expected: torch.Tensor
-    """[n, H]"""
+    """[n, H] the correct result"""
 
 
 class PendingProof(NamedTuple):
-    """A proof under way."""
+    """A proof in flight."""
 
     member: Member
     expected: torch.Tensor
     others: Iterator[Proof]
-    """Still to come."""
+    """The proofs to send next."""
 
 
 @dataclass
 class ExpertRequest:
-    """Experts asked for, of one unit."""
+    """A request to one unit for experts."""
 
     wanted: Sequence[ExpertTask]
     hidden: Fetched
-    """[T, H]"""
+    """[T, H] hidden states"""
     futures: list[Future[torch.Tensor]]
     unit: int
-    """Who is asked."""
+    """The unit that gets the request."""
     trial: PendingProof | None = None
-    """The worker that must compute it; no other one is asked."""
+    """The proof that the request is; None: it is not one. A proof goes to no other worker."""
     tried: frozenset[int] = frozenset()
-    """Who was asked for these before."""
+    """The units that got the request before."""
     expected: float = 0.0
-    """Seconds that it should take, with nothing before it."""
+    """The seconds that it should take, without other requests before it."""
     sent: float = 0.0
-    """When (`time.monotonic`); 0: not yet."""
+    """The time when it was sent (`time.monotonic`); 0: not yet."""
     due: float = inf
-    """When it is late."""
+    """The time from which it is late."""
     is_lost: bool = False
-    """Whether others have been asked as well."""
+    """Whether other units have got the request as well."""
 
     @property
     def rows(self) -> int:
@@ -64,17 +64,17 @@ class ExpertRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether no thread waits for it, or for what is left of it."""
+        """Whether no thread waits for its results any more."""
         return bool(self.futures) and all(future.done() for future in self.futures)
 
     def part(self, unit: int, places: Sequence[int]) -> ExpertRequest:
-        """Some of its experts, of another unit."""
+        """Return a request to another unit for some of its experts."""
         wanted, futures = [self.wanted[n] for n in places], [self.futures[n] for n in places]
         return ExpertRequest(wanted, self.hidden, futures, unit, tried=self.tried | {self.unit})
 
 
 def only_used(hidden: torch.Tensor, wanted: Sequence[ExpertTask]) -> tuple[torch.Tensor, Sequence[ExpertTask]]:
-    """The rows that are used, each once, and where they are then."""
+    """Return the rows that are used, each once, and the experts with their new row numbers."""
     used = sorted({token for each in wanted for token in each.tokens})
     if len(used) == hidden.shape[0]:
         return hidden, wanted
@@ -83,7 +83,7 @@ def only_used(hidden: torch.Tensor, wanted: Sequence[ExpertTask]) -> tuple[torch
 
 
 def take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> None:
-    """A future ends as another has."""
+    """Complete a future with the outcome of another one."""
     if result.cancelled():
         future.cancel()
     elif result.exception() is not None:
@@ -94,6 +94,6 @@ def take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> Non
 
 
 def resolve(future: Future[torch.Tensor], rows: torch.Tensor) -> None:
-    """The rows are there, unless no thread waits for them."""
+    """Set a future's result, unless it is already done."""
     with suppress(InvalidStateError):  # cancelled, or another answer was faster
         future.set_result(rows)

@@ -1,4 +1,4 @@
-"""Which processes of this machine run for a cluster: its coordinator, and the supervisor of its workers."""
+"""Finds the processes of this machine that run for a cluster: its coordinator, and the supervisor of its workers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from smoe.cluster.identity import keep_keeper, read_keeper, read_status
 from smoe.errors import ClusterError
 
 _STATUS_SECONDS = 3.0
-"""Main says more often who is there."""
+"""The age up to which a stored state proves a running coordinator, which stores it more often."""
 _SAME_SECONDS = 60.0
-"""A process that began so near to the time that was noted is the one that noted it, not another that has its number
-now. The system's own figure follows its clock, which may be set."""
+"""The tolerance for a process's start time. A process with the stored number but another start time is a different one.
+The system's figure follows its clock, which may be adjusted."""
 
 
 def main_process(name: str) -> int | None:
-    """The process of the running coordinator; None where none does."""
+    """Return the process number of the running coordinator; None where none runs."""
     stored = read_status(name)
     is_running = stored is not None and time.time() - stored["at"] < _STATUS_SECONDS
     return stored["process"] if stored is not None and is_running and psutil.pid_exists(stored["process"]) else None
 
 
 def keeper_process(name: str) -> int | None:
-    """The process of `smoe cluster up`, where it keeps workers of this cluster running."""
+    """Return the process number of `smoe cluster up` that keeps workers of this cluster running; None where there is
+    none."""
     stored = read_keeper(name)
     if stored is None:
         return None
@@ -38,7 +39,7 @@ def keeper_process(name: str) -> int | None:
 
 def become_keeper(name: str) -> None:
     """Register this process as the supervisor of this cluster's workers, until it ends. Raises `ClusterError` where
-    another one does."""
+    another one is."""
     other = keeper_process(name)
     if other not in (None, os.getpid()):
         raise ClusterError(

@@ -1,10 +1,10 @@
-"""Main sends its model's files to workers that lack them, when nothing else is to be done.
+"""Sends the coordinator's model files to workers, while it has nothing else to do.
 
-    link's thread    receive: who wants what   turn: no thread waits for an expert? one piece goes
-    courier's own    checksums, made once | reads the next piece, at the pace allowed, and rings
+    link's thread    receive: requests for pieces   turn: if no thread waits for an expert, send one piece
+    courier's own    checksums, made once | reads the next piece, at the allowed rate, and wakes the link's thread
 
-While experts are being asked for, a piece goes in each gap between two requests, and no more: what lies in the system's
-buffers would be in the way of the next one. A worker that says FILES starts again; what it had asked for is forgotten.
+While experts are requested, one piece is sent in each gap between two requests: more bytes in the system's buffers
+would delay the next request. A worker that sends FILES starts again; its earlier requests are dropped.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from smoe.errors import CheckpointError, SmoeError
 from smoe.memory.safetensors_index import FileIdentity, check_identity
 
 FILE_KINDS = (FrameKind.FILES, FrameKind.PIECE)
-"""What a worker says to a courier."""
+"""The kinds of messages to a courier."""
 CALM_SECONDS = 0.2
-"""Without a request after which main counts as having nothing else to do."""
+"""Seconds without a request after which the coordinator counts as idle."""
 _MOST_ASKED = 64
-"""Pieces that a worker may have requested; further requests are ignored."""
+"""The most pieces that a worker may have requested; further requests are ignored."""
 _MOST_READY = 2
-"""Pieces that are read before they can go."""
+"""The most pieces that are read before they can be sent."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,19 +42,19 @@ Send = Callable[[bytes, list[Any]], bool]
 
 
 class _EndedError(Exception):
-    """The courier is to end."""
+    """Raised to end the courier's thread."""
 
 
 @dataclass
 class Asker:
-    """A worker that fetches."""
+    """A worker that downloads files."""
 
     route: bytes
     wanted: deque[PiecePosition] = field(default_factory=deque)
 
 
 class SummedFiles(NamedTuple):
-    """The files as they were summed."""
+    """The files with their checksums and identities."""
 
     manifest: Manifest
     paths: tuple[Path, ...]
@@ -62,7 +62,7 @@ class SummedFiles(NamedTuple):
 
 
 class Courier:
-    """`receive` and `turn` are called by the thread that has the sockets; `close` ends its own."""
+    """Sends files. The thread with the sockets calls `receive` and `turn`; `close` ends the courier's own thread."""
 
     def __init__(
         self,
@@ -73,11 +73,10 @@ class Courier:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        """`paths`: the files by the names under which they travel, of a model in this `precision`; `admitted`: why
-        a machine with this key and these fields gets nothing, or empty; `rate`: bytes a second at most, to all
-        workers together."""
+        """`paths`: the files by their transfer names; `precision`: the model's. `admitted` returns why a machine with
+        this key and these fields is refused, or empty. `rate`: the most bytes per second, for all workers together."""
         self.missing: dict[str, int] = {}
-        """Bytes that workers reported as missing, by key."""
+        """The bytes that workers reported as missing, by key."""
         self.summed_bytes = 0
         self._paths, self._precision, self._admitted = dict(paths), precision, admitted
         self._pace, self._clock = SendRate(rate, clock), clock
@@ -90,19 +89,19 @@ class Courier:
         self._known: SummedFiles | None = None
         self._failure = ""
         self._busy = -CALM_SECONDS
-        """When a thread last waited for an expert."""
+        """The time when a thread last waited for an expert."""
         self._has_sent = False
-        """Whether a piece was sent in the present gap."""
+        """Whether a piece was sent in the current gap."""
         self._ring: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="smoe-courier", daemon=True)
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """`ring` has the sockets' thread call `turn` soon; it may be called from any thread."""
+        """Start the thread. `ring` makes the sockets' thread call `turn` soon; any thread may call `ring`."""
         self._ring = ring
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread. Repeated calls have no effect."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
@@ -114,13 +113,13 @@ class Courier:
     # -- the sockets' thread ------------------------------------------------------------------------------------------
 
     def receive(self, route: bytes, key: str, frame: Frame, send: Send) -> None:
-        """A message of one of `FILE_KINDS`. Raises `FrameError`."""
+        """Process a message of one of `FILE_KINDS`. Raises `FrameError`."""
         if frame.kind is FrameKind.FILES:
             self._greeted(route, key, frames.fields_of(frame), send)
             return
         asker, known = self._askers.get(key), self._known
         if asker is None or asker.route != route or known is None:
-            return  # it has not been let in, or its manifest is out of date: it will say FILES
+            return  # not admitted, or its manifest is out of date: it will send FILES
         if frame.body:
             raise FrameError("a piece from a worker")
         place = files.parse_place(frame, known.manifest)
@@ -137,7 +136,7 @@ class Courier:
         with self._changed:
             self._askers[key] = Asker(route)
             known, failure = self._known, self._failure
-            self._failure = ""  # once more, for the caller next
+            self._failure = ""  # reported once; the next worker gets another try
             self._changed.notify_all()
         if failure:
             send(route, frames.talk(FrameKind.REFUSED, {"why": failure}))
@@ -159,7 +158,7 @@ class Courier:
         return self._admitted(key, fields)
 
     def turn(self, is_quiet: bool, send: Send) -> None:
-        """Send a piece where that may be: `is_quiet` says that no thread waits for an expert."""
+        """Send a piece where allowed; `is_quiet`: whether no thread waits for an expert."""
         now = self._clock()
         if not is_quiet:
             self._quiet.clear()
@@ -202,7 +201,7 @@ class Courier:
             known = self._known
             key = next((key for key, asker in self._askers.items() if asker.wanted), "")
             if key:
-                self._askers.move_to_end(key)  # by turns
+                self._askers.move_to_end(key)  # workers in turn
                 asker = self._askers[key]
                 place, route = asker.wanted.popleft(), asker.route
         if known is None:
@@ -218,7 +217,7 @@ class Courier:
         return len(self._ready) < _MOST_READY and any(asker.wanted for asker in self._askers.values())
 
     def _fetch(self, known: SummedFiles, route: bytes, place: PiecePosition) -> None:
-        """Read a piece, when the pace allows it, and have it sent."""
+        """Read a piece when the rate allows it, and queue it for sending."""
         while (left := self._pace.left_seconds()) > 0 and not self._is_ending:
             self._sleep(left)
         sent = known.manifest.files[place.file]
@@ -234,7 +233,7 @@ class Courier:
         self._ring()
 
     def _summed(self) -> SummedFiles:
-        """The manifest; a file that changes meanwhile is an error."""
+        """Return the manifest. Raises `CheckpointError` for a file that changes meanwhile."""
         self.summed_bytes = 0
         made, identities = list[SentFile](), list[FileIdentity]()
         for name, path in self._paths.items():
@@ -252,7 +251,7 @@ class Courier:
         return SummedFiles(Manifest(made), tuple(self._paths.values()), tuple(identities))
 
     def _may_read(self, nbytes: int) -> None:
-        """Wait until no thread waits for an expert: reading and summing take the disk and a core."""
+        """Wait until no thread waits for an expert, because reading and hashing take the disk and a core."""
         self._quiet.wait()
         if self._is_ending:
             raise _EndedError

@@ -1,11 +1,11 @@
-"""Messages between the coordinator and a draft model on another machine, after their greeting.
+"""The messages between the coordinator and a draft model on another machine, after their greeting.
 
-    follow     header (text) | u32 [position, token]; without a body: nothing that a shadow follows
-    keys       header (text) | u32 [begin, end] | keys and values, as `RowCache.taken_out` has them
-    taken      header (text): from the shadow, as what follows
+    follow     header (text) | u32 [position, token]; without a body: nothing that a draft model can follow
+    keys       header (text) | u32 [begin, end] | keys and values, in the format of `RowCache.taken_out`
+    taken      header (text): from the draft model, as the next
     expected   header (text) | u32 [n, 4]: position, token, layer, experts | u32 [experts of all]
 
-A *text* is a random number of the coordinator; messages about another one are dropped.
+A *text* is a random number of the coordinator; messages about another text are dropped.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from smoe.cluster import frames
 from smoe.cluster.frames import Frame, FrameError, FrameKind
 
 PART_BYTES = 1 << 17
-"""The size of keys and values in one message, unless those of one position are more."""
+"""The bytes of keys and values in one message, or those of one position if they are more."""
 MOST_BYTES = 1 << 24
-"""The size limit of a part of a message to a draft model: keys and values of one position, whatever the model."""
+"""The size limit in bytes of a message part to a draft model: keys and values of one position of any model."""
 MOST_PREDICTIONS = 64
-"""Layers in one message."""
+"""The most layers in one message."""
 _WHOLE = np.dtype("<u4")
 
 
 class Follow(NamedTuple):
-    """Main decodes a token at its place."""
+    """A token at its position, which the coordinator decodes."""
 
     text: int
     position: int
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
     begin: int
     end: int
     rows: Any
-    """Their bytes."""
+    """The bytes of the keys and values."""
 
 
 class ExpectedExperts(NamedTuple):
@@ -52,21 +52,21 @@ class ExpectedExperts(NamedTuple):
     token: int
     layer: int
     experts: tuple[int, ...]
-    """Best first."""
+    """The experts in order of preference, best first."""
 
 
 def follow(step: Follow) -> list[Any]:
-    """Main decodes this."""
+    """Return the message that the coordinator decodes this token."""
     return [*frames.alone(FrameKind.FOLLOW, step.text), _numbers([step[1:]])]
 
 
 def pause(text: int) -> list[Any]:
-    """Main does something that no shadow follows."""
+    """Return the message that the coordinator does something that no draft model can follow."""
     return frames.alone(FrameKind.FOLLOW, text)
 
 
 def parse_follow(frame: Frame) -> Follow | None:
-    """None: it is to pause. Raises `FrameError`."""
+    """Parse a FOLLOW message; None: pause. Raises `FrameError`."""
     if not frame.body:
         return None
     found = _table(frame, 1, 2, parts=1)
@@ -77,12 +77,12 @@ def parse_follow(frame: Frame) -> Follow | None:
 
 
 def keys(text: int, begin: int, end: int, rows: memoryview) -> list[Any]:
-    """Keys and values of positions `begin` to `end`."""
+    """Return the message with keys and values of positions `begin` to `end`."""
     return [*frames.alone(FrameKind.KEYS, text), _numbers([(begin, end)]), rows]
 
 
 def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
-    """Parse KEYS of a model whose positions take so many bytes, in a text of so many positions at most. Raises
+    """Parse a KEYS message. `position_bytes`: bytes of a position; `capacity`: the most positions of a text. Raises
     `FrameError`."""
     found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
     begin, end = found[0] if len(found) == 1 else (0, 0)
@@ -92,12 +92,12 @@ def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
 
 
 def taken(text: int) -> list[Any]:
-    """Keys and values have come."""
+    """Return the message that keys and values have arrived."""
     return frames.alone(FrameKind.TAKEN, text)
 
 
 def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
-    """The EXPECTED message of at most `MOST_PREDICTIONS` layers."""
+    """Return the EXPECTED message of at most `MOST_PREDICTIONS` layers."""
     heads = [(each.position, each.token, each.layer, len(each.experts)) for each in predictions]
     return [
         *frames.alone(FrameKind.EXPECTED, text),
@@ -107,8 +107,8 @@ def expected(text: int, predictions: Sequence[ExpectedExperts]) -> list[Any]:
 
 
 def parse_expected(frame: Frame, experts: Mapping[int, int], named: Mapping[int, int]) -> list[ExpectedExperts]:
-    """Parse the EXPECTED of a model whose layers have so many `experts`, of which so many are `named`. Raises
-    `FrameError`."""
+    """Parse an EXPECTED message. `experts`: each layer's number of experts; `named`: how many of them are predicted.
+    Raises `FrameError`."""
     heads = _table(frame, 1, 4, parts=2)
     every = [n for (n,) in _table(frame, 2, 1, parts=2)]
     if not 0 < len(heads) <= MOST_PREDICTIONS or sum(count for *_, count in heads) != len(every):

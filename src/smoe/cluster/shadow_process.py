@@ -1,10 +1,11 @@
-"""A draft model on a machine of its own: follows the coordinator's text, and sends the experts its routers choose.
+"""The process of a draft model on another machine: follows the coordinator's text, and sends the experts its routers
+choose.
 
     connected --SHADOW--> WELCOME: open this --files are opened, on a thread--> SHADOW --> WELCOME: follows
-                          WELCOME: not needed, or not now; it says SHADOW again
-                          REFUSED: ends, and says why
+                          WELCOME: not needed, or not now; SHADOW is repeated
+                          REFUSED: ends with the reason
 
-What is opened stays: the next main mostly wants the same.
+The opened copy stays for the next coordinator, which mostly needs the same.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from smoe.errors import SmoeError
 from smoe.policy.draft_predictions import Expected, TokenStep
 
 _RETRY_SECONDS = 10.0
-"""After which what could not be opened is tried again, as long as main wants it."""
+"""Seconds after which a failed opening is tried again, while the coordinator requests it."""
 _log = logging.getLogger(__name__)
 
 
 class Along(Protocol):
-    """A copy of the model that reads main's text as it comes. Owned by the thread that hears main."""
+    """A copy of the model that follows the coordinator's text. Only the thread that receives messages may use it."""
 
     @property
     def capacity(self) -> int:
-        """Positions of a text."""
+        """The most positions of a text."""
 
     @property
     def position_bytes(self) -> int:
@@ -45,45 +46,47 @@ class Along(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory that the copy takes."""
 
     def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
-        """Keys and values of these positions of a text, as bytes. Raises `ValueError` where some before them are
-        missing."""
+        """Store the keys and values of positions `begin` to `end` of a text, given as bytes. Raises `ValueError` where
+        earlier positions are missing."""
 
     def begin(self, text: int, position: int, token: int) -> None:
-        """Main decodes this token. Raises `ValueError` where keys and values before it are missing."""
+        """Decode the token that the coordinator decodes. Raises `ValueError` where keys and values before it are
+        missing."""
 
     def pause(self) -> None:
-        """Main decodes nothing that can be followed."""
+        """Stop: the coordinator decodes nothing that can be followed."""
 
     def close(self) -> None:
-        """End it; any number of times."""
+        """End the copy. Repeated calls have no effect."""
 
 
 class Files(Protocol):
     """A model's files on this machine."""
 
     weights: str
-    """Their checksum."""
+    """The checksum of the files."""
 
     def open(self, wanted: Mapping[str, Any], on_said: Callable[[TokenStep, Expected], None]) -> Along:
-        """A copy of the model by main's settings. Raises `SmoeError`."""
+        """Return a copy of the model with the coordinator's settings. Raises `SmoeError`."""
 
 
 class ShadowProcess(Talking):
-    """The talking thread of a shadow."""
+    """The connection thread of a draft model."""
 
     def __init__(self, me: Worker, files: Files, on_change: Callable[[str], None] = lambda _: None) -> None:
-        """`on_change` hears, in words, when it follows a main, opens files, cannot, or main is gone."""
+        """`on_change` receives messages: that it follows a coordinator, opens files, failed to, or lost the
+        coordinator."""
         super().__init__(me, on_change)
         self._files = files
         self._opened: tuple[Mapping[str, Any], Along] | None = None
         self._opening: threading.Thread | None = None
         self._cannot: tuple[Mapping[str, Any], str, float] | None = None
-        """What could not be opened, why, and when that was."""
+        """The settings that could not be opened, the reason, and the time."""
         self._text = -1
-        """Which is followed."""
+        """The number of the followed text."""
         self._unsaid: list[ExpectedExperts] = []
         self._lock = threading.Lock()
         self._waits_for = ""
@@ -125,7 +128,7 @@ class ShadowProcess(Talking):
         elif self._is_in and self._opened is not None and frame.kind in (FrameKind.KEYS, FrameKind.FOLLOW):
             try:
                 self._read(dealer, frame, self._opened[1])
-            except ValueError as error:  # of a text whose beginning has not come here: main starts again
+            except ValueError as error:  # the text's beginning is missing: the coordinator starts again
                 _log.warning("the draft model cannot continue this text: %s", error)
                 self._is_in, self._sent_at = False, 0.0
 
@@ -158,7 +161,7 @@ class ShadowProcess(Talking):
             self._opening.start()
 
     def _wait_for(self, words: str) -> None:
-        """Say what it waits for, once."""
+        """Report the reason for waiting, once."""
         if words and words != self._waits_for:
             self._on_change(words)
         self._waits_for = words
@@ -170,7 +173,7 @@ class ShadowProcess(Talking):
     # -- other threads ------------------------------------------------------------------------------------------------
 
     def _open(self, wanted: Mapping[str, Any]) -> None:
-        """Open what main wants, in the place of what was open."""
+        """Open the copy that the coordinator requests, in place of the current one."""
         before, self._opened = self._opened, None
         try:
             if before is not None:
@@ -184,12 +187,12 @@ class ShadowProcess(Talking):
             _log.exception("the draft model could not be loaded")
             self._cannot = (wanted, f"{type(error).__name__}: {error}", time.monotonic())
         finally:
-            self._sent_at = 0.0  # greet main at once
+            self._sent_at = 0.0  # greet the coordinator at once
             self._opening = None
             self._queue.put([])
 
     def _hear_shadow(self, step: TokenStep, expected: Expected) -> None:
-        """Collect predictions, on the draft model's thread; layers that are known together are sent together."""
+        """Collect predictions, on the draft model's thread; those that are ready together are sent together."""
         with self._lock:
             self._unsaid.append(ExpectedExperts(step.position, step.token, expected.layer, expected.experts))
             is_first = len(self._unsaid) == 1

@@ -1,11 +1,10 @@
-"""The coordinator's end of a draft model's connection: one of them is active, and follows the text while it lives.
+"""The coordinator's end of a draft model's connection; one draft model at a time is active and follows the text.
 
-    shadow   SHADOW (who it is, what it has opened) -->                       opens its files ... SHADOW -->
-    main                                  <-- WELCOME (what it is to open)                 <-- WELCOME: it is in
-    main     KEYS, FOLLOW -->   EXPECTED <--   both BEAT; silent, gone, or nonsense: main goes on without it
+    draft model    SHADOW (its identity and state) -->                        opens its files ... SHADOW -->
+    coordinator                                   <-- WELCOME (what to open)                 <-- WELCOME: it is in
+    coordinator    KEYS, FOLLOW -->   EXPECTED <--   both BEAT; when silent, gone or invalid: goes on without it
 
-A greeting repeats everything, so it does not matter which side was there first, or came back. Belongs to the
-link's thread.
+A greeting repeats everything, so either side may be first or restart. Only the link's thread may use this module.
 """
 
 from __future__ import annotations
@@ -22,57 +21,57 @@ from smoe.cluster.frames import Frame, FrameKind
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
-"""Without a word from the shadow, which says one every 0.1 s, after which main goes on without it; and from one that
-opens its files, which may keep it busy."""
+"""Seconds without a message after which the coordinator goes on without the draft model, which sends one every 0.1 s;
+and the same while it opens its files, which may keep it busy."""
 _WINDOW = 2
-"""Messages with keys and values under way: experts' rows wait behind no more than these."""
+"""The most messages with keys and values in flight: requests for experts wait behind at most these."""
 _log = logging.getLogger(__name__)
 
 Send = Callable[[bytes, list[Any]], bool]
 
 
 class Seat:
-    """Who sits there, and what it is sent."""
+    """The place of the draft model, with its state and what it is sent."""
 
     def __init__(self, following: Following | None, asked: Mapping[str, Any], admission: Admission) -> None:
-        """`following`: None: this main has no use for a shadow. `asked`: fields that its model must have."""
+        """`following`: None where this coordinator uses no draft model. `asked`: fields that must match its model."""
         self.following = following
         self._asked, self._admission = asked, admission
         self.name = ""
-        """The name of the last one; empty: there was none."""
+        """The name of the last draft model; empty: there was none."""
         self.state = "out"
         self.why = ""
-        """Why it is out, or opens nothing."""
+        """Why it is out, or has opened nothing."""
         self.changed: Callable[[], object] = lambda: None
         self._key = ""
         self._route = b""
         self._fields: dict[str, Any] = {}
         self._received_at = self._beaten = 0.0
         self._is_open = False
-        """Whether it has opened what this main wants."""
+        """Whether it has opened what this coordinator requests."""
         self._under_way = 0
-        """Messages with keys and values that have not been answered."""
+        """The number of messages with keys and values that have not been confirmed."""
 
     @property
     def is_in(self) -> bool:
-        """Whether the text is followed."""
+        """Whether a draft model follows the text."""
         return self.state == "ready"
 
     @property
     def may_come(self) -> bool:
-        """Whether one is wanted that is not in, and nothing is known that keeps it out."""
+        """Whether a draft model is needed and missing, and nothing known excludes it."""
         return self.following is not None and not self.is_in and not self.why
 
     def is_of(self, route: bytes, kind: FrameKind) -> bool:
-        """Whether a message is for here."""
+        """Return whether a message is for this seat."""
         return kind is FrameKind.SHADOW or self.has(route)
 
     def has(self, route: bytes) -> bool:
-        """Whether who sits there speaks by this route."""
+        """Return whether the present draft model uses this route."""
         return route == self._route and self.state != "out"
 
     def receive(self, route: bytes, key: str, frame: Frame, now: float, send: Send) -> None:
-        """A message for here. Raises `FrameError`."""
+        """Process a message for this seat. Raises `FrameError`."""
         if frame.kind is FrameKind.SHADOW:
             self._greeted(route, key, frames.fields_of(frame), now, send)
         elif key == self._key:
@@ -85,7 +84,7 @@ class Seat:
                 self.following.hear(frame)
 
     def turn(self, now: float, send: Send) -> None:
-        """Send what there is to send, and see whether it is still there."""
+        """Send pending messages, and check that the draft model is alive."""
         if self.state == "out":
             return
         most = SILENCE_SECONDS if self.is_in else PATIENCE_SECONDS
@@ -105,21 +104,21 @@ class Seat:
                 self.leave("disconnected")
 
     def beat_soon(self) -> None:
-        """A connection has closed, perhaps this one."""
+        """Check soon whether the draft model is connected: some connection has closed."""
         self._beaten = 0.0
 
     def put_out(self, why: str, send: Send) -> None:
-        """Continue without it; it gets a LEAVE, so that it can greet again."""
+        """Continue without the draft model; it gets a LEAVE, so that it can greet again."""
         if self.state != "out":
             send(self._route, frames.alone(FrameKind.LEAVE))
             self.leave(why)
 
     def leave(self, why: str) -> None:
-        """It has gone, or may as well have."""
+        """Record that the draft model has gone."""
         self._became("out", why)
 
     def described(self) -> dict[str, Any] | None:
-        """What people and programs want to know; None where none has come."""
+        """Return the state of the draft model for users and programs; None where none has connected."""
         if not self.name:
             return None
         following = self.following
@@ -148,7 +147,7 @@ class Seat:
             )
             return
         if self.is_in:
-            self.leave("reconnected")  # or has missed something of ours: in its own eyes it is not in
+            self.leave("reconnected")  # or it has missed a message
         self._admission.note_role(key, is_shadow=True)
         self._key, self._route, self._received_at = key, route, now
         self.name, self._fields = self._admission.name_of(key) or "?", fields
@@ -187,5 +186,5 @@ def _whole(fields: Any) -> int:
 
 
 def _words(text: Any) -> str:
-    """The printable part of a text."""
+    """Return the printable part of a text."""
     return "".join(c for c in text[:500] if c.isprintable()) if isinstance(text, str) else ""

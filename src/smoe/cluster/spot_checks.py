@@ -1,10 +1,11 @@
-"""A sample of what workers return, computed once more by main: a proof when a worker comes says nothing of later.
+"""Recomputes a sample of the workers' results on the coordinator, because a proof at the start says nothing about
+later.
 
-    answers    | DONE | DONE | DONE | DONE | ...
-    drawn             ^ stored: rows in, rows out      ^ stored
-    main's rescue      | recompute, compare bits |       ...         one at a time, while it is idle
+    results          | DONE | DONE | DONE | DONE | ...
+    sample                  ^ stored: rows in, rows out      ^ stored
+    coordinator          | recompute, compare bits |       ...         one at a time, while it is idle
 
-Nothing waits for it. What is drawn depends on a seed that no worker knows: one that did would lie elsewhere.
+Nothing waits for a check. The sample depends on a seed that no worker knows, so a faulty one cannot avoid it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from smoe.kernels.proof import same_bits
 from smoe.memory.streams import Fetched
 
 MOST_WAITING = 8
-"""Drawn and not yet recomputed; what is drawn beyond them is let go."""
+"""The most drawn results that wait to be recomputed; further ones are dropped."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Drawn(NamedTuple):
-    """An expert's rows that went to a worker [n, H], and those that came back."""
+    """A drawn result: the rows [n, H] sent to a worker, and those returned."""
 
     member: Member
     key: ExpertKey
@@ -43,7 +44,7 @@ class _Drawn(NamedTuple):
 
 
 class SpotChecks:
-    """Used by the link's thread, and by the thread that closes the link."""
+    """The spot checks of one link. Only its thread, and the thread that closes it, may use them."""
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class SpotChecks:
         on_difference: Callable[[Member, ExpertKey, float], None],
         seed: int | None = None,
     ) -> None:
-        """`share` of the experts that workers compute is recomputed, of 1: all, as far as there is time. `ring`: call
-        `go_on` soon; `on_difference` hears by how much a number differs. `seed`: None: a random one."""
+        """`share`: the share of the workers' results that is recomputed; 1: all, as far as there is time. `ring` causes
+        a call of `go_on` soon. `on_difference` receives the largest difference. `seed`: None: random."""
         self._share = share
         self._rescue = rescue
         self._ring = ring
@@ -64,23 +65,24 @@ class SpotChecks:
         self._under_way: tuple[_Drawn, Future[torch.Tensor]] | None = None
 
     def note(self, member: Member, request: ExpertRequest, came: Sequence[torch.Tensor]) -> None:
-        """A worker has answered; its future is not set yet."""
+        """Draw from a worker's results, before their futures are set."""
         for each, future, rows in zip(request.wanted, request.futures, came, strict=True):
             if self._lot.random() >= self._share or len(self._waiting) >= MOST_WAITING:
                 continue
             drawn = _Drawn(member, each.key, request.hidden.wait()[list(each.tokens)], rows.clone())
-            if not future.done():  # else another answer was faster, and the rows may have changed
+            if not future.done():  # otherwise another result was faster, and the rows may have changed
                 self._waiting.append(drawn)
 
     def go_on(self, is_needed: bool) -> None:
-        """Look at what has been recomputed, and begin the next, unless the rescue is needed for something else."""
+        """Compare a recomputed result, and start the next one unless `is_needed`: the coordinator's own units have
+        other work."""
         if self._under_way is not None and self._under_way[1].done():
             self._settle()
         if self._under_way is None and self._waiting and not is_needed:
             self._begin()
 
     def finish(self, seconds: float) -> None:
-        """Recompute what is left, as far as the time goes."""
+        """Recompute the remaining results within `seconds`."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if self._under_way is None:
@@ -107,5 +109,5 @@ class SpotChecks:
             return
         member.checked += 1
         if not same_bits(came, mine):
-            self._waiting = deque(drawn for drawn in self._waiting if drawn.member is not member)  # enough is known
+            self._waiting = deque(drawn for drawn in self._waiting if drawn.member is not member)
             self._on_difference(member, key, (came.float() - mine.float()).abs().max().item())

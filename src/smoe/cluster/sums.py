@@ -1,7 +1,7 @@
-"""Checksums of a model's files, made once and stored in the user's cache for as long as the file is the same one.
+"""Checksums of a model's files, computed once and stored in the user's cache while the file is unchanged.
 
-A file counts as the same by its path, inode, size and time of writing. The model's own folder is left alone: it may not
-be ours to write.
+A file is identified by its path, inode, size and modification time. The checksums are not stored in the model's folder,
+which may not be writable.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 1
 _READ_BYTES = 1 << 20
-"""Bytes read at a time: between two reads others have their turn."""
+"""Bytes read at a time; other work can proceed between two reads."""
 
 _log = logging.getLogger(__name__)
 
 
 def sums_of(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
-    """The file, to be called `name`, as it was summed before, or is now; `before(nbytes)` is called before so many of
-    its bytes are read.
+    """Return the checksums of a file, from the cache or computed now; `name`: its transfer name. `before(nbytes)` is
+    called before each read of `nbytes` bytes.
 
     Raises `OSError`, and `CheckpointError` where the file is written meanwhile.
     """
@@ -33,7 +33,7 @@ def sums_of(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
 
 
 def make_sums(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
-    """Read the whole file. Raises as `sums_of`."""
+    """Read the whole file and compute its checksums. Raises as `sums_of`."""
     whole, sums, done = hashlib.sha256(), bytearray(), 0
     with path.open("rb", buffering=0) as file:
         identity = identity_of(file.fileno())
@@ -54,7 +54,7 @@ def make_sums(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
 
 
 def stored_sums(path: Path, name: str) -> SentFile | None:
-    """What was made of this very file before; None where nothing was."""
+    """Return the stored checksums of this unchanged file; None where there are none."""
     stored = read_stored(of_model("sums", path), _FORMAT)
     if stored is None or stored.get("identity") != _identity(path):
         return None
@@ -65,7 +65,7 @@ def stored_sums(path: Path, name: str) -> SentFile | None:
 
 
 def keep_sums(path: Path, made: SentFile) -> SentFile:
-    """Have them next time, where the cache can be written; returns them."""
+    """Store the checksums, where the cache can be written. Return them."""
     content = {"format": _FORMAT, "identity": _identity(path), "sha256": made.digest, "chunks": made.sums.hex()}
     try:
         keep(of_model("sums", path), content)
@@ -75,17 +75,17 @@ def keep_sums(path: Path, made: SentFile) -> SentFile:
 
 
 def forget_sums(path: Path) -> None:
-    """The stored checksums of the file are wrong."""
+    """Delete the stored checksums of a file, because they are wrong."""
     with suppress(OSError):
         of_model("sums", path).unlink(missing_ok=True)
 
 
 def identity(path: Path) -> FileIdentity:
-    """The identity of a file that need not be open. Raises `OSError`."""
+    """Return the identity of a file. Raises `OSError`."""
     with path.open("rb", buffering=0) as file:
         return identity_of(file.fileno())
 
 
 def _identity(path: Path) -> list[int]:
-    """Without the device, whose number another start of the system may change."""
+    """Return a file's identity without the device, whose number may change at a restart of the system."""
     return list(identity(path)[1:])

@@ -1,8 +1,8 @@
-"""The talking thread of a machine that belongs to a main's cluster, worker or shadow.
+"""The connection thread of a machine in a cluster, worker or draft model.
 
     connected --greeting until answered--> in: beats --coordinator silent for a while--> greeting again
 
-Whatever else the machine does has threads of its own, which ring when they have something to send.
+The machine's other work is done by other threads, which wake this one when they have something to send.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from smoe.cluster.pollable_queue import PollableQueue
 BEAT_SECONDS = 0.1
 _HELLO_SECONDS = 0.5
 _SILENCE_SECONDS = 3.0
-"""Without a word from main after which it is taken to have gone."""
+"""Seconds without a message after which the coordinator counts as lost."""
 
 _log = logging.getLogger(__name__)
 
 
 class Talking(ABC):
-    """Greets main, hears what it says, and says what was put into `_queue`."""
+    """Greets the coordinator, processes its messages, and sends the messages in `_queue`."""
 
     def __init__(self, me: Worker, on_change: Callable[[str], None]) -> None:
-        """`on_change` hears, in words, when it is let in, or main is gone."""
+        """`on_change` receives messages: that the machine is admitted, or has lost the coordinator."""
         self._me = me
         self._on_change = on_change
         self._queue: PollableQueue[list[Any]] = PollableQueue()
         self._received_at = self._sent_at = 0.0
         self._is_in = False
         self.is_ending = False
-        """Whether it was asked to end."""
+        """Whether `end` was called."""
 
     def end(self) -> None:
-        """End `serve`; from any thread."""
+        """End `serve`. Any thread may call this."""
         self.is_ending = True
         self._queue.put([])
 
     def serve(self) -> None:
-        """Run until `end`. Raises `WorkerRefusedError` where the coordinator refuses this machine."""
+        """Run until `end` is called. Raises `WorkerRefusedError` where the coordinator refuses this machine."""
         context = zmq.Context()
         try:
             with context.socket(zmq.DEALER) as dealer, watched(dealer, self._me) as check_known:
@@ -72,28 +72,28 @@ class Talking(ABC):
     @property
     @abstractmethod
     def _part_bytes(self) -> int:
-        """The longest part of a message that is received."""
+        """The longest part of a message that is received, in bytes."""
 
     @abstractmethod
     def _greeting(self) -> list[Any]:
-        """The greeting, sent until the coordinator answers."""
+        """Return the greeting, which is sent until the coordinator answers."""
 
     @abstractmethod
     def _answer(self, dealer: zmq.Socket[bytes], frame: Frame) -> None:
-        """Do what main says. Raises `FrameError`, and `ClusterError` where we are to end."""
+        """Process a message of the coordinator. Raises `FrameError`, and `ClusterError` where this machine must end."""
 
     @abstractmethod
     def _over(self) -> None:
-        """End what else there is."""
+        """End everything else of this machine."""
 
     def _lost(self) -> None:
-        """Main has gone."""
+        """Called when the coordinator is lost."""
 
     def _connect(self, dealer: zmq.Socket[bytes]) -> None:
         self._address = dial(dealer, self._me, self._part_bytes)
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
-        """Hear what there is to hear, say what there is to say."""
+        """Process received messages, and send pending ones."""
         while dealer.poll(0):
             self._hear(dealer, dealer.recv_multipart(copy=False))
         for parts in self._queue.take():

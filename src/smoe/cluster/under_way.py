@@ -1,12 +1,11 @@
-"""Requests under way: who has been asked for what, until when, and who stands in for whom.
+"""Requests in flight: the units that have them, their deadlines, and the units that replace late ones.
 
-    a worker   | asked ........... x  late, silent, gone, or it has failed
-    others                         | expert a ..... |       each goes to the machine that finishes first, the
-    coordinator
-                                   | expert b ... |         among them; who is late in turn is stood in for as well
-    a worker                                    | all of it, late: what is there already does not count
+    a worker       | request ........ x  late, silent, gone, or it has failed
+    others                            | expert a ..... |       each expert goes to the machine that finishes it first,
+    coordinator                       | expert b ... |         possibly this one; a late machine is replaced in turn
+    a worker                                    | all of it, late: results that are already there do not count
 
-Nobody is asked twice for the same experts; main's own hands are the last. Belongs to the link's thread.
+No unit gets the same experts twice; the coordinator itself is the last. Only the link's thread may use this module.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PROOF_SECONDS = 30.0
 
 
 class UnderWay:
-    """Asks workers, and others in their place."""
+    """Sends requests to workers, and to others in their place."""
 
     def __init__(
         self,
@@ -43,38 +42,39 @@ class UnderWay:
         most_rows: int,
         here_load: Callable[[], float],
     ) -> None:
-        """`send` calls `lost` for whom it cannot reach. `rescue`: main's own hands, which take `here_load` seconds to
-        bring an expert in (infinite: they are a last resort); `most_rows`: of what can be sent."""
+        """`send` calls `lost` for a member that it cannot reach. `rescue`: the coordinator's own unit, which takes
+        `here_load` seconds to load an expert (infinite: only the last resort). `most_rows`: the most rows of a
+        message."""
         self.most_rows = most_rows
         self.rescued = 0
-        """Experts that main had to compute itself."""
+        """The number of experts that the coordinator had to compute itself."""
         self._members = members
         self._send = send
         self._rescue = rescue
         self._here_load = here_load
         self._requests: dict[int, ExpertRequest] = {}
-        self._numbers = itertools.count(secrets.randbits(62))  # what a worker still sends an earlier main is none
+        self._numbers = itertools.count(secrets.randbits(62))  # excludes results for an earlier coordinator
 
     @property
     def is_idle(self) -> bool:
-        """No thread waits for anything."""
+        """Whether no thread waits for a result."""
         return not self._requests
 
     @property
     def needs_rescue(self) -> bool:
-        """Whether main's own hands are at work."""
+        """Whether the coordinator's own unit is computing a request."""
         return any(request.unit == DEVICE for request in self._requests.values())
 
     def owes(self, member: Member) -> bool:
-        """Whether something that it was asked for is still waited for."""
+        """Return whether a request to this member is still in flight."""
         return any(request.unit == member.unit for request in self._requests.values())
 
     def next_due(self) -> float:
-        """The next deadline (`time.monotonic`); infinite: none."""
+        """Return the next deadline (`time.monotonic`); infinite: none."""
         return min((each.due for each in self._requests.values() if not each.is_lost), default=inf)
 
     def begin(self, request: ExpertRequest) -> None:
-        """Send to the unit that the request names, or to its substitutes."""
+        """Send a request to its unit, or to substitutes."""
         try:
             self._ask(request)
         except Exception as error:
@@ -83,21 +83,21 @@ class UnderWay:
                     future.set_exception(error)
 
     def find(self, number: int, member: Member) -> ExpertRequest | None:
-        """What a member answers; None: others were faster."""
+        """Return the request with this number, if this member has it; None: others were faster."""
         request = self._requests.get(number)
         return None if request is None or request.unit != member.unit else request
 
     def end(self, number: int) -> None:
-        """It has been answered."""
+        """Remove a request whose result has arrived."""
         self._requests.pop(number, None)
 
     def overdue(self, now: float) -> set[int]:
-        """The units that are late. What no thread waits for any more is forgotten."""
+        """Return the units that are late, and drop requests for which no thread waits any more."""
         self._requests = {number: each for number, each in self._requests.items() if not each.is_over}
         return {each.unit for each in self._requests.values() if each.due < now and not each.is_lost}
 
     def lost(self, member: Member) -> None:
-        """No answer of its is to be waited for: others are asked as well."""
+        """Replace a member from which no results are expected: others get its requests as well."""
         for number, request in list(self._requests.items()):
             if request.unit == member.unit and request.trial is not None:
                 del self._requests[number]
@@ -105,7 +105,8 @@ class UnderWay:
                 self.stand_in(request)
 
     def stand_in(self, request: ExpertRequest) -> None:
-        """Others are asked for what a unit does not do, each for the experts that it is done with first; once."""
+        """Send a request's experts to other units, each to the one that finishes it first; at most once for a
+        request."""
         if request.is_lost:
             return
         request.is_lost = True
@@ -113,14 +114,14 @@ class UnderWay:
             self.begin(request.part(unit, places))
 
     def cancel(self) -> None:
-        """Cancel everything: no answers will come."""
+        """Cancel all requests: no results will come."""
         for request in self._requests.values():
             for future in request.futures:
                 future.cancel()
 
     def _ask(self, request: ExpertRequest) -> None:
         if request.is_over:
-            return  # forgotten meanwhile
+            return  # no longer needed
         if request.unit == DEVICE or request.rows > self.most_rows:  # too large to send
             self._rescue_it(request)
             return
@@ -139,7 +140,7 @@ class UnderWay:
         self._send(member, frames.work(number, wanted, hidden))
 
     def _rescue_it(self, request: ExpertRequest) -> None:
-        """The coordinator computes it, unless a late worker answers first."""
+        """Compute a request on the coordinator, unless a late worker finishes first."""
         request.unit = DEVICE
         self._requests[next(self._numbers)] = request
         self.rescued += len(request.wanted)
@@ -147,7 +148,7 @@ class UnderWay:
             mine.add_done_callback(partial(take_over, theirs))
 
     def _shared_out(self, request: ExpertRequest) -> dict[int, list[int]]:
-        """Who stands in for which of a request's experts, by their places in it."""
+        """Return the substitutes of a request's experts: positions in the request by unit."""
         here = self._here_load()
         views = [
             view._replace(hop=view.hop + self._behind(member))
@@ -155,7 +156,7 @@ class UnderWay:
             if member.is_here and member.unit not in {*request.tried, request.unit}
             for view in (member.view(),)
         ]
-        # what main loads is forgotten at once, and its disk brings this layer's experts in: one load before it
+        # the coordinator's disk is loading this layer's experts: one load precedes
         placement = Placement("finish", "", views, here, here, 0)
         left = [n for n, future in enumerate(request.futures) if not future.done()]
         serves = [Serve(each.key, tuple(range(len(each.tokens))), True) for each in request.wanted]
@@ -165,5 +166,5 @@ class UnderWay:
         return found
 
     def _behind(self, member: Member) -> float:
-        """Seconds that what it was asked for before should take: it computes one after the other."""
+        """Return the seconds that the member's earlier requests should take: it computes them one after the other."""
         return sum(each.expected for each in self._requests.values() if each.unit == member.unit)

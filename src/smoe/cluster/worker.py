@@ -1,11 +1,11 @@
-"""A worker: computes the experts that main asks for, as long as anybody is there to ask.
+"""A worker: computes the experts that the coordinator requests.
 
     connected --HELLO until answered--> WELCOME: serves --coordinator silent for a while--> HELLO again
-                                        REFUSED: ends, and says why
+                                        REFUSED: ends with the reason
 
-One thread talks; computing and reading have threads of their own, which ring when they have something to send. A
-worker is a pure function of (expert, rows): it may be asked twice. With every WELCOME it starts again: what an earlier
-main asked for is forgotten, and few rows are multiplied as this one does.
+One thread sends and receives; other threads compute and read, and wake it when they have something to send. A worker is
+a pure function of (expert, rows), so a request may be repeated. Each WELCOME resets it: earlier requests are dropped,
+and few rows are multiplied with the new coordinator's kernels.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ if TYPE_CHECKING:
     import torch
 
 PLANNED_ROWS = EngineConfig.prefill_tokens
-"""Rows of a request that messages may be long enough for, unless main says that it sends more."""
+"""The most rows of a request for which messages have room, unless the coordinator announces more."""
 _MOST_AHEAD = 64
-"""Experts asked for ahead that have not been begun; what is asked for beyond them is forgotten."""
+"""The most experts to load ahead that wait; further ones are dropped."""
 
 _log = logging.getLogger(__name__)
 
 
 class Served(NamedTuple):
-    """A model's experts, and what main must have the same of."""
+    """A model's experts on a worker, and the properties that must match the coordinator's."""
 
     alone: ExpertsAlone
     weights: str
-    """The checkpoint's checksum."""
+    """The checksum of the checkpoint."""
     precision: str
     dtype: Any
-    """The dtype of rows: torch's; without it, numpy's of the bits."""
+    """The dtype of rows: torch's; without torch, numpy's of the bits."""
     dtype_name: str
     """The dtype's name in torch."""
 
@@ -62,7 +62,7 @@ class Served(NamedTuple):
 
 
 class AtHand(NamedTuple):
-    """Rows that are there at once, as `Fetched` ones may not be."""
+    """Rows that are available at once, in place of `Fetched`."""
 
     rows: Any
     is_from_device: bool = False
@@ -72,22 +72,22 @@ class AtHand(NamedTuple):
 
 
 class WorkerProcess(Talking):
-    """The talking thread of a worker."""
+    """The connection thread of a worker."""
 
     def __init__(self, me: Worker, served: Served, on_change: Callable[[str], None] = lambda _: None) -> None:
-        """`on_change` hears, in words, when it is let in, or main is gone."""
+        """`on_change` receives messages: that the worker is admitted, or has lost the coordinator."""
         super().__init__(me, on_change)
         self._served = served
         self._experts = {layer: held.experts for layer, held in served.alone.store.layers.items()}
         self._rows = RowFormat(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
         self._coming = set[Future[None]]()
-        """Asked for ahead, and not there yet."""
+        """Loads ahead that have not ended."""
         self._arithmetic: str | None = None
-        """What multiplies few rows: None until a coordinator has sent it."""
+        """The kernels for few rows; None until a coordinator has sent them."""
         self._welcomes = 0
         self._ended = 0.0
-        """When the last request was done: what waits for it before is not its own time."""
+        """The time when the last request was done: a request's own time begins after it."""
 
     @property
     def _part_bytes(self) -> int:
@@ -138,7 +138,7 @@ class WorkerProcess(Talking):
                 self._fetch(key)
 
     def _must_make_room(self, fields: dict[str, Any]) -> bool:
-        """Whether main sends longer messages than this connection receives."""
+        """Return whether the coordinator sends longer messages than this connection receives."""
         most = fields.get("rows")
         if type(most) is not int or most <= self._rows.most:
             return False
@@ -159,7 +159,7 @@ class WorkerProcess(Talking):
         self._on_change("joined the cluster")
 
     def _forget(self) -> None:
-        """The coordinator of the requests in flight has gone."""
+        """Drop the requests of the previous coordinator."""
         self._welcomes += 1
         for future in list(self._coming):
             future.cancel()
@@ -197,7 +197,7 @@ class WorkerProcess(Talking):
 
 
 def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) -> list[Any]:
-    """What is sent when all experts of a request are done."""
+    """Return the message for a request whose experts are all done."""
     try:
         return frames.done(request, times, [future.result() for future in futures])
     except Exception as error:
