@@ -1,1 +1,1 @@
-"""What a run was, what one will be, and how far both are from the hardware's limits."""
+"""The summary of a run, forecasts of runs, and comparisons with the hardware's limits and the library's results."""

@@ -1,10 +1,10 @@
-"""What a cluster would do for a model, before it is bought or built: `smoe cluster plan`, by simulation.
+"""Forecasts a cluster's speed for a model by simulation (`smoe cluster plan`), before it is bought or built.
 
-    main: the pieces of `smoe plan` -----------------------+
-    workers: measured, a profile's CPU, or like main ------+--> `simulator/cluster_forecast.py`, 1 .. N workers,
-    routing: a recorded run, or drawn ---------------------+    by each of `SCHEDULES`
+    coordinator: the times of `smoe plan` ----------------------+
+    workers: measured, a profile's CPU, or as the coordinator --+--> `simulator/cluster_forecast.py`, 1 .. N workers,
+    routing: a recorded run, or drawn --------------------------+    by each of `SCHEDULES`
 
-One sequence, decode steps alone. Not simulated: workers that fail, other work on the machines.
+It simulates the decode steps of one sequence, without failures of workers or other work on the machines.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ from smoe.simulator.synthetic import SAYS, TYPICAL, DrawnShape, synthesise
 from smoe.units import format_seconds
 
 WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
-"""The round trip to a worker without the wire's time, its threads' waking up included; of it what main does for each
-message, one after the other; and handing an expert from thread to thread at the worker, which main does not count as
-computing: measured on two cores (docs/log/cluster.md)."""
+"""Measured on two cores (docs/log/cluster.md): the round trip to a worker without transfer time but with the wake-up of
+threads; the coordinator's part of it for each message; and passing an expert between the worker's threads, which the
+coordinator does not count as computing."""
 ENOUGH = 0.05
-"""By less than this share of the best time more workers do not pay."""
+"""The share of the best time below which a gain by more workers does not count."""
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16
-"""Decode steps: what filled the slots, some that do not count, those that do."""
+"""The numbers of decode steps: those that fill the slots, warm-up steps that do not count, and counted ones."""
 _SHADOW_RECALL, _GATE_RECALL = {"int8": 0.995, "int4": 0.979, "int3": 0.964, "int2": 0.944}, 0.78
-"""Of experts named by a draft model, aligned at every token (docs/papers/od-moe.md), and by the next gate."""
+"""The recall of predictions by a draft model that is aligned at every token (docs/papers/od-moe.md), and by the next
+gate."""
 _SHADOW_SHARE = 0.5
-"""Of an expert's time, in half the bytes."""
+"""A draft model's time for an expert, as a share of the model's: it has half the bytes."""
 
 SCHEDULES = {
     "finish": "every expert where it finishes first",
     "cluster": "the same with a draft model: `preset` cluster",
     "round-robin": "workers in turn, with a draft model: `preset` od-moe",
 }
-"""A description of the forecast."""
+"""Descriptions of the schedules."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What lies between the machines."""
+    """The network between the machines: its rate, and the times of `WAY_SECONDS` and `MESSAGE_SECONDS`."""
 
     bytes_per_second: float
     way: float = WAY_SECONDS
@@ -72,16 +73,16 @@ class Network:
 
 @dataclass(frozen=True)
 class ClusterCase:
-    """So many workers, by one schedule."""
+    """The forecast for one number of workers and one schedule."""
 
     workers: int
     schedule: str
     """One of `SCHEDULES`."""
     seconds_per_token: float
     waits: TokenWaits
-    """Seconds of a token."""
+    """The parts of `seconds_per_token`."""
     loads_at_workers: float
-    """A token."""
+    """The number of loads per token at workers."""
     loads_at_main: float
 
     @property
@@ -94,7 +95,7 @@ class ClusterCase:
 
     @property
     def waits_for(self) -> str:
-        """What takes most of a token."""
+        """The part that takes most of a token's time."""
         return WORDS[max(TokenWaits._fields, key=self.waits._asdict().__getitem__)]
 
     def as_json(self) -> dict[str, Any]:
@@ -118,42 +119,43 @@ WORDS = {
     "loads": "loads at workers",
     "own_loads": "coordinator's loads",
 }
-"""`TokenWaits` for people."""
+"""The parts of `TokenWaits` in words."""
 
 
 @dataclass(frozen=True)
 class ClusterOutlook:
-    """What to expect."""
+    """The forecast for a cluster."""
 
     model: str
     alone: Case
-    """Main without workers."""
+    """The coordinator without workers."""
     main: MeasuredMain
     beside_shadow: MeasuredMain | None
-    """Main where it has a shadow, which leaves room for fewer experts; None: there is no room for a shadow."""
+    """The coordinator with a draft model, which leaves room for fewer experts; None: there is no room for a draft
+    model."""
     workers: list[MeasuredWorker]
     network: Network
     cases: list[ClusterCase]
     share_held: float
-    """Of the experts those that main and all workers have room for."""
+    """The share of the experts for which the coordinator and all workers together have room."""
     remarks: list[str]
 
     @property
     def schedules(self) -> list[str]:
-        """Those that main has room for."""
+        """The schedules for which the coordinator has room."""
         return list(dict.fromkeys(case.schedule for case in self.cases))
 
     def of(self, schedule: str) -> list[ClusterCase]:
-        """Ascending by workers."""
+        """Return the cases of a schedule, by ascending number of workers."""
         return [case for case in self.cases if case.schedule == schedule]
 
     def enough(self, schedule: str) -> int:
-        """The least number of workers that is within `ENOUGH` of the best; 0: main alone is."""
+        """Return the least number of workers whose time is within `ENOUGH` of the best; 0: the coordinator alone."""
         took = [self.alone.run.seconds_per_token, *(case.seconds_per_token for case in self.of(schedule))]
         return next(workers for workers, seconds in enumerate(took) if seconds <= (1 + ENOUGH) * min(took))
 
     def as_json(self) -> dict[str, Any]:
-        """What `smoe cluster plan --json` prints."""
+        """Return the output of `smoe cluster plan --json`."""
         return {
             "model": self.model,
             "alone_seconds_per_token": self.alone.run.seconds_per_token,
@@ -170,18 +172,18 @@ class ClusterOutlook:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to forecast."""
+    """The cluster to forecast."""
 
     workers: int
-    """Up to so many."""
+    """The most workers."""
     measured: Sequence[MeasuredWorker] = ()
-    """Those that there are; more than these are like the mean of them. Empty: there are none yet."""
+    """Existing workers; further ones are like their mean. Empty: there are none."""
     profile: DeviceProfile | None = None
-    """Of workers that there are not; None: as main."""
+    """The machine of workers that do not exist; None: as the coordinator."""
     worker_bytes: int = 0
-    """Of experts in each of these,"""
+    """Bytes of experts on each of these workers."""
     slots: int | None = None
-    """or so many of them."""
+    """The number of experts on each of these workers, in place of `worker_bytes`."""
 
 
 def cluster_outlook(
@@ -193,10 +195,9 @@ def cluster_outlook(
     revision: str | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> ClusterOutlook:
-    """Simulate all of it: some seconds; `tick` hears of each case. `config` is main's, whose presets cluster and od-moe
-    say how its shadows are to be; `trace`: a recorded run of the model, None: one is drawn. Raises `ConfigError` where
-    a rate is not known, `BudgetError` where main or a worker has too little memory, `TraceError` where the trace is of
-    another model."""
+    """Simulate all cases, which takes some seconds; `tick` is called after each. `config`: the coordinator's. `trace`:
+    a recorded run of the model; None: a drawn one. Raises `ConfigError` for an unknown rate, `BudgetError` where a
+    machine has too little memory, `TraceError` for a trace of another model."""
     config, shadows = of_one_machine(config)
     survey = survey_of(model, config, revision)
     if survey.subject is None:
@@ -230,7 +231,7 @@ def cluster_outlook(
     for count in range(1, len(workers) + 1):
         run = partial(foretell, workers=workers[:count], port=port, before=before, everything=keys)
         found = [run(tokens, main, placement="finish")] + [run(by_gate, main, placement="finish")] * guesses
-        cases.append(_case(count, "finish", min(found, key=_seconds)))  # a guess that costs is switched off
+        cases.append(_case(count, "finish", min(found, key=_seconds)))  # prefetching that costs time is switched off
         if shadowed is not None:
             early = replace(shadow, is_early=True)
             cases.append(_case(count, "cluster", run(named["cluster"], shadowed, placement="finish", shadow=early)))
@@ -243,7 +244,7 @@ def cluster_outlook(
 
 
 def _remarks(wanted: Wanted, network: Network, trace: Sequence[Routing] | None) -> list[str]:
-    """What the figures hang on."""
+    """Return the assumptions of the figures."""
     found = [] if trace is not None else [SAYS]
     if not wanted.measured:
         found.append(
@@ -261,8 +262,8 @@ def _workers(
     network: Network,
     row_bytes: int,
 ) -> Iterator[MeasuredWorker]:
-    """As many as are wanted; of a way that was measured main's part is taken out, which is simulated. Raises
-    `BudgetError` for memory that is too little for a worker."""
+    """Yield as many workers as requested. The coordinator's part of a measured round trip is subtracted, because it is
+    simulated. Raises `BudgetError` for a worker with too little memory."""
     mine = 2 * network.message + 2 * row_bytes / network.bytes_per_second
     known = [
         replace(each, hop=max(0.0, each.hop - mine), expert=each.expert + HANDING_SECONDS)
@@ -286,7 +287,7 @@ def _workers(
 
 
 def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
-    """Seconds of (a load, an expert): workers compute on their CPUs, and read from their disks."""
+    """Return seconds of (a load, an expert) on a worker: it computes on its CPU and reads from its disk."""
     times = times_for(machine, work)
     if not machine.has_link:
         return times.load, times.expert(1) * times.alone
@@ -303,7 +304,7 @@ def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
 
 
 def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[DecodedToken], list[ExpertKey]]:
-    """(the last tokens, all that was used before them)."""
+    """Return (the last tokens, all experts used before them). Raises `TraceError` for a trace of another model."""
     if trace is None:
         trace = synthesise(DrawnShape(work.experts, work.top_k, work.layers, _BEFORE + _WARM_UP + _STEPS), TYPICAL)
     tokens = decoded_tokens(trace)

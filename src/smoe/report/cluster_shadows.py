@@ -1,4 +1,4 @@
-"""The shadows of a planned cluster: what they take of main's memory, and what is left for experts."""
+"""The draft models of a planned cluster: what they take of the coordinator's memory, and what is left for experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from smoe.units import format_bytes
 
 
 def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
-    """(main's without what makes it a cluster's, the precision of each schedule's shadow). Raises `ConfigError`."""
+    """Return (the coordinator's settings without those of a cluster, the precision of each schedule's draft model).
+    Raises `ConfigError`."""
     if config.cluster is not None:
         raise ConfigError(
             f"`cluster` {config.cluster} is for a run; to plan with its measured workers, give `name`",
@@ -42,8 +43,8 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
 def beside_shadows(
     model: str, survey: Survey, config: EngineConfig, shadows: Mapping[str, str], revision: str | None
 ) -> tuple[Ledger | None, list[str]]:
-    """(the coordinator's budget with the draft model of preset cluster, None where that has no room; what to say of
-    each schedule's shadow)."""
+    """Return (the coordinator's budget with the draft model of preset cluster, None where that has no room; a remark
+    about each schedule's draft model)."""
     ledgers, remarks = dict[str, Ledger | None](), []
     for schedule, precision in shadows.items():
         what = f"{schedule} with a draft model in {precision} on the coordinator"
@@ -63,7 +64,8 @@ def beside_shadows(
 
 
 def _beside(survey: Survey, config: EngineConfig, shadow_bytes: int) -> Ledger:
-    """Main's budget with a shadow: as asked, or as much more as there is. Raises `BudgetError`."""
+    """Return the coordinator's budget with a draft model: as requested, or as large as memory allows. Raises
+    `BudgetError`."""
     demand = replace(survey.ledger.demand, shadow_bytes=shadow_bytes)
     if config.memory_bytes is not None or survey.is_emulated:
         return allocate(survey.ledger.budget_bytes, demand)

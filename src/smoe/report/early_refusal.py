@@ -1,4 +1,4 @@
-"""A budget that cannot hold a model, refused before the libraries that would load it are imported."""
+"""Refuses a budget that cannot hold a model, before the libraries that would load it are imported."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from smoe.policy.registry import EXPERT_MLP, SHADOW
 
 
 def refuse_early(model: str, config: EngineConfig) -> None:
-    """Raise `BudgetError` where a model that is here cannot be held, as loading it would. What else a configuration
-    asks for (workers, copies in fewer bits), and a family that only the library knows, is left to that.
+    """Raise `BudgetError` where a local model does not fit its budget, as loading it would. Other settings that need
+    memory (workers, low copies), and families that only the library knows, are left to loading.
 
-    Where the budget is enough, files are not looked at.
+    Where the budget is sufficient, weight files are not read.
     """
     device, place = planned_device(config), local_place(model)
     asks_for_more = config.cluster is not None or config.has_low or config.precision != "auto"
-    asks_for_more |= config.prefetch in (SHADOW, EXPERT_MLP)  # they take a part of the budget themselves
+    asks_for_more |= config.prefetch in (SHADOW, EXPERT_MLP)  # these take a part of the budget
     if config.memory_bytes is None or asks_for_more or place is None:
         return
     if device != CPU or config.device == EMULATED:

@@ -1,10 +1,9 @@
-"""What a budget buys, forecast from a model's config.json: the table of `smoe plan`.
+"""Forecasts what a memory budget achieves, from a model's config.json: the table of `smoe plan`.
 
-Two kinds of routing bound what a run will do. *Uniform*: every expert is equally likely, so a cache hits as often as
-its share of the experts says; bytes are moved and computed one after the other. *Typical*: experts repeat themselves as
-in recorded texts (`TYPICAL_HITS`), and moving bytes hides behind computing. A run lies between the two, or is held up
-by something that is not counted here. For an emulated device the rates are those of the profile,
-with every expert in its host tier.
+Two kinds of routing bound a run's speed. *Uniform*: every expert is equally likely, so the hit ratio equals the share
+of resident experts; loads and computing do not overlap. *Typical*: experts repeat as in recorded texts
+(`TYPICAL_HITS`), and loads overlap with computing. A run is between the two, or is limited by something that is not
+modelled. For an emulated device the rates are those of the profile, with every expert in its host tier.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from smoe.report.remarks import moved_per_token, of_earlier_runs, of_machine
 from smoe.units import identifier
 
 TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72), (0.6, 0.88), (1.0, 1.0))
-"""(share of the experts in memory, share of a token's experts found there) with the default eviction: means over the
-four recorded texts of docs/evictions.md."""
+"""(share of resident experts, hit ratio) with the default eviction: means over the four recorded texts of
+docs/evictions.md."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
-"""Budgets between the smallest and the full one that the table shows, by share of experts in memory."""
+"""Budgets in the table between the smallest and the full one, by share of resident experts."""
 _WITHOUT_LOW = "speeds are without low copies: their gain depends on which experts are missing, and on their importance"
 _ESTIMATE = (
     "from config.json only: once its files are on this machine, slots may be 4 KiB smaller, and reading may need "
@@ -62,30 +61,32 @@ _ESTIMATE = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of routing makes a token move, and the time that this takes at least."""
+    """The bytes that one kind of routing moves per token, and the least time that this takes."""
 
     step: StepBytes
     floor: Floor | None
 
     @property
     def bytes_per_token(self) -> float:
-        """What a token has to bring in: from the disk, or over the link alone where experts wait in a host tier."""
+        """The bytes of experts per token that are read from disk, or copied over the link where experts are in a host
+        tier."""
         return self.step.disk or self.step.link
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One budget and what it buys."""
+    """One budget and its forecast."""
 
     ledger: Ledger
     uniform: Traffic
     typical: Traffic
     layers_seconds: float
-    """What all layers of a token take in addition to moving bytes."""
+    """Seconds of all layers of a token in addition to moving bytes."""
 
     @property
     def tokens_per_second(self) -> tuple[float, float] | None:
-        """From uniform routing without any overlap to typical routing with perfect overlap; None without a rate."""
+        """(lowest, highest): uniform routing without overlap, and typical routing with perfect overlap; None without a
+        rate."""
         low, high = self.uniform.floor, self.typical.floor
         if low is None or high is None:
             return None
@@ -102,12 +103,12 @@ class Recommendation:
     choice: Choice
     free_bytes: int
     source: str
-    """Where the figure of free memory comes from."""
+    """The source of `free_bytes`."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A model, a budget, and the alternatives."""
+    """A model, a budget, and its alternatives."""
 
     model: str
     spec: ModelSpec
@@ -115,25 +116,25 @@ class Forecast:
     reason: str
     chosen: Choice
     choices: list[Choice]
-    """Ascending by budget, the chosen one among them."""
+    """The budgets in ascending order, including the chosen one."""
     rates: Rates
     is_emulated: bool
-    """For an emulated device: rates of its profile, experts from its host tier."""
+    """Whether rates are those of an emulated device's profile, with experts in its host tier."""
     recommendation: Recommendation | None
     """None where the machine has too little memory for the model."""
     remarks: list[str]
     beside_budget: dict[str, int]
-    """What the process takes outside the budget, at most, by name; empty where the budget is a GPU's memory."""
+    """The most bytes of the process outside the budget, by name; empty where the budget is a GPU's memory."""
     outlook: Outlook | None
-    """By simulation; None without a rate at which experts come in."""
+    """The simulated forecast; None without a rate of loading experts."""
 
     @property
     def moved(self) -> str:
-        """What the bytes of a token's missing experts are called where they go."""
+        """The name of the bytes of a token's missing experts."""
         return moved_per_token(self.is_emulated)
 
     def as_json(self) -> dict[str, Any]:
-        """What `smoe plan --json` prints."""
+        """Return the output of `smoe plan --json`."""
         spec, ledger, floor = self.spec, self.ledger, self.chosen.uniform.floor
         return {
             "model": self.model,
@@ -187,26 +188,25 @@ class Survey(NamedTuple):
     ledger: Ledger
     reason: str
     outside: dict[str, int]
-    """What a process takes outside the budget, by name."""
+    """Bytes of the process outside the budget, by name."""
     rates: Rates
     device: AnyDevice
     is_emulated: bool
     is_estimate: bool
-    """From the configuration alone, though the model's own files say it exactly."""
+    """Whether sizes come from the configuration only, where the model's files would have exact ones."""
     remarks: list[str]
     subject: Subject | None
-    """None without a rate at which experts come in."""
+    """The input of simulations; None without a rate of loading experts."""
 
 
 def foretell(model: str, config: EngineConfig, revision: str | None = None) -> Case | None:
-    """What `forecast` says of the settings asked for alone; None without a rate at which experts come in."""
+    """Return the simulated case of the given settings only; None without a rate of loading experts."""
     survey = survey_of(model, config, revision)
     return None if survey.subject is None else survey.subject.case(survey.ledger)[0]
 
 
 def forecast(model: str, config: EngineConfig, revision: str | None = None) -> Forecast:
-    """Read the config, and of weights that are here the headers; divide the budget, and put a floor under the time per
-    token."""
+    """Read the config and, if present, the headers of the weights; divide the budget, and forecast the speed."""
     survey = survey_of(model, config, revision)
     spec, ledger, device, is_emulated = survey.spec, survey.ledger, survey.device, survey.is_emulated
     choose = functools.partial(_choice, spec, rates=survey.rates, device=device, is_emulated=is_emulated)
@@ -230,7 +230,8 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
 
 
 def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
-    """Read the config, divide the budget, get to know the machine. Raises `ConfigError` for what is not simulated."""
+    """Read the config, divide the budget, determine the machine's rates. Raises `ConfigError` for settings that cannot
+    be simulated."""
     device = device_for(config)
     if config.cluster is not None or config.placement is not None:
         preset = preset_of(config)
@@ -291,7 +292,7 @@ def _decided(
     device: AnyDevice,
     resident_share_with: Callable[[int], float],
 ) -> tuple[EngineConfig, int, list[str], tuple[str, ...]]:
-    """(the configuration as a run would have it, the bytes of what was learned for it, what decided, what is
+    """Return (the configuration of a run, the bytes of what was learned for it, the reasons for its settings, what is
     missing)."""
     if not checkpoint.has_weights():
         return config, expected_bytes(config, spec), [], ()
@@ -304,7 +305,7 @@ def _decided(
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:
-    """The smallest budget, some shares of the experts, and all of them."""
+    """Return the smallest budget, budgets for some shares of the experts, and the full one."""
     demand = chosen.demand
     least, full = minimum_bytes(demand), full_bytes(demand)
     sizes = {least, full}
@@ -316,7 +317,8 @@ def _alternatives(chosen: Ledger) -> list[Ledger]:
 
 
 def _recommend(demand: Demand, device: AnyDevice, foretell: Callable[[Ledger], Choice]) -> Recommendation | None:
-    """As much as is free less a margin, and never more than the whole model; in a round number."""
+    """Return the recommended budget: the free memory less a margin, at most the whole model, rounded; None where the
+    model does not fit."""
     free, source = free_device_bytes(device)
     room, full = less_margin(free), round_up(full_bytes(demand))
     budget = full if full <= room else round_down(room)
@@ -326,12 +328,12 @@ def _recommend(demand: Demand, device: AnyDevice, foretell: Callable[[Ledger], C
 
 
 def round_down(nbytes: int) -> int:
-    """The largest size that is not above it and that people would type: whole units, quarters below four of them."""
+    """Return the largest round size that is not above `nbytes`: whole units, or quarters below four units."""
     return nbytes // _step(nbytes) * _step(nbytes)
 
 
 def round_up(nbytes: int) -> int:
-    """The smallest such size that is not below it."""
+    """Return the smallest round size that is not below `nbytes`."""
     return -(-nbytes // _step(nbytes)) * _step(nbytes)
 
 
@@ -341,7 +343,7 @@ def _step(nbytes: int) -> int:
 
 
 def typical_hit_ratio(resident_share: float) -> float:
-    """`TYPICAL_HITS`, with straight lines between the points."""
+    """Return the hit ratio by linear interpolation of `TYPICAL_HITS`."""
     for (low, at_low), (high, at_high) in itertools.pairwise(TYPICAL_HITS):
         if resident_share <= high:
             return at_low + (at_high - at_low) * (resident_share - low) / (high - low)

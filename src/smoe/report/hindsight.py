@@ -1,4 +1,4 @@
-"""Forecast beside measurement, for a run that has just ended; what it has shown is kept for the next forecast."""
+"""Compares a finished run with its forecast, and stores what the run has measured for the next forecast."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ from smoe.simulator.skewness import skew_of
 from smoe.simulator.synthetic import TYPICAL, DrawnShape
 
 _LONGEST_PROMPT = 512
-"""That is simulated; beyond it a prompt's time grows with its length."""
+"""The longest prompt that is simulated; for a longer one the time is scaled by its length."""
 _LONGEST_LOOK = 64
-"""Decode steps of a trace that is compared with a run."""
+"""The most decode steps of a trace that is compared with a run."""
 _CPU = torch.device("cpu")
 
 
 class Foretold(NamedTuple):
-    """What `smoe plan` would have said of a run, from what was known before it."""
+    """The forecast that `smoe plan` would have made for a run, from what was known before it."""
 
     seconds_per_token: float
     ttft_seconds: float
     is_calibrated: bool
-    """By an earlier run of this model on this machine, not by the machine's rates alone."""
+    """Whether earlier runs of this model on this machine were used, not only the machine's rates."""
 
 
 def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
-    """Not several sequences, a cluster, a shadow, a device other than the CPU, a run of few steps."""
+    """Return whether a run is forecast: not several sequences, a cluster, a draft model, another device than the CPU,
+    or too few steps."""
     engine: Engine = model.offload  # type: ignore[assignment]
     is_elsewhere = model.device.type != "cpu" or engine.pacing.is_emulated or engine.config.cluster is not None
     is_elsewhere = is_elsewhere or engine.config.prefetch == SHADOW  # which computes beside the model
@@ -55,11 +56,11 @@ def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
 
 
 def look_back(model: PreTrainedModel, generation: Generation, place: Path, layers: PromptLayers) -> Foretold | None:
-    """Forecast a run that has just ended, then learn from it for the next one.
+    """Forecast a finished run, then store what it has measured for the next one.
 
-    `place` holds the model; `layers` have seen the run. Takes a second or two, and one more to look at a disk that no
-    run has shown. None for what is not forecast: several sequences, a cluster, a shadow, a device other than the CPU, a
-    run of fewer than `LEAST_STEPS` steps after the first or interrupted before them.
+    `place`: the model's path; `layers` has observed the run. Takes a second or two, and one more to measure an unknown
+    disk. None for a run that is not forecast: several sequences, a cluster, a draft model, another device than the CPU,
+    or at most `LEAST_STEPS` decode steps after the first.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     if not _is_forecast(model, generation):
@@ -75,13 +76,13 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
     found = Foretold(run.seconds_per_token, first, pace.layer is not None)
     shown = shown_by(engine, generation.later_counters, generation.prompt_tokens)
     shown = shown.after(_prompt_shown(generation, run, pace, layers))
-    with suppress(OSError):  # nothing depends on it
+    with suppress(OSError):  # the result does not depend on it
         remember(place, spec.precision, is_direct, shown, _beside(generation, found))
     return found
 
 
 def _beside(generation: Generation, found: Foretold) -> LastRun | None:
-    """A run beside its forecast."""
+    """Compare a run with its forecast."""
     per_token, first_token = generation.later_seconds_per_token, generation.ttft_seconds
     if not per_token or not first_token:
         return None
@@ -89,14 +90,14 @@ def _beside(generation: Generation, found: Foretold) -> LastRun | None:
 
 
 def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
-    """What was counted in decode steps of one sequence says of the pieces, and of the routing; nothing where these are
-    too few."""
+    """Return what the counters of decode steps of one sequence show about times and routing; nothing for too few
+    steps."""
     pace = measured_pace(decode, len(engine.store.layers), engine.store.expert_bytes)
     return pace if pace == UNKNOWN else replace(pace, skew=_skew_shown(engine, decode, prompt_tokens))
 
 
 def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float | None:
-    """None where what was wanted did not hang on the routers alone, or what stayed not on what was wanted."""
+    """Return the skew of the routing; None where experts or residents did not depend on the routers alone."""
     config, ledger, of_layers = engine.config, engine.ledger, engine.store.layers
     if config.alpha > 0 or config.has_low or config.prices_answers or config.eviction == LEARNED:
         return None
@@ -114,10 +115,10 @@ def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float |
 def _simulated(
     engine: Engine, spec: ModelSpec, place: Path, pace: Pace, prompt_tokens: int, is_direct: bool
 ) -> Simulated | None:
-    rates = quick_rates(_CPU, engine.slot_memory)  # what is allocated for it would be beside the budget
+    rates = quick_rates(_CPU, engine.slot_memory)  # measured on the slots: other memory would exceed the budget
     if is_direct and pace.load is None:
         rates = replace(rates, disk=measure_reads(engine.store, READING_SECONDS))
-    elif rates.disk is None:  # nobody asks for it: loads are copies, or known
+    elif rates.disk is None:  # not used: loads are copies, or their time is known
         rates = replace(rates, disk=rates.memory)
     machine = machine_for(rates, _CPU, None, is_direct, spec)
     if machine is None:
@@ -137,7 +138,8 @@ def _simulated(
 
 
 def _prompt_shown(generation: Generation, run: Simulated, pace: Pace, layers: PromptLayers) -> Pace:
-    """What a prompt says that was read in one pass, a process's first, and is no longer than what is simulated."""
+    """Return what a prompt shows that was read in the first pass of a process and is not longer than what is
+    simulated."""
     measured, warm = generation.counters - generation.decode_counters, layers.warm_seconds
     tokens = generation.prompt_tokens - generation.reused_tokens
     if warm is None or measured.forward_passes != 1 or tokens > _LONGEST_PROMPT:

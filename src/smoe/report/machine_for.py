@@ -1,4 +1,4 @@
-"""The machine that a forecast is made for: a profile that was named, or this one, by rates measured in a second."""
+"""The machine of a forecast: a named profile, or this machine with quickly measured rates."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from smoe.policy.budget import Ledger
 from smoe.report.pace import UNKNOWN, Pace, pace_of
 
 READING_SECONDS = 1.0
-"""Of a model's own experts, to know the disk by."""
+"""Seconds of reading the model's own experts, to measure the disk."""
 _COPIED = 6
-"""How much slower than a read of memory a copy from the page cache is, by the kernel and with a call for each."""
+"""How many times slower than reading memory a copy from the page cache is, with one system call for each."""
 _COPY_SECONDS = 30e-6
-"""Of such a call, and of handing the copy over."""
+"""Seconds of such a system call and of passing on the copy."""
 
 
 def rates_for(
     device: AnyDevice, expert_bytes: int, profile: DeviceProfile | None, store: ExpertStore | None = None
 ) -> Rates:
-    """The profile's, else what `smoe doctor` has measured, else a quick look; of a disk that holds the model's files
-    (`store`, where they are read past the page cache), what it gives of these."""
+    """Return the rates of the profile, or those of `smoe doctor`, or quickly measured ones. For a disk with the model's
+    files (`store`, where they are read past the page cache) the rate of reading these."""
     if profile is not None:
         return emulated_rates(profile)
     if load_profile() is None and device.type == "cpu":
@@ -48,13 +48,13 @@ def rates_for(
 
 
 def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: AnyDevice) -> bool:
-    """Whether loads are reads of the disk; where RAM outside the budget holds the whole model, they are copies from the
+    """Return whether loads read the disk. Where RAM outside the budget holds the whole model, they are copies from the
     page cache."""
     return reads_directly(config, spec.experts_bytes, free_device_bytes(device)[0] - ledger.budget_bytes)
 
 
 def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:
-    """The places of the experts on this machine's disk; None where they are not here, or have to be packed first."""
+    """Return the places of the experts on this machine's disk; None where they are missing or must be packed first."""
     if not checkpoint.has_weights():
         return None
     try:
@@ -66,7 +66,7 @@ def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> Exper
 def machine_for(
     rates: Rates, device: AnyDevice, profile: DeviceProfile | None, is_direct: bool, spec: ModelSpec
 ) -> DeviceProfile | None:
-    """The profile named, else this machine; None where the rate of loading experts is unknown."""
+    """Return the named profile, or this machine; None where the rate of loading experts is unknown."""
     machine = this_machine(rates, device, spec.expert_bytes) if profile is None else profile
     if machine is None or profile is not None or device.type != "cpu":
         return machine
@@ -82,7 +82,7 @@ def machine_for(
 
 
 def pace_for(checkpoint: Described, device: AnyDevice, is_direct: bool, is_emulated: bool, precision: str) -> Pace:
-    """What earlier runs of the model have shown: on a CPU, whose clock is the run's own."""
+    """Return what earlier runs of the model have measured; only on a CPU that is not emulated."""
     if device.type != "cpu" or is_emulated:
         return UNKNOWN
     return pace_of(checkpoint.place, precision, is_direct)

@@ -1,10 +1,10 @@
-"""A simulated run: the engine's own plans on a virtual clock, on a machine known by its rates.
+"""Simulates a run: the engine's own plans on a virtual clock, on a machine described by its rates.
 
     spec (sizes) + profile (rates) -> StepTimes --+
-    habits of recorded runs -> synthetic trace ---+-> virtual clock, policies of the configuration -> TTFT, time a token
+    habits of recorded runs -> synthetic trace ---+-> virtual clock, policies of the configuration -> TTFT, TPOT
 
-Simulated are at most `MOST_LAYERS` layers with their share of the slots, after a prompt that fills the cache; times are
-then those of all layers. One sequence.
+At most `MOST_LAYERS` layers are simulated, with their share of the slots, after a prompt that fills the cache; times
+are then scaled to all layers. There is one sequence.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ from smoe.simulator.synthetic import TYPICAL, DrawnShape, Habits, synthesise
 from smoe.simulator.virtual_clock import StepTimes, Timed, VirtualClock
 
 PROMPT_TOKENS = 128
-"""Of the prompt that the TTFT is given for: the papers' longer one."""
+"""The length of the prompt for which the TTFT is stated: the papers' longer one."""
 _WARM_UP, _STEPS = 16, 32
-"""Decode steps that are simulated: first some that do not count, then those that do."""
+"""The numbers of simulated decode steps: warm-up steps that do not count, then counted ones."""
 COMPARED_STEPS = 16
-"""Of those that count, so many are enough to compare budgets and presets: their speeds differ by 1 % in the
-mean, and 7 at most, from those of all."""
+"""The number of counted steps for comparisons of budgets and presets: speeds differ from those of all steps by 1 % in
+the mean, and 7 % at most."""
 _LOOK_STEPS = 8
-"""The last steps that do not count show how much is read, which says how much slower other work is meanwhile."""
+"""The number of last warm-up steps that measure the share of reading, which slows other work."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
-"""With a device, which waits for it: our own Python in every layer (docs/log/forecasts.md). On a CPU `layer_seconds`
-has it."""
+"""Seconds of our Python code in each layer with a device, which waits for it (docs/log/forecasts.md). On a CPU
+`layer_seconds` includes it."""
 _PROMPT_EXPERT_SECONDS = 60e-6
-"""On a CPU, more than in decode: an expert of a prompt is some of the library's products. A guess, not measured."""
+"""Additional seconds for an expert of a prompt on a CPU, which needs several of the library's products. A guess, not
+measured."""
 _UNPACKING = 1.25
-"""By how much fewer of their bytes a second quantised experts are computed than bf16 ones, on a CPU."""
+"""How many times fewer bytes per second are computed of quantized experts than of bf16 ones, on a CPU."""
 _RECALL = {
     "next-gate": 0.78,
     STACKED_GATES: 0.78,
@@ -64,37 +65,37 @@ _RECALL = {
     "affinity": 0.53,
     "expert-mlp": 0.65,
 }
-"""How often each predictor names an expert that the next layer wants: on the embedded model and unseen stories
-(docs/log/forecasts.md), the look-ahead as SMoE has it (section VI-C)."""
+"""The recall of each predictor for the next layer's experts: on the embedded model and unseen stories
+(docs/log/forecasts.md); look-ahead: from SMoE (section VI-C)."""
 _IN_CHUNKS = 1.2
-"""How much longer an expert that is prefetched takes from a disk than one read at once (`memory/disk.py`)."""
+"""How many times longer a prefetched expert takes from a disk than one read at once (`memory/disk.py`)."""
 _LEAST_READING = 0.05
-"""Share of the time beyond which reads are felt by those who compute."""
+"""The share of reading time beyond which reads slow down computing."""
 _HOST_TIER_SHARE = 0.8
-"""Of a machine's RAM, at most what the host tier gets."""
+"""The largest share of a machine's RAM for the host tier."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a model asks of a machine: the sizes of its parts."""
+    """The sizes of a model's parts, which determine its times on a machine."""
 
     layers: int
-    """L, with routed experts."""
+    """L, the layers with routed experts."""
     experts: int
-    """E"""
+    """E, the experts of a layer."""
     top_k: int
-    """K"""
+    """K, the experts chosen for a token."""
     expert_bytes: int
-    """As stored."""
+    """Bytes of an expert as stored."""
     plain_bytes: int
-    """The same expert with two bytes an element: twice its elements, and the operations for a token."""
+    """Bytes of the expert with two bytes an element; also the number of operations for a token."""
     low_bytes: int
-    """Of a low copy; 0: there are none."""
+    """Bytes of a low copy; 0: there are none."""
     experts_bytes: int
     layer_bytes: float
-    """Non-expert weights, for each layer with experts."""
+    """Bytes of non-expert weights for each layer with experts."""
     decoder_layers: float
-    """Decoder layers for each layer with experts: 1 or a little more."""
+    """Decoder layers for each layer with experts: 1 or slightly more."""
 
     @property
     def is_quantised(self) -> bool:
@@ -102,8 +103,8 @@ class Work:
 
 
 def work_of(spec: ModelSpec, dense_bytes: int) -> Work:
-    """Of a model by its configuration; `dense_bytes` are what a step reads in addition to the experts. Where layers
-    differ, the largest stands for all."""
+    """Return the sizes of a model by its configuration; `dense_bytes`: bytes that a step reads in addition to the
+    experts. Where layers differ, the largest is used for all."""
     layers = len(spec.sites)
     elements = max(sum(_elements(part.shape) for part in site.parts) for site in spec.sites)
     return Work(
@@ -133,10 +134,10 @@ def times_for(
     faster_reads: float = 1.0,
     pace: Pace = UNKNOWN,
 ) -> StepTimes:
-    """Seconds of the pieces of work, by the machine's rates as far as no run has shown them (`pace`).
+    """Return the seconds of the parts of a step, from the machine's rates or, where known, from earlier runs (`pace`).
 
-    `host_bytes`: of the host tier, None: the usual share of the machine's RAM; what does not fit there comes from the
-    disk first. `faster_reads`: how much faster than the machine's disk and link.
+    `host_bytes`: the size of the host tier (None: the usual share of the machine's RAM); other experts come from the
+    disk first. `faster_reads`: a factor for the machine's disk and link.
     """
     in_host = _share_in_host(machine, work, host_bytes)
     slower = _UNPACKING if work.is_quantised else 1.0
@@ -185,7 +186,7 @@ def times_for(
 
 
 def _share_in_host(machine: DeviceProfile, work: Work, host_bytes: int | None) -> float:
-    """Of the experts, those that a load finds in the host tier; all, where there is no such tier to go through."""
+    """Return the share of the experts that a load finds in the host tier; 1 where there is no such tier."""
     if not machine.has_link:
         return 1.0
     if host_bytes is None and machine.host_memory_bytes is None:
@@ -196,17 +197,17 @@ def _share_in_host(machine: DeviceProfile, work: Work, host_bytes: int | None) -
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run that was not made."""
+    """The result of a simulated run."""
 
     seconds_per_token: float
     ttft_seconds: float
-    """Of the scene's prompt, into an empty cache."""
+    """Seconds to the first token of the scene's prompt, with an empty cache."""
     parts: dict[str, float]
-    """What a token's seconds go to, by name; they add up."""
+    """The parts of a token's seconds by name; they add up."""
     prefill_parts: dict[str, float]
-    """What a prompt's seconds would go to, one after the other: they overlap."""
+    """The parts of a prompt's seconds by name; in reality they overlap."""
     pieces: dict[str, float]
-    """Seconds of one load, one expert of one token in the mean, one layer without its experts, and of deciding in one
+    """Seconds of one load, one expert for one token on average, one layer without experts, and planning in one
     layer."""
     hit_ratio: float
     prefetches: bool
@@ -217,7 +218,7 @@ class Simulated:
 
     @property
     def bound_by(self) -> str:
-        """What takes most of a token's time."""
+        """The part that takes most of a token's time."""
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
@@ -227,28 +228,28 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Scene:
-    """All that a simulation needs but the habits: a model on a machine, in a budget, with some settings."""
+    """The input of a simulation except the habits: a model on a machine, in a budget, with settings."""
 
     work: Work
     machine: DeviceProfile
     ledger: Ledger
     config: EngineConfig
-    """Without gaps (`load/known.py`)."""
+    """The settings without open choices (`load/known.py`)."""
     predictor: str
-    """`load/assembly.py`, `predictor_name`."""
+    """The predictor in decode (`predictor_name` in `load/assembly.py`)."""
     prices: PriceTable | None = None
-    """Where misses are answered within a budget."""
+    """The quality costs, where misses are resolved within a budget."""
     faster_reads: float = 1.0
     pace: Pace = UNKNOWN
-    """What earlier runs of this model have shown."""
+    """What earlier runs of this model have measured."""
     prompt_tokens: int = PROMPT_TOKENS
     most_steps: int | None = None
-    """Of decoding, that count; None: the usual number."""
+    """The most counted decode steps; None: the usual number."""
 
 
 def settled(scene: Scene) -> tuple[Scene, Simulated]:
-    """Without a prefetch that does not pay, where the engine would find that out; and simulated with typical
-    routing."""
+    """Return the scene and its simulation with typical routing, without a prefetch that does not pay where the engine
+    would notice that."""
     as_it_is = scene, simulate(scene, TYPICAL)
     if scene.predictor == "none" or scene.config.prefetch != "auto":
         return as_it_is
@@ -257,7 +258,7 @@ def settled(scene: Scene) -> tuple[Scene, Simulated]:
 
 
 def simulate(scene: Scene, habits: Habits) -> Simulated:
-    """A prompt and some decode steps."""
+    """Simulate a prompt and some decode steps."""
     work, config = scene.work, scene.config
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     layers = min(work.layers, MOST_LAYERS)
@@ -289,8 +290,8 @@ def simulate(scene: Scene, habits: Habits) -> Simulated:
 
 
 def prompt_seconds(scene: Scene, tokens: int) -> float:
-    """Of a prompt so long that its tokens choose all experts, into an empty cache: the first piece reads all of them,
-    each further piece those that have no slot, and reads overlap with computing."""
+    """Return the seconds of a prompt that is so long that its tokens choose all experts, with an empty cache. The first
+    piece reads all experts, later pieces those without a slot, and reads overlap with computing."""
     work, config = scene.work, scene.config
     times = times_for(scene.machine, work, config.host_memory_bytes, scene.faster_reads, scene.pace)
     missing = max(0.0, work.experts - scene.ledger.cache_slots / work.layers)
@@ -304,8 +305,8 @@ def prompt_seconds(scene: Scene, tokens: int) -> float:
 
 
 def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: int) -> tuple[Timed, Timed, StepTimes]:
-    """(what became of all, of what only fills the cache, the times of the steps that count): so many steps count, and
-    on a CPU their layers are as slow as the reads of the last steps before make them."""
+    """Return (the result of all steps, the result before the counted ones, the times of the counted ones). On a CPU,
+    layers are slowed by the reads of the last warm-up steps."""
     clock, trace = _clock(scene, times, layers, drawn), drawn.trace
     looked = layers * (1 + max(0, _WARM_UP - _LOOK_STEPS))
     begin = layers * (1 + _WARM_UP)
@@ -324,13 +325,14 @@ def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: in
 
 
 def _reading(timed: Timed, before: Timed) -> float:
-    """The share of the time since `before` in which experts are read."""
+    """Return the share of the time since `before` in which experts are read."""
     seconds = sum(timed.step_seconds[len(before.step_seconds) :])
     return (timed.link_seconds - before.link_seconds) / seconds
 
 
 def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
-    """Decode steps during reads for such a share of the time; a prompt's few large products suffer less."""
+    """Return times with decode steps slowed by reads for this share of the time; a prompt's few large products suffer
+    less."""
     if reading <= _LEAST_READING:
         return times
     slower = crowded(reading)
@@ -338,7 +340,7 @@ def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
 
 
 class Drawn(NamedTuple):
-    """A simulated run: the same for every budget."""
+    """The parameters of a drawn trace, the same for every budget."""
 
     shape: DrawnShape
     habits: Habits
@@ -348,7 +350,7 @@ class Drawn(NamedTuple):
         return _synthesised(self.shape, self.habits)
 
     def guesses(self, recall: float) -> dict[int, list[int]]:
-        """What a router names that is right so often, by the numbers of decode steps' routings."""
+        """Return predictions with the given recall, by the numbers of decode steps' routings."""
         return _guessed(self.shape, self.habits, recall)
 
 
@@ -363,7 +365,7 @@ def _guessed(shape: DrawnShape, habits: Habits, recall: float) -> dict[int, list
 
 
 def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> VirtualClock:
-    """The engine's policies over a share of the slots."""
+    """Return a virtual clock with the engine's policies and a share of the slots."""
     work, config, share = scene.work, scene.config, layers / scene.work.layers
     slots = max(work.top_k, round(share * scene.ledger.cache_slots))
     low_slots = max(work.top_k, round(share * scene.ledger.low_slots)) if scene.ledger.low_slots else 0
@@ -385,7 +387,7 @@ def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> Virtual
 
 
 def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
-    """Who guesses: right as often as the one that is named, or, naming everything, always."""
+    """Return a predictor whose recall is that of the configured one."""
     name, config, trace = scene.predictor, scene.config, drawn.trace
     if name == "none":
         return None
@@ -403,7 +405,8 @@ def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
 
 
 def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, times: StepTimes) -> Answering | None:
-    """As `load/assembly.py` makes it, with the prices of as many layers."""
+    """Return the resolution of misses as `load/assembly.py` makes it, with the quality costs of the simulated
+    layers."""
     if prices is None:
         return None
     some = PriceTable({n: prices.layers[layer] for n, layer in enumerate(sorted(prices.layers)[:layers])})
@@ -416,7 +419,7 @@ def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, tim
 
 
 def _parts(scene: Scene, times: StepTimes, seconds: float, computed: float) -> dict[str, float]:
-    """Of a token's `seconds`, in which the device computes so many experts."""
+    """Divide a token's `seconds`, in which the device computes `computed` experts."""
     work, machine = scene.work, scene.machine
     experts, others = computed * times.expert(1), work.layers * times.layer(1)
     constants = computed * machine.device_expert_seconds
@@ -440,7 +443,7 @@ def _prefill_parts(scene: Scene, times: StepTimes, drawn: Drawn, layers: int) ->
 
 @cache
 def _prompt(shape: DrawnShape, habits: Habits) -> list[Counter[int]]:
-    """Of each layer of the prompt, how many experts are chosen by how many of its tokens."""
+    """Return, for each layer of the prompt, how many experts are chosen by how many of its tokens."""
     prompt = _synthesised(shape, habits)[: shape.layers]
     assert all(routing.phase is Phase.PREFILL for routing in prompt), "a prompt comes first"
     return [Counter(Counter(chain.from_iterable(routing.top_k_index)).values()) for routing in prompt]

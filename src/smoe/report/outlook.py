@@ -1,7 +1,8 @@
-"""What a model would do on a machine, before anything is downloaded: `smoe plan`, by simulation (`on_clock.py`).
+"""Forecasts how a model would run on a machine, before anything is downloaded: `smoe plan`, by simulation
+(`on_clock.py`).
 
-For the budget and settings asked for a range, for other budgets, a faster disk, other presets and precisions one figure
-each; what binds; what to type; and a warning where it would not be pleasant.
+It states a range for the given budget and settings, and one figure each for other budgets, a faster disk, other presets
+and precisions; the limiting part; the options to use; and a warning about unpleasant times.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TY
 from smoe.units import identifier, plain_span
 
 LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
-"""Tokens a second that a reader bears, and seconds that a user waits for an answer to begin."""
+"""The least pleasant tokens per second, and the most pleasant seconds before an answer begins."""
 ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
 """Presets and precisions that are compared with the given one."""
 FASTER_READS = 2.0
 ANSWER_WORDS, LONG_PROMPT_TOKENS = 200, 2000
-"""Of the answer and the prompt whose times a plan ends with."""
+"""The lengths of the answer and of the prompt whose times a plan states."""
 _TOKENS_A_WORD = 4 / 3
-"""In English."""
+"""Tokens per English word."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One of several things that could be done."""
+    """One combination of settings and budget, simulated."""
 
     preset: str
     precision: str
@@ -57,12 +58,12 @@ class Case:
     resident_share: float
     lossy: list[str]
     missing: list[str]
-    """What has to be made before it can run: packs, prices, what is learned; each with the command."""
+    """What must be made before it can run, each with its command: packs, quality costs, learned parameters."""
     run: Simulated
     is_taught: bool
-    """By earlier runs of the model in this precision on this machine."""
+    """Whether earlier runs of the model in this precision on this machine were used."""
     first_pass_seconds: float | None = None
-    """What they took longer to the first token, as the first of a process; None where none has shown it."""
+    """Additional seconds to the first token in the first pass of a process; None where no run has measured it."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -80,28 +81,28 @@ class Case:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What to expect."""
+    """The forecast for a model on a machine."""
 
     machine: DeviceProfile
     asked: Case
     slowest: Simulated
-    """With the least repetitive routing that was recorded; `fastest`: with the most."""
+    """The simulation with the least repetitive recorded routing; `fastest`: with the most repetitive."""
     fastest: Simulated
     with_faster_reads: Simulated
     long_prompt_seconds: float | None
-    """Of a prompt of `LONG_PROMPT_TOKENS`; None where the context has no room for it."""
+    """Seconds of a prompt of `LONG_PROMPT_TOKENS` tokens; None where the context is too short."""
     others: list[Case]
     """Other presets and precisions, in the same budget."""
     curve: list[Case]
-    """Budgets, ascending, with the settings asked for."""
+    """Ascending budgets, with the given settings."""
     recommended: Case | None
-    """The budget that this machine should give."""
+    """The budget that this machine should give; None where the model does not fit."""
     settings: dict[str, str]
-    """With which to run it, by the names of the command line's options."""
+    """The options with which to run it, by their names on the command line."""
     warnings: list[str]
     spread: tuple[float, float]
-    """Between which shares of what is simulated a speed lies: (1, 1) where a run of the model has shown its pace, or
-    where the machine is a profile."""
+    """The bounds of a speed as shares of the simulated one: (1, 1) where a run of the model has measured its times, or
+    for a profile."""
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
@@ -109,20 +110,20 @@ class Outlook:
         return self.speeds(min(speeds), max(speeds))
 
     def speeds(self, lowest: float, highest: float) -> tuple[float, float]:
-        """Of simulated tokens a second, those to expect."""
+        """Return the expected range of speeds for simulated speeds."""
         return self.spread[0] * lowest, self.spread[1] * highest
 
     def seconds(self, simulated: float) -> tuple[float, float]:
-        """Likewise of a time."""
+        """Return the expected range of a simulated time."""
         return simulated / self.spread[1], simulated / self.spread[0]
 
     @property
     def answer_seconds(self) -> float:
-        """Of an answer of `ANSWER_WORDS`, from its first word on."""
+        """Seconds of an answer of `ANSWER_WORDS`, from its first word on."""
         return ANSWER_WORDS * _TOKENS_A_WORD / self.asked.run.tokens_per_second
 
     def plainly(self) -> str:
-        """What to expect, in one sentence."""
+        """Return the forecast in one sentence."""
         answer = f"A {ANSWER_WORDS}-word answer takes {plain_span(*self.seconds(self.answer_seconds))}"
         if self.long_prompt_seconds is None:
             return f"{answer}."
@@ -130,7 +131,7 @@ class Outlook:
         return f"{answer}, reading a prompt of {LONG_PROMPT_TOKENS:,} tokens {prompt}."
 
     def as_json(self) -> dict[str, Any]:
-        """Part of what `smoe plan --json` prints."""
+        """Return a part of the output of `smoe plan --json`."""
         run = self.asked.run
         return {
             **self.asked.as_json(),
@@ -159,7 +160,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is looked at: a model with settings, on a machine."""
+    """The object of a forecast: a model with settings, on a machine."""
 
     model: str
     checkpoint: Described
@@ -167,16 +168,16 @@ class Subject:
     config: EngineConfig
     machine: DeviceProfile
     dense_bytes: int
-    """Non-expert weights that a step reads."""
+    """Bytes of non-expert weights that a step reads."""
     predictor_of: Callable[[ModelSpec, EngineConfig], str]
-    """Names what guesses in decode."""
+    """Returns the name of the predictor in decode."""
     pace_of: Callable[[str], Pace]
-    """What earlier runs have shown, by precision."""
+    """Returns what earlier runs have measured, by precision."""
     unlearned: tuple[str, ...] = ()
-    """What the settings need that has not been learned of the model."""
+    """What the settings need that has not been learned for the model."""
 
     def case(self, ledger: Ledger, most_steps: int | None = None) -> tuple[Case, Scene]:
-        """The settings in a budget; `most_steps`: as a `Scene` has it."""
+        """Return the case of these settings in a budget; `most_steps`: as in `Scene`."""
         known, missing = self._known(ledger)
         missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
@@ -201,9 +202,10 @@ class Subject:
         return case, scene
 
     def _known(self, ledger: Ledger) -> tuple[ResolvedSettings, list[str]]:
-        """Settings without gaps; without its prices a model answers misses exactly."""
+        """Return settings without open choices, and what is missing; without quality costs, misses are resolved
+        exactly."""
         place, config = self.checkpoint.place, self.config
-        if config.eviction == LEARNED:  # what is learned is about all layers, and some are simulated
+        if config.eviction == LEARNED:  # learned parameters are for all layers, but only some are simulated
             config = replace(config, eviction="auto")
         try:
             return known_of(config, place, ledger.resident_share), []
@@ -214,7 +216,7 @@ class Subject:
             return known_of(exact, place, ledger.resident_share), [first]
 
     def _packs(self) -> list[str]:
-        """Files with experts in fewer bits that the settings need and that are not there."""
+        """Return the packs that the settings need and that do not exist."""
         lacking = []
         for spec in (self.spec, self.spec.low):
             if spec is None or spec.precision == "auto":
@@ -229,7 +231,7 @@ class Subject:
 
 
 def preset_of(config: EngineConfig) -> str:
-    """The named set of switches that a configuration has; `own` where it has none's."""
+    """Return the preset whose settings a configuration has; `own` for none."""
     for name, switches in PRESETS.items():
         wanted = {switch: getattr(EngineConfig, switch) for switch in _SWITCHES} | switches
         if all(getattr(config, switch) == value for switch, value in wanted.items()):
@@ -238,11 +240,11 @@ def preset_of(config: EngineConfig) -> str:
 
 
 _SWITCHES = sorted({switch for switches in PRESETS.values() for switch in switches})
-"""What presets differ in."""
+"""The settings in which presets differ."""
 
 
 def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConfig:
-    """The same with the switches of a preset, and a precision."""
+    """Return the configuration with the settings of a preset, and a precision."""
     usual = {switch: getattr(EngineConfig, switch) for switch in _SWITCHES}
     return replace(config, **usual | PRESETS[preset] | {"precision": precision})
 
@@ -250,13 +252,13 @@ def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConf
 def outlook_of(
     subject: Subject, ledger: Ledger, budgets: Sequence[Ledger], recommended: Ledger | None, is_here: bool
 ) -> Outlook:
-    """Simulate all of it: some seconds. `budgets` are the ones to compare, `ledger`, the one asked for, among them;
-    `is_here`: the machine is this one, where runs teach."""
+    """Simulate all cases, which takes some seconds. `budgets`: those to compare, including `ledger`; `is_here`: whether
+    the machine is this one, so that runs improve forecasts."""
     asked, scene = subject.case(ledger)
     compared, known = replace(scene, most_steps=COMPARED_STEPS), {ledger.pools: asked}
 
     def case(budget: Ledger) -> Case:
-        """Budgets that hold as many experts, such as all of them, are one run."""
+        """Return a budget's case; budgets that hold the same experts share a simulation."""
         if budget.pools not in known:
             known[budget.pools] = subject.case(budget, COMPARED_STEPS)[0]
         return replace(known[budget.pools], budget_bytes=budget.budget_bytes, resident_share=budget.resident_share)
@@ -280,7 +282,7 @@ def outlook_of(
 
 
 def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
-    """Other presets and precisions, as far as the model can have them and the budget holds them."""
+    """Yield cases for other presets and precisions that the model supports and the budget holds."""
     for preset, precision in ALTERNATIVES:
         if (preset, precision) == (asked.preset, asked.precision):
             continue
@@ -294,7 +296,7 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
 
 
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
-    """What to give to run it, and nothing that is usual."""
+    """Return the options with which to run it, without defaults."""
     config = subject.config
     found = {"memory": size_to_type(ledger.budget_bytes)}
     if config.context_tokens is not None:
@@ -311,7 +313,7 @@ def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
 
 
 def size_to_type(nbytes: int) -> str:
-    """`12GiB`, `2.25GiB`: what `--memory` reads; never more than it is."""
+    """Return a size for `--memory`, such as `12GiB` or `2.25GiB`, rounded down."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if nbytes >= unit:
             return f"{nbytes * 100 // unit / 100:g}{name}"
@@ -319,7 +321,7 @@ def size_to_type(nbytes: int) -> str:
 
 
 def _warnings(asked: Case) -> list[str]:
-    """Where it would not be pleasant; empty where it would."""
+    """Return warnings about unpleasant times."""
     found, run = [], asked.run
     if run.tokens_per_second < LEAST_PLEASANT:
         found.append(

@@ -1,4 +1,5 @@
-"""What computing each layer of a process's first pass took: the first layer pays for all that is made once."""
+"""Measures the computing time of each layer in a process's first pass, in which the first layer pays for everything
+made once."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ _LEAST_LAYERS = 3
 
 
 class PromptLayers(StepObserver):
-    """Sees an engine's first pass, which reads a prompt or the first piece of one."""
+    """Observes an engine's first pass, which reads a prompt or its first piece."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._computed: list[float] = []
-        """Seconds of computing up to the plan of each layer."""
+        """Seconds of computing until the plan of each layer."""
         self._is_over = engine.stats().forward_passes > 0
 
     def planned(self, routing: Routing, decision: Decision) -> None:
@@ -29,7 +30,6 @@ class PromptLayers(StepObserver):
 
     @property
     def warm_seconds(self) -> float | None:
-        """What computing the pass would have taken, had every layer taken what the typical one did; None where there
-        are too few of them."""
+        """The computing seconds of the pass if every layer took the median time; None for too few layers."""
         layers = [after - before for before, after in zip(self._computed, self._computed[1:], strict=False)]
         return statistics.median(layers) * len(self._computed) if len(layers) >= _LEAST_LAYERS else None

@@ -1,4 +1,4 @@
-"""What stands below a forecast: where its figures are from, and what there is to doubt."""
+"""The remarks below a forecast: the sources of its figures, and doubts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _BUSY = (
 
 
 def moved_per_token(is_emulated: bool) -> str:
-    """With an emulated device experts are in RAM: nothing is read from a disk."""
+    """Return the name of the bytes of loads; with an emulated device experts are in RAM, so nothing is read from a
+    disk."""
     return "loaded per token" if is_emulated else "read per token"
 
 
 def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
-    """Of the routing and the rates, and that other programs use this machine, where they do."""
+    """Return remarks about the routing and the rates, and about other programs that use this machine."""
     remarks = [
         SAYS,
         f"{moved_per_token(is_emulated)}: from typical texts (experts repeat as in recorded texts) to every expert "
@@ -47,7 +48,7 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
 
 
 def of_earlier_runs(known: Pace, last: LastRun | None, precision: str) -> list[str]:
-    """Of what runs of the model on this machine have shown, the last of them among these."""
+    """Return remarks about earlier runs of the model on this machine."""
     if known.layer is None:
         return [_UNTAUGHT.format(precision)]
     skewed = ["simulated routing is as skewed as in those runs"] if known.skew is not None else []

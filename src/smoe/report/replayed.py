@@ -1,4 +1,4 @@
-"""How long a recorded run would take with a device that is known by its profile: a simulation, no measurement."""
+"""Simulates a recorded run on a device that is described by a profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BALANCE = ("none", *BALANCERS)
 
 
 def times_on(profile: DeviceProfile, expert_bytes: int, deciding: float = 0.0) -> StepTimes:
-    """The profile's times for experts of a size; the other weights of a layer are left out, their launches are not."""
+    """Return the profile's times for experts of a size. A layer's other weights count 0 bytes, but their launches
+    count."""
     return StepTimes(
         load=profile.link_seconds(expert_bytes),
         expert=lambda rows: profile.expert_seconds(expert_bytes, rows),
@@ -39,7 +40,8 @@ def replayed_on(
     balance: str = "none",
     foresight: float | None = None,
 ) -> dict[str, Any]:
-    """Seconds a decode step, and what they hold; `balance` is one of `BALANCE`, `foresight` a recall from 0 to 1."""
+    """Return the seconds per decode step and their parts. `balance`: one of `BALANCE`; `foresight`: a recall from 0 to
+    1."""
     predictor = None if foresight is None else Foresight(routings, foresight)
     timed = replay_on_clock(
         routings,

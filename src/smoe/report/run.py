@@ -1,6 +1,6 @@
-"""The numbers of one generation: speed, traffic, memory, the share of the hardware's limit, and what it waited for.
+"""The figures of one generation: speed, traffic, memory, the share of the hardware's limit, and its waits.
 
-Definitions in prose: `docs/metrics.md`. The command line, the benchmark and programs all read them here.
+`docs/metrics.md` defines them. The command line, the benchmark and programs all use this module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DISK, LINK, DEVICE, HOST, WORKERS, EXPERTS, DENSE, AHEAD, PYTHON = (
 
 @dataclass(frozen=True)
 class RunReport:
-    """One generation in numbers; None where there is nothing to measure (no second token, no rate)."""
+    """The figures of one generation; None where there is nothing to measure (no second token, no rate)."""
 
     generation: Generation
     hit_ratio: float | None
@@ -54,47 +54,50 @@ class RunReport:
     floor: Floor | None
     rates: Rates
     time_shares: dict[str, float]
-    """What the decode time was spent on: shares that add up to 1."""
+    """The shares of the decode time by activity; they add up to 1."""
     alpha: float
-    """The substitution threshold; 0: nothing is replaced."""
+    """The substitution threshold; 0: no substitution."""
     lossy: tuple[str, ...]
-    """By what the text may differ from the unmodified model's (`EngineConfig.lossy`)."""
+    """The settings by which the text may differ from the unmodified model's (`EngineConfig.lossy`)."""
     arithmetic: str
-    """What multiplied few rows: torch, native (its bits by our kernels) or own-order (equal up to rounding)."""
+    """The kernels that multiplied few rows: torch, native (our kernels with torch's bits) or own-order (equal up to
+    rounding)."""
     activations: str
-    """What rows were rounded to before quantised weights multiplied them: bf16, as they are, or int8."""
+    """The type to which rows were rounded before quantized weights multiplied them: bf16 (unchanged) or int8."""
     bench: dict[str, Any] | None
-    """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: real."""
+    """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: a real
+    device."""
     routes: dict[str, float]
-    """Of the experts chosen in decoding, the shares that were low-score, replaced, and missing by importance."""
+    """Shares of the experts chosen in decoding: low-score, replaced, and missing by importance."""
     low_copies: dict[str, float]
-    """What low copies did in decoding (`low_copy_shares`); empty where importance decides nothing."""
+    """The use of low copies in decoding (`low_copy_shares`); empty where they are not used by importance or quality
+    cost."""
     tpot_asked_seconds: float | None
-    """The time per token that misses were answered for; None: none was asked for."""
+    """The target time per token of resolving misses; None: there was none."""
     process: ProcessMemory | None
-    """The whole process line by line; None where the budget is a GPU's memory or the system does not say."""
+    """The memory of the whole process by entry; None where the budget is a GPU's memory or the system does not report
+    it."""
     forecast: Foretold | None = None
-    """What was expected of this run; None where nothing was."""
+    """The forecast of this run; None where there was none."""
     workers: list[dict[str, Any]] | None = None
-    """Of a cluster, what each worker has done; None without one."""
+    """The work of each worker of a cluster; None without a cluster."""
     lost_workers: Sequence[dict[str, Any]] = ()
-    """Who of them was there, and was not any more: name, why, at (seconds since 1970)."""
+    """Workers that were lost: name, why, at (Unix time)."""
     all_fit: bool = False
-    """Main has room for every expert."""
+    """Whether the coordinator has room for every expert."""
     shadow: dict[str, Any] | None = None
-    """Of its shadow, what that has done; None where none came."""
+    """The work of the cluster's draft model; None where none was connected."""
 
     @property
     def floor_share(self) -> float | None:
-        """Floor over the mean time of a step, 1 at most: the hardware's limit. The bytes of the floor are means too, as
-        are the shares of the time."""
+        """The floor (the hardware's limit) divided by the mean time of a step, at most 1."""
         ratio = self._floor_ratio
         return min(1.0, ratio) if ratio is not None else None
 
     @property
     def beats_rates(self) -> bool:
-        """Whether the run was faster than the floor, so that its rates were measured too low: in the processor's cache,
-        or in a quieter hour, there was more."""
+        """Whether the run was faster than the floor, so that the rates were measured too low (processor caches, other
+        programs)."""
         ratio = self._floor_ratio
         return ratio is not None and ratio > 1.0
 
@@ -105,7 +108,7 @@ class RunReport:
         return self.floor.overlapped_seconds / measured if self.floor is not None and measured > 0 else None
 
     def as_json(self) -> dict[str, Any]:
-        """What `smoe generate --json` prints, without circumstances."""
+        """Return the output of `smoe generate --json` without circumstances."""
         generation, first = self.generation, self.generation.answers[0]
         return {
             "text": first.text,
@@ -157,7 +160,7 @@ class RunReport:
 
 
 def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | None = None) -> RunReport:
-    """The report of a generation that has just ended; `rates` where the caller has measured them already."""
+    """Return the report of a generation that has just ended; `rates`: the machine's, if already measured."""
     engine: Engine = model.offload  # type: ignore[assignment]
     cluster = engine.executor.compute.others
     decode = generation.decode_counters
@@ -208,7 +211,7 @@ def _bench_of(generation: Generation, pacing: Pacing) -> dict[str, Any] | None:
 
 
 def route_shares(decode: Counters) -> dict[str, float]:
-    """What became of the experts that the router chose; empty where nothing may be replaced."""
+    """Return what became of the experts that the router chose, as shares; empty where nothing may be replaced."""
     if not decode.routes:
         return {}
     counts = {
@@ -221,14 +224,14 @@ def route_shares(decode: Counters) -> dict[str, float]:
 
 
 def low_copy_bytes(engine: Engine) -> int:
-    """A low copy in its slot, the largest; 0 where there are none."""
+    """Return the bytes of the largest slot of a low copy; 0 where there are none."""
     return max((each.slot_bytes for each in engine.ledger.demand.low), default=0)
 
 
 def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> dict[str, float]:
-    """Of the expert uses of decode steps, the shares that low copies served and that were dropped, for their little
-    importance or price; per step, the bytes of low copies loaded on demand, and the upgrades. Empty where neither
-    decides."""
+    """Return the use of low copies in decode steps: the shares of expert uses that low copies computed and that were
+    dropped; per step, the bytes of low copies loaded on demand and the upgrades. Empty where neither importance nor
+    quality cost decides."""
     uses, steps = decode.decode_uses + decode.skipped, decode.forward_passes
     by_importance = config.low_threshold < 1 or config.skip_threshold < 1
     if not uses or not steps or not (by_importance or config.prices_answers):
@@ -242,7 +245,7 @@ def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> d
 
 
 def dense_bytes(model: PreTrainedModel) -> int:
-    """Non-expert weight bytes that a decode step reads: all of them, of an untied input embedding just a row."""
+    """Return the bytes of non-expert weights that a decode step reads; of an untied input embedding only one row."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     weights = {each.data_ptr(): each for each in (*model.parameters(), *(layer.codes for layer in layers))}
@@ -254,17 +257,17 @@ def dense_bytes(model: PreTrainedModel) -> int:
 
 
 def _stored(layer: nn.Module) -> torch.Tensor:
-    """A layer's weights as they are stored."""
+    """Return a layer's weights in their stored form."""
     weights = layer.codes if isinstance(layer, QuantisedWeight) else layer.weight
     assert isinstance(weights, torch.Tensor)
     return weights
 
 
 def time_shares(generation: Generation, has_link: bool, has_workers: bool = False) -> dict[str, float]:
-    """Shares of the decode time; what is no forward pass is the library's loop and ours: Python.
+    """Return the shares of the decode time. Time outside of forward passes is Python.
 
-    `has_link`: experts come over a link to a device with a memory of its own; `has_workers`: what is not computed here
-    is computed by a cluster's workers.
+    `has_link`: experts are loaded over a link to a device with its own memory; `has_workers`: a cluster's workers
+    compute experts.
     """
     whole, decode = generation.decode_seconds, generation.decode_counters
     if whole <= 0:
@@ -275,7 +278,7 @@ def time_shares(generation: Generation, has_link: bool, has_workers: bool = Fals
 
 
 def seconds_by_part(decode: Counters, whole: float, has_link: bool, has_workers: bool) -> dict[str, float]:
-    """What `whole` seconds of decode steps, with these counts, went to. What is no forward pass is Python."""
+    """Divide `whole` seconds of decode steps with these counters. Time outside of forward passes is Python."""
     return {
         LINK if has_link else DISK: decode.wait_seconds,
         **({DEVICE: decode.device_wait_seconds} if decode.device_wait_seconds else {}),
@@ -288,7 +291,8 @@ def seconds_by_part(decode: Counters, whole: float, has_link: bool, has_workers:
 
 
 def _with_own_disk_rate(rates: Rates, generation: Generation) -> Rates:
-    """A run that read faster than the stored figure has shown what the hardware can do (page cache, quieter hour)."""
+    """Return the rates with the disk rate of this run, if it read faster than measured before (page cache, other
+    programs)."""
     counters = generation.counters
     own = counters.bytes_read / counters.read_busy_seconds if counters.read_busy_seconds > 0 else None
     if own is None or (rates.disk is not None and rates.disk >= own):

@@ -1,19 +1,20 @@
-"""Is it exact here? Every part of a running model against the library's own modules, on this machine and model.
+"""Checks whether the offloaded model computes exactly as the library's own modules, on this machine and model (`smoe
+verify`).
 
-One token alone, a prompt, and a few decode steps after it run through the offloaded model as its engine runs them: its
-kernels, its KV cache, its number of threads. Everything that computes is compared where it computes, on the very input
-that it was given, bit by bit:
+A single token, a prompt, and a few decode steps run through the offloaded model with its engine's kernels, KV cache and
+number of threads. Every part is compared during the pass, on its actual input, bit by bit:
 
-* every layer's *experts*: those that were used are loaded once more by safetensors' own reader, put together by the
-  checkpoint's converter rules and run through the library's loop;
-* every other *part* (attention, norms, projections, router, shared experts, embedding, output head): the
-  library's own modules on the same weights (`models/twin.py`), on all threads, attention with a cache of the library's
-  own that has seen the same passes;
-* the *block* around the experts, with the library's own result in the place of the experts;
-* what the KV cache says of its shape, of which masks are made.
+* every layer's *experts*: those that were used are loaded again by safetensors' own reader, converted by the
+  checkpoint's rules and run through the library's loop;
+* every other *part* (attention, norms, projections, router, shared experts, embedding, output head): the library's
+  own modules with the same weights (`models/twin.py`), on all threads; attention with a cache of the library that has
+  seen the same passes;
+* the *block* around the experts, with the library's own result for the experts;
+* the KV cache's sizes, from which masks are made.
 
-What is left joins these parts and is the library's own code: equal parts make an equal model. One layer's used experts
-are in memory at a time, never the model. Not compared: several sequences at once, prompts read in chunks.
+The rest connects these parts and is the library's own code: equal parts make an equal model. The used experts of one
+layer are in memory at a time, never the whole model. Several sequences at once and prompts read in chunks are not
+compared.
 """
 
 from __future__ import annotations
@@ -51,34 +52,34 @@ from smoe.units import format_bytes
 
 DECODE_STEPS = 2
 PASSES = 2 + DECODE_STEPS
-"""A token alone, the prompt, the steps after it."""
+"""The passes: a single token, the prompt, the steps after it."""
 EXPERTS, LOW_COPIES, CACHE = "experts", "low copies", "KV cache"
-"""Parts that are no modules of the library's, or not compared as such."""
+"""Names of parts that are not modules of the library, or not compared as such."""
 QUANTISED, OWN_ORDER = "quantised weights", "own order"
 _COPIES = 3
-"""Times one layer's experts are in memory while they are read, stacked and converted."""
+"""The number of copies of one layer's experts in memory while they are read, stacked and converted."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One part in one forward pass."""
+    """The comparison of one part in one forward pass."""
 
     layer: int | None
-    """The decoder layer; None for what all share."""
+    """The decoder layer; None for a part that belongs to no layer."""
     part: str
     phase: str
     position: int
-    """Tokens before this pass."""
+    """The number of tokens before this pass."""
     tokens: int
     is_equal: bool
     is_near: bool
-    """Equal, or no further apart than rounding explains where that may be: of quantised weights, for which the library
-    has no arithmetic, so it computes on the numbers that they stand for; and of sums in an order of our own."""
+    """Whether the part is equal, or differs by rounding where that is allowed: for quantized weights, which the library
+    computes from dequantized ones, and for sums in our own order."""
     is_finite: bool
-    """Whether the library's result is, which it is not where weights are broken."""
+    """Whether the library's result is finite; it is not for damaged weights."""
     largest_difference: float
     used: int | None = None
-    """Of the experts, how many this pass used."""
+    """The number of experts that this pass used; None for other parts."""
     experts: int | None = None
 
     @property
@@ -88,11 +89,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared, and what could not be."""
+    """The comparisons, and the parts that could not be compared."""
 
     comparisons: list[Comparison]
     not_compared: list[str]
-    """Paths of modules that were never called, or that were called in a way that cannot be repeated."""
+    """Paths of modules that were never called, or in a way that cannot be repeated."""
     may_round: list[str]
     """Why parts may differ by rounding: `QUANTISED`, `OWN_ORDER` or both."""
 
@@ -108,23 +109,23 @@ class Report:
 
 @dataclass(frozen=True)
 class Reference:
-    """The other side: experts modules' places in the checkpoint itself (not in a packed file), and the library's
-    modules, which have no weights yet."""
+    """The reference: the experts' places in the checkpoint itself (not in a packed file), and the library's modules,
+    still without weights."""
 
     sites: dict[int, ExpertsSite]
     experts: dict[int, StoredLayer]
     shell: PreTrainedModel
     dense: Mapping[str, StoredTensor]
-    """Other weights that stay quantised."""
+    """Other weights that stay quantized."""
     low: dict[int, StoredLayer]
     """The experts' low copies; empty where there are none."""
     part: str = EXPERTS
-    """What `experts` are called in comparisons."""
+    """The name of `experts` in comparisons."""
 
 
 def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
-    """Index the checkpoint and make sure that one layer and a cache of `tokens` positions fit in RAM; raises
-    `BudgetError` with sizes where not, and `ContextError` where the context is too short."""
+    """Index the checkpoint, and check that one layer and a cache of `tokens` positions fit in RAM. Raises `BudgetError`
+    with sizes where not, and `ContextError` for a short context."""
     spec = read_spec(model, config, revision)
     context = choose_context(spec.config, config)
     if tokens + DECODE_STEPS > context:
@@ -139,7 +140,7 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
     spec = spec_of_whole(checkpoint, spec, config)
     experts = checkpoint.experts(spec)
     elements = max(site.experts * sum(math.prod(part.shape) for part in site.parts) for site in spec.sites)
-    layer_bytes = elements * spec.dtype.itemsize  # the library's, which are plain where ours are quantised
+    layer_bytes = elements * spec.dtype.itemsize  # the library's are not quantised
     needed = _COPIES * layer_bytes + spec.anatomy.kv_bytes_per_token * (tokens + DECODE_STEPS)
     free, source = free_device_bytes(torch.device("cpu"))
     if needed > free:
@@ -158,8 +159,8 @@ def reference_of(model: str, config: EngineConfig, revision: str | None, tokens:
 def verify(
     model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
 ) -> Report:
-    """Run the first token of `input_ids` [1, T] alone, then all of them and a few decode steps; every part of every
-    pass is compared as it is computed."""
+    """Run the first token of `input_ids` [1, T], then all tokens and a few decode steps. Every part of every pass is
+    compared as it is computed; `on_part` receives the result."""
     comparing = _Comparing(model, reference, on_part)
     engine, ids = comparing.engine, input_ids.to(model.device)
     with comparing.listening():
@@ -173,15 +174,14 @@ def verify(
 def verify_low_copies(
     model: PreTrainedModel, reference: Reference, input_ids: torch.Tensor, on_part: Callable[[Comparison], None]
 ) -> Report:
-    """The same with low copies serving all experts, compared with the library on the numbers that their codes stand
-    for."""
+    """Compare the model with low copies for all experts with the library on the dequantized weights."""
     engine: Engine = model.offload  # type: ignore[assignment]
     with engine.executor.by_low_copies():
         return verify(model, replace(reference, experts=reference.low, part=LOW_COPIES), input_ids, on_part)
 
 
 class _Comparing(StepObserver):
-    """A model and its twin. Used by one thread, while no other one uses the model."""
+    """A comparison of a model with its twin. One thread may use it, while no other thread uses the model."""
 
     def __init__(self, model: PreTrainedModel, reference: Reference, on_part: Callable[[Comparison], None]) -> None:
         self.engine: Engine = model.offload  # type: ignore[assignment]
@@ -192,11 +192,10 @@ class _Comparing(StepObserver):
         self._has_own_order = self.engine.arithmetic == "own-order"
         self.may_round = [QUANTISED] * has_codes + [OWN_ORDER] * self._has_own_order
         self._rounding = quantised_rounding(model.dtype) if has_codes or self._has_own_order else 0.0
-        """How far apart parts may be that hold quantised weights, or all in an order of our own, relative to the
-        largest value."""
+        """The allowed difference by rounding, relative to the largest value."""
         self._on_part = on_part
         self._threads = torch.get_num_threads()
-        """The library's, were it alone."""
+        """The number of threads that the library alone would use."""
         self._modules = dict(model.named_modules())
         self._twin = reference.shell
         share_weights(self._twin, model)
@@ -207,20 +206,20 @@ class _Comparing(StepObserver):
         self._ours: RowCache | None = None
         self._tokens = 0
         self._is_serving = False
-        """Whether the engine serves experts: what it asks other modules meanwhile are guesses."""
+        """Whether the engine computes experts; calls of other modules meanwhile are predictions."""
         self._versions: dict[str, list[int]] = {}
         self._seen: set[str] = set()
         self._unrepeatable: set[str] = set()
         self._last: dict[int, tuple[tuple[torch.Tensor, ...], torch.Tensor]] = {}
-        """Of the layer at hand: what its experts were given in this pass, and the library's result."""
+        """The input of the current layer's experts in this pass, and the library's result."""
 
     def reset(self) -> RowCache:
-        """Another sequence: new caches on both sides."""
+        """Start another sequence with new caches on both sides."""
         self._theirs = DynamicCache(config=self._model.config)
         return self.engine.new_cache()
 
     def run(self, cache: RowCache, ids: torch.Tensor) -> torch.Tensor:
-        """One forward pass over ids [1, T]; the likeliest next token [1, 1]."""
+        """Run one forward pass over ids [1, T]. Return the likeliest next token [1, 1]."""
         self._ours, self._tokens = cache, ids.shape[1]
         has_same_shapes = _same_shapes(cache, self._theirs, self._tokens)
         self._say(None, CACHE, has_same_shapes, has_same_shapes, True, 0.0)
@@ -232,7 +231,7 @@ class _Comparing(StepObserver):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, every call of a part is followed by the library's."""
+        """Let the library repeat every call of a part, for the duration of the `with` block."""
         with ExitStack() as made:
             for part in self._parts:
                 module = self._modules[part.path]
@@ -258,7 +257,7 @@ class _Comparing(StepObserver):
             if self._is_serving:
                 return
             if [tensor._version for tensor in _tensors((args, kwargs))] != self._versions[part.path]:
-                self._unrepeatable.add(part.path)  # it has written into its input
+                self._unrepeatable.add(part.path)  # the module wrote to its input
                 return
             self._seen.add(part.path)
             given = {name: self._theirs if value is self._ours else value for name, value in kwargs.items()}
@@ -273,7 +272,7 @@ class _Comparing(StepObserver):
                 part.name,
                 all(same_bits(a, b) for a, b in pairs),
                 all(self._is_near(a, b, may_round) for a, b in pairs),
-                not any(bool(b.isnan().any()) for _, b in pairs),  # infinity is a router's way to leave experts out
+                not any(bool(b.isnan().any()) for _, b in pairs),  # infinity is allowed: routers use it to mask experts
                 max((_difference(a, b) for a, b in pairs), default=0.0),
             )
 
@@ -302,7 +301,8 @@ class _Comparing(StepObserver):
         return may_round and self._rounding > 0 and is_same(ours, theirs, self._rounding)
 
     def _library_experts(self, layer: int) -> Callable[..., torch.Tensor]:
-        """The library's loop on experts read again; its results for the same input in this pass are cached."""
+        """Return the library's loop on experts that are read again; results for an equal input in this pass are
+        cached."""
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             given = (hidden, index, weights)
@@ -343,13 +343,13 @@ class _Comparing(StepObserver):
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:
-        """The library alone would use them; the engine may have left it one."""
+        """Use all threads, as the library alone would; the engine may have limited it to one."""
         with threads(self._threads):
             yield
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or an answer, in order."""
+    """Yield the tensors in arguments or a result, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -368,6 +368,6 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _same_shapes(ours: RowCache, theirs: DynamicCache, tokens: int) -> bool:
-    """Whether masks made from either cache for so many new tokens would be the same."""
+    """Return whether masks for so many new tokens are the same with either cache."""
     pairs = zip(ours.layers, theirs.layers, strict=True)
     return all(a.get_mask_sizes(tokens) == b.get_mask_sizes(tokens) for a, b in pairs if type(a) is not type(b))

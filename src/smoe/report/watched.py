@@ -1,8 +1,7 @@
-"""The state of a running engine for a page: what does not change once, then what has happened since the
-last look.
+"""The state of a running engine for the page `/watch`: constant values once, then changes since the last look.
 
-Experts are numbered through: those of the first layer with experts from 0 on, then those of the next. Lists of pairs
-lie flat, `[expert, count, expert, count, ...]`.
+Experts have numbers that run through all layers with experts, from 0 on. Lists of pairs are flat: `[expert, count,
+expert, count, ...]`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from smoe.runtime.engine import Engine
 from smoe.runtime.watch import PassNote, Watch
 
 ABSENT, LOW_COMING, COMING, LOW_HERE, PASSING, HERE = range(6)
-"""Where an expert is: in no slot; its low copy or its own under way; its low copy in a slot; its own in a staging slot,
-or in a cache slot. The best that there is of it."""
+"""The tiers of an expert's best copy: in no slot; low copy in flight; full copy in flight; low copy in a slot; full
+copy in a staging slot; full copy in a cache slot."""
 TIERS = ("absent", "low coming", "coming", "low", "passing", "here")
 EVENTS = ("used", "read", "replaced", "right", "wrong", "by_cpu", "by_worker")
-"""What befalls an expert (`runtime/watch.py`), prompts and decode steps together."""
+"""Kinds of events of an expert (`runtime/watch.py`), for prompts and decode steps together."""
 CURVE_USES = 8192
-"""Of the last decode steps: the second half is counted, the first has filled the caches."""
+"""The number of last decode uses for the miss-ratio curve: the second half is counted, the first fills the caches."""
 CURVE_SECONDS = 2.0
 CURVE_POINTS = 48
 
 
 class Watched:
-    """One engine, watched. `look` is called by one thread, not the engine's."""
+    """Watches one engine. One thread, not the engine's, calls `look`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -45,26 +44,26 @@ class Watched:
         """The number of each layer's first expert."""
         self._watch = Watch(engine.executor, self._first)
         self.tiers = bytes(self._count)
-        """Of every expert, as of the last look."""
+        """The tier of every expert at the last look."""
         self._was_busy = True
-        """Whether passes were made before the last look."""
+        """Whether there were passes before the last look."""
         self._last_pass: PassNote | None = None
         self._uses = np.zeros(0, np.int64)
-        """The last `CURVE_USES` of decode steps."""
+        """The experts of the last `CURVE_USES` uses in decode steps."""
         self._drawn = -CURVE_SECONDS
         self._has_new_uses = False
 
     def begin(self) -> None:
-        """A page is open: take notes from now on."""
+        """Start to take notes: a page is open."""
         self._last_pass, self._was_busy = None, True
         self._watch.begin()
 
     def end(self) -> None:
-        """The last page has closed."""
+        """Stop taking notes: the last page has closed."""
         self._watch.end()
 
     def described(self) -> dict[str, Any]:
-        """What does not change while the engine lives. Sizes are in bytes."""
+        """Return what does not change while the engine lives. Sizes are in bytes."""
         engine, config, ledger = self._engine, self._engine.config, self._engine.ledger
         return {
             "layers": [[layer, experts] for layer, experts in self._experts.items()],
@@ -87,11 +86,11 @@ class Watched:
         }
 
     def look(self) -> dict[str, Any]:
-        """What has happened since the last look; what has not is left out.
+        """Return what has happened since the last look, without unchanged values.
 
-        `decode`: of the decode steps that have ended, `tokens`, `seconds`, `bytes` read, expert `uses`, the `hits` of
-        them, and the seconds' `parts`; `prompt`: tokens read; `tiers` [expert, tier, ...] where another; every one of
-        `EVENTS` [expert, count, ...]; `curve`: [slots, ...] and the share of the uses that would be `misses`.
+        `decode`: of finished decode steps `tokens`, `seconds`, `bytes` read, expert `uses`, `hits`, and the seconds'
+        `parts`; `prompt`: tokens read; `tiers` [expert, tier, ...] of changed experts; every one of `EVENTS` [expert,
+        count, ...]; `curve`: [slots, ...] and the miss ratios, `misses`.
         """
         noted, passes = self._watch.taken()
         found: dict[str, Any] = {}
@@ -107,7 +106,7 @@ class Watched:
                 found[name] = _pairs(np.flatnonzero(counts), counts)
         if passes:
             found |= self._passes(passes)
-        if is_busy or self._was_busy:  # what its last layer did to the slots is seen by the look after
+        if is_busy or self._was_busy:  # the changes of its last layer are seen by the next look
             changed = self._changed_tiers()
             if changed:
                 found["tiers"] = changed
@@ -119,13 +118,14 @@ class Watched:
         return found
 
     def _in_order(self, numbers: np.ndarray) -> np.ndarray:
-        """The experts of each layer of each step ascending: plans take those first that are here, routers do not."""
+        """Return the experts of each layer and step in ascending order: plans order them by residency, routers do
+        not."""
         layers = np.searchsorted(self._starts, numbers, side="right")
         runs = np.cumsum(np.diff(layers, prepend=layers[:1]) != 0)
         return numbers[np.lexsort((numbers, runs))]
 
     def _passes(self, passes: Sequence[PassNote]) -> dict[str, Any]:
-        """Of the decode steps that another has followed: what is between two of them belongs to the first."""
+        """Sum up the decode steps that another one has followed: the time between two steps belongs to the first."""
         tokens, seconds, read, sums = 0, 0.0, 0, Counters()
         for run in self._runs(passes):
             first, last = run[0], run[-1]
@@ -153,11 +153,11 @@ class Watched:
         return found
 
     def _runs(self, passes: Sequence[PassNote]) -> list[list[PassNote]]:
-        """Stretches of decode steps with nothing in between, of two and more."""
+        """Return sequences of at least two decode steps without another pass in between."""
         runs: list[list[PassNote]] = [[]]
         for note in passes if self._last_pass is None else (self._last_pass, *passes):
             before = runs[-1][-1] if runs[-1] else None
-            # what was counted again, or made again after an error, is no next step
+            # a repeated pass or reset counters start a new sequence
             if before is not None and note.counters.forward_passes <= before.counters.forward_passes:
                 runs.append([])
             if note.phase is Phase.DECODE:
@@ -167,7 +167,7 @@ class Watched:
         return [run for run in runs if len(run) > 1]
 
     def _changed_tiers(self) -> list[int]:
-        """Pairs of an expert and where it is now, of those that are elsewhere than at the last look."""
+        """Return pairs of an expert and its tier, for experts whose tier has changed since the last look."""
         table, before, first = self._table, self.tiers, self._first
         now = np.zeros(self._count, np.uint8)
         inflight, ready, staged = list(table.inflight), list(table.ready), list(table.staged)
@@ -185,7 +185,7 @@ class Watched:
         return _pairs(np.flatnonzero(now != np.frombuffer(before, np.uint8)), now)
 
     def _curve(self) -> dict[str, list[float]]:
-        from smoe.simulator.stack_distances import misses_by_size  # all of the simulator that a server needs, and late
+        from smoe.simulator.stack_distances import misses_by_size  # the only import of the simulator in a server
 
         misses = misses_by_size(self._uses, len(self._uses) // 2)
         slots = np.unique(np.linspace(0, len(misses) - 1, CURVE_POINTS).astype(int))
@@ -201,6 +201,6 @@ def _sum(left: Counters, right: Counters) -> Counters:
 
 
 def _pairs(numbers: np.ndarray, of: np.ndarray) -> list[int]:
-    """[number, what `of` has there, ...]"""
+    """Return [number, value of `of` at number, ...]."""
     found: list[int] = np.stack([numbers, of[numbers]], 1).reshape(-1).tolist()
     return found
