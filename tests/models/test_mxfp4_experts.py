@@ -231,7 +231,7 @@ def test_a_weight_that_is_not_there(missing: str, tmp_path: Path) -> None:
         ("down_proj_blocks", lambda t: t.flatten(2), "down_proj_blocks"),
         ("gate_up_proj_blocks", lambda t: t.to(torch.int8), "gate_up_proj_blocks' is I8, and MXFP4 is kept in bytes"),
         ("gate_up_proj_scales", lambda t: t.bfloat16(), "gate_up_proj_scales' is BF16"),
-        ("gate_up_proj_bias", lambda t: t[:, :-1], "gate_up_proj_bias' and what belongs to it are 63 rows"),
+        ("gate_up_proj_bias", lambda t: t[:, :-1], "gate_up_proj_bias' and the tensors of the same part have 63 rows"),
     ],
 )
 def test_shapes_and_types_that_cannot_be(

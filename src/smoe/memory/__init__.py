@@ -1,1 +1,1 @@
-"""The memory hierarchy: files, disk, host and device; what reads, what copies, where experts lie, how long it takes."""
+"""The memory hierarchy: files, disk, host and device memory, transfers between them, and expert slots."""

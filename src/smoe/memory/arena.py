@@ -1,8 +1,8 @@
-"""Expert slots on the device that computes: one arena, allocated and touched once, reused for ever.
+"""Expert slots on the computing device: one arena, allocated and touched once and then reused.
 
-On a CPU the arena is anonymous, page-aligned memory: reads land in it directly. Memory that was never used before is
-slower to touch than the disk is to read, so it is touched when it is made. On a GPU it is one block of device memory.
-On a CPU it needs no torch before the first tensor.
+On a CPU the arena is anonymous, page-aligned memory into which reads go directly. The first access to fresh memory is
+slower than reading from disk, so all pages are touched at creation. On a GPU the arena is one block of device memory.
+CPU arenas import torch only when a tensor is requested.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ if TYPE_CHECKING:
     import torch
 
 _POPULATE_WRITE = 23 if sys.platform == "linux" else None
-"""madvise(2): back pages as if written to, without changing them; Python has no name for it."""
+"""The flag of madvise(2) that allocates pages without changing their contents; Python has no name for it."""
 _POPULATE_BYTES = 64 * 2**20
 DONT_NEED: int = getattr(mmap, "MADV_DONTNEED", 0)
 GIVES_BACK = sys.platform == "linux"
-"""Whether parts of such memory can be given back at once and used again; other systems keep it until they lack some."""
+"""Whether parts of the memory can be returned to the system at once; other systems take them only when memory is
+short."""
 
 
 class Arena:
-    """Page-aligned buffers, numbered from 0, one behind the other: so many of each size, the sizes in turn."""
+    """Consecutive page-aligned buffers (slots), numbered from 0: for each size in turn, the given number of slots."""
 
     def __init__(
         self, sizes: Sequence[tuple[int, int]], device: torch.device | None = None, huge_pages: bool = False
     ) -> None:
-        """`sizes`: (slots, bytes of each); `device` None: the host. `huge_pages`: for memory that is read into past the
-        page cache, which into small pages takes up to three times as long; making them takes longer, so elsewhere they
-        do not pay."""
+        """`sizes`: (number of slots, bytes per slot); `device` None: the host.
+
+        `huge_pages`: use huge pages, for memory that direct reads go to: into small pages these take up to three times
+        as long. Allocating huge pages takes longer, so elsewhere they do not pay.
+        """
         assert not any(nbytes % PAGE for _, nbytes in sizes), sizes
         self.begins = list(accumulate((nbytes for slots, nbytes in sizes for _ in range(slots)), initial=0))
-        """Offset of every slot, and of the end."""
+        """The offset of every slot, and of the end."""
         self._device = device
         self._map: mmap.mmap | None = None
         self._touchers: list[threading.Thread] = []
@@ -60,7 +63,7 @@ class Arena:
 
     @cached_property
     def bytes(self) -> torch.Tensor:
-        """All of it: uint8 [nbytes]."""
+        """The whole arena as a tensor: uint8 [nbytes]."""
         import torch
 
         if self._map is None:
@@ -74,7 +77,7 @@ class Arena:
         return self._device or torch.device("cpu")
 
     def address(self, slot: int) -> int:
-        """Where a slot begins (CPU arenas only)."""
+        """Return the address of a slot (CPU arenas only)."""
         return self._begin + self.begins[slot]
 
     @property
@@ -82,10 +85,9 @@ class Arena:
         return self.begins[-1]
 
     def touch(self, threads: int = 1, slots: Sequence[range] | None = None) -> None:
-        """Have the operating system back every page, or those of some slots, in threads of its own; contents are left
-        alone.
+        """Allocate the pages of all slots, or of some ranges, in background threads; contents do not change.
 
-        Pages that a read reaches first are backed by the read, only more slowly.
+        A read into a page that is not allocated yet allocates it, only more slowly.
         """
         if self._map is None or _POPULATE_WRITE is None:
             return
@@ -102,13 +104,13 @@ class Arena:
             toucher.start()
 
     def wait_touched(self, seconds: float | None) -> None:
-        """Wait until every page is backed, at most `seconds` (None: as long as it takes)."""
+        """Wait until all pages are allocated, for at most `seconds` (None: without limit)."""
         deadline = None if seconds is None else time.monotonic() + seconds
         for toucher in self._touchers:
             toucher.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def give_back(self, slot: int) -> None:
-        """Let the operating system have a slot's memory, until it is written to again; what was there is lost."""
+        """Return a slot's memory to the operating system until it is written again; its contents are lost."""
         assert self._map is not None and GIVES_BACK, "this memory cannot be given back in parts"
         begin, end = self.begins[slot : slot + 2]
         self._map.madvise(DONT_NEED, begin, end - begin)
@@ -120,23 +122,23 @@ class Arena:
             if self._is_closing:
                 return
             if madvise(begins_at + begin, end - begin, _POPULATE_WRITE):
-                return  # a kernel before 5.14
+                return  # kernels before 5.14 lack the flag
 
     def buffer(self, slot: int) -> memoryview:
-        """A slot's bytes for a reader (CPU arenas only)."""
+        """Return a slot's bytes for a reader (CPU arenas only)."""
         return self._view[self.begins[slot] : self.begins[slot + 1]]
 
     @property
     def whole(self) -> memoryview:
-        """All slots' bytes (CPU arenas only)."""
+        """The bytes of all slots (CPU arenas only)."""
         return self._view
 
     def tensor(self, slot: int) -> torch.Tensor:
-        """A slot's bytes: uint8 [bytes of the slot]."""
+        """Return a slot's bytes as a tensor: uint8 [bytes of the slot]."""
         return self.bytes[self.begins[slot] : self.begins[slot + 1]]
 
     def view(self, slot: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A weight inside a slot, `offset` bytes from its start, without copying."""
+        """Return a view of a weight in a slot, `offset` bytes from the slot's beginning."""
         begin = self.begins[slot] + offset
         count = dtype.itemsize
         for n in shape:
@@ -144,17 +146,17 @@ class Arena:
         return self.bytes[begin : begin + count].view(dtype).view(*shape)
 
     def close(self) -> None:
-        """Give the memory back; views must not be used any more."""
+        """Release the memory; views must not be used afterwards."""
         self._is_closing = True
         self.wait_touched(None)
         self.__dict__.pop("bytes", None)
         if self._map is not None:
             self._view.release()
-            self._map = None  # unmapped when the last tensor on it is gone
+            self._map = None  # unmapped when its last tensor is deleted
 
 
 def forget_peak(device: torch.device) -> None:
-    """Measure the most memory that is allocated on a GPU from now on, not since the process began."""
+    """Reset a GPU's peak of allocated memory, so that it is measured from now on."""
     if device.type == "cuda":
         import torch
 
@@ -162,7 +164,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def system_madvise() -> Callable[[int, int, int], int]:
-    """The system's own: Python's holds the interpreter lock, and so every other thread, until all pages are there."""
+    """Return the system's madvise: Python's own holds the interpreter lock until all pages are allocated."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     call: Callable[[int, int, int], int] = function
@@ -170,8 +172,7 @@ def system_madvise() -> Callable[[int, int, int], int]:
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone: what could be shared, as Python's own default, gets no huge pages on most systems
-    (docs/log/disk.md)."""
+    """Return private memory: shared memory, Python's default, gets no huge pages on most systems (docs/log/disk.md)."""
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -179,5 +180,5 @@ def anonymous(nbytes: int) -> mmap.mmap:
 
 def _ask_for_huge_pages(memory: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without transparent huge pages: only slower
+        with suppress(OSError):  # some kernels lack transparent huge pages; they are only slower
             memory.madvise(mmap.MADV_HUGEPAGE)

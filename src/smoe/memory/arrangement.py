@@ -1,11 +1,10 @@
-"""How stored tensors become the blocks of a quantised matrix, where its codes, scales and zero points lie in tensors of
-their own.
+"""Convert stored codes, scales and zero points, which are separate tensors in a file, to blocks of a quantized matrix.
 
     file   | codes ... | scales ... | zero points ... |
     slot   | scale, zero point, codes | scale, zero point, codes | ...       row after row of outputs
 
-Each tensor comes in pieces, whose bytes go to their places in the slot; the bits of codes never change, scales become
-float32, which is exact. Some packages keep matrices input by input: they are turned on the way.
+Tensors are read in pieces, whose bytes are written to their positions in the slot. Codes keep their bits; scales become
+float32, which is exact. Matrices that a package stores by input instead of output are transposed.
 """
 
 from __future__ import annotations
@@ -21,29 +20,30 @@ from smoe.memory.safetensors_index import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 SCALE_KINDS = ("F32", "BF16", "F16", "F8_E8M0")
-"""Types that scales may have in a file; the last, exponents alone, those of numbers of eight bits."""
+"""The dtypes of scales in files; the last one, pure exponents, is for 8-bit floats."""
 _POWERS = np.concatenate([np.exp2(np.arange(255) - 127.0), [np.nan]]).astype(np.float32)
-"""What a scale of eight bits, an exponent alone, stands for."""
+"""The value of each 8-bit exponent scale."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""AWQ: which codes of a word, counted from its lowest bits, belong to eight outputs that follow each other."""
+"""For AWQ: the positions in a word, from its lowest bits, of the codes of eight consecutive outputs."""
 _AWQ_LOWER, _AWQ_UPPER = (0, 4, 1, 5), (2, 6, 3, 7)
-"""The other way round: to which of eight outputs the lower halves of a word's bytes belong, and the upper ones."""
+"""The inverse: the outputs of the lower and of the upper halves of a word's bytes."""
 
 
 class SlotArrangement(Protocol):
-    """Where the bytes of one stored tensor belong in a slot."""
+    """The conversion of one stored tensor into the blocks of a slot."""
 
     @property
     def unit(self) -> int:
-        """Bytes that must come together: pieces are whole numbers of them."""
+        """Pieces of the tensor must be multiples of this number of bytes."""
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Write what `source`, the tensor's bytes from `begin` on, becomes; `target`: where its first block has it."""
+        """Convert `source`, the tensor's bytes from `begin` on, into `slot`; `target` is the offset in the first
+        block."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Bytes in the matrix's own order: every `width` of them to the next `stride` bytes."""
+    """A copy that keeps the order: every `width` bytes go to the next `stride` bytes."""
 
     width: int
     stride: int
@@ -53,8 +53,8 @@ class Spread:
         return self.width
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Copy the blocks by one call without the interpreter lock: 1.1 ms for an expert of 13 MB, a tenth of what
-        reading it takes."""
+        """Copy all blocks in one call without the interpreter lock: 1.1 ms for an expert of 13 MB, a tenth of reading
+        it."""
         items = source.view(f"V{self.width}")
         target += begin // self.width * self.stride
         np.ndarray(items.shape, items.dtype, slot, target, (self.stride,))[:] = items
@@ -62,42 +62,42 @@ class Spread:
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The blocks of a matrix in a slot."""
+    """The dimensions of a matrix of blocks in a slot."""
 
     rows: int
     blocks: int
-    """Blocks of a row."""
+    """Blocks per row."""
     stride: int
-    """Bytes of a block."""
+    """Bytes per block."""
 
     def of_rows(self, kind: str, slot: memoryview, target: int, row: int, rows: int) -> npt.NDArray[Any]:
-        """What every block of some rows has at one place, [rows, blocks]."""
+        """Return a view of one field of every block in some rows: [rows, blocks]."""
         row_bytes = self.blocks * self.stride
         return np.ndarray((rows, self.blocks), kind, slot, target + row * row_bytes, (row_bytes, self.stride))
 
     def of_blocks(self, kind: str, slot: memoryview, target: int, block: int, blocks: int) -> npt.NDArray[Any]:
-        """What some blocks of every row have at one place, [rows, blocks]."""
+        """Return a view of one field of some blocks in every row: [rows, blocks]."""
         strides = (self.blocks * self.stride, self.stride)
         return np.ndarray((self.rows, blocks), kind, slot, target + block * self.stride, strides)
 
 
 @dataclass(frozen=True)
 class StoredScales:
-    """Scales [R, C], each for so many rows and blocks; [C, R] where `is_turned`."""
+    """Stored scales [R, C], each for several rows and blocks; [C, R] if `is_turned`."""
 
     grid: BlockGrid
     kind: str
-    """One of `SCALE_KINDS`."""
+    """The dtype, one of `SCALE_KINDS`."""
     shape: tuple[int, int]
-    """As stored."""
+    """The shape in the file."""
     rows_each: int = 1
-    """Rows of the matrix that share one; the last may have fewer."""
+    """Rows of the matrix per scale; the last group may have fewer."""
     blocks_each: int = 1
     is_turned: bool = False
     zero: int | None = None
-    """What every block has behind its scale, where that is the same for all."""
+    """A zero point that all blocks have after their scale; None if zero points are stored or absent."""
     is_divisor: bool = False
-    """Stored is what numbers are divided by."""
+    """Whether the stored numbers are divisors."""
 
     @property
     def unit(self) -> int:
@@ -106,7 +106,7 @@ class StoredScales:
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
         found = _as_float32(source, self.kind).reshape(-1, self.shape[1])
         if self.is_divisor:
-            with np.errstate(divide="ignore"):  # what is infinite then is found when the expert is first read
+            with np.errstate(divide="ignore"):  # infinite scales are detected when the expert is first read
                 found = np.reciprocal(found)
         first = begin // self.unit
         if self.is_turned:
@@ -128,19 +128,22 @@ class StoredScales:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Zero points, packed in words of 32 bits as the codes are: [K / G, N / 8] where `is_turned`, else [N / 8, K / G]
-    with eight rows in a word."""
+    """Stored zero points, packed in 32-bit words like codes: [K / G, N / 8] if `is_turned`, else [N / 8, K / G] with
+    eight rows per word."""
 
     grid: BlockGrid
     bits: int
     width: int
-    """Words of a stored row."""
+    """Words per stored row."""
     is_turned: bool
     blocks_each: int = 1
     is_awq: bool = False
     less: int = 0
-    """What is stored is so much less than the zero point (GPTQ's first form); its package subtracts that from whole
-    words, so that a zero point of 0 takes one from its neighbour, and so is it added here."""
+    """The number by which stored zero points are too small (1 in GPTQ's first version).
+
+    Its package subtracts this from whole words, so a zero point of 0 borrows from its neighbour. The addition here
+    reverses that.
+    """
 
     @property
     def unit(self) -> int:
@@ -150,7 +153,7 @@ class Zeros:
         first, words = begin // self.unit, source.view("<u4").reshape(-1, self.width)
         if self.less:
             words = words + np.uint32(self.less * every_code(self.bits))
-        codes = _codes(words, self.bits, self.is_awq)  # [stored rows, words, codes of a word]
+        codes = _codes(words, self.bits, self.is_awq)  # [stored rows, words, codes per word]
         if self.is_turned:
             every = np.repeat(codes.reshape(len(words), -1), self.blocks_each, axis=0)
             self.grid.of_blocks("u1", slot, target, first * self.blocks_each, len(every))[:] = every.T
@@ -163,25 +166,25 @@ class Zeros:
 
 @dataclass(frozen=True)
 class PairsApart:
-    """Codes of four bits, two neighbours a byte, of groups of 16: a byte of the slot has one of each of two groups."""
+    """The conversion of 4-bit codes from two neighbours per byte to one code of each of two groups of 16 per byte."""
 
     numbers: int
-    """Numbers of a block."""
+    """Elements per block."""
     stride: int
-    """Bytes of a block."""
+    """Bytes per block."""
 
     @property
     def unit(self) -> int:
         return self.numbers // 2
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Copy codes by whole words, eight codes at a time: a quarter of what it takes byte by byte."""
+        """Copy eight codes at a time in whole words, in a quarter of the time of single bytes."""
         apart = source.astype("<u2")
         apart |= apart << 4
-        apart &= 0x0F0F  # a code each byte
-        groups = apart.view("<u8").reshape(-1, 2, 2)  # [of 32 numbers, group, eight codes]
+        apart &= 0x0F0F  # one code per byte
+        groups = apart.view("<u8").reshape(-1, 2, 2)  # [32 elements, group, eight codes]
         joined = np.empty((len(groups), 2), "<u8")
-        for half in range(2):  # neither in one: the loop would go over two words
+        for half in range(2):  # a loop: one expression would iterate over two words only
             np.left_shift(groups[:, 1, half], 4, out=joined[:, half])
             joined[:, half] |= groups[:, 0, half]
         Spread(self.unit, self.stride).put(joined.reshape(-1).view("u1"), slot, target, begin)
@@ -189,11 +192,11 @@ class PairsApart:
 
 @dataclass(frozen=True)
 class TurnedWords:
-    """GPTQ's codes [K / 8, N]: words of 32 bits with the codes of one output, as blocks have them."""
+    """GPTQ's codes [K / 8, N]: each 32-bit word has the codes of one output, in the order of a block."""
 
     grid: BlockGrid
     words: int
-    """Words of a block."""
+    """Words per block."""
 
     @property
     def unit(self) -> int:
@@ -208,11 +211,11 @@ class TurnedWords:
 
 @dataclass(frozen=True)
 class TurnedCodes:
-    """AWQ's codes of four bits [K, N / 8]: words with the codes of eight outputs."""
+    """AWQ's 4-bit codes [K, N / 8]: each word has one code of each of eight outputs."""
 
     grid: BlockGrid
     numbers: int
-    """Numbers of a block."""
+    """Elements per block."""
 
     @property
     def unit(self) -> int:
@@ -236,7 +239,7 @@ class TurnedCodes:
 
 
 def every_code(bits: int) -> int:
-    """A word of 32 bits in which every code is 1."""
+    """Return a 32-bit word in which every code is 1."""
     return ((1 << 32) - 1) // ((1 << bits) - 1)
 
 
@@ -249,7 +252,7 @@ def _as_float32(source: Bytes, kind: str) -> npt.NDArray[np.float32]:
 
 
 def _codes(words: npt.NDArray[np.uint32], bits: int, is_awq: bool) -> Bytes:
-    """[..., words] -> [..., words, codes of a word] in the order of what they belong to."""
+    """Unpack [..., words] to [..., words, codes per word], in the order of the outputs or columns."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     if is_awq:
         shifts = shifts[list(_AWQ_ORDER)]

@@ -1,4 +1,4 @@
-"""JSON as a checkpoint's files hold it: plain UTF-8 of a bounded size, and the file's name in every error."""
+"""Read JSON files of a checkpoint: UTF-8, limited in size, with the file's name in every error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from smoe.errors import CheckpointError
 
 _MAX_BYTES = 100 * 2**20
-"""What safetensors allows a header; an index of a million tensors has as much."""
+"""safetensors' limit for a header; an index of a million tensors needs as much."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises `CheckpointError` for a file that is none, or is too large."""
+    """Return the JSON object in a file. Raises `CheckpointError` if there is none, or the file is too large."""
     check_regular(path)
     size = path.stat().st_size
     if size > _MAX_BYTES:
@@ -22,12 +22,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in `data`, which comes from `path`."""
+    """Return the JSON object in `data`, which was read from `path`."""
     try:
         found = json.loads(data.decode("utf-8"))
     except RecursionError as error:
         raise CheckpointError(f"{path} is corrupt: it is nested too deeply; download it again") from error
-    except ValueError as error:  # a decoding error, too, and a number of thousands of digits
+    except ValueError as error:  # includes decoding errors and numbers of thousands of digits
         raise CheckpointError(f"{path} is corrupt: {error}; download it again") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is corrupt: it is no JSON object; download it again")
@@ -35,7 +35,7 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise `CheckpointError` unless `path` is, or leads to, an ordinary file: opening others may never return."""
+    """Raise `CheckpointError` unless `path` is a regular file or a link to one, because opening a pipe could block."""
     if not path.is_file():
         what = "is not an ordinary file" if path.exists() else "is missing, or a link that leads nowhere"
         raise CheckpointError(f"{path} {what}; download the checkpoint again")

@@ -1,10 +1,10 @@
-"""The disk: page-aligned reads of byte ranges, past the page cache where the file system allows.
+"""Read byte ranges from disk, page-aligned and past the page cache where the file system allows it.
 
-Reading directly keeps experts out of the page cache, which under a memory limit would fight our slots for the same RAM,
-and saves a copy. It needs aligned address, offset and length, which `memory/store.py` arranges; how it is asked for is
-each system's own (`memory/expert_file.py`). Where it is refused (tmpfs, some network file systems) reads are buffered
-and the pages are dropped behind the reader. Where RAM exceeds the model by far, the page cache is the better place and
-`direct=False` uses it.
+Direct reads keep experts out of the page cache, which under a memory limit would compete with the slots for RAM, and
+they save a copy. They require an aligned address, offset and length, which `memory/store.py` arranges, and are
+requested differently on each system (`memory/expert_file.py`). If a file system refuses them (tmpfs, some network file
+systems), reads are buffered and their pages are dropped afterwards. If RAM is much larger than the model, the page
+cache is better, and `direct=False` uses it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smoe.memory.safetensors_index import FileIdentity, check_identity
 from smoe.memory.store import Read
 
 CHUNK_BYTES = 4 * 2**20
-"""Prefetches are read in chunks of this size: near the best rate, and a demand load waits for one chunk at most."""
+"""The size of a prefetch's read requests: nearly full speed, and a demand load waits for one chunk at most."""
 REQUEST_BYTES = 64 * 2**20
-"""Demand loads are read in as few requests as the system takes: a whole expert at once is a fifth faster than in
-chunks, and costs less of the processor (docs/log/disk.md)."""
+"""The largest read request of demand loads. Reading a whole expert at once is a fifth faster than in chunks and takes
+less CPU time (docs/log/disk.md)."""
 TRIES = 6
-"""A read that was interrupted, or found no room in a queue, is worth a second try, after a pause that doubles."""
+"""The number of attempts for reads that are interrupted or find a full queue, with doubling pauses."""
 _PASSING = (errno.EINTR, errno.EAGAIN)
 _FIRST_PAUSE_SECONDS = 0.001
 
@@ -35,10 +35,10 @@ _T = TypeVar("_T")
 
 
 class DiskReader:
-    """Open files of one store. `read` may be called from several threads."""
+    """The open files of one store. Several threads may call `read`."""
 
     def __init__(self, direct: bool, opened: Opening | None = None) -> None:
-        """`opened`: how files are opened (None: this system's way)."""
+        """`opened`: the function that opens files; None: this system's own."""
         self._wants_direct = direct
         self._opening = opened or opening()
         self._lock = threading.Lock()
@@ -47,19 +47,19 @@ class DiskReader:
         self._identities: dict[Path, FileIdentity] = {}
 
     def expect(self, identities: Mapping[Path, FileIdentity]) -> None:
-        """Refuse a file that changes from now on, before and after its bytes are read."""
+        """Set the identities of files; a file that differs from its identity before or after a read is refused."""
         self._identities.update(identities)
 
     @property
     def is_direct(self) -> bool:
-        """Whether every file opened so far bypasses the page cache."""
+        """Whether all files opened so far bypass the page cache."""
         return bool(self._files) and all(file.is_direct for file in self._files.values())
 
     def read(self, read: Read, buffer: memoryview, between: Callable[[], None] | None = None) -> int:
-        """Fill `buffer` with `read`'s bytes, from its first byte; returns the bytes that came, at least `read.need`.
+        """Read into `buffer` from its beginning; return the number of bytes, at least `read.need`.
 
-        `between` is called between two chunks, so that something more urgent can use the disk there.
-        Raises `TransferError` where the system cannot read, `CheckpointError` for a file written since it was indexed.
+        `between` is called between two chunks, so that a more urgent read can go first. Raises `TransferError` if the
+        system cannot read, and `CheckpointError` if the file was written since it was indexed.
         """
         file = self._open(read.path)
         done, request = 0, REQUEST_BYTES if between is None else CHUNK_BYTES
@@ -72,20 +72,20 @@ class DiskReader:
                     raise OSError(errno.EIO, "the file ends early")
                 done += came
         except OSError as error:
-            self._check_identity(read.path, file)  # a file cut short is one that was written
+            self._check_identity(read.path, file)  # a truncated file has been written
             if file.is_direct and error.errno == errno.EINVAL:
                 self._reopen_buffered(read.path)
                 return self.read(read, buffer, between)
             raise TransferError(
                 error.errno or errno.EIO, f"cannot read {read.path} at {read.offset}: {error}"
             ) from error
-        self._check_identity(read.path, file)  # afterwards: it tells of a change during the read, too
+        self._check_identity(read.path, file)  # checking afterwards also detects a change during the read
         if self._wants_direct and not file.is_direct:
             file.forget(read.offset, read.nbytes)
         return done
 
     def close(self) -> None:
-        """Close every file; no read may be under way."""
+        """Close all files; no read may be running."""
         with self._lock:
             for file in [*self._retired, *self._files.values()]:
                 file.close()
@@ -128,11 +128,12 @@ class DiskReader:
         return file
 
     def _reopen_buffered(self, path: Path) -> None:
-        """Some file systems let a file be opened for direct reads and refuse them."""
+        """Open a file again for buffered reads: some file systems allow opening for direct reads and then refuse
+        these."""
         with self._lock:
             file = self._files[path]
             if file.is_direct:
-                self._retired.append(file)  # other threads may still be reading through it
+                self._retired.append(file)  # other threads may still be reading from it
                 self._files[path] = self._opened(path, False)
 
     def _pread(self, file: ExpertFile, buffer: memoryview, offset: int) -> int:
@@ -140,7 +141,7 @@ class DiskReader:
 
 
 def _insistently(call: Callable[[], _T]) -> _T:
-    """`call`'s result; what passes by itself is tried again."""
+    """Return the result of `call`, retried after temporary errors."""
     for attempt in range(TRIES - 1):
         try:
             return call()

@@ -1,4 +1,4 @@
-"""Element types of weights, by the names that files and torch have for them: known without torch."""
+"""Element types of weights, with their names in files and in torch; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
 
 
 class Dtype(NamedTuple):
-    """One of the types that experts are served in."""
+    """An element type of expert weights in slots."""
 
     name: str
-    """torch's."""
+    """torch's name."""
     stored: str
-    """That of safetensors files."""
+    """safetensors' name."""
     itemsize: int
-    """Bytes of an element."""
+    """Bytes per element."""
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def torch(self) -> torch.dtype:
-        """torch's own, which loads torch."""
+        """The torch dtype; this imports torch."""
         import torch
 
         found: torch.dtype = getattr(torch, self.name)
@@ -33,4 +33,4 @@ class Dtype(NamedTuple):
 BF16, F16, F32 = DTYPES = (Dtype("bfloat16", "BF16", 2), Dtype("float16", "F16", 2), Dtype("float32", "F32", 4))
 BY_NAME = {each.name: each for each in DTYPES}
 STORED = frozenset(each.stored for each in DTYPES)
-"""Their names in safetensors files."""
+"""The safetensors names of these types."""

@@ -1,19 +1,18 @@
-"""A device that is not there, emulated on the CPU in slowed-down time: a test bench for concurrency and ablation.
+"""Emulate a device with its own memory on the CPU, in slowed-down time, to test concurrency and measure ablations.
 
-Experts really lie in two arenas, are really copied by a thread and really computed, on the same code path as on a GPU
-above the link. Only time is emulated: every resource (link, device, CPU) ends a piece of work at the later of its
-real end and the time that a profile gives it, stretched by one factor, the *dilation*, chosen so large that the real
-machine keeps up. All times that users see are divided by it. What could not keep up is counted, so that a bench whose
-figures are this machine's and not the profile's says so.
+Experts are stored in two arenas, copied by a thread and computed, on the same code path as on a GPU above the link.
+Only time is emulated. Every resource (link, device, CPU) ends a piece of work at the later of its real end and the time
+in the profile, stretched by one factor, the *dilation*, which is large enough for the real machine to keep up. Reported
+times are divided by it. Work that could not keep up is counted, so that a benchmark can report it.
 
     link (profile 0.4 ms, dilation 10)   | copy 1.3 ms | sleep 2.7 ms |
     reported                             | 0.4 ms                     |
 
-What no profile knows, the time that our own Python takes to decide, is real and is reported as it is: it is stretched
-like the rest. Link and CPU read the same RAM, at the profile's rate together (`shared_bandwidth.py`). A small model can
-stand for one with larger experts: link, device and CPU are then paced as if they had them.
+The time that smoe's Python code takes for decisions is real, is in no profile, and is stretched like the rest. Link and
+CPU share the profile's RAM bandwidth (`shared_bandwidth.py`). A small model can stand for one with larger experts: then
+link, device and CPU take the time of those.
 
-A labelled test bench, never a claim about a GPU.
+This is a test bench and proves nothing about a real GPU.
 """
 
 from __future__ import annotations
@@ -33,64 +32,65 @@ from smoe.memory.pacing import Pacing
 from smoe.memory.shared_bandwidth import OVERSLEPT_SECONDS, SharedBandwidth
 
 _LEAST, _MOST = 1e-12, 1e21
-"""Seconds, bytes and operations a second of a machine that there could be."""
+"""Bounds for plausible figures of a machine, in seconds, bytes and operations per second."""
 PUBLISHED, MEASURED = FIGURES = ("published", "measured")
-"""Where the figures of a profile come from: data sheets, or the machine itself."""
+"""The possible origins of a profile's figures: data sheets, or measurements of the machine."""
 MARGIN = 4.0
-"""How much slower than its fastest the real machine may become before it is late: link, CPU and device are emulated at
-once on the same cores and the same memory, and are measured one by one."""
+"""How much slower than its fastest measurement the real machine may be without being late. Link, CPU and device are
+measured one by one, but are emulated concurrently on the same cores and memory."""
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a machine with a device needs for a piece of work: the larger of bytes and arithmetic, and a constant."""
+    """The costs of a machine with a device: a piece of work takes the larger of its bytes and arithmetic, plus a
+    constant."""
 
     name: str
     source: str
-    """Where the figures come from."""
+    """The origin of the figures, in words."""
     link_bytes_per_second: float
     link_latency_seconds: float
-    """Seconds of latency of one copy."""
+    """The latency of a copy."""
     device_bytes_per_second: float
     device_flops: float
     device_expert_seconds: float
-    """Launches of one expert's kernels."""
+    """The time of launching one expert's kernels."""
     device_layer_seconds: float
-    """Launches of a layer's other kernels."""
+    """The time of launching a layer's other kernels."""
     host_bytes_per_second: float
-    """The rate of RAM: what the CPU reads an expert with, and what link and CPU have together."""
+    """The RAM bandwidth, for reading an expert on the CPU, and for link and CPU together."""
     host_flops: float
     host_expert_seconds: float
-    """Handing one expert's rows to the CPU and the result back."""
+    """The time of passing one expert's rows to the CPU and the result back."""
     date: str = ""
-    """When the figures were put down."""
+    """The date of the figures."""
     figures: str = ""
-    """`PUBLISHED` or `MEASURED`; empty: unknown."""
+    """`PUBLISHED` or `MEASURED`; empty if unknown."""
     disk_bytes_per_second: float | None = None
-    """The rate of reads of an expert's size, past the page cache. This and what follows is for `smoe plan` alone."""
+    """The rate of expert-sized reads past the page cache. This and the following fields are only for `smoe plan`."""
     device_memory_bytes: float | None = None
     host_memory_bytes: float | None = None
     has_link: bool = True
-    """False: the device has no memory of its own, or is the CPU; experts come from the disk, whose figures the link
-    then has."""
+    """Whether the device has memory of its own. If not, experts come from disk, and the link's figures are the
+    disk's."""
 
     def link_seconds(self, nbytes: float) -> float:
         return self.link_latency_seconds + nbytes / self.link_bytes_per_second
 
     def expert_seconds(self, nbytes: float, rows: int) -> float:
-        """One expert of `nbytes` (two an element) for `rows` tokens on the device."""
+        """Return the time of one expert with `nbytes` bytes (two per element) for `rows` tokens on the device."""
         return self.device_expert_seconds + max(
             nbytes / self.device_bytes_per_second, nbytes * rows / self.device_flops
         )
 
     def layer_seconds(self, nbytes: float, tokens: int) -> float:
-        """The rest of a layer, of `nbytes` of weights."""
+        """Return the time of a layer without its experts, with `nbytes` bytes of weights."""
         return self.device_layer_seconds + max(
             nbytes / self.device_bytes_per_second, nbytes * tokens / self.device_flops
         )
 
     def host_seconds(self, nbytes: float, rows: int) -> float:
-        """One expert on the CPU, with the memory to itself."""
+        """Return the time of one expert on the CPU if nothing else uses RAM."""
         return self.host_expert_seconds + self.host_arithmetic_seconds(nbytes, rows)
 
     def host_arithmetic_seconds(self, nbytes: float, rows: int) -> float:
@@ -98,7 +98,7 @@ class DeviceProfile:
 
 
 class Emulation(Pacing):
-    """The slowed-down clock of one engine. Any thread may `finish`."""
+    """The slowed-down clock of one engine. Any thread may call `finish`."""
 
     is_emulated = True
 
@@ -110,31 +110,31 @@ class Emulation(Pacing):
         expert_bytes: int,
         as_if_bytes: int | None = None,
     ) -> None:
-        """`expert_bytes` are those of the real experts, `as_if_bytes` those of the experts that they stand for."""
+        """`expert_bytes` is the size of the real experts; `as_if_bytes` the size of those they stand for."""
         self.profile = profile
         self.layer_bytes = layer_bytes
         """A layer's share of the non-expert weights."""
         self.expert_bytes = as_if_bytes or expert_bytes
         self.scale = self.expert_bytes / expert_bytes
-        """Bytes that one of a real expert stands for."""
+        """Emulated bytes per byte of a real expert."""
         self.is_paced = True
-        """False while the real machine is being measured: nothing waits for the profile."""
+        """False while the real machine is measured: then nothing waits for the profile."""
         self.late_seconds = 0.0
-        """Reported time by which pieces of work ended later than the profile says."""
+        """The total reported time by which work ended later than in the profile."""
         self._layer_began = time.perf_counter()
         self.set_dilation(dilation or 1.0)
 
     def set_dilation(self, dilation: float) -> None:
-        """Real seconds of a reported one, from now on; nothing may be under way."""
+        """Set the number of real seconds per reported second; no work may be running."""
         self.dilation = dilation
         self._memory = SharedBandwidth(self.profile.host_bytes_per_second / dilation)
 
     def now(self) -> float:
-        """Seconds of reported time."""
+        """Return the reported time in seconds."""
         return time.perf_counter() / self.dilation
 
     def finish(self, began: float, seconds: float) -> None:
-        """Work that began at `began` (real clock) and takes `seconds` by the profile ends now, or when it is due."""
+        """Wait until work that began at `began` (real clock) has taken `seconds` of profile time."""
         if not self.is_paced:
             return
         due = began + seconds * self.dilation
@@ -142,41 +142,41 @@ class Emulation(Pacing):
         _wait_until(due)
 
     def begin_pass(self) -> None:
-        """A forward pass begins."""
+        """Note the beginning of a forward pass."""
         self._layer_began = time.perf_counter()
 
     def reach_experts(self, tokens: int) -> None:
-        """The device has come to a layer's experts: attention, router and the like are done."""
+        """Wait until the device would have computed a layer up to its experts: attention, router and so on."""
         self.finish(self._layer_began, self.profile.layer_seconds(self.layer_bytes, tokens))
 
     def leave_experts(self) -> None:
-        """A layer's experts are done; what follows is the next layer's."""
+        """Note that a layer's experts are done, so that the next layer begins."""
         self._layer_began = time.perf_counter()
 
     def compute_experts(self, began: float, rows: list[int]) -> None:
-        """The device has computed one expert for each entry, for so many tokens."""
+        """Wait until the device would have computed one expert for each entry of `rows`, for that number of tokens."""
         self.finish(began, sum(self.profile.expert_seconds(self.expert_bytes, count) for count in rows))
 
     def look_ahead(self, began: float, tokens: int) -> None:
-        """The device has run another layer's attention and router: its launches, but not its shared experts' bytes."""
+        """Wait until the device would have run another layer's attention and router: their launches, without bytes."""
         self.finish(began, self.profile.layer_seconds(0.0, tokens))
 
     def ask_gate(self, began: float) -> None:
-        """The device has run another layer's router."""
+        """Wait until the device would have run another layer's router."""
         self.finish(began, self.profile.device_expert_seconds)
 
     def begin_planning(self) -> float:
-        """The processor time of this thread: that others use its core or the interpreter is not planning."""
+        """Return this thread's CPU time, which excludes time when other threads use the core or the interpreter."""
         return time.thread_time()
 
     def end_planning(self, began: float) -> None:
-        """Deciding takes as long with a fast device as it did here."""
+        """Account for the time of a decision, which takes as long with a fast device as it did here."""
         seconds = time.thread_time() - began
         self.finish(time.perf_counter() - seconds, seconds)
 
     @contextmanager
     def computing_on_host(self, rows: int) -> Iterator[None]:
-        """The CPU computes one expert for so many tokens."""
+        """Account for the CPU's computing of one expert for `rows` tokens within this context."""
         with self._reading(
             self.expert_bytes,
             self.profile.host_arithmetic_seconds(self.expert_bytes, rows),
@@ -186,7 +186,8 @@ class Emulation(Pacing):
 
     @contextmanager
     def carrying(self, nbytes: int, is_first: bool) -> Iterator[None]:
-        """The link carries so many of a real expert's bytes, the first of a copy or others."""
+        """Account for the link's copying of `nbytes` of a real expert within this context; the first chunk includes the
+        latency."""
         as_if = nbytes * self.scale
         latency = self.profile.link_latency_seconds if is_first else 0.0
         with self._reading(as_if, as_if / self.profile.link_bytes_per_second, latency):
@@ -194,7 +195,8 @@ class Emulation(Pacing):
 
     @contextmanager
     def _reading(self, nbytes: float, seconds: float, constant: float) -> Iterator[None]:
-        """Work that reads `nbytes` of RAM, in `seconds` where nothing else reads, and takes `constant` more."""
+        """Account for work that reads `nbytes` of RAM, takes `seconds` without other reads, and `constant` in
+        addition."""
         if not self.is_paced:
             yield
             return
@@ -206,7 +208,7 @@ class Emulation(Pacing):
         _wait_until(flow.ended + constant * self.dilation)
 
     def choose_dilation(self, copy: float, expert: float, host: float, layer: float) -> None:
-        """The dilation that the slowest of the real machine's times, against the profile's, asks for."""
+        """Set the dilation by the slowest of the real machine's times relative to the profile."""
         profile = self.profile
         ratios = (
             copy / profile.link_seconds(self.expert_bytes),
@@ -218,7 +220,7 @@ class Emulation(Pacing):
 
 
 def _wait_until(due: float) -> None:
-    """Wait to the microsecond: what the system oversleeps would otherwise be added to every piece of work."""
+    """Wait with microsecond precision, because oversleeping would add to every piece of work."""
     left = due - time.perf_counter()
     if left > OVERSLEPT_SECONDS:
         time.sleep(left - OVERSLEPT_SECONDS)
@@ -227,9 +229,9 @@ def _wait_until(due: float) -> None:
 
 
 def read_profile(name: str) -> DeviceProfile:
-    """A profile by the name of one that comes with the program, or by the path of a JSON file with the same entries.
+    """Return a profile, given the name of a shipped one or the path of a JSON file.
 
-    Raises `ConfigError` where there is none, or an entry is missing, unknown or not a positive number.
+    Raises `ConfigError` if it is missing, or an entry is missing, unknown or not a positive number.
     """
     shipped = resources.files("smoe") / "profiles"
     known = sorted(entry.name.removesuffix(".json") for entry in shipped.iterdir() if entry.name.endswith(".json"))
@@ -251,8 +253,8 @@ def read_profile(name: str) -> DeviceProfile:
 
 
 def read_emulated(name: str) -> DeviceProfile:
-    """A profile of a device that can be emulated. Raises `ConfigError` as `read_profile` does, and for a machine
-    without a link: there is no second device to emulate."""
+    """Return the profile of a device to emulate. Raises `ConfigError` like `read_profile`, and for a machine without a
+    link."""
     profile = read_profile(name)
     if profile.has_link:
         return profile
@@ -276,13 +278,13 @@ def _why_unread(name: str, error: OSError | ValueError) -> str:
 
 
 _ENTRIES = {field.name: str(field.type) for field in fields(DeviceProfile)}
-"""The entries of a profile, with their types."""
+"""The entries of a profile with their types."""
 _NEEDED = [field.name for field in fields(DeviceProfile) if field.default is MISSING]
 """The entries that every profile needs."""
 
 
 def _wrong_entries(entries: Any) -> str | None:
-    """What keeps the contents of a JSON file from being a profile, and what to do; None where nothing does."""
+    """Return a message about what is wrong with a JSON file's contents, or None if they are a profile."""
     if not isinstance(entries, dict):
         kind = "list" if isinstance(entries, list) else "value"
         return f"holds a JSON {kind}; it must hold an object with the entries {', '.join(_NEEDED)}"

@@ -1,10 +1,10 @@
-"""A file that experts are read from, past the page cache where the system has a way: each system in its own.
+"""Files for reading experts past the page cache, by the method of each operating system.
 
-    Linux, FreeBSD    `O_DIRECT`, `preadv`      address, offset and length in whole sectors, or the read is refused
-    macOS             `F_NOCACHE`, `preadv`     nothing is refused; what is not aligned is copied once more
+    Linux, FreeBSD    `O_DIRECT`, `preadv`      address, offset and length must be whole sectors
+    macOS             `F_NOCACHE`, `preadv`     unaligned reads are allowed, with an additional copy
     Windows           `FILE_FLAG_NO_BUFFERING`  as Linux (`windows_file.py`)
 
-Whatever is asked of such a file is a multiple of `PAGE` (`store.py`), which every sector of today divides.
+Read requests are multiples of `PAGE` (`store.py`), which is a multiple of the sector size of all common disks.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from typing import Protocol
 
 
 class ExpertFile(Protocol):
-    """Open for reading; several threads may read at once, each its own bytes."""
+    """A file open for reading; several threads may read concurrently."""
 
     descriptor: int
-    """The descriptor for `fstat`: which file it is, and in which state."""
+    """The descriptor for `fstat`, to identify the file and its state."""
     is_direct: bool
-    """Whether what is read stays out of the page cache."""
+    """Whether reads bypass the page cache."""
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer with the bytes from `offset` on, as far as one request goes; 0 at the end of the file.
+        """Read from `offset` into the buffer with one request; return the number of bytes, 0 at the end of the file.
 
-        Lets other threads of Python run meanwhile. Raises `OSError`; with `EINVAL` where reading directly is refused.
+        Releases the interpreter lock. Raises `OSError`, with `EINVAL` if a direct read is refused.
         """
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """For a file that is not direct: these bytes need not stay in the page cache, where the system takes such
-        advice."""
+        """Advise the system to drop these bytes from the page cache, for files that are not direct."""
 
     def close(self) -> None: ...
 
 
 Opening = Callable[[Path, bool], ExpertFile]
-"""(path, directly): the open file. Raises `OSError`; with `EINVAL` where it cannot be read directly."""
+"""A function (path, directly) that opens a file. Raises `OSError`, with `EINVAL` if it cannot be read directly."""
 
 
 class PosixFile:
-    """Reads by a descriptor, on any system that is not Windows."""
+    """A file that is read by its descriptor, on systems other than Windows."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -69,7 +68,7 @@ class PosixFile:
 
 
 def _is_uncached(descriptor: int) -> bool:
-    """Have the system keep nothing of what is read from now on; False where it does not."""
+    """Disable caching of the file; return False if the system cannot."""
     import fcntl
 
     if not hasattr(fcntl, "F_NOCACHE"):
@@ -82,7 +81,7 @@ def _is_uncached(descriptor: int) -> bool:
 
 
 def opening() -> Opening:
-    """This system's way."""
+    """Return this system's function for opening files."""
     if sys.platform == "win32":
         from smoe.memory.windows_file import WindowsFile
 
@@ -91,5 +90,5 @@ def opening() -> Opening:
 
 
 def direct_name() -> str:
-    """What this system calls reading past the page cache."""
+    """Return this system's name for reading past the page cache."""
     return {"darwin": "F_NOCACHE", "win32": "unbuffered"}.get(sys.platform, "O_DIRECT")

@@ -1,10 +1,10 @@
-"""GGUF types whose blocks become others on their way to a slot, number for number: kernels know the others.
+"""GGUF types whose blocks are converted exactly to another type while loading, because kernels support only that one.
 
-    NVFP4    scales of 4 groups | 4 x 8 bytes: numbers j and 8 + j of a group in byte j      -> NVFP4_64
-    TQ1_0    48 bytes of five numbers each | 4 bytes of four each | scale                     -> TQ2_0
+    NVFP4    scales of 4 groups | 4 x 8 bytes: elements j and 8 + j of a group in byte j      -> NVFP4_64
+    TQ1_0    48 bytes of five elements each | 4 bytes of four each | scale                    -> TQ2_0
 
-What NVFP4's numbers are multiplied with besides, by matrix or expert, files have in a tensor of its own, `NAME.scale`;
-what activations were multiplied with, `NAME.input_scale`, is of no use here.
+NVFP4's additional factor, for a matrix or each expert, is a tensor of its own, `NAME.scale`. The factor of activations,
+`NAME.input_scale`, is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
 
 @dataclass(frozen=True)
 class Nvfp4Blocks:
-    """NVFP4's: codes of neighbouring groups, which here share bytes; the block's scale is 1 where it `is_whole`."""
+    """The conversion of NVFP4 blocks, in which neighbouring groups share bytes; the block's scale is 1 if
+    `is_whole`."""
 
     is_whole: bool
     unit: int = 36
@@ -38,13 +39,13 @@ class Nvfp4Blocks:
         found = _in_slot(slot, target + begin // self.unit * form.nbytes, len(blocks), form)
         if self.is_whole:
             found[:, :SCALE_BYTES] = np.array([1], "<f4").view(np.uint8)
-        found[:, SCALE_BYTES : SCALE_BYTES + 4] = blocks[:, :4] & 127  # they have no sign
+        found[:, SCALE_BYTES : SCALE_BYTES + 4] = blocks[:, :4] & 127  # scales have no sign
         found[:, SCALE_BYTES + 4 :] = pairs.reshape(len(blocks), -1)
 
 
 @dataclass(frozen=True)
 class TernaryBlocks:
-    """TQ1_0's: digits of base three, of which a byte's product with a power of three has the next one on top."""
+    """The conversion of TQ1_0 blocks: base-3 digits, of which byte times power of three has the next one on top."""
 
     unit: int = 54
 
@@ -60,8 +61,8 @@ class TernaryBlocks:
 
 
 def rearranged(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors of a file by key: those of such types as what they become, made of what the file has; without what is of
-    no use then."""
+    """Return a file's tensors by key, with those of such types replaced by their conversions and unused ones
+    removed."""
     found = dict(tensors)
     for key, tensor in tensors.items():
         if tensor.dtype == "TQ1_0":
@@ -74,7 +75,7 @@ def rearranged(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _with_scale(tensor: StoredTensor, scale: StoredTensor | None) -> StoredTensor:
-    """A matrix of NVFP4, or one for each expert, and the number that each is multiplied with."""
+    """Return an NVFP4 matrix, or one for each expert, together with its factor."""
     form, (rows, columns) = FORMATS["NVFP4_64"], tensor.shape[-2:]
     made_of = [Ingredient(tensor, 0, Nvfp4Blocks(is_whole=scale is None))]
     if scale is not None:
@@ -85,7 +86,7 @@ def _with_scale(tensor: StoredTensor, scale: StoredTensor | None) -> StoredTenso
 
 
 def _digits(bytes_: Bytes, count: int) -> Bytes:
-    """The first number of every byte, then the second ...: [blocks, count * bytes]"""
+    """Return the first digit of every byte, then the second, and so on: [blocks, count * bytes]."""
     powers = np.array([3**n for n in range(count)], np.uint8).reshape(-1, 1)
     lowest = bytes_[:, None, :] * powers  # modulo 256
     return (lowest.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(bytes_), -1)

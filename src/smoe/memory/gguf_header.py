@@ -1,12 +1,12 @@
-"""The header of a GGUF file: metadata and the table of tensors, read with every length checked.
+"""Read the header of a GGUF file: metadata and the table of tensors, with every length checked.
 
     4 bytes "GGUF", u32 version, u64 tensors, u64 metadata entries
     every entry:   key (u64 length, bytes), u32 kind, value; an array is u32 kind, u64 count, values
     every tensor:  name, u32 dimensions, u64 each (innermost first), u32 type, u64 offset from the data's beginning
     zeros up to the alignment, then the tensors' bytes
 
-Nothing is mapped, and nothing is made of a size that the file itself could not have. Arrays, which hold a vocabulary of
-hundreds of thousands of texts, are skipped and read only when needed (`read_array`).
+Nothing is memory-mapped, and no allocation exceeds the file's size. Arrays, such as a vocabulary of hundreds of
+thousands of strings, are skipped and read on demand (`read_array`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALIGNMENT = "general.alignment"
 _VERSIONS = (2, 3)
 _WINDOW_BYTES = 2**20
 _MAX_HEADER_BYTES = 2**28
-"""A vocabulary of a million texts takes a tenth of it."""
+"""The limit for a header; a vocabulary of a million strings takes a tenth of it."""
 _MAX_NAME_BYTES = 2**12
 _MAX_TEXT_BYTES = 2**24
 _MAX_DIMENSIONS = 4
@@ -43,7 +43,7 @@ _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True)
 class GgufArray:
-    """An array of the metadata, where it lies: its values are read when they are wanted."""
+    """The location of an array in the metadata; its values are read on demand."""
 
     offset: int
     """The offset of its first value."""
@@ -52,36 +52,36 @@ class GgufArray:
 
 
 Value = int | float | bool | str | GgufArray
-"""What a metadata entry may be."""
+"""The type of a metadata entry."""
 
 
 class TensorEntry(NamedTuple):
-    """A row of the table of tensors, as the file has it."""
+    """An entry of the table of tensors, as in the file."""
 
     name: str
     dimensions: tuple[int, ...]
-    """Innermost first."""
+    """The dimensions, innermost first."""
     kind: int
-    """ggml's number of the type."""
+    """ggml's type number."""
     offset: int
     """The offset from the beginning of the data."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What one file says of itself."""
+    """The header of one file."""
 
     path: Path
     identity: FileIdentity
     metadata: Mapping[str, Value]
     tensors: tuple[TensorEntry, ...]
     data_offset: int
-    """Where the tensors' bytes begin."""
+    """The offset of the tensors' bytes."""
     alignment: int
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is meant to be a GGUF file: by its name, or by its first bytes where the name says nothing."""
+    """Return whether a path names a GGUF file: by its extension, or without one by its first bytes."""
     if path.suffix.lower() == ".gguf":
         return True
     if path.suffix or not path.is_file():
@@ -91,15 +91,15 @@ def is_gguf(path: Path) -> bool:
 
 
 def part_stem(name: str) -> str:
-    """What the names of all parts of a model begin with; the whole name of a model in one file."""
+    """Return the common beginning of the names of a split model's parts, or the whole name of a model in one file."""
     match = _PART.fullmatch(name)
     return name if match is None else match["stem"]
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model that a file of this name is a part of, in order; its own, of a model in one.
+    """Return the names of all parts of a split model in order, given one of them; of a model in one file, its name.
 
-    Raises `CheckpointError` for a part that is not among as many as its name says.
+    Raises `CheckpointError` if the part number exceeds the number of parts.
     """
     match = _PART.fullmatch(name)
     if match is None:
@@ -111,7 +111,7 @@ def part_names(name: str) -> list[str]:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """The files of the model that `path` is a part of, in order; each exists. Raises `CheckpointError` otherwise."""
+    """Return the existing files of a model in order, given one of them. Raises `CheckpointError` if one is missing."""
     paths = [path.with_name(name) for name in part_names(path.name)]
     if paths == [path]:
         return paths
@@ -125,14 +125,14 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """The header of one GGUF file. Raises `CheckpointError` for a file that is none, is damaged or is cut short."""
+    """Return the header of a GGUF file. Raises `CheckpointError` if the file is no GGUF file, damaged or truncated."""
     check_regular(path)
     with path.open("rb", buffering=0) as file:
         identity = identity_of(file.fileno())
     return _read_header(path, identity)
 
 
-@lru_cache(maxsize=64)  # small without its arrays, and asked for by everything that reads a model
+@lru_cache(maxsize=64)  # headers without arrays are small, and all readers of a model use them
 def _read_header(path: Path, identity: FileIdentity) -> GgufHeader:
     with path.open("rb", buffering=0) as file:
         check_identity(path, file.fileno(), identity)
@@ -151,7 +151,7 @@ def _read_header(path: Path, identity: FileIdentity) -> GgufHeader:
 
 
 def read_array(header: GgufHeader, key: str) -> list[Any]:
-    """The values of an array of the metadata: numbers or texts. Raises `CheckpointError` where it is none."""
+    """Return the values of an array in the metadata: numbers or strings. Raises `CheckpointError` if it is no array."""
     array = header.metadata.get(key)
     if not isinstance(array, GgufArray):
         raise CheckpointError(f"{header.path}: the metadata entry {key!r} should be a list; download the file again")
@@ -165,7 +165,7 @@ def read_array(header: GgufHeader, key: str) -> list[Any]:
 
 
 class _Reader:
-    """A place in a file that moves forward, and says where the file ends too early."""
+    """A forward reader of a file that reports where the file ends too early."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int, position: int) -> None:
         self.path = path
@@ -179,11 +179,11 @@ class _Reader:
 
     @property
     def left(self) -> int:
-        """Bytes that may still come."""
+        """The number of bytes left to read."""
         return self._end - self.position
 
     def take(self, count: int, what: str) -> bytes:
-        """The next `count` bytes, which are `what`."""
+        """Return the next `count` bytes; `what` describes them in errors."""
         if count > self.left:
             self.fail(f"{what} ends behind the file's end" if self._is_cut else f"{what} makes the header too long")
         start = self.position - self._begin
@@ -196,13 +196,13 @@ class _Reader:
         return self._window[start : start + count]
 
     def skip(self, count: int, what: str) -> None:
-        """Pass over `count` bytes."""
+        """Skip `count` bytes."""
         if count > self.left:
-            self.take(count, what)  # it says what is wrong
+            self.take(count, what)  # raises the error
         self.position += count
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Pass over as many texts: hundreds of thousands in a vocabulary, most of them inside the window."""
+        """Skip `count` strings: hundreds of thousands in a vocabulary, most of them within the window."""
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             start = self.position - self._begin
@@ -212,15 +212,15 @@ class _Reader:
             else:
                 length = self.number("Q", what)
             if length > self._end - self.position:
-                self.take(length, what)  # it says what is wrong
+                self.take(length, what)  # raises the error
             self.position += length
 
     def number(self, form: str, what: str) -> Any:
-        """One number of a struct form: an int, a float or a bool."""
+        """Return one number in a struct format: an int, a float or a bool."""
         return struct.unpack(f"<{form}", self.take(struct.calcsize(form), what))[0]
 
     def text(self, what: str, most: int) -> str:
-        """A text of at most `most` bytes, its length before it."""
+        """Return a length-prefixed string of at most `most` bytes."""
         length = self.number("Q", what)
         if length > most:
             self.fail(f"{what} is {length} bytes long")
@@ -243,7 +243,7 @@ class _Reader:
 
 
 def _read_counts(reader: _Reader) -> tuple[int, int]:
-    """Tensors and metadata entries."""
+    """Return the number of tensors and of metadata entries."""
     path = reader.path
     start = reader.take(min(4, reader.left), "its first word")
     if start != MAGIC:

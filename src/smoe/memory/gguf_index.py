@@ -1,8 +1,8 @@
-"""Where every tensor of a GGUF model lies, in one file or in the parts of a split one.
+"""Locate every tensor of a GGUF model, in one file or in the parts of a split one.
 
-A tensor's `dtype` is ggml's name of its type ("F32", "BF16", "Q4_K", "MXFP4"), its `shape` row-major, ggml's dimensions
-reversed: experts are [E, N, K]. Quantised rows are whole blocks, so that row e of a tensor is
-a run of bytes there, too.
+A tensor's `dtype` is ggml's name of its type ("F32", "BF16", "Q4_K", "MXFP4"). Its `shape` is row-major, ggml's
+dimensions reversed, so that experts are [E, N, K]. Rows are whole blocks, so that one expert of a tensor is a
+contiguous range of bytes in quantized types too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from smoe.memory.gguf_header import GgufHeader, TensorEntry, part_paths, read_gg
 from smoe.memory.safetensors_index import StoredTensor
 
 BLOCKS = {kind.name: GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
-"""(elements, bytes) of a block of every type, by ggml's name; a plain number is a block of one."""
+"""(elements, bytes) of a block of every type, by ggml's name; an unquantized number is a block of one."""
 INTEGERS = ("I32",)
-"""Types of tables that are no weights: which experts a token has by its number."""
+"""Types of tables other than weights: the experts of each token id."""
 _NAMES = {int(kind): kind.name for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
 
 
 @cache
 def is_readable(dtype: str) -> bool:
-    """Whether the numbers of a ggml type can be had: plain ones, and what the gguf package dequantises."""
+    """Return whether a ggml type can be read: unquantized types and those that the gguf package dequantizes."""
     if dtype in STORED or dtype in INTEGERS:
         return True
     try:
@@ -41,9 +41,9 @@ def is_readable(dtype: str) -> bool:
 
 
 def read_headers(path: Path) -> list[GgufHeader]:
-    """The headers of a model's files; the first has its metadata.
+    """Return the headers of a model's files; the first contains its metadata.
 
-    Raises `CheckpointError` where a part is missing or belongs to another model.
+    Raises `CheckpointError` if a part is missing or belongs to another model.
     """
     headers = [read_gguf_header(part) for part in part_paths(path)]
     for number, header in enumerate(headers):
@@ -63,7 +63,8 @@ def read_headers(path: Path) -> list[GgufHeader]:
 
 
 def index_gguf(headers: list[GgufHeader]) -> dict[str, StoredTensor]:
-    """Every tensor of a model by key. Raises `CheckpointError`, with file and tensor, where a table cannot be true."""
+    """Return every tensor of a model by key. Raises `CheckpointError`, with file and tensor, if a table is
+    inconsistent."""
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
         for tensor in _tensors(header):
@@ -74,7 +75,7 @@ def index_gguf(headers: list[GgufHeader]) -> dict[str, StoredTensor]:
 
 
 def _tensors(header: GgufHeader) -> Iterator[StoredTensor]:
-    """One file's tensors, which fill it one after the other, each at the next aligned byte."""
+    """Yield one file's tensors, which must be consecutive, each at the next aligned offset."""
     path, size = header.path, header.identity.nbytes
     end, before = header.data_offset, "the header"
     for entry in header.tensors:

@@ -1,4 +1,4 @@
-"""The numbers of GGUF tensors: read from the file, not mapped, and dequantised in pieces of a bounded size."""
+"""Read GGUF tensors from the file without mapping it, and dequantize them in pieces of limited size."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from smoe.memory.safetensors_index import StoredTensor, check_identity
 from smoe.memory.torch_dtypes import TORCH
 
 _PIECE_ELEMENTS = 2**20
-"""Dequantising takes several times the result's bytes (4 an element) for a moment."""
+"""Elements per piece: dequantizing temporarily needs several times the result's bytes (4 per element)."""
 
 
 def read_tensor(tensor: StoredTensor, target: torch.Tensor) -> None:
-    """Fill `target`, contiguous and of as many elements, with a stored tensor's numbers in its own dtype.
+    """Fill `target`, contiguous and of as many elements, with a stored tensor's values in the dtype of `target`.
 
-    Quantised numbers are computed in fp32 by the gguf package and rounded once. Raises `CheckpointError` where the file
-    is not what it was when it was indexed.
+    The gguf package dequantizes in fp32, with one rounding. Raises `CheckpointError` if the file has changed since it
+    was indexed.
     """
     flat = target.view(-1)
     source, *scale = (each.tensor for each in tensor.made_of) if tensor.made_of else (tensor,)
@@ -35,14 +35,14 @@ def read_tensor(tensor: StoredTensor, target: torch.Tensor) -> None:
 
 
 def plain_tensor(tensor: StoredTensor) -> torch.Tensor:
-    """A stored tensor in the type that it is stored in, or, where that is quantised, in fp32."""
+    """Return a stored tensor in its own dtype, or in fp32 if it is quantized."""
     target = torch.empty(tensor.shape, dtype=TORCH.get(tensor.dtype, torch.float32))
     read_tensor(tensor, target)
     return target
 
 
 def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Runs of whole rows, flat: as stored where torch knows the type, else in fp32."""
+    """Yield ranges of whole rows, flat: in the stored dtype if torch has it, else in fp32."""
     block_elements, block_bytes = BLOCKS[tensor.dtype]
     row_bytes = tensor.shape[-1] // block_elements * block_bytes
     rows, step = prod(tensor.shape[:-1]), max(1, _PIECE_ELEMENTS // max(1, tensor.shape[-1]))

@@ -1,4 +1,4 @@
-"""Files that are longer than what was written to them: what is between takes no room on a disk."""
+"""Sparse files, whose unwritten ranges take no disk space."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from smoe.memory.kernel32 import FSCTL_SET_SPARSE, U32, kernel32
 
 
 def lengthen(file: IO[bytes], nbytes: int) -> None:
-    """Make a file, open for writing, at least as long as that; what is new is a hole, where the file system has such.
+    """Extend a file that is open for writing to at least `nbytes`, with a hole if the file system supports it.
 
-    Windows fills what is added with zeros, unless the file has been declared to have holes and its last byte is
-    written. The place in the file stays as it is. Raises `OSError`.
+    On Windows the file must first be declared sparse and its last byte written, or the range would be filled with
+    zeros. The file position does not change. Raises `OSError`.
     """
     place, end = file.tell(), file.seek(0, 2)
     if end < nbytes and sys.platform == "win32":
@@ -27,7 +27,7 @@ def lengthen(file: IO[bytes], nbytes: int) -> None:
 def _declare_sparse(file: IO[bytes]) -> None:
     import msvcrt
 
-    library: Any = msvcrt  # whose names are not there on other systems
+    library: Any = msvcrt  # its names are missing on other systems
     file.flush()
     handle = library.get_osfhandle(file.fileno())
     kernel32().calls.DeviceIoControl(handle, FSCTL_SET_SPARSE, None, 0, None, 0, U32(), None)

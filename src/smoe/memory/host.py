@@ -1,9 +1,8 @@
-"""The host tier of a machine whose device has a memory of its own: an arena, locked in RAM for a GPU, that caches the
+"""The host tier, for devices with their own memory: an arena in RAM, page-locked for a GPU, that caches experts from
 disk.
 
-Inclusive where all experts fit; smaller, it forgets first what the device holds anyway (a copy there needs none
-here), then what was used longest ago. Machines without a GPU have no such tier: there the device arena already is
-host memory.
+If it is smaller than all experts, it first evicts copies that the device also holds, then the least recently used.
+Machines without such a device have no host tier, because their arena of slots is in host memory.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Lease(NamedTuple):
-    """A host slot that cannot be evicted until it is given back."""
+    """A host slot that cannot be evicted until the lease ends."""
 
     key: ExpertKey
     slot: int
     is_hit: bool
-    """Whether the expert is there; else the owner of the lease fills the slot and sets this."""
+    """Whether the slot contains the expert; if not, the holder of the lease must fill it."""
 
 
 class HostTier:
-    """Used by several reading threads; every method takes the lock.
+    """A cache of experts in host memory, for several reading threads; every method locks it.
 
-    A lease lasts until the device, or the CPU, has read the last byte: links return when a copy has ended. A copy may
-    be leased several times at once, and is evictable when the last lease is given back.
+    A lease lasts until the device or CPU has read the last byte, which is when the link's copy returns. A copy may be
+    leased several times concurrently and is evictable when the last lease ends.
     """
 
     def __init__(
@@ -46,9 +45,11 @@ class HostTier:
         huge_pages: bool = False,
         touching_threads: int = 1,
     ) -> None:
-        """`sizes`: (slots, bytes of each); `size_of`: which of them a copy has; `goes_first`: whether a copy is
-        forgotten before others; `huge_pages`: as of an `Arena`; `touching_threads` back its pages
-        before they are locked."""
+        """`sizes`: (number of slots, bytes per slot); `size_of`: the index of a copy's size; `goes_first`: whether a
+        copy is evicted before others.
+
+        `huge_pages` is as for an `Arena`; `touching_threads` threads allocate the pages before they are locked.
+        """
         self.arena = Arena(sizes, huge_pages=huge_pages)
         self._size_of = size_of
         self._goes_first = goes_first
@@ -60,14 +61,17 @@ class HostTier:
         numbers = iter(range(len(self.arena.begins) - 1))
         self._free = [list(islice(numbers, slots)) for slots, _ in sizes]
         self._locked: list[int] = []
-        """Addresses of what the driver has locked."""
+        """The addresses of memory that the driver has locked."""
         if registry is not None:
             from smoe.memory.page_lock import lock_pages
 
             self._locked = lock_pages(self.arena, registry, touching_threads)
 
     def lease(self, key: ExpertKey) -> Lease:
-        """Where `key` is, or a slot to fill; waits where every slot is leased, or another thread is filling it."""
+        """Return a lease of the slot with `key`, or of a slot to fill.
+
+        Waits while all slots are leased or another thread is filling this one.
+        """
         with self._lock:
             while True:
                 if key in self._slots and key not in self._filling:
@@ -83,18 +87,18 @@ class HostTier:
                 self._lock.wait()
 
     def has(self, key: ExpertKey) -> bool:
-        """Whether the expert is there, or being filled in, just now."""
+        """Return whether the expert is present or being filled."""
         with self._lock:
             return key in self._slots
 
     def note_filled(self, lease: Lease) -> None:
-        """The expert is in the slot of a lease that was no hit."""
+        """Note that the expert is now in the leased slot."""
         with self._lock:
             self._filling.discard(lease.key)
             self._lock.notify_all()
 
     def give_back(self, lease: Lease) -> None:
-        """End a lease; a slot that was to be filled and was not is free again."""
+        """End a lease; a slot that was not filled becomes free."""
         with self._lock:
             self._leased[lease.key] -= 1
             if not self._leased[lease.key]:

@@ -1,7 +1,7 @@
-"""What is asked of Windows' kernel32, declared with its types, and its errors as Python's.
+"""Declarations of the functions of Windows' kernel32 in use, and conversion of their errors to Python's.
 
-Nothing here runs on other systems; the declarations have sizes of their own, so that a stand-in of the library can be
-called through them anywhere.
+Nothing here runs on other systems. The declared types have fixed sizes, so that tests can call a simulated library
+anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 U32 = ctypes.c_uint32
-"""DWORD. (Python's own name for it is as wide as the system's `long`.)"""
+"""DWORD. Python's own type for it depends on the size of `long`."""
 U64 = ctypes.c_uint64
 _BOOL, _HANDLE, _SIZE, _TEXT = ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_wchar_p
 NO_HANDLE = ctypes.c_void_p(-1).value
@@ -26,19 +26,19 @@ FILE_FLAG_NO_BUFFERING, FILE_FLAG_OVERLAPPED = 0x20000000, 0x40000000
 FILE_STORAGE_INFO = 16
 FSCTL_SET_SPARSE = 0x000900C4
 EXTENDED_LIMITS, MEMORY_USAGE = 9, 28
-"""Kinds of information about a job: JobObjectExtendedLimitInformation, JobObjectMemoryUsageInformation."""
+"""Information classes of a job: JobObjectExtendedLimitInformation, JobObjectMemoryUsageInformation."""
 LIMITS_PROCESS, LIMITS_JOB = 0x100, 0x200
 """JOB_OBJECT_LIMIT_PROCESS_MEMORY, JOB_OBJECT_LIMIT_JOB_MEMORY"""
 ERROR_HANDLE_EOF, ERROR_IO_PENDING = 38, 997
 
 _ERRNO = {2: errno.ENOENT, 3: errno.ENOENT, 4: errno.EMFILE, 5: errno.EACCES, 8: errno.ENOMEM, 14: errno.ENOMEM}
 _ERRNO |= {32: errno.EACCES, 33: errno.EACCES, 50: errno.EINVAL, 87: errno.EINVAL, 1455: errno.ENOMEM}
-_ERRNO |= dict.fromkeys((1450, 1453, 1816), errno.EAGAIN)  # no room to lock a read's pages: there will be
-"""Of the system's error numbers; all others are `EIO`."""
+_ERRNO |= dict.fromkeys((1450, 1453, 1816), errno.EAGAIN)  # temporary lack of quota for locking a read's pages
+"""errno by Windows' error number; all others are `EIO`."""
 
 
 class Overlapped(ctypes.Structure):
-    """OVERLAPPED: one request under way."""
+    """OVERLAPPED: one running request."""
 
     _fields_ = [
         ("internal", _SIZE),
@@ -50,7 +50,7 @@ class Overlapped(ctypes.Structure):
 
 
 class StorageInfo(ctypes.Structure):
-    """FILE_STORAGE_INFO: sizes of sectors in bytes, what may be assumed, offsets."""
+    """FILE_STORAGE_INFO: sector sizes in bytes, flags and offsets."""
 
     _fields_ = [
         ("logical_sector", U32),
@@ -122,14 +122,15 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "GlobalMemoryStatusEx": (_BOOL, (ctypes.POINTER(MemoryStatus),)),
     "QueryInformationJobObject": (_BOOL, (_HANDLE, ctypes.c_int32, ctypes.c_void_p, U32, _COUNT)),
 }
-"""(result, arguments) of every function that is called."""
+"""(result, arguments) of every function in use."""
 
 
 class Kernel32:
-    """The library: `calls` has its functions, and what failed becomes an `OSError`."""
+    """The kernel32 library: `calls` has its functions, and `error` turns failures into `OSError`."""
 
     def __init__(self, library: Any, last_error: Callable[[], int], words: Callable[[int], str]) -> None:
-        """`last_error`: of the calling thread's last call; `words`: what the system says of an error."""
+        """`last_error` returns the error number of the calling thread's last call; `words` returns the system's message
+        for a number."""
         for name, (result, arguments) in CALLS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -138,13 +139,13 @@ class Kernel32:
         self._words = words
 
     def error(self, code: int | None = None) -> OSError:
-        """The error of the calling thread's last call, or of this number of the system's."""
+        """Return the error for the calling thread's last call, or for an error number."""
         number = self.last_error() if code is None else code
         return OSError(_ERRNO.get(number, errno.EIO), f"{self._words(number).strip()} (Windows' error {number})")
 
 
 @cache
 def kernel32() -> Kernel32:
-    """This system's."""
-    windows: Any = ctypes  # whose names for Windows are not there on other systems
+    """Return this system's kernel32."""
+    windows: Any = ctypes  # its names for Windows are missing on other systems
     return Kernel32(windows.WinDLL("kernel32", use_last_error=True), windows.get_last_error, windows.FormatError)

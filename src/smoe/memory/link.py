@@ -1,10 +1,10 @@
-"""From the host tier to the device, chunk by chunk, so that something more urgent waits for two chunks at most.
+"""Copy experts from the host tier to the device in chunks, so that a more urgent copy waits for at most two chunks.
 
-Two links: a copy stream of a GPU, and an emulated one (`emulation.py`). Both measure what a copy takes, and of both
-`copy` returns when the bytes have reached the device, so a ticket is over when its expert is there, never before. What
-differs is when the computing thread may go on. On a GPU the device itself can wait, so the ticket is *ordered* as soon
-as the last chunk is enqueued; a demand load is enqueued whole and at once, a prefetch with no more than `OUTSTANDING`
-chunks in the queue:
+There are two links: a copy stream of a GPU, and an emulated one (`emulation.py`). Both measure the time of copies, and
+`copy` returns when all bytes have reached the device, so a ticket is over when its expert is there. They differ in when
+the computing thread may continue. On a GPU the device itself can wait, so a ticket is *ordered* as soon as its last
+chunk is enqueued. A demand load is enqueued completely at once, a prefetch with at most `OUTSTANDING` chunks in the
+queue:
 
     reading thread   | chunk 1, chunk 2 | wait for 1 | chunk 3 | order | wait for 2, 3 | over
     copy stream           | chunk 1 ........ | chunk 2 ........ | chunk 3 ........ |
@@ -12,7 +12,7 @@ chunks in the queue:
     computing thread                                   join returns ^  hold, launch ...
     compute stream                                                     waits for the end of 3 | kernels
 
-An emulated copy is never ordered ahead of its end: `join` returns when it is over.
+An emulated copy is never ordered before its end: `join` returns when it is over.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import Event, Streams
 
 OUTSTANDING = 2
-"""Chunks of a prefetch in the device's queue: one that is being copied, and one so that the link never idles."""
+"""Chunks of a prefetch in the device's queue: one being copied, and one more so that the link is never idle."""
 
 _Between = Callable[[], None] | None
 
 
 class Link(Protocol):
-    """Carries one expert's bytes; called by the reading threads, several at a time."""
+    """Copies experts to the device; several reading threads call it concurrently."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket, between: _Between) -> None:
-        """Copy all of `source` (uint8 [n]) once the ticket's `free_event` has come, and return when it is copied.
+        """Copy `source` (uint8 [n]) after the ticket's `free_event`, and return when the copy is complete.
 
-        Calls `between` between two chunks, and `ticket.order` where the device can wait for the rest by itself.
+        Calls `between` between two chunks, and `ticket.order` once the device can wait for the rest itself.
         """
 
     def mark_free(self) -> Any:
-        """An event after which slots given up so far may be overwritten; None where that is now."""
+        """Return an event after which slots released so far may be overwritten, or None if they already may."""
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """(seconds, bytes) of every copy that has ended since the last call, without what it waited for others."""
+        """Yield (seconds, bytes) of every copy completed since the last call, without the time of waiting for
+        others."""
 
     def close(self) -> None: ...
 
 
 class CudaLink:
-    """A stream in addition to the computing one. Reading threads wait for their copies, the computing thread never
-    does."""
+    """A copy stream in addition to the computing stream. Reading threads wait for their copies; the computing thread
+    never does."""
 
     def __init__(self, streams: Streams, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._streams = streams
@@ -84,14 +85,14 @@ class CudaLink:
             while flying:
                 seconds += _settle(flying.popleft())
         except BaseException:
-            for _, ended in flying:  # the two buffers may be reused only after the device has finished with them
+            for _, ended in flying:  # the buffers may be reused only after the device has finished with them
                 with suppress(Exception):
                     ended.synchronize()
             raise
         self._timed.append((seconds, nbytes))
 
     def _enqueue(self, source: torch.Tensor, target: torch.Tensor, free_event: Any) -> tuple[Event, Event]:
-        """A copy and its two marks, with nothing of another thread's between them."""
+        """Enqueue a copy with an event before and after it, atomically among threads."""
         with self._enqueuing:
             if free_event is not None:
                 self._streams.hold_copying(free_event)
@@ -109,14 +110,14 @@ class CudaLink:
 
 
 def _settle(marks: tuple[Event, Event]) -> float:
-    """Wait for one chunk: the seconds that the device took for it."""
+    """Wait for one chunk and return the seconds that the device took for it."""
     began, ended = marks
     ended.synchronize()
     return began.elapsed_time(ended) / 1e3
 
 
 class EmulatedLink:
-    """Copies in RAM at a profile's pace, one chunk at a time whatever the number of threads."""
+    """A link that copies in RAM at a profile's speed, one chunk at a time for all threads."""
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation

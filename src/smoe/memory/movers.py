@@ -1,4 +1,4 @@
-"""How one expert travels: disk to slot on a CPU, disk to host tier to slot with a device that has memory of its own."""
+"""Move one expert: from disk to its slot on a CPU, or via the host tier for devices with their own memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name."""
+    """Return the torch dtype of a safetensors dtype name."""
     from smoe.memory.torch_dtypes import TORCH
 
     return TORCH[name]
 
 
 class Filler:
-    """Reads an expert from disk into a buffer in slot layout, through a staging buffer of its own where one is needed.
+    """Reads an expert from disk into a buffer in slot layout, via a staging buffer if the layout needs one.
 
-    Not one buffer a thread: a demand load passes between two chunks of a prefetch, on the prefetch's own thread.
-    The first time an expert comes, its weights are looked through for NaN and infinity, which a router would hide.
+    There may be more staging buffers than threads, because a thread handles demand loads between two chunks of a
+    prefetch. When an expert is first read, its weights are checked for NaN and infinity, which a router would conceal.
     """
 
     def __init__(self, stores: Mapping[int, ExpertStore], reader: DiskReader) -> None:
-        """`stores` by format."""
+        """`stores`: the expert stores by format (EXACT, LOW)."""
         self._stores = stores
         self._reader = reader
         self._idle: deque[Arena] = deque()
@@ -45,7 +45,10 @@ class Filler:
         reader.expect({path: identity for store in stores.values() for path, identity in store.identities().items()})
 
     def fill(self, key: ExpertKey, buffer: memoryview, between: Callable[[], None] | None) -> int:
-        """Bytes read from disk. Raises `TransferError` or `CheckpointError`; the buffer then holds nothing of use."""
+        """Fill the buffer and return the bytes read from disk.
+
+        Raises `TransferError` or `CheckpointError`; the buffer's contents are then undefined.
+        """
         layer, expert, form = key
         store = self._stores[form]
         placement = store.placement(layer, expert)
@@ -75,7 +78,7 @@ class Filler:
         buffer: memoryview,
         between: Callable[[], None] | None,
     ) -> int:
-        """Read piece by piece, and copy, and where the dtype differs convert, each to its place."""
+        """Read the expert piece by piece, and copy or convert each piece to its offset in the slot."""
         came = 0
         for piece in placement.pieces:
             if (came or placement.reads) and between is not None:
@@ -100,7 +103,7 @@ class Filler:
 
 
 def _convert(piece: StoredRun, dtype: str, staging: Arena, slot: memoryview) -> None:
-    """Copy a piece's elements to where they go, as another type."""
+    """Convert a piece's elements to another dtype into the slot."""
     import torch
 
     target_dtype = torch_dtype(dtype)
@@ -111,14 +114,14 @@ def _convert(piece: StoredRun, dtype: str, staging: Arena, slot: memoryview) -> 
 
 
 def _elements_at(staging: Arena, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """The elements in a staging buffer, wherever they begin: a file may put them at odd offsets."""
+    """Return the elements at any offset of a staging buffer, copied if they are misaligned."""
     if begin % dtype.itemsize == 0:
         return staging.view(0, begin, (nbytes // dtype.itemsize,), dtype)
     return staging.tensor(0)[begin : begin + nbytes].clone().view(dtype)
 
 
 class SlotMover:
-    """CPU: disk to slot."""
+    """Moves experts from disk to slots, on a CPU."""
 
     def __init__(self, filler: Filler, reader: DiskReader, arena: Arena) -> None:
         self._filler = filler
@@ -136,7 +139,8 @@ class SlotMover:
 
 
 class HostMover:
-    """A device with a memory of its own: disk to host tier (unless it is there), host tier to slot over a link."""
+    """Moves experts from disk to the host tier, if necessary, and over a link to slots of a device with its own
+    memory."""
 
     def __init__(self, filler: Filler, reader: DiskReader, host: HostTier, arena: Arena, link: Link) -> None:
         self._filler = filler

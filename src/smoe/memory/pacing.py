@@ -1,4 +1,4 @@
-"""The course of time on a device: as it comes, unless a test bench slows it down (`emulation.py`)."""
+"""The time of a device: real time, or slowed down for an emulated device (`emulation.py`)."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 Clock = Callable[[], float]
-"""Seconds, as reported."""
+"""A function that returns the reported time in seconds."""
 
 
 class Pacing:
-    """Real time: work ends when it ends, and nothing here does anything.
+    """Real time: the methods do nothing, because work ends when it ends.
 
-    Everything that computes tells what it has done and when that began (on the real clock); a test bench then waits
-    until it would have ended there.
+    Code that computes reports what it has done and when that began (on the real clock). An emulation then waits until
+    the work would have ended on the emulated device.
     """
 
     is_emulated = False
     is_paced = True
-    """False while the real machine is being measured for a test bench."""
+    """False while the real machine is measured for an emulation."""
     dilation = 1.0
-    """Real seconds of a reported one."""
+    """Real seconds per reported second."""
     late_seconds = 0.0
-    """Reported time by which work ended later than it should have."""
+    """The total reported time by which work ended too late."""
 
     def now(self) -> float:
-        """Seconds of reported time."""
+        """Return the reported time in seconds."""
         return time.perf_counter()
 
     def begin_pass(self) -> None:
-        """A forward pass begins."""
+        """Note the beginning of a forward pass."""
 
     def reach_experts(self, tokens: int) -> None:
-        """The device has come to a layer's experts: attention, router and the like are done."""
+        """Note that the device has computed a layer up to its experts: attention, router and so on."""
 
     def leave_experts(self) -> None:
-        """A layer's experts are done; what follows is the next layer's."""
+        """Note that a layer's experts are done, so that the next layer begins."""
 
     def compute_experts(self, began: float, rows: list[int]) -> None:
-        """The device has computed one expert for each entry, for so many tokens."""
+        """Note that the device has computed one expert for each entry of `rows`, for that number of tokens."""
 
     def look_ahead(self, began: float, tokens: int) -> None:
-        """The device has run another layer's attention and router."""
+        """Note that the device has run another layer's attention and router."""
 
     def ask_gate(self, began: float) -> None:
-        """The device has run another layer's router."""
+        """Note that the device has run another layer's router."""
 
     def begin_planning(self) -> float:
-        """Our own Python begins to decide or to keep books; what `end_planning` wants to know."""
+        """Note that Python code for decisions begins; return the argument for `end_planning`."""
         return 0.0
 
     def end_planning(self, began: float) -> None:
-        """It has."""
+        """Note that the decision has ended."""
 
     def computing_on_host(self, rows: int) -> AbstractContextManager[object]:
-        """Around the CPU's computing of one expert for so many tokens."""
+        """Return a context for the CPU's computing of one expert for `rows` tokens."""
         return nullcontext()

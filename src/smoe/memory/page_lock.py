@@ -1,7 +1,7 @@
-"""Locking a host arena's pages in RAM, so that the device can copy them by itself.
+"""Lock a host arena's pages in RAM, so that the device can copy them directly.
 
-Pages are backed first, on several threads: the driver would do it on one, silently, and fresh memory comes at less than
-1 GB/s and thread on some machines. What the driver refuses stays usable, only slower to copy.
+Pages are allocated first, on several threads, because the driver would use one, and some machines allocate less than 1
+GB/s per thread. Memory that the driver refuses to lock remains usable, with slower copies.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from smoe.memory.arena import Arena
 from smoe.units import format_bytes
 
 _PIECE_BYTES = 2**30
-"""Locked in one call, in whole slots: a copy must not begin in one piece and end in another."""
+"""Bytes locked in one call, in whole slots, because a copy must not cross two locked pieces."""
 _MOST_THREADS = 16
 _log = logging.getLogger(__name__)
 
 
 class PageRegistry(Protocol):
-    """The driver, as far as it locks pages."""
+    """The driver functions for locking pages."""
 
     def register(self, address: int, nbytes: int) -> int:
-        """Lock pages: 0, or the driver's error."""
+        """Lock pages; return 0 or the driver's error number."""
 
     def unregister(self, address: int) -> None:
-        """Unlock what was locked at this address."""
+        """Unlock the memory that was locked at this address."""
 
     def forget_error(self) -> None:
-        """The driver's last error has been dealt with."""
+        """Clear the driver's last error."""
 
 
 class CudaRegistry:
-    """The CUDA runtime's."""
+    """The CUDA runtime's functions for locking pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,16 +49,15 @@ class CudaRegistry:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def forget_error(self) -> None:
-        """The runtime stores an error until it is read; torch asks after each launch, and would blame that one."""
+        """Clear the error that the runtime stores until it is read; torch would attribute it to the next launch."""
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
 
 def lock_pages(arena: Arena, registry: PageRegistry, threads: int) -> list[int]:
-    """Back, on so many threads, and lock the arena, piece by piece; the addresses of what was locked, to be unlocked
-    again.
+    """Allocate (on `threads` threads) and lock the arena, and return the addresses to unlock later.
 
-    Ends with a warning at the first piece that is refused.
+    Stops with a warning at the first piece that the driver refuses.
     """
     arena.touch(min(_MOST_THREADS, threads))
     arena.wait_touched(None)
@@ -81,7 +80,7 @@ def lock_pages(arena: Arena, registry: PageRegistry, threads: int) -> list[int]:
 
 
 def _pieces(arena: Arena) -> Iterator[tuple[int, int]]:
-    """Whole slots together, of about `_PIECE_BYTES`: a copy must not cross from one locked piece into the next."""
+    """Yield ranges of whole slots of about `_PIECE_BYTES`, because a copy must not cross two locked pieces."""
     first = 0
     for begin, end in pairwise(arena.begins):
         if end - first > _PIECE_BYTES and begin > first:

@@ -1,18 +1,17 @@
-"""Where experts lie that are stored in quantised formats: they go into their slots as they are, byte for byte.
+"""Locate experts stored in quantized formats; their blocks are read into slots unchanged.
 
     file   | gate of expert 0, 1, ... | up of expert 0, 1, ... | down ...      one tensor each for all of a layer
-    slot   | gate | up | down |                                               three ranges of bytes, nothing converted
+    slot   | gate | up | down |                                               three byte ranges, nothing converted
 
-Formats may differ from layer to layer and between the matrices of an expert; within a layer all experts have the same.
-Where some matrices are quantised and others are not, these stay in their own type, too (`formats/plain.py`).
-
-Biases come to lie behind the matrices, in the type that the model computes in, those of gate and up together; where the
-file has them there and in that type they come with the matrices, else through a staging buffer.
+Formats may differ between layers and between the matrices of an expert; within a layer all experts have the same ones.
+If only some matrices are quantized, the others keep their own dtype too (`formats/plain.py`). Biases follow the
+matrices, in the model's dtype, with those of gate and up together. They are read with the matrices if the file stores
+them there in that dtype, else via a staging buffer.
 
     slot   | gate | up | down | biases of gate and up | bias of down |
 
-Where a file has codes and scales apart, matrices pass through the buffer, too, and become blocks in the slot; the bits
-of neither change.
+If a file stores codes and scales separately, matrices pass through the staging buffer too and become blocks in the
+slot, with unchanged bits.
 
     file   | codes of expert 0, 1, ... | scales of expert 0, 1, ... | biases ...
     slot   | scale, codes | scale, codes | ...  | bias | ...
@@ -51,10 +50,10 @@ _FORMS: Mapping[str, Format] = FORMATS | PLAIN
 
 
 class StoredMatrix(NamedTuple):
-    """One matrix of every expert of a layer, as the file has it."""
+    """One matrix of every expert of a layer, in the file's format."""
 
     name: str
-    """The part's, and which piece of it: `gate_up_proj.0`."""
+    """The part and the index of the piece: `gate_up_proj.0`."""
     part: str
     form: Format
     outputs: int
@@ -66,9 +65,9 @@ class StoredMatrix(NamedTuple):
 
 
 class QuantisedStore(ExpertStore):
-    """Placements of experts in quantised formats; `dtype` is that of their biases in the slot, by its safetensors name.
+    """The locations of experts in quantized formats; `dtype` is that of their biases in slots, by its safetensors name.
 
-    Raises `CheckpointError` where the experts of a layer differ in format, or a matrix has none that is known.
+    Raises `CheckpointError` if the experts of a layer have different formats, or a matrix has an unknown one.
     """
 
     def __init__(self, layers: Mapping[int, StoredLayer], dtype: str = "BF16") -> None:
@@ -76,7 +75,7 @@ class QuantisedStore(ExpertStore):
         super().__init__(layers, dtype, alignment=1)
 
     def matrices(self, layer: int) -> Sequence[StoredMatrix]:
-        """What an expert of this layer is made of, in the order of its parts."""
+        """Return the matrices of an expert in this layer, in the order of its parts."""
         return self._matrices[layer]
 
     def check_finite(self, layer: int, expert: int, placement: SlotLayout, buffer: memoryview) -> None:
@@ -112,7 +111,7 @@ class QuantisedStore(ExpertStore):
         return SlotLayout(reads, parts, tuple(pieces), nbytes, self._layout_of(layer, parts), target)
 
     def _biases_along(self, layer: int, expert: int) -> dict[str, StoredTensor]:
-        """The biases that come with the matrices: those of packs, in the type that is computed in."""
+        """Return the biases that are read with the matrices: those of packs in the model's dtype."""
         sources = self.layers[layer].sources[expert]
         stored = {part.name: sources[part.name][0] for part in filter(_is_bias, self.layers[layer].parts)}
         return {name: each for name, each in stored.items() if each.is_packed and each.dtype == self.dtype}
@@ -135,7 +134,7 @@ class QuantisedStore(ExpertStore):
         return SlotLayout((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
 
     def _bias(self, layer: int, expert: int, part: Part, target: int) -> list[StoredRun]:
-        """A bias of an expert, its stored tensors one behind the other from `target` on."""
+        """Return the pieces of an expert's bias, whose stored tensors are placed consecutively from `target` on."""
         pieces: list[StoredRun] = []
         for tensor in self.layers[layer].sources[expert][part.name]:
             pieces += pieces_of(tensor, target, self.item_bytes)
@@ -147,14 +146,14 @@ class QuantisedStore(ExpertStore):
         return self._layouts.setdefault((self.layers[layer].parts, formats, *parts.items()), len(self._layouts))
 
     def _pieces(self, layer: int, expert: int) -> dict[str, StoredTensor]:
-        """The stored tensors of an expert's matrices, by their names in the slot."""
+        """Return the stored tensors of an expert's matrices, by their names in the slot."""
         experts = self.layers[layer]
         matrices = [part for part in experts.parts if not _is_bias(part)]
         return {name: tensor for name, _, tensor in _named(matrices, experts.sources[expert])}
 
 
 def is_quantised(layers: Mapping[int, StoredLayer]) -> bool:
-    """Whether any expert is stored in a quantised format."""
+    """Return whether any expert is stored in a quantized format."""
     return any(
         tensor.dtype in FORMATS
         for experts in layers.values()
@@ -164,19 +163,19 @@ def is_quantised(layers: Mapping[int, StoredLayer]) -> bool:
 
 
 def is_in_pieces(matrix: StoredTensor) -> bool:
-    """Whether a matrix becomes blocks when what lies apart, codes and scales, is brought together."""
+    """Return whether a matrix becomes blocks by joining its separate codes and scales."""
     return bool(matrix.made_of) and all(each.arrangement is not None for each in matrix.made_of)
 
 
 def expert_bytes(experts: StoredLayer, dtype: Dtype) -> int:
-    """An expert of a layer in its slot, without alignment: matrices as they are stored, biases in `dtype`."""
+    """Return the bytes of a layer's expert in its slot, without alignment: matrices as stored, biases in `dtype`."""
     first = experts.sources[0]
     matrices = sum(blocks_bytes(tensor) for part in experts.parts if not _is_bias(part) for tensor in first[part.name])
     return matrices + dtype.itemsize * sum(prod(part.shape) for part in filter(_is_bias, experts.parts))
 
 
 def blocks_bytes(matrix: StoredTensor) -> int:
-    """A matrix in a slot: as blocks, or, of plain numbers, as it is stored."""
+    """Return the bytes of a matrix in a slot: as blocks if it is quantized, else as stored."""
     if matrix.dtype not in FORMATS:
         return matrix.nbytes
     return matrix.shape[0] * FORMATS[matrix.dtype].row_bytes(matrix.shape[1])
@@ -189,19 +188,19 @@ def _is_bias(part: Part) -> bool:
 def _named(
     parts: Sequence[Part], sources: Mapping[str, tuple[StoredTensor, ...]]
 ) -> Iterator[tuple[str, str, StoredTensor]]:
-    """(part and which piece of it, part, tensor) of everything that an expert is made of."""
+    """Yield (part and piece index, part, tensor) for every stored tensor of an expert."""
     for part in parts:
         for n, tensor in enumerate(sources[part.name]):
             yield f"{part.name}.{n}", part.name, tensor
 
 
 def _aligned(offset: int) -> int:
-    """The next place in a slot where a part may begin."""
+    """Return the next offset in a slot at which a part may begin."""
     return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
 def _ingredients(matrix: StoredTensor, stored: StoredMatrix, target: int) -> Iterator[StoredRun]:
-    """Everything that a matrix is made of, from `target` on; one that is whole in the file comes block by block."""
+    """Yield the pieces of a matrix from `target` on; a matrix stored as blocks is copied block by block."""
     if not matrix.made_of:
         block = stored.form.nbytes
         yield from arranged_pieces(matrix, target, Spread(block, block))
@@ -225,8 +224,8 @@ def _matrices_of(experts: StoredLayer) -> tuple[StoredMatrix, ...]:
         if form is None or len(tensor.shape) != 2 or not form.fits(tensor.shape[1]):
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}, but other matrices of the "
-                f"experts are quantised; beside these smoe reads {', '.join(_FORMS)}, in rows of whole blocks, of 16 "
-                "numbers where a type has none"
+                f"experts are quantised; together with these smoe reads {', '.join(_FORMS)}, in rows of whole blocks "
+                "(16 numbers for types without blocks)"
             )
         del name, part
     wanted = [(name, tensor.dtype, tensor.shape) for name, _, tensor in first]

@@ -1,25 +1,26 @@
-"""Bringing experts in: reading threads, two queues, tickets.
+"""Load experts with reading threads, which take tickets from a queue of demand loads and a queue of other loads.
 
-Demand loads go before prefetches and upgrades, in the order of submission; one of those that is under way lets demand
-loads pass between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). A ticket is
-waited for by the computing thread; an error of the reading thread surfaces there.
+Demand loads precede prefetches and upgrades, in the order of submission. A running prefetch or upgrade lets demand
+loads pass between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). The computing
+thread waits for tickets, and errors of the reading thread are raised there.
 
-What a ticket says is true of the bytes, whatever carries them:
+A ticket's state describes the bytes, whatever transfers them:
 
     submit         reading thread takes it    last chunk enqueued      bytes are there
-      | QUEUED ......... | RUNNING .................. | ordered ............. | DONE, is_over, `ended`
-      |                  | busy_seconds, `awaited`, the balancer's `running`: until here ^
+    | QUEUED ......... | RUNNING .................. | ordered ............. | DONE, is_over, `ended`
+    |                  | busy_seconds, `awaited`, the balancer's `running`: until here ^
     join, on a GPU                                    ^ returns: `hold` lets the device wait for the rest
     join, elsewhere                                                           ^ returns
 
-Order on a GPU, from the point of view of one slot:
+The order of operations on one slot of a GPU:
 
     compute stream   ... last kernel on the old expert | e0 ............... | wait e1, first kernel on the new one
     copy stream                                        | wait e0, chunk, chunk, e1 |
 
 e0 is recorded when the load is submitted, e1 after its last chunk. The computing thread waits for neither; the device
-waits for e1 only where an expert is used before it has come (`runtime/arrivals.py`). A slot that is given up while it
-is still being filled (a wrong guess, at a prefill) may be loaded again at once: one stream does all copies, in order.
+waits for e1 only if an expert is used before it has arrived (`runtime/arrivals.py`). A slot that is released while it
+is being filled (after a wrong prediction or at a prefill) may be loaded again at once, because one stream does all
+copies in order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from smoe.policy.plan import Load, LoadReason
 
 
 class TicketState(Enum):
-    """A ticket's life: queued, then running, then done or failed; or cancelled while queued."""
+    """The state of a ticket: queued, then running, then done or failed; or cancelled while queued."""
 
     QUEUED = 0
     RUNNING = 1
@@ -48,7 +49,7 @@ class TicketState(Enum):
 
 
 class Ticket:
-    """One load under way."""
+    """One requested load of an expert."""
 
     __slots__ = ("_done", "_is_open", "ended", "error", "free_event", "hold", "is_wanted", "load", "state")
 
@@ -58,11 +59,11 @@ class Ticket:
         self.error: BaseException | None = None
         self.free_event = free_event
         self.hold: Callable[[], None] | None = None
-        """Where the device can wait for the end of the load: have what it computes from now on do so."""
+        """Makes later work on the device wait for the end of the load; None unless the device can wait itself."""
         self.is_wanted = False
-        """Whether it is being waited for, so that nothing should go before it any more."""
+        """Whether the computing thread waits for the load, so that no other load should precede it."""
         self.ended = 0.0
-        """When the load was over, by the clock of the transfers."""
+        """The time when the load ended, by the clock of the transfers."""
         self._is_open = False
         self._done = threading.Lock()
         self._done.acquire()
@@ -72,15 +73,15 @@ class Ticket:
         return self.state in (TicketState.DONE, TicketState.FAILED, TicketState.CANCELLED)
 
     def join(self) -> None:
-        """Block until the load is over, or nothing is left but for the device to wait: then `hold` is set.
+        """Block until the load is over, or until only the device has to wait; then `hold` is set.
 
-        Whether it ended well is in `state` and `error`, once it is over.
+        When the load is over, `state` and `error` tell whether it succeeded.
         """
         self._done.acquire()
         self._done.release()
 
     def order(self, hold: Callable[[], None]) -> None:
-        """All of the load is in the device's queue; by its reading thread, before `finish`."""
+        """Note that the whole load is in the device's queue; called by the reading thread before `finish`."""
         self.hold = hold
         self._open()
 
@@ -96,22 +97,22 @@ class Ticket:
 
 
 class Mover(Protocol):
-    """Carries one expert into its slot; called by reading threads."""
+    """Moves one expert into its slot; called by reading threads."""
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        """Returns the bytes read from disk, when the expert is in its slot; may call `ticket.order` before that."""
+        """Return the bytes read from disk when the expert is in its slot; may call `ticket.order` before."""
 
     def mark_free(self) -> Any:
-        """An event after which the slots given up so far may be overwritten (None on a CPU)."""
+        """Return an event after which slots released so far may be overwritten (None on a CPU)."""
 
     def close(self) -> None: ...
 
 
 class Transfers:
-    """Reading threads in front of one mover.
+    """Reading threads and their queues, in front of one mover.
 
-    `submit`, `urge` and `cancel` belong to the computing thread and take no lock: deques change hands atomically, and a
-    queue of tokens, one for each ticket, puts idle threads to sleep and wakes them.
+    Only the computing thread calls `submit`, `urge` and `cancel`, which take no lock: deques are atomic, and a queue
+    with one token per ticket wakes idle threads.
     """
 
     def __init__(self, mover: Mover, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -126,44 +127,44 @@ class Transfers:
         self.bytes_read = 0
         """Bytes read from disk, alignment included."""
         self.busy_seconds = 0.0
-        """Time during which at least one load was running."""
+        """The time during which at least one load was running."""
         self._threads: list[threading.Thread] = []
         self._start(threads)
 
     def submit(self, load: Load) -> Ticket:
-        """Queue a load; the slot must be free for overwriting on the compute side."""
+        """Queue a load and return its ticket; enqueued kernels may still use the slot's old expert."""
         ticket = Ticket(load, self._mover.mark_free())
         (self._demand if load.reason is LoadReason.DEMAND else self._prefetch).append(ticket)
         self._tokens.put(True)
         return ticket
 
     def urge(self, ticket: Ticket) -> None:
-        """A prefetch is being waited for: it goes before everything else, as far as it has not begun."""
+        """Move a prefetch that is waited for before all other loads, unless it has started."""
         ticket.is_wanted = True
         if _withdraw(ticket, self._prefetch):
             self._demand.appendleft(ticket)
             self._tokens.put(True)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Take a queued load back; False where it has started."""
+        """Cancel a queued load; return False if it has started."""
         if not (_withdraw(ticket, self._prefetch) or _withdraw(ticket, self._demand)):
             return False
         ticket.finish(TicketState.CANCELLED)
         return True
 
     def reset(self) -> None:
-        """Count from zero; nothing may be under way."""
+        """Reset the counters; no load may be running."""
         with self._clock:
             self.bytes_read, self.busy_seconds = 0, 0.0
 
     def drain(self) -> None:
-        """Cancel what is queued and wait for what is running, also for tickets that an interrupt has lost."""
+        """Cancel queued loads and wait for running ones, including tickets lost by an interrupt."""
         threads = len(self._threads)
         self._stop()
         self._start(threads)
 
     def close(self) -> None:
-        """Stop the threads; what is queued is cancelled, what is running is waited for."""
+        """Stop the threads: queued loads are cancelled, running ones are waited for."""
         self._stop()
         self._mover.close()
 
@@ -182,7 +183,7 @@ class Transfers:
         for _ in self._threads:
             self._tokens.put(False)
         for thread in self._threads:
-            with suppress(RuntimeError):  # an interrupt struck while it was being started: it ends by its token
+            with suppress(RuntimeError):  # an interrupt came while it was being started: its token ends it
                 thread.join()
 
     def _work(self, tokens: SimpleQueue[bool]) -> None:
@@ -193,7 +194,7 @@ class Transfers:
                 self._run(ticket)
 
     def _next(self) -> Ticket | None:
-        """The most urgent ticket; None where another thread, or a cancellation, was faster."""
+        """Return the most urgent ticket, or None if another thread took it or it was cancelled."""
         for queue in (self._demand, self._prefetch):
             with suppress(IndexError):
                 return queue.popleft()
@@ -209,7 +210,7 @@ class Transfers:
         came, error = 0, None
         try:
             came = self._mover.move(ticket, between)
-        except BaseException as caught:  # handed to the computing thread, which raises it
+        except BaseException as caught:  # passed to the computing thread, which raises it
             error = caught
         with self._clock:
             self._running -= 1
@@ -220,7 +221,7 @@ class Transfers:
         ticket.finish(TicketState.DONE if error is None else TicketState.FAILED, error)
 
     def _serve_demand(self) -> None:
-        """Between two chunks of other loads: demand loads go first (their tokens are spent later, on nothing)."""
+        """Run queued demand loads between two chunks of another load; their tokens later find no ticket."""
         while True:
             try:
                 ticket = self._demand.popleft()
@@ -230,7 +231,7 @@ class Transfers:
 
 
 def _withdraw(ticket: Ticket, queue: deque[Ticket]) -> bool:
-    """Take a ticket out of a queue; False where it is not in it."""
+    """Remove a ticket from a queue; return False if it is not in it."""
     try:
         queue.remove(ticket)
     except ValueError:
@@ -239,6 +240,6 @@ def _withdraw(ticket: Ticket, queue: deque[Ticket]) -> bool:
 
 
 def _leave_pinned_core() -> None:
-    """Undo the pinning that OMP_PROC_BIND gave the main thread and that this thread has inherited."""
+    """Undo the CPU pinning that this thread inherited from a main thread pinned by OMP_PROC_BIND."""
     if os.environ.get("OMP_PROC_BIND", "false").lower() not in ("false", "0") and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

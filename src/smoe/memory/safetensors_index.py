@@ -1,7 +1,7 @@
-"""Where every tensor of a checkpoint lies, from the headers alone.
+"""Locate every tensor of a checkpoint from the headers of its safetensors files.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header, and the tensors' bytes; `data_offsets` count
-from the end of the header. Reading the headers ourselves gives byte ranges, which the library's own reader does not.
+from the end of the header. Reading the headers here yields byte ranges, which the safetensors library does not expose.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}
 ITEM_BYTES |= {"U64": 8, "U32": 4, "U16": 2, "C64": 8}
 _PACKED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
-"""Elements of less than a byte; how many bytes they take is left to the library."""
+"""dtypes with elements of less than a byte; their sizes are not checked here."""
 
 
 class FileIdentity(NamedTuple):
-    """Which file it was, in which state: a file written since then has another identity."""
+    """The identity and state of a file; writing the file changes it."""
 
     device: int
     inode: int
@@ -39,13 +39,13 @@ class FileIdentity(NamedTuple):
 
 
 def identity_of(descriptor: int) -> FileIdentity:
-    """The identity of an open file."""
+    """Return the identity of an open file."""
     found = os.fstat(descriptor)
     return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
-    """Raise `CheckpointError` where an open file is not, or no longer, what it was when it was indexed."""
+    """Raise `CheckpointError` if an open file differs from what it was when it was indexed."""
     if identity_of(descriptor) != expected:
         raise CheckpointError(
             f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
@@ -54,13 +54,13 @@ def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
 
 
 class Ingredient(NamedTuple):
-    """One of the tensors that a quantised matrix is made of in a slot."""
+    """One of the stored tensors from which a quantized matrix in a slot is made."""
 
     tensor: StoredTensor
     place: int
-    """Where its first byte belongs, from where the matrix begins."""
+    """The offset of its first byte from the beginning of the matrix."""
     arrangement: SlotArrangement | None
-    """None: it says in which order columns are, which nothing here can follow."""
+    """The conversion into blocks; None for a column order, which cannot be applied while loading."""
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,23 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     key: str = ""
-    """Its name in the file; a row of a fused tensor has that tensor's."""
+    """The tensor's name in the file; a row of a fused tensor has that tensor's name."""
     identity: FileIdentity | None = None
-    """The file as it was when its header was read."""
+    """The identity of the file when its header was read."""
     made_of: tuple[Ingredient, ...] = ()
-    """The tensors of a quantised matrix whose codes and scales lie apart: codes, scales and what else there is, as they
-    are stored. The other fields are then the codes', but for `dtype` and `shape`, which are the matrix's."""
+    """For a quantized matrix with separate codes and scales, all its stored tensors, the codes first. `dtype` and
+    `shape` are then the matrix's, the other fields the codes'."""
     scheme: str = ""
-    """The scheme of such a matrix (`models/released_schemes.py`)."""
+    """The quantization scheme of such a matrix (`models/released_schemes.py`)."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether it lies in a file that `smoe pack` wrote."""
+        """Whether the tensor is in a file that `smoe pack` wrote."""
         return self.path.suffix == ".smoe"
 
 
 def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in `folder` by key.
+    """Return every tensor of the checkpoint in `folder` by key.
 
     Raises `CheckpointError` for missing, truncated or contradictory files.
     """
@@ -105,13 +105,13 @@ def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 
 
 def has_shards(folder: Path) -> bool:
-    """Whether every safetensors file is here that the checkpoint is made of; of none of them anything is read."""
+    """Return whether all safetensors files of the checkpoint exist; none of them is read."""
     paths = _named_shards(folder)
     return bool(paths) and all(path.exists() for path in paths)
 
 
 def _named_shards(folder: Path) -> list[Path]:
-    """The safetensors files that the checkpoint is made of, whether they are here or not; empty where none is named."""
+    """Return the paths of the checkpoint's safetensors files, whether they exist or not; empty if it names none."""
     index = folder / INDEX_FILE
     if index.is_symlink() or index.exists():
         return [folder / name for name in sorted(set(_weight_map(index).values()))]
@@ -119,7 +119,7 @@ def _named_shards(folder: Path) -> list[Path]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, each of which exists."""
+    """Return the checkpoint's safetensors files. Raises `CheckpointError` if one is missing."""
     paths = _named_shards(folder)
     if not paths:
         raise CheckpointError(
@@ -134,7 +134,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, checked against the file's size."""
+    """Return the tensors of one safetensors file, checked against the file's size."""
     check_regular(path)
     with path.open("rb") as file:
         identity = identity_of(file.fileno())
@@ -151,14 +151,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_metadata(path: Path, metadata: Any) -> None:
-    """Names and texts, as the library's reader asks."""
+    """Raise `CheckpointError` unless the metadata are strings by name, as the safetensors library requires."""
     is_text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not is_text:
         raise CheckpointError(f"{path} has a corrupt header: '__metadata__' holds more than texts; download it again")
 
 
 def _check_order(path: Path, tensors: dict[str, StoredTensor], base: int, size: int) -> None:
-    """The tensors fill the file one after the other, without gap or overlap: what the library's reader asks."""
+    """Raise `CheckpointError` unless the tensors fill the file without gap or overlap, as the safetensors library
+    requires."""
     end, before = base, "the header"
     for key, tensor in sorted(tensors.items(), key=lambda entry: (entry[1].offset, entry[1].nbytes)):
         if tensor.offset != end:
@@ -192,7 +193,7 @@ def _stored(path: Path, key: str, entry: Any, base: int, identity: FileIdentity)
 
 
 def _count(value: Any) -> int:
-    """A size or an offset: a whole number that no file is too small for by its type alone."""
+    """Return a size or offset; raises `ValueError` unless it is an integer from 0 to 2**63 - 1."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r:.40} is no size")
     return value
@@ -212,7 +213,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a shard's name stays in the checkpoint's folder. (The file may be a link: the hub's cache has such.)"""
+    """Return whether a file name stays in the checkpoint's folder. The file may be a link, as in the hub's cache."""
     path = PurePosixPath(name)
     is_plain = 0 < len(name) < 256 and name.isprintable() and "\\" not in name
     return is_plain and not path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors"

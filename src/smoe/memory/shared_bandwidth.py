@@ -1,11 +1,10 @@
-"""One memory that several streams of bytes share: what the link and the CPU of an emulated machine read from.
+"""A memory bandwidth shared by several flows, for the link and the CPU of an emulated machine.
 
-Every stream has a rate of its own that it cannot exceed. While all rates together are more than the memory gives, all
-are slowed down alike:
+Every flow has a maximum rate of its own. If their sum exceeds the bandwidth, all are slowed down by the same factor:
 
-    rates wanted   link 24, CPU 38, memory 38 GB/s
+    maximum rates  link 24, CPU 38, memory 38 GB/s
     link           | 24 | 14.7 ..... | 24 |
-    CPU                 | 23.3 ..... |         ended: the link is alone again
+    CPU                 | 23.3 ..... |         done: the link has the memory for itself again
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OVERSLEPT_SECONDS = 150e-6
-"""How much later than asked a thread may be woken: the last bit of a wait is spent awake."""
+"""How much later than requested a thread may wake up; the end of a wait is spent spinning."""
 _ROUNDING_SECONDS = 1e-9
-"""A flow that has so little left to do has ended: no wait is so short."""
+"""A flow with less time left than this is done, because no wait is so short."""
 
 
 class Flow:
@@ -26,26 +25,26 @@ class Flow:
 
     def __init__(self, rate: float, nbytes: float) -> None:
         self.rate = rate
-        """Bytes a second that it reads alone."""
+        """Bytes per second without other flows."""
         self.left = nbytes
-        """Bytes that it still has to read."""
+        """Bytes left to read."""
         self.ended: float | None = None
-        """When it had read all, on the real clock; None: not yet."""
+        """The time when it had read all bytes, on the real clock; None before."""
 
 
 class SharedBandwidth:
-    """Hands out `bytes_per_second` among flows. Any thread may hold one."""
+    """Distributes `bytes_per_second` among flows of any threads."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._total = bytes_per_second
         self._flows: list[Flow] = []
         self._changed = threading.Condition()
         self._updated_at = time.perf_counter()
-        """Up to when flows have been moved on."""
+        """The time up to which flows have been updated."""
 
     @contextmanager
     def reading(self, rate: float, nbytes: float) -> Iterator[Flow]:
-        """Read `nbytes` at `rate` or slower while the body runs; leaves when body and reading have ended."""
+        """Read `nbytes` at `rate` or slower while the body runs; the context ends when both have ended."""
         flow = Flow(rate, nbytes)
         with self._changed:
             self._move_on()
@@ -69,11 +68,11 @@ class SharedBandwidth:
                 self._move_on()
 
     def _share(self) -> float:
-        """The share of its own rate that every flow gets at present."""
+        """Return the fraction of its own rate that every flow currently gets."""
         return min(1.0, self._total / sum(flow.rate for flow in self._flows))
 
     def _move_on(self) -> None:
-        """Let time pass up to now, from one flow's end to the next."""
+        """Update the flows to the current time, from the end of one flow to the next."""
         now = time.perf_counter()
         while self._flows:
             share = self._share()

@@ -1,18 +1,18 @@
-"""The expert store: where on disk every routed expert lies, and how it is laid into a slot.
+"""The expert store: the location of every routed expert on disk, and its layout in a slot.
 
-An expert has *parts* (`gate_up_proj`, `down_proj`, biases), each the row-wise concatenation of one or more stored
-tensors or one row of a fused tensor. Two ways to fill a slot:
+An expert has *parts* (`gate_up_proj`, `down_proj`, biases). Each is the row-wise concatenation of one or more stored
+tensors, or one row of a fused tensor. There are two ways to fill a slot:
 
-* **in place**: where the pieces of every part follow each other in the file (as in most checkpoints, where an expert's
-  tensors are neighbours), whole runs of bytes are read straight into the slot. A run starts at the slot offset that
-  has the file offset's remainder modulo the page, so that a direct read can land there without a bounce.
+* **in place**: if the pieces of every part are consecutive in the file (in most checkpoints an expert's tensors are
+neighbours), whole byte ranges are read directly into the slot. A range starts at a slot offset that equals the file
+offset modulo the page, so that a direct read needs no additional copy.
 
-      file   ...|....gate.......up..........down.....|...       page boundaries: |
-      slot      |....gate.......up..........down.....|          same remainder, nothing is moved
+    file   ...|....gate.......up..........down.....|...       page boundaries: |
+    slot      |....gate.......up..........down.....|          same remainder, nothing is moved
 
 * **staged**: otherwise (Mixtral's w1, w2, w3, where gate and up are not neighbours; another dtype; fp32 at an odd
-  address; codes and scales apart) runs are read into a buffer of the reading thread and the pieces are copied, and
-  converted, to the slot.
+address; separate codes and scales) ranges are read into a buffer of the reading thread, and their pieces are copied
+or converted to the slot.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from smoe.memory.arrangement import SlotArrangement
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 
 EXPERT_DTYPES = ("BF16", "F16", "F32")
-"""As safetensors names them: what experts may be stored in, and what slots may hold."""
+"""The safetensors names of the dtypes in which experts may be stored and kept in slots."""
 PAGE = 4096
-"""Alignment of buffers, offsets and lengths for direct reads; devices with smaller sectors accept it too. Larger pages
-of memory, as macOS on ARM has them, ask for no more: what reads are aligned to is the disk's sectors."""
+"""The alignment in bytes of buffers, offsets and lengths for direct reads; it is a multiple of all common sector sizes.
+Larger memory pages, as on macOS on ARM, do not matter."""
 
 
 STAGED_BYTES = 4 * 2**20
-"""Staged experts pass through a buffer of this size (and two pages), piece by piece."""
+"""The size of pieces for staged experts; the staging buffer has this size plus two pages."""
 _BITS = {2: np.uint16, 4: np.uint32}
 _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
-"""The bits of infinity; NaNs have more, and with the sign bit set so have their negatives."""
+"""The bits of infinity; those of NaN are larger, and negative ones also have the sign bit."""
 MATRIX_ALIGNMENT = 64
-"""Where matrix kernels expect weights to begin. MKL's fp32 products change their last bits with the address
-(docs/log/kernels.md), oneDNN's bf16 ones do not; so only bf16 experts may lie wherever the file's offset puts them."""
+"""The alignment that matrix kernels need. The last bits of MKL's fp32 products depend on the address
+(docs/log/kernels.md), those of oneDNN's bf16 products do not. So only bf16 experts may be at any address."""
 
 
 def page_ceil(count: int) -> int:
-    """`count` bytes rounded up to whole pages."""
+    """Return `count` bytes rounded up to whole pages."""
     return -(-count // PAGE) * PAGE
 
 
 class Read(NamedTuple):
-    """One read: `file[offset : offset + nbytes]` into the buffer at `target`; all three are multiples of the page.
+    """One read: `file[offset : offset + nbytes]` into the buffer at `target`; all three are multiples of the page size.
 
-    `need` bytes must come; less only happens at the end of the file.
+    At least `need` bytes must arrive; fewer than `nbytes` do only at the end of the file.
     """
 
     path: Path
@@ -66,56 +66,56 @@ class Read(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """A run of elements of one stored tensor: read into a staging buffer, then copied, and converted, into the slot."""
+    """A range of one stored tensor that is read into a staging buffer and copied or converted into the slot."""
 
     read: Read
     source: int
-    """Where in the buffer the elements begin."""
+    """The offset of the elements in the buffer."""
     nbytes: int
     dtype: str
-    """As stored."""
+    """The dtype in the file."""
     target: int
-    """Where in the slot they belong; with an arrangement, where the first byte of the tensor does."""
+    """The offset in the slot; with an arrangement, that of the tensor's first byte."""
     arrangement: SlotArrangement | None = None
-    """None: one behind the other."""
+    """The conversion into blocks; None for consecutive elements."""
     begin: int = 0
-    """With an arrangement: bytes of the tensor before these."""
+    """With an arrangement: the offset of these bytes within the tensor."""
 
 
 class SlotLayout(NamedTuple):
-    """How one expert gets into a slot: by reads straight into it, piece by piece through a staging buffer, or both."""
+    """How one expert is read into a slot: directly, piece by piece via a staging buffer, or both."""
 
     reads: tuple[Read, ...]
-    """Straight into the slot."""
+    """Reads directly into the slot."""
     parts: dict[str, int]
-    """Slot offset of every part in bytes."""
+    """The slot offset of every part, in bytes."""
     pieces: tuple[StoredRun, ...]
-    """Through a staging buffer, after the reads: these write whole pages."""
+    """Pieces via a staging buffer; they are copied after the reads, which overwrite whole pages."""
     nbytes: int
-    """Bytes of weights; of an expert that is read in place, alignment is not counted."""
+    """Bytes of weights, without the alignment of an expert that is read in place."""
     layout: int
-    """Equal for experts whose parts have the same shapes and offsets: few occur, so views of a slot can be cached by
-    it."""
+    """A number that is equal for experts with the same shapes and offsets; there are few, so views of slots are cached
+    by it."""
     slot_bytes: int
-    """Room that it needs in the slot."""
+    """Bytes that the expert needs in the slot."""
 
     @property
     def staging_bytes(self) -> int:
-        """Room that its largest piece needs in the staging buffer."""
+        """Bytes that the largest piece needs in the staging buffer."""
         return max((piece.read.nbytes for piece in self.pieces), default=0)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One weight of every expert of a layer: shape without the expert dimension."""
+    """One weight of every expert of a layer; the shape has no expert dimension."""
 
     name: str
     shape: tuple[int, ...]
-    """As the library has it."""
+    """The shape in transformers."""
     is_turned: bool = False
-    """Stored the other way round, row by column."""
+    """Whether the file stores the matrix transposed."""
     takes_turns: bool = False
-    """Stored in two pieces, the gate's rows and the up's, that the library has in turns: gate, up, gate, up, ..."""
+    """Whether transformers interleaves the rows of the two stored pieces: gate, up, gate, up, ..."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -124,9 +124,9 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The routed experts of one layer: `sources[expert][part]` are the stored pieces in row order.
+    """The routed experts of one layer: `sources[expert][part]` are the stored tensors in row order.
 
-    Raises `CheckpointError` where they are not of the parts' shapes.
+    Raises `CheckpointError` if they do not have the parts' shapes.
     """
 
     layer: int
@@ -144,10 +144,10 @@ class StoredLayer:
 
 
 class ExpertStore:
-    """Placements of all routed experts of one checkpoint (or packed file) at one dtype.
+    """The slot layouts of all routed experts of one checkpoint (or packed file) in one dtype.
 
-    `item_bytes` is the element size in the slots, `dtype` the safetensors name of the slots' dtype; `alignment` is what
-    the kernels of the device ask of a weight's address (None: what they ask on a CPU).
+    `dtype` is the safetensors name of the dtype in slots, `item_bytes` its element size. `alignment` is what the
+    device's kernels require of a weight's address (None: the CPU's requirement).
     """
 
     def __init__(self, layers: Mapping[int, StoredLayer], dtype: str, alignment: int | None = None) -> None:
@@ -164,7 +164,7 @@ class ExpertStore:
             self._placements[key] = placement if placement and not self.is_staged else self._staged(*key)
         placements = self._placements.values()
         self.slot_bytes: dict[int, int] = {}
-        """What a slot for any expert of a layer must have."""
+        """Bytes of a slot for any expert of a layer."""
         for (layer, _), p in self._placements.items():
             self.slot_bytes[layer] = max(page_ceil(p.slot_bytes), self.slot_bytes.get(layer, 0))
         self.staging_buffer_bytes = max(p.staging_bytes for p in placements)
@@ -172,29 +172,29 @@ class ExpertStore:
         self.total_bytes = sum(p.nbytes for p in placements)
 
     def keys(self) -> list[tuple[int, int]]:
-        """(layer, expert) of every routed expert, ascending."""
+        """Return (layer, expert) of every routed expert, ascending."""
         return [(n, e) for n in sorted(self.layers) for e in range(self.layers[n].experts)]
 
     def placement(self, layer: int, expert: int) -> SlotLayout:
         return self._placements[layer, expert]
 
     def reads(self, layer: int, expert: int) -> list[Read]:
-        """All that bringing one expert in asks of the disk."""
+        """Return all reads from disk for one expert."""
         placement = self._placements[layer, expert]
         return [*placement.reads, *(piece.read for piece in placement.pieces)]
 
     def paths(self) -> list[Path]:
-        """The files that hold experts."""
+        """Return the files that contain experts."""
         return sorted({tensor.path for tensor in self._tensors()})
 
     def check_finite(self, layer: int, expert: int, placement: SlotLayout, buffer: memoryview) -> None:
-        """Raise `CheckpointError` where the weights in a filled buffer hold NaN or infinity."""
+        """Raise `CheckpointError` if the weights in a filled buffer contain NaN or infinity."""
         self._check_parts(layer, expert, self.layers[layer].parts, placement, buffer)
 
     def _check_parts(
         self, layer: int, expert: int, parts: Iterable[Part], placement: SlotLayout, buffer: memoryview
     ) -> None:
-        """`check_finite` of some parts, which are of the slots' dtype."""
+        """Raise `CheckpointError` if some parts, which have the slots' dtype, contain NaN or infinity."""
         for part in parts:
             weights = np.frombuffer(buffer, _BITS[self.item_bytes], _elements(part.shape), placement.parts[part.name])
             if is_finite(weights, self.dtype):
@@ -207,7 +207,7 @@ class ExpertStore:
             )
 
     def tensor_at(self, layer: int, expert: int, part: str, element: int) -> StoredTensor:
-        """The stored tensor that holds an element of a part, counted row by row."""
+        """Return the stored tensor that contains an element of a part, counted row by row."""
         for tensor in self.layers[layer].sources[expert][part]:
             if element < _elements(tensor.shape):
                 return tensor
@@ -215,7 +215,7 @@ class ExpertStore:
         raise IndexError(element)
 
     def identities(self) -> dict[Path, FileIdentity]:
-        """The files that hold experts, as they were when they were indexed."""
+        """Return the files that contain experts, with their identities when they were indexed."""
         return {tensor.path: tensor.identity for tensor in self._tensors() if tensor.identity is not None}
 
     def _tensors(self) -> Iterator[StoredTensor]:
@@ -259,10 +259,10 @@ class ExpertStore:
 
 
 def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
-    """Whether weights, given as the unsigned integers that their bits are, hold neither NaN nor infinity.
+    """Return whether weights, given as the unsigned integers of their bits, contain neither NaN nor infinity.
 
-    Two maxima, no copy: seen as unsigned, whatever is negative and not finite is at the top; seen as signed, whatever
-    is positive and not finite. 0.25 ms for an expert of 9.4 MB, with the interpreter lock released
+    Two maxima without a copy suffice: as unsigned numbers, negative non-finite values are the largest; as signed
+    numbers, positive ones are. It takes 0.25 ms for an expert of 9.4 MB and releases the interpreter lock
     (docs/log/kernels.md).
     """
     infinity, sign = _INFINITY[dtype], 1 << (8 * bits.itemsize - 1)
@@ -271,8 +271,8 @@ def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
 
 
 def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None:
-    """Raise `CheckpointError` unless the tensors, one below the other, are the part: element counts alone would let a
-    transposed matrix pass."""
+    """Raise `CheckpointError` unless the concatenated tensors have the part's shape; comparing element counts would
+    accept a transposed matrix."""
     shape = part.stored_shape
     for tensor in tensors:
         if tensor.dtype not in (*EXPERT_DTYPES, *FORMATS):
@@ -287,16 +287,20 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
             )
     rows, wanted = sum(tensor.shape[0] for tensor in tensors), shape[0]
     if rows != wanted:
-        where = f"{tensors[0].path}: {tensors[0].key!r} and what belongs to it are" if tensors else "the checkpoint has"
+        where = (
+            f"{tensors[0].path}: {tensors[0].key!r} and the tensors of the same part have"
+            if tensors
+            else "the checkpoint has"
+        )
         raise CheckpointError(
             f"{where} {rows} rows, but {whose}: {part.name} has {wanted} by config.json; download it again"
         )
 
 
 def pieces_of(tensor: StoredTensor, target: int, item_bytes: int) -> list[StoredRun]:
-    """A tensor in pieces of at most `STAGED_BYTES`: a reading thread's buffer stays small, whatever the expert.
+    """Return a tensor in pieces of at most `STAGED_BYTES`, which limits a reading thread's buffer.
 
-    `item_bytes` are those of an element in the slot.
+    `item_bytes` is the size of an element in the slot.
     """
     stored_item = ITEM_BYTES[tensor.dtype]
     return [
@@ -306,8 +310,8 @@ def pieces_of(tensor: StoredTensor, target: int, item_bytes: int) -> list[Stored
 
 
 def arranged_pieces(tensor: StoredTensor, target: int, arrangement: SlotArrangement) -> list[StoredRun]:
-    """The same of a tensor whose bytes an arrangement brings to their places, from `target` on; larger pieces where it
-    wants more at once."""
+    """Return the pieces of a tensor with an arrangement, from `target` on; a piece has at least one of the
+    arrangement's units."""
     most = max(1, STAGED_BYTES // arrangement.unit) * arrangement.unit
     return [
         StoredRun(*_piece(tensor, begin, most), tensor.dtype, target, arrangement, begin)
@@ -316,14 +320,14 @@ def arranged_pieces(tensor: StoredTensor, target: int, arrangement: SlotArrangem
 
 
 def _piece(tensor: StoredTensor, begin: int, most: int) -> tuple[Read, int, int]:
-    """(read, where in its buffer the piece begins, bytes of it)"""
+    """Return the read of a piece, its offset in the buffer, and its size in bytes."""
     offset, nbytes = tensor.offset + begin, min(most, tensor.nbytes - begin)
     shift = offset % PAGE
     return Read(tensor.path, offset - shift, page_ceil(shift + nbytes), 0, shift + nbytes), shift, nbytes
 
 
 def row_of(tensor: StoredTensor, row: int) -> StoredTensor:
-    """Row `row` of a fused tensor [E, ...] as a stored tensor of its own."""
+    """Return row `row` of a fused tensor [E, ...] as a stored tensor of its own."""
     nbytes = tensor.nbytes // tensor.shape[0]
     made_of = tuple(each._replace(tensor=row_of(each.tensor, row)) for each in tensor.made_of)
     return replace(tensor, offset=tensor.offset + row * nbytes, nbytes=nbytes, shape=tensor.shape[1:], made_of=made_of)
@@ -337,7 +341,7 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int] | None:
-    """The one byte range that the tensors fill in order, or None."""
+    """Return the byte range that the tensors fill in order, or None if they are not consecutive in `dtype`."""
     first = tensors[0]
     end = first.offset
     for tensor in tensors:
@@ -348,7 +352,7 @@ def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int
 
 
 def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
-    """Byte ranges merged where one ends and the next begins, in file order."""
+    """Return byte ranges in file order, with adjacent ones merged."""
     merged: list[tuple[Path, int, int]] = []
     for path, offset, length in sorted(spans):
         if merged and merged[-1][0] == path and merged[-1][1] + merged[-1][2] == offset:
@@ -359,7 +363,7 @@ def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int
 
 
 def reads_of(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], list[int]]:
-    """Page-aligned reads that cover the runs, one after the other, and where each run's first byte lands."""
+    """Return page-aligned reads that cover the ranges consecutively, and the buffer offset of each range."""
     reads: list[Read] = []
     starts: list[int] = []
     target = 0
@@ -373,7 +377,7 @@ def reads_of(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], l
 
 
 def locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], starts: Sequence[int]) -> int:
-    """Buffer offset of a span that lies inside one of the runs."""
+    """Return the buffer offset of a span within one of the ranges."""
     path, offset, length = span
     for (run_path, run_offset, run_length), start in zip(runs, starts, strict=True):
         if run_path == path and run_offset <= offset and offset + length <= run_offset + run_length:

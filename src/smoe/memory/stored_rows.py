@@ -1,4 +1,4 @@
-"""Rows of a stored matrix, read from its file when they are asked for."""
+"""Read rows of a stored matrix from its file on demand."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from smoe.memory.safetensors_index import StoredTensor, check_identity
 
 
 class StoredRows:
-    """A matrix on disk; what is read goes through the page cache, which keeps the rows that come often while there is
-    room. The file stays open as long as this lives."""
+    """A matrix on disk. Reads use the page cache, which stores frequent rows while memory is free. The file stays open
+    until this object is deleted."""
 
     def __init__(self, tensor: StoredTensor) -> None:
-        """Raises `CheckpointError` where the file is not what it was when it was indexed."""
+        """Open the file. Raises `CheckpointError` if it has changed since it was indexed."""
         self.tensor = tensor
         self.row_bytes = tensor.nbytes // tensor.shape[0]
         self._file = opening()(tensor.path, False)
         weakref.finalize(self, self._file.close)
-        if hasattr(os, "posix_fadvise"):  # rows are far apart: what lies around one is not wanted
+        if hasattr(os, "posix_fadvise"):  # no read-ahead: rows are far apart
             os.posix_fadvise(self._file.descriptor, tensor.offset, tensor.nbytes, os.POSIX_FADV_RANDOM)
         self._check()
 
     def read(self, rows: Sequence[int]) -> np.ndarray:
-        """uint8 [n, bytes of a row]. Raises `CheckpointError` where the file is not what it was."""
+        """Return rows as uint8 [n, bytes of a row]. Raises `CheckpointError` if the file has changed."""
         self._check()
         out = np.empty((len(rows), self.row_bytes), np.uint8)
         for row, to in zip(rows, out, strict=True):

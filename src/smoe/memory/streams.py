@@ -1,7 +1,7 @@
-"""What a GPU does in addition to computing: two queues of work, marks in them, and small tensors across the link.
+"""GPU operations besides computing: a queue for copies, events in both queues, and small transfers to the host.
 
-Everything enqueued returns at once and happens later, in the order of its queue. `Streams` is all that the link knows
-of the device, so that a test can hold it by the hand (`tests/memory/fake_streams.py`).
+Enqueuing returns at once, and operations run later in the order of their queue. The link uses the device only through
+`Streams`, so that tests can replace it (`tests/memory/fake_streams.py`).
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ import torch
 
 
 class Event(Protocol):
-    """A mark in a queue; it has come when all that was enqueued before it is done."""
+    """An event in a queue; it occurs when everything enqueued before it is done."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return whether the event has occurred."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until it has come; raises what the device has failed with."""
+        """Block the calling thread until the event occurs; raises the device's errors."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds on the device from this mark to a later one; both must have come."""
+        """Return the milliseconds on the device from this event to a later one; both must have occurred."""
 
 
 class Streams(Protocol):
-    """The queue that computes and the one that copies. `mark_computing` and `hold_computing` belong to the computing
-    thread, the others to the reading threads, one at a time."""
+    """The computing queue and the copying queue. Only the computing thread calls `mark_computing` and `hold_computing`;
+    reading threads call the other methods, one at a time."""
 
     def mark_computing(self) -> Event:
-        """A mark behind all computing that has been enqueued."""
+        """Return an event after everything enqueued for computing so far."""
 
     def hold_computing(self, event: Any) -> None:
-        """What is enqueued for computing from now on begins after the mark."""
+        """Make everything enqueued for computing from now on wait for an event."""
 
     def hold_copying(self, event: Any) -> None:
-        """What is enqueued for copying from now on begins after the mark."""
+        """Make everything enqueued for copying from now on wait for an event."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> tuple[Event, Event]:
-        """Enqueue a copy of `source` (uint8 [n], on the host) to `target`: marks just before and just after it."""
+        """Enqueue a copy of `source` (uint8 [n], on the host) to `target`; return the events directly before and after
+        it."""
 
     def finish_copying(self) -> None:
         """Block until all copies are done."""
 
 
 class CudaStreams:
-    """The caller's current stream computes; one of our own copies."""
+    """The caller's current stream for computing, and a stream of our own for copying."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +66,7 @@ class CudaStreams:
         self._copying.wait_event(event)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> tuple[Event, Event]:
-        # blocking: the reading thread sleeps instead of spinning on a core that the CPU's experts need
+        # blocking events: the reading thread sleeps and leaves its core to experts on the CPU
         before, after = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         with torch.cuda.stream(self._copying):
             before.record(self._copying)
@@ -78,9 +79,9 @@ class CudaStreams:
 
 
 class Fetched:
-    """A tensor on its way from the device that computes to the host; a tensor of the host is there at once.
+    """A tensor being copied from the computing device to the host; a host tensor is available at once.
 
-    Made by the computing thread, which goes on; any thread may wait.
+    The computing thread creates it and continues; any thread may wait.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -94,30 +95,30 @@ class Fetched:
 
     @property
     def is_from_device(self) -> bool:
-        """Whether it comes from a memory of the device's own."""
+        """Whether the tensor comes from a device with its own memory."""
         return self._event is not None
 
     def wait(self) -> torch.Tensor:
-        """The tensor, on the host, once it is there."""
+        """Wait for the tensor and return it on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._here
 
 
 class Waits(Counter[str]):
-    """How often the computing thread has waited for the device, by what it wanted to know: everything that was
-    enqueued before had to be done first. What waits in a layer goes through here and nowhere else."""
+    """How often the computing thread has waited for the device, by purpose. Each wait lasts until everything enqueued
+    before is done. All waits within a layer go through this class."""
 
     def fetch(self, what: str, x: torch.Tensor) -> list[Any]:
-        """The numbers of a tensor where the device computes."""
+        """Return the values of a tensor on the computing device, and count the wait."""
         self[what] += 1
         numbers: list[Any] = x.tolist()
         return numbers
 
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers as int64 [n] where the device computes; the host does not wait for it."""
+    """Return integers as int64 [n] on the computing device, without waiting for it."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.long, device=device)
-    # from pageable memory the copy would wait for everything enqueued before it
+    # a copy from pageable memory would wait for everything enqueued before it
     return torch.tensor(values, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The bytes of stored tensors: read from the file, not mapped."""
+"""Read the bytes of stored tensors from the file, without mapping it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from smoe.memory.safetensors_index import StoredTensor, check_identity
 
 
 def read_bytes(tensor: StoredTensor) -> torch.Tensor:
-    """A stored tensor's bytes: uint8 [n]. Raises `CheckpointError` where the file is not what it was."""
+    """Return a stored tensor's bytes: uint8 [n]. Raises `CheckpointError` if the file has changed since it was
+    indexed."""
     data = np.empty(tensor.nbytes, np.uint8)
     with tensor.path.open("rb", buffering=0) as file:
         if tensor.identity is not None:
@@ -27,7 +28,7 @@ def read_bytes(tensor: StoredTensor) -> torch.Tensor:
 
 
 def assembled(matrix: StoredTensor) -> torch.Tensor:
-    """A matrix whose codes and scales lie apart, as blocks: uint8 [outputs, bytes of a row]."""
+    """Return a matrix with separate codes and scales as blocks: uint8 [outputs, bytes of a row]."""
     form = FORMATS[matrix.dtype]
     found = torch.empty(matrix.shape[0], form.row_bytes(matrix.shape[1]), dtype=torch.uint8)
     slot = found.view(-1).numpy().data

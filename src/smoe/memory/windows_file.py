@@ -1,10 +1,10 @@
-"""A file that experts are read from, on Windows: written by its documentation, and tried on a stand-in of kernel32.
+"""Read experts from files on Windows. Written from its documentation and tested with a simulated kernel32.
 
-open    unbuffered: past the system's cache. Overlapped: without it one handle serves one read at a time, whichever
-        threads ask. Others may read it, rename it and delete it; while it is open no process can write to it, as the
-        time of a write would only be seen when the writer has closed it
-read    at an offset of its own, given to the system in OVERLAPPED; waited for on an event of its own
-end     a read that begins there fails with ERROR_HANDLE_EOF; one that passes it comes short
+open    unbuffered: past the system's cache. Overlapped: otherwise one handle serves one read at a time for all
+        threads. Others may read, rename and delete the file; while it is open no process can write to it, because
+        the time of a write would be visible only after the writer has closed it
+read    at an offset of its own, passed in OVERLAPPED; each read waits for an event of its own
+end     a read that begins at the end fails with ERROR_HANDLE_EOF; one that crosses it returns fewer bytes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smoe.memory.store import PAGE
 
 
 class WindowsFile:
-    """Reads by a handle, which a descriptor of the C library's owns."""
+    """A file read by a handle, which a descriptor of the C library owns."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         self._system = k32.kernel32()
@@ -56,25 +56,26 @@ class WindowsFile:
             code, is_over = self._system.last_error(), True
             return came.value if is_done else self._nothing(code)
         finally:
-            if not is_over:  # an interrupt: the system must not write to memory that is reused
+            if not is_over:  # after an interrupt the system must not write to memory that is reused
                 calls.CancelIoEx(self._handle, ctypes.byref(request))
                 calls.GetOverlappedResult(self._handle, ctypes.byref(request), ctypes.byref(came), True)
             calls.CloseHandle(event)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """This system takes no such advice."""
+        """Do nothing: Windows has no such advice."""
 
     def close(self) -> None:
         os.close(self.descriptor)
 
     def _nothing(self, code: int) -> int:
-        """What a read that has failed has brought: nothing at the end of the file; else raises."""
+        """Return 0 for a failed read at the end of the file; raise `OSError` for other failures."""
         if code == k32.ERROR_HANDLE_EOF:
             return 0
         raise self._system.error(code)
 
     def _takes_pages(self) -> bool:
-        """Whether whole pages are whole sectors; also where the file system does not say, as on other machines."""
+        """Return whether pages are whole sectors, or the file system does not state its sectors, as on other
+        machines."""
         found = k32.StorageInfo()
         size = ctypes.sizeof(found)
         asked = self._system.calls.GetFileInformationByHandleEx
@@ -83,9 +84,9 @@ class WindowsFile:
 
 
 def _descriptor_of(handle: int) -> int:
-    """Closing it closes the handle."""
+    """Return a descriptor for the handle; closing it closes the handle."""
     import msvcrt
 
-    library: Any = msvcrt  # whose names are not there on other systems
+    library: Any = msvcrt  # its names are missing on other systems
     descriptor: int = library.open_osfhandle(handle, os.O_RDONLY)
     return descriptor
