@@ -1,1 +1,1 @@
-"""The arithmetic of experts, wherever it is carried out."""
+"""The arithmetic of experts, on any device."""

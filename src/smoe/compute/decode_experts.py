@@ -1,9 +1,9 @@
-"""Few tokens through the experts of a layer: operation by operation with the library, in one piece with our kernel, or
-straight from the slots of a GPU (`in_slots.py`).
+"""Compute few tokens through the experts of a layer: by torch's operations, by one call of our kernel, or in a GPU's
+slots (`in_slots.py`).
 
-All keep every expert's output apart and add them up at the end in ascending expert order, whatever the order of
-arrival, so a result never depends on residency. The library sums several rows in another order than one; where the
-kernel has that order too, it takes an expert that several of the tokens have chosen.
+All methods store every expert's output separately and add them at the end in ascending expert order, whatever the order
+of arrival. So a result never depends on residency. torch sums several rows in another order than one; if the kernel has
+that order too, it computes an expert that several of the tokens chose.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from smoe.memory.streams import on_device
 _PROOF_EXPERTS = 8
 
 Routes = Sequence[Sequence[int]]
-"""For every expert in the order of the plan its flat positions t * K + k in the choice [T, K]."""
+"""For every expert, in the order of the plan, its flat positions t * K + k in the choice [T, K]."""
 
 
 class DecodeExperts(Protocol):
     """The experts of one layer for T tokens, computed in the order of the plan."""
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
-        """The experts number `first` and following."""
+        """Compute consecutive experts of the plan, from number `first` on."""
 
     def put(self, n: int, rows: torch.Tensor) -> None:
-        """Expert number n was computed elsewhere: [its routes, H], before its routing weights."""
+        """Store the outputs of expert number n, computed elsewhere: [its routes, H], before the routing weights."""
 
     def partial(self, count: int) -> torch.Tensor:
-        """What the first `count` experts have given: [T, H]; for predictions only, as its last bits may differ from
+        """Return the sum of the first `count` experts' outputs: [T, H]. For predictions only: last bits may differ from
         `total`'s."""
 
     def total(self) -> torch.Tensor:
-        """The sum of all: [T, H]."""
+        """Return the sum of all experts' outputs: [T, H]."""
 
 
 def decode_experts(
@@ -52,8 +52,10 @@ def decode_experts(
     routes: Routes,
     ascending: Sequence[int],
 ) -> DecodeExperts:
-    """hidden [T, H], top_k_weights [T, K]; `maths`: of every expert, what computes the copy that serves; `ascending`:
-    the experts' numbers in the sum's order."""
+    """Return the method for hidden [T, H] and top_k_weights [T, K].
+
+    `maths` has the arithmetic for each expert's copy; `ascending` has the experts' numbers in the order of the sum.
+    """
     slots = kernels_for(maths, hidden.shape[0])
     if slots is not None:
         tokens, width = top_k_weights.shape
@@ -67,14 +69,14 @@ def decode_experts(
 
 
 def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every expert's routes [n] and their tokens [n] on the device: one transfer for all of them."""
+    """Return every expert's routes [n] and their tokens [n] on the device, with one transfer for all."""
     flat = on_device([route for some in routes for route in some], device)
     counts = [len(some) for some in routes]
     return list(zip(flat.split(counts), (flat // width).split(counts), strict=True))
 
 
 def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> TokenExperts | None:
-    """The kernel that takes one token through these experts, if it gives the library's bits on this one of them."""
+    """Return the kernel for one token through these experts if it has torch's bits with these weights, else None."""
     kernel = math.kernel_of(pool)
     if kernel is None:
         return None
@@ -92,7 +94,7 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
 
 
 class _OneByOperations:
-    """One token by the library's operations, shared out over a pool of threads where there is one."""
+    """One token by torch's operations, distributed over a pool of threads if there is one."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class _OneByOperations:
 
 
 class _SeveralByOperations:
-    """Several tokens by the library's operations, one expert after the other."""
+    """Several tokens by torch's operations, one expert after the other."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class _SeveralByOperations:
         self._outputs[n] = rows * self._gains[self._routes[n][0]]
 
     def partial(self, count: int) -> torch.Tensor:
-        return self.total()  # of those that there are
+        return self.total()  # missing outputs are left out
 
     def total(self) -> torch.Tensor:
         total = empty_sum(self._maths[0], self._hidden, self._gains)
@@ -178,9 +180,9 @@ class _SeveralByOperations:
 
 
 class _InOnePiece:
-    """Computes by our kernel; the sum follows the last expert without coming back to Python.
+    """Few tokens by our kernel; the sum follows the last expert without returning to Python.
 
-    Outputs lie token after token, and within a token in ascending expert order.
+    Outputs are ordered by token, and within a token by ascending expert.
     """
 
     def __init__(
@@ -195,7 +197,8 @@ class _InOnePiece:
         self._maths = maths
         self._kernels = kernels
         self._kernel = kernels[0]
-        """Takes the copies of all formats: they differ in what their matrices say, and in how many rows they can."""
+        """The kernel for copies of all formats: these differ only in their matrices and in the number of rows
+        allowed."""
         self._hidden = hidden.contiguous()
         tokens, width = top_k_weights.shape
         given = top_k_weights.flatten().tolist()
@@ -227,7 +230,7 @@ class _InOnePiece:
         self._end(1, [])
 
     def _end(self, count: int, ours: list[Expert]) -> None:
-        """`count` experts are done once `ours` are; the sum follows the last."""
+        """Compute the experts `ours`, which completes `count` experts; the sum follows the last."""
         self._open -= count
         while len(ours) > MOST_EXPERTS:
             self._kernel.forward(self._hidden, ours[:MOST_EXPERTS], self._rows)
@@ -248,7 +251,7 @@ class _InOnePiece:
 
 
 def _by_token(tokens: int, width: int, routes: Routes, ascending: Sequence[int]) -> list[list[int]]:
-    """Every token's routes in the order of the sum."""
+    """Return every token's routes in the order of the sum."""
     if tokens == 1:
         return [[route for n in ascending for route in routes[n]]]
     found: list[list[int]] = [[] for _ in range(tokens)]

@@ -1,10 +1,10 @@
-"""How one expert computes: the library's eager arithmetic, operation by operation, on weights that sit in a slot.
+"""The arithmetic of one expert: transformers' eager operations, one by one, on weights in a slot.
 
-Grade E0 rests on this file: same operations on the same shapes in the same order as the eager loop of `transformers`
-(`x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `load/selftest.py`
-compares it with the library's own loop when a model is loaded. The product of a single row may be our kernel's, where
-its bits have been found to be the library's (`kernels/spinning_pool.py`); where they cannot be had at speed, few rows
-may be multiplied in an order of our own (grade E1, `kernels/own_order.py`).
+Grade E0 depends on this file: it has the operations of transformers' eager loop, in the same order and shapes (`x @
+up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `load/selftest.py` compares
+it with that loop when a model is loaded. The product of a single row may be our kernel's if it has torch's bits
+(`kernels/spinning_pool.py`). If torch's order is slow, few rows may be multiplied in our own order (grade E1,
+`kernels/own_order.py`).
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from smoe.memory.store import Part
 from smoe.models.experts import is_transposed
 
 ROUNDINGS = 4
-"""Roundings to the model's type between input and output of an expert: two right results may differ by as many."""
+"""Roundings to the model's dtype between an expert's input and output: two correct results may differ by as many."""
 
 
 def within_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two outputs of experts may both be right."""
+    """Return whether two outputs of experts differ by no more than rounding."""
     far = (ours.float() - theirs.float()).abs().max()
     return bool(far <= ROUNDINGS * torch.finfo(theirs.dtype).eps * theirs.float().abs().max())
 
 
 def library_products(products: Sequence[Product]) -> None:
-    """One-row products by torch."""
+    """Compute one-row products by torch."""
     for x, matrix, out, *_ in products:
         torch.mm(x, matrix, out=out)
 
 
 def empty_sum(math: ExpertMath, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Zeros [T, H] to add outputs to, in the type that the library adds them up in."""
+    """Return zeros [T, H] for summing outputs, in the dtype in which transformers sums them."""
     return torch.zeros_like(hidden, dtype=top_k_weights.dtype if math.sums_as_weights else hidden.dtype)
 
 
@@ -55,11 +55,11 @@ class Weights(Protocol):
 
     @property
     def up(self) -> torch.Tensor:
-        """[H, 2I] (gate and up side by side, as the family has them) or [H, I] without a gate."""
+        """The matrix [H, 2I] (gate and up in the family's order), or [H, I] without a gate."""
 
     @property
     def down(self) -> torch.Tensor:
-        """[I, H]"""
+        """The matrix [I, H]."""
 
     @property
     def up_bias(self) -> torch.Tensor | None: ...
@@ -69,15 +69,15 @@ class Weights(Protocol):
 
     @property
     def matrices(self) -> Sequence[Matrix]:
-        """The same for machine code: what `up` is made of, then `down`."""
+        """The matrices for machine code: those that form `up`, then `down`."""
 
     @property
     def addresses(self) -> Sequence[int]:
-        """Where the matrices lie on the device, then the biases."""
+        """The addresses of the matrices on the device, followed by the biases'."""
 
 
 class DenseWeights(NamedTuple):
-    """Weights in the model's own type: views into the slot."""
+    """Weights in the model's own dtype: views of the slot."""
 
     up: torch.Tensor
     down: torch.Tensor
@@ -112,55 +112,55 @@ class ExpertMath:
         self._post_norm: Callable[[torch.Tensor], torch.Tensor] | None = post_norm
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
         self.multiply: Callable[[Sequence[Product]], None] = library_products
-        """What multiplies single rows."""
+        """The function that multiplies single rows."""
         self._own_order: SpinningPool | None = None
-        """Where set, multiplies few rows, too, in an order of its own."""
+        """A pool that multiplies few rows in its own order; None if there is none."""
         self.kernel: TokenExperts | None = None
-        """Where set, takes one token through several experts at once."""
+        """A kernel for one token through several experts; None if there is none."""
         self.slots: SlotExperts | None = None
-        """Where set, takes few tokens through several experts at once on a GPU."""
+        """A GPU kernel for few tokens through several experts; None if there is none."""
         self.filling: Filling | None = None
-        """Where set, several rows are filled up to one of few numbers."""
+        """The rule for padding several rows to one of few sizes; None to pad none."""
         self.sums_as_weights = False
-        """Whether outputs are added up in the type of the routing weights, and not in that of the hidden states."""
+        """Whether outputs are summed in the dtype of the routing weights instead of the hidden states'."""
         self.hidden, self.up_width = up if self._up_is_transposed else up[::-1]
         self.inner = down[0] if self._down_is_transposed else down[1]
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """Compute single rows by our kernels from now on: `pool` multiplies them, `kernel` takes one token through
-        several experts. Without a pool the library does both."""
+        """Use our kernels: `pool` for single rows, `kernel` for one token through several experts. None uses torch for
+        both."""
         self.multiply = library_products if pool is None else pool.multiply
         self._own_order = pool if pool is not None and pool.own_order is not None else None
         self.kernel = kernel
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether rows are rounded to 8 bits before they are multiplied."""
+        """Whether rows are rounded to 8 bits before products."""
         return False
 
     @property
     def byte_kernel(self) -> TokenExperts | None:
-        """What takes any number of tokens through these experts in 8 bits, where something does."""
+        """The kernel for any number of tokens through these experts in 8 bits; None if there is none."""
         return None
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
         """The shapes of the two matrices."""
-        up, down = not self._up_is_transposed, not self._down_is_transposed  # the family's word is for its own layout
+        up, down = not self._up_is_transposed, not self._down_is_transposed  # attributes of the family's own layout
         return MatrixShape(self.hidden, self.up_width, up), MatrixShape(self.inner, self.hidden, down)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for layers whose experts one kernel computes alike."""
+        """A value that is equal for layers whose experts the same kernel computes."""
         return self.hidden, self.inner
 
     @property
     def is_movable(self) -> bool:
-        """Whether another device can compute it: everything but the experts' own weights is arithmetic."""
+        """Whether another device can compute the experts: it needs nothing but their weights."""
         return self._post_norm is None
 
     def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
-        """Views of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
+        """Return views of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
 
         def part(name: str) -> torch.Tensor:
             return arena.view(slot, offsets[name], self._shapes[name], self._dtype)
@@ -173,16 +173,17 @@ class ExpertMath:
         return DenseWeights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"), matrices)
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
-        """Whether our kernel gives the library's bits on these weights of one expert, or, in an order of its own, is as
-        near to the exact numbers."""
+        """Return whether our kernel has torch's bits with these weights, or in its own order an error no larger than
+        torch's."""
         return agrees(pool, weights.up) and agrees(pool, weights.down)
 
     def is_proof(self, pool: SpinningPool, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-        """Whether one token's output by our kernel is what the library's operations give."""
+        """Return whether one token's output by our kernel equals that of torch's operations, up to rounding in our own
+        order."""
         return same_bits(ours, theirs) if pool.own_order is None else within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
-        """Tokens of one expert that our kernel may take at once: more than one where the bits stay the library's."""
+        """Return the number of tokens per expert that our kernel may compute at once with acceptable bits."""
         matrices = weights.up, weights.down
         is_proven = pool.several and all(agrees_on_rows(pool, each, n) for each in matrices for n in (2, MOST_ROWS))
         if pool.own_order is not None:
@@ -190,14 +191,14 @@ class ExpertMath:
         return MOST_ROWS if is_proven else 1
 
     def kernel_of(self, pool: SpinningPool) -> TokenExperts | None:
-        """The kernel for one token through these experts, or None where they are of no kind that it knows."""
+        """Return the kernel for one token through these experts, or None if their form is not supported."""
         table = self.gate_table()
         return None if table is None else TokenExperts(pool, self.hidden, self.inner, table)
 
     def slot_kind(self, alignment: int) -> ExpertKind | None:
-        """What kernels for GPUs are made for these experts from; None where they have something that those lack.
+        """Return the description from which GPU kernels for these experts are generated, or None if not supported.
 
-        `alignment`: a power of two that divides the address of every matrix, in bytes.
+        `alignment` is a power of two that divides the address of every matrix, in bytes.
         """
         layouts, has_gate = self._layouts(alignment), bool(getattr(self._module, "has_gate", True))
         is_plain = self._post_norm is None and not self.sums_as_weights
@@ -209,7 +210,7 @@ class ExpertMath:
         return ExpertKind(self.hidden, self.inner, dtype, layouts[:-1], layouts[-1], found, self._has_bias)
 
     def _layouts(self, alignment: int) -> tuple[MatrixLayout, ...] | None:
-        """The layouts of the matrices in a slot, in the order of `Weights.addresses`; None where a kernel could not
+        """Return the layouts of the matrices in a slot, in the order of `Weights.addresses`; None if a kernel cannot
         read them."""
         if alignment % self._dtype.itemsize:
             return None
@@ -217,26 +218,28 @@ class ExpertMath:
         return up, MatrixLayout(self.hidden, self.inner, None, self._down_is_transposed, alignment)
 
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
-        """Some outputs of a matrix of an expert, in the order of `Weights.addresses`, as the exact numbers that they
-        stand for: [n, K] in float32, on the host."""
+        """Return some outputs of an expert's matrix, dequantized: [n, K] in float32 on the host.
+
+        `matrix` counts in the order of `Weights.addresses`.
+        """
         return (weights.down if matrix else weights.up).t()[rows].float().cpu()
 
     def gate_table(self) -> torch.Tensor | None:
-        """bf16 [65536]: the activation of every number, where two products and table[gate] * up are all that these
-        experts are; else None."""
+        """Return the activation of every bf16 number [65536], or None unless the experts are two products and
+        table[gate] * up."""
         return activation_table(self._activate) if self.is_gated_product else None
 
     @property
     def is_gated_product(self) -> bool:
-        """Whether nothing is added to the two products, and something with a gate is between them."""
+        """Whether the experts are two products without bias and with a gated activation between them."""
         return not self._has_bias and self._post_norm is None and bool(getattr(self._module, "has_gate", True))
 
     def has_activation(self, table: torch.Tensor) -> bool:
-        """Whether the experts' activation is this one (`kernels/elementwise.py`)."""
+        """Return whether the experts' activation is this table (`kernels/elementwise.py`)."""
         return is_table_of(table, self._activate)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """[n, H] -> [n, H], before the routing weight."""
+        """Compute x [n, H] -> [n, H], before the routing weight."""
         y = self._times(x, weights.up)
         if weights.up_bias is not None:
             y = y + weights.up_bias
@@ -246,10 +249,10 @@ class ExpertMath:
         return y if self._post_norm is None else self._post_norm(y)
 
     def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
-        """One token through several experts: x [1, H] -> out [n, H], row by row what `forward` gives.
+        """Compute one token through several experts: x [1, H] -> out [n, H], equal to `forward` row by row.
 
-        The matrix products are the same calls; what lies between them runs once for all rows, which is elementwise and
-        therefore changes no bit, and saves most of Python's share for small experts.
+        The matrix products are the same calls. Elementwise operations between them run once for all rows, which changes
+        no bit and saves most of Python's time for small experts.
         """
         if self._has_bias or self._post_norm is not None:
             for row, expert in enumerate(weights):

@@ -1,7 +1,7 @@
-"""A model's experts without the model: files, slots in host memory and arithmetic, and nothing else.
+"""A model's experts without the rest of the model: files, slots in host memory, and arithmetic.
 
-What a worker of a cluster has, and what the main machine falls back to where its workers fail. The same expert code as
-the engine's, on whatever the slots hold.
+Workers of a cluster use this, and the coordinator uses it when its workers fail. The code of the experts is the
+engine's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_SLOTS = 2
-"""The fewest slots with which an expert is read while another is computed. One is enough: then both take turns."""
+"""The least number of slots with which reading and computing run concurrently. With one slot they alternate."""
 
 
 class ExpertsAlone:
-    """Experts that can be asked for by name. `close` frees slots, files and threads."""
+    """A service that computes experts by key. `close` frees slots, files and threads."""
 
     def __init__(
         self,
@@ -42,8 +42,10 @@ class ExpertsAlone:
         threads: int,
         has_library: bool = True,
     ) -> None:
-        """`sizes`: (slots, bytes of each); `size_of`: which of them an expert has; `is_direct`: read past the page
-        cache; `has_library`: torch computes what our kernels do not."""
+        """`sizes`: (number of slots, bytes per slot); `size_of`: the index of an expert's size.
+
+        `is_direct`: read past the page cache; `has_library`: torch computes what our kernels do not.
+        """
         self.slots = sum(slots for slots, _ in sizes)
         self.store = store
         self.math = math
@@ -62,12 +64,15 @@ class ExpertsAlone:
 
     @property
     def hidden(self) -> int:
-        """Numbers in a row."""
+        """The number of elements in a row (H)."""
         return next(iter(self.math.values())).hidden
 
     def compute_by(self, arithmetic: str) -> bool:
-        """From now on few rows are multiplied by one of `KERNELS` that the main machine has found best; False where
-        that is not to be had here. While nothing is under way; what computed before is ended."""
+        """Multiply few rows by the one of `KERNELS` that the coordinator chose; return False if it is not available
+        here.
+
+        Nothing may be running. The former kernel's threads end.
+        """
         if arithmetic == "torch":
             return self._has_library and self.experts.multiply_by(None)
         is_ours = arithmetic == "own-order"
@@ -76,18 +81,17 @@ class ExpertsAlone:
         return self.experts.multiply_by(SpinningPool(self.threads, not self._has_library, in_own_order=is_ours))
 
     def expect(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """These will be asked for: until then, or until others are expected, all else is forgotten before them. Returns
-        those that are to be brought in."""
+        """Set the experts that will be requested next; all others are evicted first. Return those that must be read."""
         self._expected = set(keys)
         return [key for key in keys if not self._host.has(key)]
 
     def bring(self, key: ExpertKey) -> None:
-        """Read an expert, unless it is expected no longer; by a reading thread."""
+        """Read an expert if it is still expected; called by a reading thread."""
         if key in self._expected:
             self.experts.bring(key)
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
-        """The same as in `ComputeUnit`: what is asked for is expected no longer."""
+        """Compute experts as in `ComputeUnit`; they are no longer expected afterwards."""
         futures = self.experts.submit(wanted, hidden)
         for each, future in zip(wanted, futures, strict=True):
             future.add_done_callback(partial(self._used, each.key))

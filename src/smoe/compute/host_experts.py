@@ -1,12 +1,12 @@
-"""Experts that the CPU computes where they lie, in the host tier, while the device and the link do something else.
+"""Compute experts on the CPU, in the host tier, while the device and the link do other work.
 
-One thread of its own, and where experts are read concurrently (`experts_alone.py`), one more:
+A thread of its own computes. If experts are read concurrently (`experts_alone.py`), another one reads:
 
     reading      | a ........ | b ........ |  wait for a slot  | d ........ |
     computing                 | a ............. | b ............. | c ...
 
-The bits are those of a CPU, so with another device a layer computed by both has grade E2, and on an emulated device,
-which is this CPU, E0 and E1 stay.
+The bits are those of a CPU, so a layer computed on both CPU and GPU has grade E2. An emulated device is this CPU, and
+E0 and E1 remain.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 class _There(NamedTuple):
-    """An expert in the host tier, until its lease is given back."""
+    """An expert in the host tier, until its lease ends."""
 
     lease: Lease
     seconds: float | None
-    """What reading it took; None: it was there."""
+    """The time of reading it; None if it was present."""
 
 
 class HostExperts:
-    """Computes single experts in parallel with the device. `submit` belongs to the computing thread."""
+    """A compute unit for single experts, in parallel with the device. Only the computing thread calls `submit`."""
 
     def __init__(
         self,
@@ -58,9 +58,11 @@ class HostExperts:
         reads_concurrently: bool = False,
         has_library: bool = True,
     ) -> None:
-        """`reads_concurrently`: experts that are missing are read in the order asked for, while others are computed;
-        each keeps its slot from then on until it is computed, so there is as much reading ahead as there are slots.
-        `has_library`: torch computes here, too."""
+        """`reads_concurrently`: missing experts are read in the order of requests while others are computed.
+
+        Each then keeps its slot until it is computed, so the number of slots limits reading ahead. `has_library`: torch
+        is available.
+        """
         self._host = host
         self._filler = filler
         self._store = store
@@ -69,20 +71,21 @@ class HostExperts:
         self._timed: deque[tuple[float, int]] = deque(maxlen=64)
         self._read: deque[float] = deque(maxlen=64)
         self.busy_seconds = 0.0
-        """Time spent computing."""
+        """The time spent computing."""
         self._pool: SpinningPool | None = None
-        """What multiplies single rows; None: the library."""
+        """The pool that multiplies single rows; None: torch."""
         self._under_way: set[Future[torch.Tensor]] = set()
-        begin = (_begin, (threads,)) if has_library else (None, ())  # its threads must not hold us
+        # a method would let the threads keep this object alive
+        begin = (_begin, (threads,)) if has_library else (None, ())
         self._worker = ThreadPoolExecutor(1, "smoe-host-experts", *begin)
         self._reader = ThreadPoolExecutor(1, "smoe-host-reads") if reads_concurrently else None
 
     def multiply_by(self, pool: SpinningPool | None) -> bool:
-        """From now on single rows are multiplied by our kernel, or (None) by the library, as they are where the
-        kernel's bits are not the library's: then False.
+        """Multiply single rows by our kernel, or by torch if `pool` is None or the bits differ; return False if they
+        differ.
 
-        Compared on an expert of every shape, while nothing is under way. The pool is closed with this, or when another
-        takes its place, used or not.
+        One expert of every shape is compared, while nothing is running. This object closes the pool at the end or when
+        another replaces it, whether it is used or not.
         """
         former, self._pool = self._pool, pool
         for math in self._math.values():
@@ -101,10 +104,10 @@ class HostExperts:
         return True
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
-        """Compute experts for some rows of hidden [T, H]; the result of each [n, H] is on the CPU.
+        """Compute experts for some rows of hidden [T, H]; each result [n, H] is on the CPU.
 
-        Never blocks: what is still on its way from the device is waited for by the CPU's thread. Reading an expert
-        from disk, where that is needed, comes first; if it fails, `Future.result()` raises the error.
+        Never blocks: the CPU's thread waits for rows from the device. Missing experts are read from disk first; errors
+        are raised by `Future.result()`.
         """
         if self._reader is None:
             return [self._submit(each, None, hidden) for each in wanted]
@@ -117,28 +120,28 @@ class HostExperts:
         return [futures[n] for n in range(len(wanted))]
 
     def bring(self, key: ExpertKey) -> None:
-        """Have an expert in the host tier, read from disk where it is not there; by a reading thread."""
+        """Load an expert into the host tier unless it is present; called by a reading thread."""
         self._host.give_back(self._bring(key).lease)
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """(seconds, rows) of every expert computed since the last call."""
+        """Yield (seconds, rows) of every expert computed since the last call."""
         while self._timed:
             yield self._timed.popleft()
 
     def reads(self) -> Iterator[float]:
-        """Seconds of every read for an expert computed since the last call."""
+        """Yield the seconds of every read for an expert computed since the last call."""
         while self._read:
             yield self._read.popleft()
 
     def drain(self) -> None:
-        """Forget what has not begun and wait for what has."""
+        """Cancel tasks that have not begun and wait for the others."""
         pending = list(self._under_way)
         for future in pending:
             future.cancel()
         wait(pending)
 
     def reset(self) -> None:
-        """Nothing under way, nothing counted."""
+        """Drain the tasks and reset the measurements."""
         self.drain()
         self._timed.clear()
         self._read.clear()
@@ -172,7 +175,8 @@ class HostExperts:
 
     @contextmanager
     def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Any]:
-        """An expert's weights in the host tier, held until the end; if no other thread reads it, it is read here."""
+        """Provide an expert's weights in the host tier during this context, reading them unless another thread does
+        (`coming`)."""
         there = self._bring(key) if coming is None else coming.result()
         if coming is not None and there.seconds is not None:
             self._read.append(there.seconds)
@@ -184,8 +188,10 @@ class HostExperts:
             self._host.give_back(there.lease)
 
     def _bring(self, key: ExpertKey) -> _There:
-        """An expert in the host tier, read from disk where it is not there; the lease is the caller's to give back.
-        Always the model's own copy: a low one is brought to the device."""
+        """Load an expert's full copy into the host tier unless it is present; the caller must end the lease.
+
+        Low copies are never computed here, but loaded to the device.
+        """
         lease = self._host.lease(key)
         if lease.is_hit:
             return _There(lease, None)
@@ -199,7 +205,7 @@ class HostExperts:
             raise
 
     def _forget(self, coming: Future[_There], computed: Future[torch.Tensor]) -> None:
-        """What will not be computed leaves its slot, once it is there."""
+        """End the lease of an expert that will not be computed, once it has been read."""
         if computed.cancelled() and not coming.cancel():
             coming.add_done_callback(self._give_back)
 
@@ -216,7 +222,7 @@ def _begin(threads: int) -> None:
 
 
 class Balancer:
-    """Shares misses out between link and CPU, at the costs last measured or at `fixed` ones."""
+    """Divides missing experts between link and CPU, by the last measured or by `fixed` costs."""
 
     def __init__(
         self,
@@ -230,9 +236,9 @@ class Balancer:
         recent: int,
         own_bytes: int,
     ) -> None:
-        """`own_bytes`: of the slot of an expert's own copy, which a load is taken to bring whatever it brought."""
+        """`own_bytes`: the slot size of a full copy; loads of other sizes are scaled to it."""
         self.shares_prompts = shares_prompts
-        """Whether the CPU computes experts of prompts, too."""
+        """Whether the CPU also computes experts of prompts."""
         self._pacing = pacing
         self._method = method
         self._order = order
@@ -243,20 +249,21 @@ class Balancer:
         self._own_bytes = own_bytes
 
     def begin_pass(self, position: int) -> None:
-        """The CPU is always there."""
+        """Do nothing: the CPU is always available."""
 
     def balance(self, routing: Routing, under_way: float) -> Balance | None:
-        """A balance for one layer, with so many loads under way; None where the device computes everything."""
+        """Return the balance of one layer with `under_way` loads in flight, or None if the device computes
+        everything."""
         if not self._pacing.is_paced or (routing.phase is Phase.PREFILL and not self.shares_prompts):
             return None
         return Balance(self._method, self._order, self.costs(under_way))
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """All of it is for the device."""
+        """Return all predictions: experts are prefetched for the device only."""
         return predictions
 
     def costs(self, under_way: float) -> Costs:
-        """The costs as last measured, with so many loads under way."""
+        """Return the last measured costs, with `under_way` loads in flight."""
         for seconds, nbytes in self._link.measured():
             self._recent.note_load(seconds * self._own_bytes / nbytes)
         for seconds, rows in self._host.measured():

@@ -1,12 +1,12 @@
-"""Few tokens through experts in the slots of a GPU, by kernels that are given addresses (`gpu_kernels/`).
+"""Compute few tokens through experts in the slots of a GPU, by kernels that take addresses (`gpu_kernels/`).
 
-    for what is here     table -> device    experts, sum     all experts that are resident, in one launch; where that
-                                                             is all of them, the layer's sum, too
-    for each late one    table -> device    expert, sum      behind the mark of its copy; the host goes on at once;
-                                                             the last one's launch has the sum
+    resident experts    table -> device    experts, sum     one launch for all of them; if no other expert is missing,
+                                                            it includes the layer's sum
+    each late expert    table -> device    expert, sum      after the event of its copy; the host continues at once;
+                                                            the last launch includes the sum
 
-Every route has a row of its own, in float32, whichever launch wrote it; the sum takes a token's rows in ascending
-expert order. So no bit depends on who was resident, nor on when the others came.
+Every route has a float32 row of its own, whichever launch writes it. The sum adds a token's rows in ascending expert
+order. So the bits depend neither on residency nor on the time of arrival.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from smoe.gpu_kernels.source import MOST_TOKENS
 from smoe.memory.streams import on_device
 
 NONE = -1
-"""The entry of a sum's order for no expert."""
+"""The entry for "no expert" in the order of a sum."""
 
 
 def kernels_for(maths: Sequence[ExpertMath], tokens: int) -> list[SlotExperts] | None:
-    """What takes so many tokens through the experts that `maths` compute; None where something else must."""
+    """Return the kernels for `tokens` tokens through the experts of `maths`, or None if one of them has no kernel."""
     kernels = [math.slots for math in maths if math.slots is not None]
     return kernels if kernels and len(kernels) == len(maths) and tokens <= MOST_TOKENS else None
 
 
 class InSlots:
-    """The experts of one layer (`DecodeExperts`). Waits for nothing."""
+    """The experts of one layer (`DecodeExperts`). The host waits for nothing."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class InSlots:
         routes: Sequence[Sequence[int]],
         by_token: Sequence[Sequence[int]],
     ) -> None:
-        """`kernels` and `routes` of every expert; `by_token`: of every token, its routes in the order of the sum."""
+        """`kernels` and `routes` are those of every expert; `by_token` has every token's routes in the order of the
+        sum."""
         self._kernels = kernels
         self._routes = routes
         self._by_token = by_token
@@ -49,7 +50,7 @@ class InSlots:
         gains = top_k_weights.contiguous()
         self._layer = Layer.of(kernels[0].kind, hidden.contiguous(), gains, _order(by_token, gains))
         self._open = len(routes)
-        """Experts of which no rows are there yet."""
+        """The number of experts whose rows are missing."""
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
         launches: dict[SlotExperts, list[Entry]] = {}
@@ -77,7 +78,7 @@ class InSlots:
 
 
 def _order(by_token: Sequence[Sequence[int]], weights: torch.Tensor) -> torch.Tensor:
-    """The routes of every token, with `NONE` up to the width of weights [T, K]: int64 [T, K]."""
+    """Return every token's routes, padded with `NONE` to the width of weights [T, K]: int64 [T, K]."""
     width = weights.shape[1]
     flat = [route for routes in by_token for route in (*routes, *[NONE] * (width - len(routes)))]
     return on_device(flat, weights.device)

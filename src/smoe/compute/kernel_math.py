@@ -1,10 +1,9 @@
-"""How experts compute where there is no torch: bf16, by our kernels alone, on weights that sit in a slot.
+"""The arithmetic of bf16 experts without torch: our kernels alone, on weights in a slot.
 
-    x [n, H] --up--> [n, 2I] --table[gate] * up--> [n, I] --down--> [n, H]        `kernels/experts.py`, in one piece
+    x [n, H] --up--> [n, 2I] --table[gate] * up--> [n, I] --down--> [n, H]        `kernels/experts.py`, in one call
 
-What else an expert may be (biases, other activations, other types) is not known here. Whether the bits are those of the
-machine that has torch is for that one to say: it has tried out for how many rows they may be (`kernel_rows.py`), and
-asks for a proof.
+Other forms of experts (biases, other activations, other dtypes) are not supported. The coordinator, which has torch,
+decides whether the bits are torch's: it has tested the number of rows (`kernel_rows.py`) and requires a proof.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ROWS_AT_ONCE = 512
 
 
 class KernelMath:
-    """The arithmetic of experts of one shape, whatever their layer."""
+    """The arithmetic of experts of one shape, in any layer."""
 
     def __init__(self, hidden: int, inner: int, table: Bits) -> None:
         """`table`: the activation of every bf16 number [65536]."""
@@ -43,19 +42,20 @@ class KernelMath:
         return up, Matrix(begin + offsets[DOWN], self.hidden, self.inner)
 
     def agrees(self, pool: SpinningPool, weights: tuple[Matrix, Matrix]) -> bool:
-        """Whether the kernel knows such shapes; whether the bits are torch's is unknown here."""
+        """Return whether the kernel supports the shapes; its bits cannot be compared here."""
         del pool
         return all(fits_shape(each.columns, each.outputs) for each in weights)
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """Compute by `pool`; layers that share this share the kernel, too."""
+        """Compute with `pool`; layers that share this object also share the kernel."""
         if pool is None:
             self._kernel = None
         elif self._kernel is None or self._kernel.pool is not pool:
             self._kernel = kernel or TokenExperts(pool, self.hidden, self.inner, self._table)
 
     def forward(self, x: Bits, weights: tuple[Matrix, Matrix]) -> Bits:
-        """Many rows in parts of nearly equal size: a single row is summed in another order than one of several."""
+        """Compute [n, H] -> [n, H], many rows in nearly equal chunks, because a single row has another order of
+        sums."""
         assert self._kernel is not None, "nothing multiplies"
         x, out = np.ascontiguousarray(x), np.empty_like(x)
         pool, rows = self._kernel.pool, len(x)

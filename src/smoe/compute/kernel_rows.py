@@ -1,7 +1,7 @@
-"""For how many rows our kernel gives the library's bits: tried out, as a worker without torch has nothing else.
+"""Find the number of rows for which our kernel has torch's bits, for workers without torch.
 
-The library may sum a row in another order when it multiplies many at once. On CPUs with AVX-512 BF16 it does not,
-whatever was tried (docs/log/kernels.md), and our kernel for several rows has that order; but this is not documented.
+torch may sum a row in another order when it multiplies many at once. On CPUs with AVX-512 BF16 no such case was found
+(docs/log/kernels.md), and our kernel for several rows has that order; but this is not documented.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from smoe.kernels.row_product import fits_shape
 from smoe.kernels.spinning_pool import Product, SpinningPool
 
 MOST_ROWS = 2048
-"""The most rows that are sent at once with default settings."""
+"""The largest number of rows sent at once with default settings."""
 _FEW_ROWS = 8
 _MOST_OUTPUTS = 4096
-"""The outputs of a larger matrix that are tested: it would take a gigabyte to try all."""
+"""The number of outputs of a larger matrix to compare; comparing all would take a gigabyte."""
 _PROOF_OPERATIONS = 60e9
-"""Multiplications and additions at most, about a second: of larger experts fewer rows are tried."""
+"""The largest number of operations of a test, about a second; for larger experts fewer rows are tested."""
 
 
 def kernel_rows(pool: SpinningPool, shapes: Sequence[MatrixShape]) -> int:
-    """Up to how many rows times bf16 matrices of these shapes our products are the library's, bit by bit, on as many
-    threads as are set now: 0 where a single one is not. `pool` knows several rows, in the library's order."""
+    """Return the largest number of rows for which products with bf16 matrices of these shapes have torch's bits; 0 if
+    none has.
+
+    The number of threads is the current one. `pool` must support several rows in torch's order.
+    """
     if any(not shape.is_transposed or not fits_shape(shape.columns, shape.outputs) for shape in shapes):
         return 0
     shapes = [shape._replace(outputs=min(shape.outputs, _MOST_OUTPUTS)) for shape in shapes]

@@ -1,10 +1,10 @@
-"""How an expert computes whose matrices are quantised: straight from its slot for few tokens, unpacked for many.
+"""The arithmetic of a quantized expert: directly from its slot for few tokens, dequantized for many.
 
     few tokens   the codes themselves, times x                  (`kernels/quantised.py`)
-    many         slot -> a tile in the model's type -> x @ tile  one expert's tile is in memory at a time
+    many         slot -> a tile in the model's dtype -> x @ tile    one expert's tile is in memory at a time
 
-Nothing here can have the library's bits, which knows no such weights: the results are a function of the input and the
-chosen kernels alone (grade E1), and no further from those of the dequantised weights than torch's own rounding.
+transformers has no such weights, so there are no bits to compare with. Results depend only on the input and the chosen
+kernels (grade E1), and are as accurate as torch's products with dequantized weights.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _PROOF_OUTPUTS = 64
 
 
 class UnpackedTile:
-    """Room for one expert's numbers, shared by all layers; used by one thread at a time."""
+    """Memory for one expert's dequantized matrix, shared by all layers; used by one thread at a time."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.pool: SpinningPool | None = None
-        """What unpacks, where it can."""
+        """The pool that dequantizes; None: torch."""
         self._memory = torch.empty(0, dtype=dtype)
 
     def take(self, outputs: int, columns: int, device: torch.device) -> torch.Tensor:
-        """[outputs, columns]; what it held before is gone."""
+        """Return memory for a matrix [outputs, columns]; its former contents are lost."""
         if self._memory.numel() < outputs * columns or self._memory.device != device:
             self._memory = torch.empty(outputs * columns, dtype=self.dtype, device=device)
         return self._memory[: outputs * columns].view(outputs, columns)
 
 
 class QuantisedWeights:
-    """One expert in its slot. `up` and `down` are unpacked when they are asked for, each into the other's place."""
+    """One expert in its slot. `up` and `down` are dequantized on access, each overwriting the other."""
 
     def __init__(
         self,
@@ -60,8 +60,10 @@ class QuantisedWeights:
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
-        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product. Biases are
-        [2I] and [H], in the model's type, in the order of the matrices' outputs."""
+        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product.
+
+        Biases are [2I] and [H], in the model's dtype, in the order of the outputs.
+        """
         self.data = data
         self._tile = tile
         self._activations = activations
@@ -70,7 +72,7 @@ class QuantisedWeights:
 
     @cached_property
     def matrices(self) -> Sequence[Matrix]:
-        """Made when they are first asked for: machine code takes some tenths of a second, once for each format."""
+        """The matrices for machine code, which is compiled on first access: some tenths of a second per format."""
         return [
             Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form, self._activations))
             for each, rows in self.data
@@ -90,7 +92,7 @@ class QuantisedWeights:
         return self._unpacked(slice(-1, None))
 
     def _unpacked(self, which: slice) -> torch.Tensor:
-        """Matrices one below the other, ready for `x @ ...`."""
+        """Dequantize matrices, concatenated and transposed for `x @ ...`."""
         data, tile = self.data[which], self._tile
         stored, rows = data[0]
         out = tile.take(sum(each.outputs for each, _ in data), stored.columns, rows.device)
@@ -108,9 +110,10 @@ class QuantisedWeights:
 
 
 class QuantisedMath(ExpertMath):
-    """The arithmetic of one layer's experts module, on quantised weights.
+    """The arithmetic of one layer's experts module with quantized weights.
 
-    Where gate and up lie apart and the module has them in turns, their outputs are put so before its activation.
+    If the module interleaves gate and up but they are stored separately, their outputs are interleaved before the
+    activation.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class QuantisedMath(ExpertMath):
         tile: UnpackedTile,
         activations: str = BF16,
     ) -> None:
-        """`activations`: what few rows are multiplied as by our kernels (`EngineConfig.activations`)."""
+        """`activations`: the type in which our kernels multiply few rows (`EngineConfig.activations`)."""
         super().__init__(module, parts, dtype)
         self._stored = stored
         self._tile = tile
@@ -143,13 +146,13 @@ class QuantisedMath(ExpertMath):
         return self.kernel if has_kernel and all(self._are_in_bytes()) else None
 
     def _are_in_bytes(self) -> list[bool]:
-        """For every matrix whether it is multiplied with rows in 8 bits."""
+        """Return for every matrix whether it is multiplied with 8-bit rows."""
         products = [products_of(each.form, self._activations) for each in self._stored]
         return [each is not None and each.in_bytes is not None for each in products]
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
-        """The shapes of the two matrices once they are unpacked, which is row by row as they are stored."""
+        """The shapes of the two matrices after dequantizing, which keeps the stored row order."""
         return MatrixShape(self.hidden, self.up_width, True), MatrixShape(self.inner, self.hidden, True)
 
     @property
@@ -178,7 +181,7 @@ class QuantisedMath(ExpertMath):
         return torch.from_numpy(stored.form.decode(data[rows].cpu().numpy()))
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
-        """Whether our kernel is no further from the numbers that the codes stand for than torch's product is."""
+        """Return whether our kernel's error is no larger than that of torch's product with dequantized weights."""
         assert isinstance(weights, QuantisedWeights)
         return all(
             matrix.products is not None and is_as_near(pool, matrix, stored.form, rows[:_PROOF_OUTPUTS])
@@ -189,7 +192,7 @@ class QuantisedMath(ExpertMath):
         return within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
-        """The most rows that the kernel takes: its bits are its own anyway."""
+        """Return the largest number of rows for the kernel; more rows do not change its grade."""
         return most_quantised_rows(weights.matrices)
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
@@ -197,7 +200,7 @@ class QuantisedMath(ExpertMath):
         self.kernel = kernel
 
     def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
-        for row, expert in enumerate(weights):  # one tile for all of them
+        for row, expert in enumerate(weights):  # all experts share one tile
             out[row : row + 1] = self.forward(x, expert)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -215,7 +218,7 @@ class QuantisedMath(ExpertMath):
     def _multiplied(
         self, pool: SpinningPool, x: torch.Tensor, matrices: Sequence[Matrix], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Few rows times matrices, whose outputs come side by side, plus the bias of all of them."""
+        """Multiply few rows with matrices, concatenate the outputs and add the bias."""
         x, out = x.contiguous(), x.new_empty(x.shape[0], sum(matrix.outputs for matrix in matrices))
         pool.multiply_quantised(x, matrices, out)
         return out if bias is None else out.add_(bias)

@@ -1,9 +1,9 @@
-"""Pads groups of rows to a few sizes, because the library compiles a kernel for every size it meets.
+"""Pad groups of rows to a few sizes, because torch's library compiles a kernel for every new size.
 
-A prompt gives every expert another number of tokens, so most products would first make a kernel (0.2 to 0.5 ms, while
-the product of a small expert takes 0.03) and throw another one away. Filled up with zeros to the next of few numbers,
-they find theirs. Where the library sums a row in another order with other numbers of rows, as it does on some CPUs,
-that would change bits: so it is tried out before the first such group, on data that show it.
+A prompt routes another number of tokens to every expert. So most products would first compile a kernel (0.2 to 0.5 ms,
+while a small expert's product takes 0.03) and evict another one. Groups padded with zeros to one of few sizes find a
+compiled kernel. On some CPUs the order of sums depends on the number of rows, and padding would change bits. So this is
+tested before the first padded group, with data that reveal it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.nn import functional
 from smoe.kernels.proof import same_bits
 
 _EXACT_ROWS = 8
-"""So few are not filled up."""
+"""The largest number of rows that is not padded."""
 _STEPS = 4
-"""Numbers of rows in an octave: a fifth is filled up at most, a tenth on average."""
+"""Sizes per octave: at most a fifth is padding, a tenth on average."""
 _MOST_ROWS = 512
 _PROOF_OPERATIONS = 20e9
-"""Multiplications and additions of a proof at most: a tenth of a second; experts too large for it gain nothing."""
+"""The largest number of operations of a test: a tenth of a second; larger experts gain nothing."""
 
 
 def filled_up(rows: int) -> int:
-    """The next of few numbers: 1 to 8, then four in an octave."""
+    """Return the padded number of rows: 1 to 8, then four sizes per octave."""
     if rows <= _EXACT_ROWS:
         return rows
     step = (1 << ((rows - 1).bit_length() - 1)) // _STEPS
@@ -38,18 +38,18 @@ class MatrixShape(NamedTuple):
     """The shape of a matrix [K, N] that rows are multiplied by."""
 
     columns: int
-    """K"""
+    """The K dimension."""
     outputs: int
-    """N"""
+    """The N dimension."""
     is_transposed: bool
-    """Stored as [N, K]."""
+    """Whether the matrix is stored as [N, K]."""
 
 
 class Filling:
-    """The products for which filling is allowed: those of matrices of these shapes, on as many threads as are set now.
+    """The decision which products may be padded: those with matrices of these shapes, on the current number of threads.
 
-    It is proven octave by octave, when a number of rows first needs it: every proof leaves the library some kernels,
-    25 MiB for all octaves, of which short prompts need few.
+    Each octave is tested when a number of rows first needs it, because every test leaves compiled kernels behind: 25
+    MiB for all octaves.
     """
 
     def __init__(self, shapes: Sequence[MatrixShape], dtype: torch.dtype) -> None:
@@ -58,11 +58,13 @@ class Filling:
         self._dtype = dtype
         self._most_rows = _most_rows(shapes)
         self._proven: dict[int, bool] = {}
-        """Results by the octave's exponent."""
+        """Test results by the octave's exponent."""
 
     def allows(self, rows: int) -> bool:
-        """Whether the library's bits of a row are the same with so many rows and with `filled_up(rows)`; False for few
-        rows, for matrices that are too large to gain, and on another number of threads."""
+        """Return whether torch computes a row with the same bits for `rows` and for `filled_up(rows)` rows.
+
+        Returns False for few rows, for matrices that are too large to gain, and on another number of threads.
+        """
         if not _EXACT_ROWS < rows <= self._most_rows or torch.get_num_threads() != self.threads:
             return False
         octave = (rows - 1).bit_length()
@@ -73,7 +75,7 @@ class Filling:
 
 
 def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> torch.Tensor:
-    """[n, K] @ [K, N] -> [n, N], with zeros below x where that changes no bit."""
+    """Return [n, K] @ [K, N] -> [n, N], with x padded by zeros if that changes no bit."""
     rows = x.shape[0]
     if filling is None or not filling.allows(rows):
         return x @ matrix
@@ -81,7 +83,7 @@ def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> t
 
 
 def _most_rows(shapes: Sequence[MatrixShape]) -> int:
-    """Up to how many rows a proof for these matrices takes no longer than it may."""
+    """Return the largest number of rows for which a test with these matrices stays within the limit."""
     elements = sum(shape.columns * shape.outputs for shape in shapes)
     most = _MOST_ROWS
     while most > _EXACT_ROWS and 2 * elements * sum(ends_of_groups(most)) > _PROOF_OPERATIONS:
@@ -90,16 +92,16 @@ def _most_rows(shapes: Sequence[MatrixShape]) -> int:
 
 
 def ends_of_groups(most: int) -> list[int]:
-    """The ends of every span of numbers, from 9 to `most`, that are filled up to the same."""
+    """Return both ends of every range of numbers from 9 to `most` that are padded to the same size."""
     ends = sorted({filled_up(rows) for rows in range(_EXACT_ROWS + 1, most + 1)})
     return sorted({*ends, *(before + 1 for before in [_EXACT_ROWS, *ends[:-1]])})
 
 
 def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, K] and a matrix [K, N] whose product shows in what order it was summed."""
+    """Return x [rows, K] and a matrix [K, N] whose product reveals the order of summation."""
     columns, outputs, is_transposed = shape
     generator = torch.Generator().manual_seed(0)
-    # Every term comes twice, once with the other sign: what is left is rounding, and shows the order of the sum
+    # each term occurs twice with opposite signs: the rest is rounding error, which depends on the order of the sum
     half = torch.randn(rows, columns // 2, generator=generator)
     half = half * torch.randint(-6, 7, half.shape, generator=generator).exp2()
     weights = torch.randn(outputs, columns // 2, generator=generator)
@@ -110,13 +112,15 @@ def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Te
 
 @functools.cache
 def _is_the_same(shape: MatrixShape, numbers: tuple[int, ...], dtype: torch.dtype, threads: int) -> bool:
-    """Whether a row's bits are equal for all of these numbers of rows (the last is the largest), on this machine with
-    so many threads, which are set: once for all models."""
+    """Return whether a row's bits are equal for all these numbers of rows (the last is the largest).
+
+    The result is cached for this machine and number of threads.
+    """
     x, matrix = telling(shape, numbers[-1], dtype)
     whole = _multiply(x, matrix)
     return all(same_bits(_multiply(x[:rows], matrix), whole[:rows]) for rows in numbers)
 
 
 def _multiply(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Multiply as the library does, [n, K] @ [K, N]."""
+    """Multiply [n, K] @ [K, N] by torch."""
     return x @ matrix

@@ -1,9 +1,8 @@
-"""Several experts at a time on a CPU: one thread an expert instead of all threads on one.
+"""Compute several experts at a time on a CPU, each on one thread, instead of one expert on all threads.
 
-A matrix-vector product is too short to share well: at 9.4 MB an expert two threads on two experts reach 1.4 times the
-rate of two threads on one (docs/log/kernels.md). The rows are the same, so the bits are. Whether it pays depends on how
-the OpenMP runtime waits between its parallel regions, so the engine measures both ways when it starts and keeps the
-faster.
+A matrix-vector product is too short to divide well: with experts of 9.4 MB, two threads on two experts are 1.4 times as
+fast as two threads on one (docs/log/kernels.md). The rows are the same, and so are the bits. Whether it pays depends on
+how the OpenMP runtime waits between parallel regions, so the engine measures both methods at start.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ import torch
 
 
 class ThreadPool:
-    """The calling thread and `threads - 1` helpers; each computes with one thread of its own."""
+    """The calling thread and `threads - 1` helpers; each uses one thread for torch's operations."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._helpers = self._hire()
 
     def run(self, job: Callable[[int, int], None]) -> None:
-        """`job(member, members)` on every member at once; returns when all have ended, raises the first error.
+        """Run `job(member, members)` on all members at once; return when all have ended, or raise the first error.
 
-        After an interrupt, too, no helper is left running: it could write into the next request's rows.
+        After an interrupt no helper keeps running: it could write into the next request's rows.
         """
         members, before = self.threads, torch.get_num_threads()
         try:
             for member, helper in enumerate(self._helpers, start=1):
                 helper.start_job(job, member, members)
-            torch.set_num_threads(1)  # 0.1 us; the calling thread's own setting
+            torch.set_num_threads(1)  # takes 0.1 us; a setting of the calling thread
             job(0, members)
             errors = [helper.wait() for helper in self._helpers]
         except BaseException:
@@ -86,5 +85,5 @@ class _Helper:
                 job()
             except BaseException as error:
                 self._error = error
-            self._job = job = None  # it holds the model
+            self._job = job = None  # its closure refers to the model
             self._done.release()

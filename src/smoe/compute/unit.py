@@ -1,4 +1,4 @@
-"""What computes experts in parallel with the device: the CPU, or another machine."""
+"""The interface of compute units, which compute experts in parallel with the device: the CPU or another machine."""
 
 from __future__ import annotations
 
@@ -21,103 +21,103 @@ if TYPE_CHECKING:
 
 
 class ExpertTask(NamedTuple):
-    """An expert, and the rows of hidden that go through it."""
+    """An expert, and the rows of the hidden states routed to it."""
 
     key: ExpertKey
     tokens: Sequence[int]
 
 
 class Arithmetic(Protocol):
-    """How the experts of a layer compute on the host: by the library and our kernels (`expert_math.py`), or by our
-    kernels alone (`kernel_math.py`). Rows are tensors there, and `Bits` here."""
+    """The arithmetic of a layer's experts on the host, by torch and our kernels (`expert_math.py`) or by our kernels
+    alone (`kernel_math.py`). Rows are tensors in the former and `Bits` in the latter."""
 
     hidden: int
-    """Numbers in a row."""
+    """The number of elements in a row (H)."""
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for layers whose experts are computed alike."""
+        """A value that is equal for layers whose experts are computed alike."""
 
     def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Any:
-        """The weights of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
+        """Return the weights of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
 
     def agrees(self, pool: SpinningPool, weights: Any) -> bool:
-        """Whether `pool` may multiply such weights."""
+        """Return whether `pool` may multiply such weights."""
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """Compute by these kernels from now on."""
+        """Compute with these kernels from now on."""
 
     def forward(self, x: Any, weights: Any) -> Any:
-        """[n, H] -> [n, H], before the routing weight."""
+        """Compute [n, H] -> [n, H], before the routing weight."""
 
 
 class Hidden(Protocol):
-    """Rows that experts are to compute, once they are on the host."""
+    """Rows for experts to compute, possibly still being copied to the host."""
 
     @property
     def is_from_device(self) -> bool:
-        """Whether they come from a memory of the device's own."""
+        """Whether the rows come from a device with its own memory."""
 
     def wait(self) -> Any:
-        """The rows [T, H]."""
+        """Wait for the rows and return them: [T, H]."""
 
 
 class ComputeUnit(Protocol):
-    """Computes the experts that a plan gives it (`Serve.unit`). Belongs to the computing thread."""
+    """A unit that computes experts assigned by a plan (`Serve.unit`). Only the computing thread calls it."""
 
     busy_seconds: float
-    """Time spent computing."""
+    """The time spent computing."""
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
-        """Compute experts for some rows of hidden [T, H]; the result of each [n, H] is on the CPU.
+        """Compute experts for some rows of hidden [T, H]; each result [n, H] is on the CPU.
 
-        Never blocks; what fails raises at `Future.result()`.
+        Never blocks; errors are raised by `Future.result()`.
         """
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """(seconds, rows) of every expert computed since the last call."""
+        """Yield (seconds, rows) of every expert computed since the last call."""
 
     def drain(self) -> None:
-        """Forget what has not begun and wait for what has."""
+        """Cancel tasks that have not begun and wait for the others."""
 
     def reset(self) -> None:
-        """Nothing under way, nothing counted."""
+        """Drain the tasks and reset the measurements."""
 
     def close(self) -> None:
-        """Stop its threads; any number of times."""
+        """Stop the unit's threads; may be called repeatedly."""
 
 
 class Others(Protocol):
-    """The machines that units are on."""
+    """The machines that compute units run on."""
 
     @property
     def doubts(self) -> Sequence[str]:
-        """Why what they have computed may be wrong, in words for the user; empty: nothing speaks against it."""
+        """Messages for the user about why their results may be wrong; empty if there is no sign of that."""
 
     def described(self) -> list[dict[str, Any]]:
-        """What each has done, for people and programs."""
+        """Return what each machine has done, for display and for programs."""
 
     def lost(self) -> list[dict[str, Any]]:
-        """Who was there, and was not any more: name, why, at (seconds since 1970)."""
+        """Return the machines that were lost: name, why, at (seconds since 1970)."""
 
     @property
     def shadow(self) -> dict[str, Any] | None:
-        """The same of the one that runs ahead; None where none came."""
+        """The description of the machine that runs the draft model; None without one."""
 
     def close(self) -> None:
-        """Let them go; any number of times."""
+        """Disconnect from the machines; may be called repeatedly."""
 
 
 class Sharer(Protocol):
-    """Says how a layer's misses are shared out between loads and units. Belongs to the computing thread."""
+    """Decides how a layer's missing experts are divided between loads and units. Only the computing thread calls it."""
 
     def begin_pass(self, position: int) -> None:
-        """A forward pass begins at this position of a text: which units there are may change now, and not before the
-        next one."""
+        """Note that a forward pass begins at this position of a text: available units may change now, and not before
+        the next pass."""
 
     def balance(self, routing: Routing, under_way: float) -> Sharing | None:
-        """A balance for one layer, with so many loads under way; None where the device computes everything."""
+        """Return the balance of one layer with `under_way` loads in flight, or None if the device computes
+        everything."""
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """What later layers are expected to want: of it what is to be brought in here. The rest, if any, units have
-        been told of."""
+        """Return the predictions that are to be prefetched here; units have been informed of the others."""

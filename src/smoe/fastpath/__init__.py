@@ -1,1 +1,1 @@
-"""Our kernels in the place of the library's modules, where they give the library's bits."""
+"""Replacements for modules of transformers by our kernels, where these have torch's bits."""

@@ -1,16 +1,16 @@
-"""Attention of single tokens by our kernel, behind the library's own `sdpa`.
+"""Attention of single tokens by our kernel, registered as transformers' `sdpa`.
 
-Decoder layers look their attention up by name. Some families compare the name with "sdpa" and take another way under
-any other, and masks are made by it too, so the name stays: what is registered under it asks the module that calls
-whether it carries a kernel, and is the library's function for all that do not, and for all but one token of one row
-without a mask.
+Decoder layers look their attention function up by name. Some families compare the name with "sdpa" and behave
+differently for others, and masks depend on it too, so the name stays. The function registered under it checks whether
+the calling module has a kernel. It calls transformers' function for modules without one, and for anything but one token
+of one row without a mask.
 
-A wrong order of a sum shows in very few rounded outputs, so the proof is made of data in which it shows:
+A wrong order of sums changes very few rounded outputs, so the test uses data that reveal it:
 
-* every key comes twice, with opposite values: what is left of an output is the rounding of its sums;
+* every key occurs twice, with opposite values: what remains of an output is the rounding error of its sums;
 * the last key has the largest score, zero, and weighs as much as all others: the logarithm of the sum of weights, which
-  torch returns too, has hardly fewer digits than the sum;
-* few keys of equal score, values one step apart: outputs lie midway between two bf16 numbers.
+torch also returns, has hardly fewer digits than the sum;
+* few keys of equal score, with values one step apart: outputs are midway between two bf16 numbers.
 """
 
 from __future__ import annotations
@@ -43,34 +43,37 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 NAME = "sdpa"
 _ATTRIBUTE = "one_query"
-"""Where a module carries its kernel for one token, ..."""
+"""The attribute of a module with its kernel for one token."""
 _PROMPTS = "several_queries"
-"""... that for several, ..."""
+"""The attribute of a module with its kernel for several tokens."""
 _THREADS = "library_threads"
-"""... and the number of threads that the library has for what one of them takes long for."""
+"""The attribute of a module with torch's number of threads for long computations."""
 _ROWS = "rows_of_pass"
-"""Where a module finds how long the texts of a pass are."""
+"""The attribute of a module with the lengths of the texts in a pass."""
 _EAGER = "eager_attention_forward"
 _MOST_ALONE = 1 << 20
-"""Products of a query's with a key's number that one thread of the library takes some 1 ms for: for fewer, waking the
-others takes longer, and once awake they hold up our threads."""
+"""Multiplications that one thread of torch computes in some 1 ms. For fewer, waking other threads takes longer, and
+they then slow down our threads."""
 _UNDERSTOOD = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
-"""What the library's function takes that means nothing else for one token without a mask."""
+"""Parameters of transformers' function that do not matter for one token without a mask."""
 _CHANGING = ("softcap", "s_aux", "output_attentions")
-"""What it is handed by other families without naming it."""
+"""Parameters that other families pass without declaring them."""
 _PAIRED = (7, 15, 37, 90, 250, 515, 701)
-"""Keys of the proof: below and above registers of 16 and 32, blocks of 512, whole ones and every remainder of 4."""
+"""Numbers of keys to test: below and above registers of 16 and 32, blocks of 512, whole ones, and every remainder of
+4."""
 _MIDWAY = (6, 14)
-"""Keys of equal weight, even numbers. By 14, dividing and multiplying by the reciprocal differ in many outputs."""
+"""Even numbers of keys with equal weight. With 14, dividing and multiplying by the reciprocal differ in many
+outputs."""
 _PROOF_OUTPUTS = 1 << 12
-"""For each number of keys: enough for every other order that was tried to fail more than once (docs/log/kernels.md)."""
+"""Outputs to compare per number of keys: every other order that was tried fails more than once
+(docs/log/kernels.md)."""
 
 
 _NEAR_KEYS = 300
 
 
 class Shape(NamedTuple):
-    """What a proof is good for."""
+    """The shape of heads that a test applies to."""
 
     heads: int
     key_heads: int
@@ -78,14 +81,12 @@ class Shape(NamedTuple):
 
 
 def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = True) -> int:
-    """Give every attention module whose bits the kernel reproduces the kernel. A pool that multiplies in its own order
-    need not have the bits: as near to the exact numbers as the library, and faster (unless `is_measured`, that is taken
-    for granted), is enough.
+    """Set the kernel of every attention module whose bits it reproduces.
 
-    Returns how many modules need the library's threads no longer for one token: those with the kernel, and those whose
-    attention by the library has the same bits on one thread. What is long for one thread still goes on all.
-
-    Takes some tens of milliseconds for every distinct shape, and as long once a process.
+    A pool with its own order instead needs an error no larger than torch's and a higher speed (assumed unless
+    `is_measured`). Returns the number of modules that need only one torch thread for one token: those with the kernel,
+    and those whose attention by torch has the same bits on one thread. Long computations still use all threads. Takes
+    some tens of milliseconds for every distinct shape, and as long once per process.
     """
     if model.config.get_text_config()._attn_implementation != NAME or libm() is None:
         return 0
@@ -108,11 +109,11 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = Tru
 
 
 def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bool = True) -> int:
-    """Give every attention module the kernel for several tokens, where that is as near to the exact numbers as the
-    library, and faster: where time must show that, only if it does, or unless `may_measure`. Its bits are not the
-    library's.
+    """Set the kernel for several tokens of every attention module where it is as accurate as torch and faster.
 
-    Returns how many modules have it. Takes some tens of milliseconds for every distinct shape.
+    The bits differ from torch's. If only a measurement can decide about speed, it is made if `may_measure`, else the
+    kernel is used. Returns the number of modules with the kernel. Takes some tens of milliseconds for every distinct
+    shape.
     """
     is_measured = may_measure and prompt_attention.must_be_measured()
     if model.config.get_text_config()._attn_implementation != NAME or widest() is None:
@@ -132,9 +133,11 @@ def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bo
 
 
 def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
-    """Have attention look, for every row of a pass, at that row's own keys alone, as if no other row were there: the
-    last ones, so many as `rows` says. False for a model whose attention asks neither for `sdpa` nor for what its own
-    file calls eager."""
+    """Make attention use only a row's own keys in every pass, as if there were no other rows: the last ones, as many as
+    `rows` states.
+
+    Returns False for a model whose attention uses neither `sdpa` nor the eager function in its source file.
+    """
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     name = model.config.get_text_config()._attn_implementation
     if name == NAME:
@@ -147,7 +150,7 @@ def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
 
 
 def _stands_before_eager(module: nn.Module) -> bool:
-    """Whether ours stands before the function that the file of this module's class has."""
+    """Return whether our function replaces the eager function in the source file of this module's class."""
     file = sys.modules[type(module).__module__]
     library = getattr(file, _EAGER, None)
     if library is None:
@@ -160,7 +163,7 @@ def _stands_before_eager(module: nn.Module) -> bool:
 
 
 def _row_by_row(library: Attention, is_causal: bool) -> Attention:
-    """`is_causal`: without a mask, several queries do not see what comes later."""
+    """Return a function that calls `library` row by row; `is_causal`: without a mask, queries do not see later keys."""
 
     @functools.wraps(library)
     def forward(
@@ -183,7 +186,7 @@ def _row_by_row(library: Attention, is_causal: bool) -> Attention:
 
 
 def _below_nothing(output: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[1, n, heads, d] -> [1, tokens, heads, d], the last n of which are given."""
+    """Pad [1, n, heads, d] to [1, tokens, heads, d] with zeros at the beginning."""
     missing = tokens - output.shape[1]
     return functional.pad(output, (0, 0, 0, 0, missing, 0)) if missing else output
 
@@ -196,7 +199,7 @@ class OneQuery:
         self.shape = shape
 
     def serves(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether this is what was proven."""
+        """Return whether the kernel has been tested for this call."""
         shape = Shape(query.shape[1], keys.shape[1], query.shape[3])
         return shape == self.shape and fits(query, keys, values) and not query.requires_grad
 
@@ -205,12 +208,13 @@ class OneQuery:
 
 
 def kernel_of(module: nn.Module) -> OneQuery | None:
-    """What an attention module carries, where it does."""
+    """Return the kernel of an attention module, or None."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Whether the kernel's bits are torch's on one thread, and those of `library`, as `module` calls it, on all."""
+    """Return whether the kernel has the bits of torch on one thread, and of `library`, as `module` calls it, on all
+    threads."""
     flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     if flash is None:
         return False
@@ -232,7 +236,7 @@ def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Sha
 
 
 def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Whether the library's bits of one token's attention do not depend on its number of threads."""
+    """Return whether torch's bits of one token's attention do not depend on the number of threads."""
     if torch.get_num_threads() == 1:
         return True
     answers = []
@@ -245,7 +249,7 @@ def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shap
 
 
 def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape, is_measured: bool) -> bool:
-    """Whether the kernel is no further from the exact attention than `library` is, on average, and faster."""
+    """Return whether the kernel's mean error is no larger than that of `library`, and the kernel is faster."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, shape.heads, 1, shape.size, generator=generator).bfloat16()
     keys, values = torch.randn(2, 1, shape.key_heads, _NEAR_KEYS, shape.size, generator=generator).bfloat16()
@@ -268,7 +272,7 @@ def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shap
 
 
 def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]:
-    """Queries [1, heads, 1, size], K and V [1, key heads, n, size], scales."""
+    """Yield queries [1, heads, 1, size], K and V [1, key heads, n, size], and scales."""
     heads, key_heads, size = shape
     generator = torch.Generator().manual_seed(0)
 
@@ -290,7 +294,8 @@ def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _logarithms(sums: torch.Tensor) -> torch.Tensor:
-    """What torch makes of the largest scores and the sums of weights [heads, 2], by libm as torch does."""
+    """Return the logarithms that torch computes from largest scores and sums of weights [heads, 2], with libm as torch
+    does."""
     mathematics = libm()
     assert mathematics is not None
     logarithm = mathematics.logf
@@ -299,7 +304,7 @@ def _logarithms(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:
-    """Of an attention module as the library writes them; None for all others."""
+    """Return the shape of heads of an attention module of transformers, or None for other modules."""
     size, heads = getattr(module, "head_dim", None), model.config.get_text_config().num_attention_heads
     if size is None or not hasattr(module, "is_causal"):
         return None
@@ -311,7 +316,7 @@ def _products(query: torch.Tensor, keys: torch.Tensor) -> int:
 
 
 def _behind_the_name() -> Attention:
-    """The library's function; from now on ours stands before it, once a process."""
+    """Return transformers' function after registering ours in its place, once per process."""
     registered: Attention = ALL_ATTENTION_FUNCTIONS[NAME]
     library: Attention | None = getattr(registered, "library", None)
     if library is not None:
@@ -330,8 +335,11 @@ def _each_row(
     attention_mask: torch.Tensor | None,
     is_causal: bool,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """What each row would be asked alone. A window that it does not fill yet is no window, and has no mask; neither
-    has a text that begins with this pass, unless its window is shorter, where the function `is_causal` without one."""
+    """Yield the arguments with which attention of each row would be called alone.
+
+    There is no mask for a window that the row does not fill yet. There is none either for a text that begins with this
+    pass, unless its window is shorter, if the function `is_causal` without one.
+    """
     new, there = query.shape[2], key.shape[2]
     for row, count in enumerate(keys):
         own = slice(row, row + 1)
@@ -344,7 +352,7 @@ def _each_row(
 
 
 def _hides_the_future(mask: torch.Tensor) -> bool:
-    """Whether a mask [1, 1, n, n] hides what comes later, and nothing else."""
+    """Return whether a mask [1, 1, n, n] hides exactly the later keys."""
     tokens, keys = mask.shape[-2:]
     return tokens == keys and hides_the_future(mask if mask.dtype is torch.bool else mask == 0, tokens, keys)
 
@@ -358,14 +366,14 @@ def _that_serves(
     scale: float,
     is_causal: bool | None,
 ) -> OneQuery | SeveralQueries | None:
-    """Which of a module's kernels, if any, knows what is asked."""
+    """Return the module's kernel that supports a call, or None."""
     one: OneQuery | None = getattr(module, _ATTRIBUTE, None)
     if one is not None and mask is None and one.serves(query, key, value):
         return one
     several: SeveralQueries | None = getattr(module, _PROMPTS, None)
     if several is None:
         return None
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as the library has it
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as in transformers
     return several if several.serves(query, key, value, mask, scale, is_causal) else None
 
 

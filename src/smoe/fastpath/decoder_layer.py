@@ -1,11 +1,11 @@
-"""One token through a decoder layer: everything but its experts as one work (`kernels/token_attention.py`).
+"""Compute one token through a decoder layer, everything except its experts, as one work (`kernels/token_attention.py`).
 
     h = x + attention(norm(x))          one work
-    y = h + mlp(norm(h))                the second norm is part of it, the mlp is the library's, with our experts
+    y = h + mlp(norm(h))                the second norm is part of it; the mlp is transformers', with our experts
 
-A layer of this structure is recognised by the names of its parts, and proven by comparing: with a KV cache that has a
-few positions, and a stub in the place of the mlp, both ways must give the same bits. The library computes everything
-else: other layers, several rows, masks, parts with hooks, and parts that were replaced (adapters).
+A layer of this structure is recognized by the names of its modules and tested: with a KV cache of a few positions and a
+stub for the mlp, both methods must compute the same bits. transformers computes everything else: other layers, several
+rows, masks, modules with hooks, and replaced modules (adapters).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _PROOF_POSITIONS, _PROOF_TURNS = 5, 4
 _UNDERSTOOD = {"position_ids", "use_cache", "cache_position", "output_router_logits"}
-"""What a layer is given that changes nothing of one token with a cache."""
+"""Arguments of a layer that do not matter for one token with a cache."""
 
 Forward = Callable[..., Any]
 
 
 class _Embeddings(NamedTuple):
-    """What a model's rotary embedding gives a layer for one token: [1, 1, rotary] each."""
+    """The outputs of a model's rotary embedding for one token: [1, 1, rotary] each."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -48,10 +48,11 @@ class _Embeddings(NamedTuple):
 def speed_up(
     model: PreTrainedModel, pool: SpinningPool, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float]
 ) -> dict[nn.Module, OneToken]:
-    """Give every decoder layer whose bits the work reproduces the work for one token; returns those layers.
+    """Replace the forward function, for one token, of every decoder layer whose bits the work reproduces; return these
+    layers.
 
-    `linears`: the layers in bf16 that our kernels multiply, and `Product.part` of each; `norms`: the RMSNorms that they
-    compute, and their epsilons. Takes some ten milliseconds for every distinct kind of layer.
+    `linears` are the bf16 layers that our kernels multiply, with their `Product.part`; `norms` the RMSNorms that they
+    compute, with their epsilons. Takes some ten milliseconds for every distinct kind of layer.
     """
     embeddings = _embeddings(model)
     if embeddings is None:
@@ -74,28 +75,28 @@ def speed_up(
 
 
 def projections(model: nn.Module) -> set[nn.Module]:
-    """The projections of all attentions that have our kernel: part of one work they take no call of their own, so how
-    long one takes by itself does not matter."""
+    """Return the projections of all attentions with our kernel: they are computed within one work, so their individual
+    speed does not matter."""
     attentions = [module for module in model.modules() if attention.kernel_of(module) is not None]
     return {child for module in attentions for name, child in module.named_children() if name in _PROJECTIONS}
 
 
 def _embeddings(model: PreTrainedModel) -> _Embeddings | None:
-    """Of some position; None where a model has none, several, or of another kind."""
+    """Return the rotary embeddings of some position, or None if the model has none, several, or another kind."""
     rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
     if len(rotary) != 1:
         return None
     hidden, position = torch.zeros(1, 1, model.config.get_text_config().hidden_size), torch.tensor([[_PROOF_POSITIONS]])
     try:
         found = rotary[0](hidden.bfloat16(), position)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes something else
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes other arguments
         return None
     is_known = isinstance(found, tuple) and len(found) == 2 and all(map(_is_row, found)) and found[0].dim() == 3
     return _Embeddings(*found) if is_known else None
 
 
 def _is_row(x: object) -> bool:
-    """Whether this is one row in bf16, in one piece, where the CPU computes."""
+    """Return whether this is one contiguous row in bf16 on the CPU."""
     if not isinstance(x, torch.Tensor) or type(x) is not torch.Tensor or x.dtype is not torch.bfloat16:
         return False
     return x.is_cpu and x.numel() == x.shape[-1] and x.is_contiguous()
@@ -104,7 +105,8 @@ def _is_row(x: object) -> bool:
 def _parts(
     layer: nn.Module, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float], rotary: int
 ) -> Parts | None:
-    """What a decoder layer computes with; None of other modules, and where our kernels do not compute a part."""
+    """Return the modules of a decoder layer, or None for other modules and if our kernels do not compute one of
+    them."""
     names = dict(layer.named_children())
     if not {_ATTENTION, _NORM, _LAST_NORM} < set(names) or len(names) != 4 or "forward" in vars(layer):
         return None
@@ -143,12 +145,12 @@ def _norm(module: nn.Module, norms: Mapping[nn.Module, float]) -> Norm | None:
 
 
 def _address(tensors: Mapping[str, torch.Tensor | None], name: str) -> Callable[[], int]:
-    """Where a module's tensor lies at present: it may be given another."""
+    """Return a function that returns the current address of a module's tensor, which may be replaced."""
     return lambda: tensors[name].data_ptr()  # type: ignore[union-attr]
 
 
 def _kind(layer: nn.Module, parts: Parts) -> object:
-    """Equal for layers that differ in the values of their weights alone."""
+    """Return a value that is equal for layers that differ only in the values of their weights."""
     projections = [
         (each.matrix._replace(address=0), each.bias is not None, each.part)
         for each in (parts.q, parts.k, parts.v, parts.o)
@@ -158,13 +160,13 @@ def _kind(layer: nn.Module, parts: Parts) -> object:
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
-    """Where the hooks of these modules' forward are registered, and those of all modules."""
+    """Return the dictionaries of the forward hooks of these modules, and of the global ones."""
     own = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
     return [*own, all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks]
 
 
 class RoutedBlock(NamedTuple):
-    """An mlp that is a router and its experts, and nothing else."""
+    """An mlp that consists of exactly a router and its experts."""
 
     block: nn.Module
     gate: nn.Module
@@ -174,12 +176,12 @@ class RoutedBlock(NamedTuple):
 
 
 RowExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(what the experts are added to, their input), both [1, 1, H] -> the layer's output [1, 1, H], of the experts that the
-layer's work has just chosen."""
+"""A function (residual, experts' input), both [1, 1, H], that returns the layer's output [1, 1, H], computed with the
+experts that the layer's work has just chosen."""
 
 
 class OneToken:
-    """A layer's forward: one token by the work, everything else as before."""
+    """A layer's forward function: our work for one token, transformers' function for everything else."""
 
     def __init__(self, layer: nn.Module, work: TokenAttention) -> None:
         self.library: Forward = layer.forward
@@ -194,19 +196,19 @@ class OneToken:
         ]
         self._hooks = hooks_of(module for _, _, module in self._parts if module is not None)
         self.routed: RoutedBlock | None = None
-        """The mlp, where its router is part of the work."""
+        """The mlp, if its router is part of the work; else None."""
         self._routed_parts: list[tuple[Any, str, nn.Module]] = []
         self._routed_hooks: list[Mapping[int, Any]] = []
 
     @property
     def block(self) -> nn.Module:
-        """The mlp."""
+        """The layer's mlp."""
         found = self._modules[self.mlp]
         assert found is not None
         return found
 
     def route_by(self, routing: AttachedRouter, routed: RoutedBlock) -> None:
-        """Make the router of this mlp part of the work from now on."""
+        """Make the router of this mlp part of the work."""
         self.work.route_by(routing)
         self.routed = routed
         inner = [(routed.block._modules, name, child) for name, child in routed.block.named_children()]
@@ -214,7 +216,8 @@ class OneToken:
         self._routed_hooks = hooks_of([module for _, _, module in self._routed_parts])
 
     def may_skip_block(self) -> bool:
-        """Whether nothing would notice that the mlp's own `forward`, its router and its experts are not called."""
+        """Return whether the mlp's forward function, its router and its experts may be left out: none was replaced or
+        has a hook."""
         is_same = all(modules[name] is module for modules, name, module in self._routed_parts)
         return self.routed is not None and is_same and not any(self._routed_hooks)
 
@@ -226,7 +229,7 @@ class OneToken:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As the library's; what follows the hidden states is given by name, as models do."""
+        """Compute as transformers' function; arguments after the hidden states must be passed by name, as models do."""
         if attention_mask is None and self.is_sdpa and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
             place = self.place(hidden_states, position_embeddings, past_key_values)
             if place is not None:
@@ -241,14 +244,14 @@ class OneToken:
         place: Place,
         experts: RowExperts | None = None,
     ) -> torch.Tensor:
-        """[1, 1, H] -> [1, 1, H]. `experts`: in the place of the mlp, where it `may_skip_block`."""
+        """Compute one token: [1, 1, H] -> [1, 1, H]. `experts` replaces the mlp, which requires `may_skip_block`."""
         after, normed = self.work(hidden, *embeddings, place)
         if experts is not None:
             return experts(after, normed)
         router = None if self.routed is None else self.routed.router
         try:
             if router is not None:
-                router.row_at = normed.data_ptr()  # its forward finds what the work has computed of this row
+                router.row_at = normed.data_ptr()  # lets the router's forward function find the result for this row
             output = self.block(normed)
         finally:
             if router is not None:
@@ -258,11 +261,11 @@ class OneToken:
 
     @property
     def is_sdpa(self) -> bool:
-        """Whether the model still has the attention that was proven."""
+        """Whether the model still uses the attention that was tested."""
         return bool(self._attention.config._attn_implementation == attention.NAME)  # type: ignore[union-attr]
 
     def is_untouched(self) -> bool:
-        """Whether the parts are those that were proven, and no hook is to be called with what they compute."""
+        """Return whether the modules are those that were tested, and none of them has a hook."""
         return (
             not any(self._hooks)
             and not self._attention.training
@@ -270,7 +273,7 @@ class OneToken:
         )
 
     def place(self, hidden: torch.Tensor, embeddings: Any, cache: Any) -> Place | None:
-        """Where a token's keys and values go, if this is one token as in the proof."""
+        """Return the location of a token's keys and values, or None if this is not one token as in the test."""
         if not _is_row(hidden) or not isinstance(cache, RowCache) or cache.rows != 1 or cache.row_lengths is not None:
             return None
         if hidden.requires_grad or not (isinstance(embeddings, tuple) and all(map(_is_row, embeddings))):
@@ -278,14 +281,15 @@ class OneToken:
         return self.place_in(cache)
 
     def place_in(self, cache: RowCache) -> Place | None:
-        """Where the keys and values of a cache's next position go; None where this layer cannot write them."""
+        """Return the location of the next position's keys and values in a cache, or None if this layer cannot write
+        them."""
         layer = cache.layers[self.index]
         found = layer.place() if isinstance(layer, Positioned) else None
         return None if found is None else Place(*found)
 
 
 def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings: _Embeddings) -> bool:
-    """Whether a layer computes the same bits both ways, and writes the same keys and values."""
+    """Return whether a layer computes the same bits by both methods, and writes the same keys and values."""
     generator = torch.Generator().manual_seed(0)
     cache = RowCache(model.config.get_text_config(), 1, _PROOF_POSITIONS + 1)
     modules, stub, parts = layer._modules, _Stub(), ours.work.parts
@@ -302,14 +306,14 @@ def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings
                 _agrees_on(ours, stub, cache, numbers(1, 1, parts.o.outputs), numbers(2, *embeddings.cos.shape).tanh())
                 for _ in range(_PROOF_TURNS)
             )
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes, or gives, something else
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes or returns something else
         return False
     finally:
         modules[ours.mlp] = mlp
 
 
 def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tensor, embeddings: torch.Tensor) -> bool:
-    """The same of one token; `embeddings` [2, 1, 1, rotary]."""
+    """Return whether both methods agree for one token; `embeddings` [2, 1, 1, rotary]."""
     cos, sin = embeddings
     position = torch.tensor([[cache.length]])
     given = {"past_key_values": cache, "position_embeddings": (cos, sin), "position_ids": position}
@@ -326,7 +330,7 @@ def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tenso
 
 
 class _Stub(nn.Module):
-    """In the place of an mlp: it holds what it is given, and gives other numbers."""
+    """A replacement for an mlp that stores its input and returns other numbers."""
 
     def __init__(self) -> None:
         super().__init__()

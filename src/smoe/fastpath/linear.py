@@ -1,7 +1,7 @@
-"""The non-expert layers, one token at a time: projections, shared experts and the output layer by our kernel.
+"""Compute the non-expert linear layers by our kernel, one token at a time: projections, shared experts, output layer.
 
-Every `nn.Linear` whose bits the kernel reproduces and which it computes faster gets a `forward` of its own; with more
-rows than one, and everywhere else, the library computes as before.
+Every `nn.Linear` whose bits the kernel reproduces, and which it computes faster, gets a forward function of ours. torch
+still computes several rows and all other layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smoe.kernels.threads import threads
 from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight, StoredEmbedding, share_inputs
 
 _MOST_TIMED = 8
-"""Layers of one kind that are timed."""
+"""The number of layers of one kind to time."""
 _TURNS = 3
 _MOST_SAMPLES = 1000
 _SAMPLED_OUTPUTS = 1 << 16
@@ -33,12 +33,12 @@ _Kind = tuple[torch.Size, bool]
 
 
 class Adopted(NamedTuple):
-    """What our kernels multiply."""
+    """The layers that our kernels multiply."""
 
     share: float
-    """Of the linear weights."""
+    """Their share of the linear weights."""
     parts: Mapping[nn.Module, int]
-    """Layers in bf16, and how many k of each are summed together (`Product.part`)."""
+    """The bf16 layers, and the k of each that are summed together (`Product.part`)."""
 
 
 def speed_up(
@@ -49,11 +49,11 @@ def speed_up(
     is_measured: bool = True,
     sure: Collection[nn.Module] = (),
 ) -> Adopted:
-    """Replace the one-row product of every linear layer that gains by it.
+    """Replace the one-row product of every linear layer that becomes faster.
 
-    Takes some tens of milliseconds for every distinct shape. `routers` are modules of the library that apply their
-    `weight` themselves; True where hidden states [T, H] are all that they take. `activations`: see `multiply_codes`.
-    Unless `is_measured`, ours is taken to be faster, as it is for the layers `sure`.
+    Takes some tens of milliseconds for every distinct shape. `routers` are transformers modules that apply their
+    `weight` themselves; the value is True if they take only hidden states [T, H]. `activations`: see `multiply_codes`.
+    Unless `is_measured`, our product is assumed to be faster; for the layers `sure` it always is.
     """
     kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
@@ -79,8 +79,11 @@ def speed_up(
 
 
 def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16) -> int:
-    """Layers that stay quantised multiply by our kernels from now on, few rows as `activations` says
-    (`EngineConfig.activations`); returns how many weights they have."""
+    """Use our kernels for layers that stay quantized; few rows are multiplied in the type `activations`
+    (`EngineConfig.activations`).
+
+    Returns the number of their weights.
+    """
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     for layer in layers:
         layer.pool, layer.activations = pool, activations
@@ -105,7 +108,7 @@ def _forward(module: nn.Linear, pool: SpinningPool, part: int) -> Callable[[torc
 def _each_row(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, part: int = 0
 ) -> torch.Tensor:
-    """input [..., K] -> [..., N]: of every row the bits that it has alone."""
+    """Compute input [..., K] -> [..., N], each row with the bits that it has alone."""
     rows = input.view(-1, weight.shape[1])
     out = input.new_empty(rows.shape[0], weight.shape[0])
     if bias is None and not part:
@@ -120,7 +123,7 @@ def _each_row(
 def _one_row(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, part: int = 0
 ) -> torch.Tensor:
-    """input [..., K] of one row, weight [N, K] -> [..., N]"""
+    """Compute one row: input [..., K], weight [N, K] -> [..., N]."""
     out = input.new_empty(*input.shape[:-1], weight.shape[0])
     pool.multiply([Product(input, weight.t(), out, bias, part)])
     return out
@@ -129,10 +132,10 @@ def _one_row(
 def _faster(
     pool: SpinningPool, kinds: Mapping[_Kind, Sequence[nn.Linear]], parts: Mapping[_Kind, int]
 ) -> dict[_Kind, int]:
-    """Which kinds of layers gain, and their parts.
+    """Return the kinds of layers that become faster, with their parts.
 
-    Timed in the order in which a token meets them, on memory as cold as it finds it. The library has one thread: that
-    is what it has when nearly all products are ours.
+    They are timed in the order of a token, with memory as cold as a token finds it. torch has one thread, as it has
+    when nearly all products are ours.
     """
     chosen = {module: kind for kind in parts for module in kinds[kind][:_MOST_TIMED]}
     theirs: dict[_Kind, list[float]] = {kind: [] for kind in parts}
@@ -165,15 +168,16 @@ def _seconds(job: Callable[[], object]) -> float:
 
 
 class RouterWeight(torch.Tensor):
-    """A router's weight that sees to its product with one row; for everything else an ordinary parameter."""
+    """A router's weight that computes its product with one row by our kernel, and otherwise is an ordinary
+    parameter."""
 
     one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(x [..., K] of one row, weight [N, K]) -> [..., N]"""
+    """The product for one row: (x [..., K], weight [N, K]) -> [..., N]."""
     each_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """... of several, each alone"""
+    """The same for several rows, each computed alone."""
     pool: SpinningPool
     part: int
-    """`Product.part` of its product."""
+    """The `Product.part` of its product."""
 
     @classmethod
     def __torch_function__(
@@ -191,7 +195,7 @@ class RouterWeight(torch.Tensor):
 
 
 def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
-    """A few hundred kilobytes, for which the library takes ten times as long as memory does."""
+    """Use our kernel for routers: a few hundred kilobytes, for which torch takes ten times as long as reading them."""
     parts: dict[torch.Size, int | None] = {}
     for router in routers:
         weight = getattr(router, "weight", None)
@@ -210,11 +214,11 @@ def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
 
 
 def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) -> None:
-    """What is left to the library keeps its bits when a token is computed on one thread.
+    """Preserve the bits of torch's products when a token is computed on one thread.
 
-    For some shapes the library cuts a sum into as many parts as there are threads (64 outputs of 2048 numbers each, two
-    threads: 2 of 96000 outputs differ): such a product goes on all threads as before. Of a router the whole answer is
-    compared, as some compute in float32; one that cannot be asked goes on all threads.
+    For some shapes torch divides a sum into as many parts as there are threads (with 64 outputs of 2048 numbers and two
+    threads, 2 of 96000 outputs differ). Such products still use all threads. Of a router all outputs are compared,
+    because some compute in float32; a router that cannot be called uses all threads.
     """
     threads = torch.get_num_threads()
     verdicts: dict[tuple[type, torch.Size, torch.dtype], bool] = {}
@@ -230,7 +234,7 @@ def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) 
 
 
 def row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Asked for one row after the other where each is to have the bits that it has alone."""
+    """Return a function that computes row by row when each row must have the bits that it has alone."""
 
     def run(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not pool.rows_are_alone or rows.shape[0] == 1 or args or kwargs:
@@ -247,7 +251,7 @@ def _is_the_same_on_one_thread(module: nn.Module, weight: torch.Tensor) -> bool:
     if torch.get_num_threads() == 1:
         return True
     generator = torch.Generator().manual_seed(0)
-    samples = min(_MOST_SAMPLES, -(-_SAMPLED_OUTPUTS // weight.shape[0]))  # of many outputs each thread has some
+    samples = min(_MOST_SAMPLES, -(-_SAMPLED_OUTPUTS // weight.shape[0]))  # with many outputs each thread has some
     x = torch.randn(samples, 1, weight.shape[1], generator=generator).to(weight.dtype)
     on_all = [_tensors(module.forward(row)) for row in x]
     with threads(1):

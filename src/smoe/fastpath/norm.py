@@ -1,12 +1,12 @@
-"""RMSNorm of a token by our kernel: one call instead of the eight operations of which the library's module is made.
+"""RMSNorm of a token by our kernel: one call instead of transformers' eight operations.
 
-A model has two to four of these modules a layer, and what each takes is the operations' own cost. Which modules they
-are is found by what they compute, not by name: a module with one weight and an epsilon is compared with the kernel, and
-left alone where a bit differs.
+A model has two to four of these modules per layer, whose time is mostly the overhead of operations. They are found by
+their results, not by name: a module with one weight and an epsilon is compared with the kernel and left unchanged if a
+bit differs.
 
-A sum has 24 binary digits and an output 8, so of random rows few tell that a sum differs in its last digit: for some
-orders none of 256 rows of 2048 numbers. The proof's rows are made to tell: the first number, when scaled, lies midway
-between two bf16 numbers, and which of the two it becomes depends on how the sum was rounded.
+A sum has 24 binary digits and an output 8, so few random rows reveal a difference in a sum's last digit: for some
+orders none of 256 rows of 2048 numbers. So the test uses special rows: the first number, when scaled, is midway between
+two bf16 numbers, and the rounding of the sum decides which one it becomes.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
 
 MOST_NUMBERS = 1 << 22
-"""More are left to the library, which divides them among its threads; up to there one pass by one thread is faster."""
+"""The largest number of elements for our kernel; torch divides larger inputs among threads, smaller ones are faster on
+one."""
 _EPSILONS = ("variance_epsilon", "eps")
 _PROOF_NUMBERS = 1 << 17
 _LEAST_PROOF_ROWS, _MOST_PROOF_ROWS, _SINGLE_ROWS = 64, 1024, 32
-"""One row of ten tells of another order of a long sum, so 64 miss it once in a thousand times; of a short sum fewer."""
+"""Numbers of test rows. One row in ten reveals another order of a long sum, so 64 rows miss it once in a thousand
+times."""
 _TUNED = 6
-"""The numbers of a row up to this one bring its sum to where it is to be."""
+"""The numbers of a row, up to this one, that tune its sum to the required value."""
 _EXTREMES = (0.0, 1e-40, 1e-20, 1e19, 3e38, float("inf"), float("nan"))
-"""Sums of nothing, of what is hardly there or vanishes when squared, of more than there is."""
+"""Extreme values: sums of zero, of numbers that vanish when squared, and of numbers that overflow."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Kind(NamedTuple):
-    """What a proof is good for: modules that differ in their weights' values alone."""
+    """The modules that a test applies to: they differ only in the values of their weights."""
 
     type: type[nn.Module]
     size: int
@@ -47,9 +49,10 @@ class Kind(NamedTuple):
 
 
 def speed_up(model: nn.Module) -> dict[nn.Module, float]:
-    """Give every RMSNorm whose bits the kernel reproduces the kernel for few rows; returns their epsilons.
+    """Replace the forward function, for few rows, of every RMSNorm whose bits the kernel reproduces; return their
+    epsilons.
 
-    Takes some ten milliseconds for every distinct kind, and 15 once a process.
+    Takes some ten milliseconds for every distinct kind, and 15 once per process.
     """
     verdicts, adopted = dict[Kind, bool](), dict[nn.Module, float]()
     for module in model.modules():
@@ -65,7 +68,8 @@ def speed_up(model: nn.Module) -> dict[nn.Module, float]:
 
 
 def _kind(module: nn.Module) -> Kind | None:
-    """Of a module with one weight in bf16 and an epsilon, that takes one tensor; None for all others."""
+    """Return the kind of a module with one bf16 weight, an epsilon and one tensor argument, or None for other
+    modules."""
     weight = module._parameters.get("weight")
     if weight is None or len([*module.parameters(), *module.buffers()]) > 1 or "forward" in vars(module):
         return None
@@ -89,7 +93,7 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
-    """The module's forward: by the kernel where few rows lie in one piece, else the library's."""
+    """Return the module's new forward function: the kernel for few contiguous rows, else transformers' function."""
     library, parameters = module.forward, module._parameters
     size, eps = kind.size, kind.eps
     bf16, plain = torch.bfloat16, torch.Tensor
@@ -115,10 +119,11 @@ def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
 
 
 def agrees(module: nn.Module, kind: Kind) -> bool:
-    """Whether the kernel's bits are the module's, on one thread and on all, with its own weight and with another."""
+    """Return whether the kernel has the module's bits on one thread and on all, with its own and with another
+    weight."""
     own, generator = module.get_parameter("weight").detach(), torch.Generator().manual_seed(0)
     another = 1 + 0.2 * torch.randn(kind.size, generator=generator)
-    another[0] = 1  # hides nothing
+    another[0] = 1  # so that the first weight changes no bit
     with torch.no_grad():
         with threads(1):
             cases = list(itertools.product((own, another.to(own.dtype)), _data(kind, generator)))
@@ -135,14 +140,14 @@ def agrees(module: nn.Module, kind: Kind) -> bool:
 def _theirs(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> object:
     try:
         return functional_call(module, {"weight": weight}, (x,))
-    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError):  # no rows, or not alone: no norm of them
+    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError):  # the module is no norm of single rows
         return None
 
 
 def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Rows [1, 1, size] as a token has them, and several at once."""
+    """Yield single rows [1, 1, size] as in decoding, and several rows."""
     extreme = torch.tensor(_EXTREMES).repeat_interleave(2).unsqueeze(1).repeat(1, kind.size)
-    extreme[1::2, 1::2] = 1.0  # among ordinary numbers
+    extreme[1::2, 1::2] = 1.0  # extreme values among ordinary numbers
     on_edge = _on_edge(kind, generator)
     several = MOST_NUMBERS // kind.size
     for rows in (*extreme.split(several), *on_edge.split(several), *on_edge[:_SINGLE_ROWS].split(1)):
@@ -150,10 +155,10 @@ def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
 
 
 def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
-    """float64 [rows, size], all of them bf16 numbers: the first becomes one of two neighbours in bf16.
+    """Return float64 [rows, size] of bf16 numbers whose first one is scaled to the middle of two neighbours in bf16.
 
-    The other numbers' sum of squares is such that it lies midway between them, by half a digit of float32. The lower
-    one is even, so that exactly midway it is taken, and the upper one with the least that is more.
+    The sum of squares of the others is chosen for this, with an accuracy of half a digit of float32. The lower
+    neighbour is even: exactly midway the result is the lower one, and the smallest increase makes it the upper one.
     """
     rows = min(max(_PROOF_NUMBERS // kind.size, _LEAST_PROOF_ROWS), _MOST_PROOF_ROWS)
     x = torch.randn(rows, kind.size, generator=generator, dtype=torch.float64)
@@ -172,5 +177,5 @@ def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
 
 
 def _cut(x: torch.Tensor, bits: int = 16) -> torch.Tensor:
-    """x, of whose digits in float32 so many at the end become zero (16: a bf16 number), in float64."""
+    """Return x in float64 with the last `bits` bits of its float32 form set to zero (16: a bf16 number)."""
     return (x.float().view(torch.int32) & -(1 << bits)).view(torch.float32).double()

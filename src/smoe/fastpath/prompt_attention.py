@@ -1,9 +1,9 @@
-"""Attention of several tokens by our kernel, in the place of the library's where equal up to rounding will do (E1).
+"""Attention of several tokens by our kernel, in place of torch's, where equality up to rounding suffices (E1).
 
-Served is what a causal model asks of a prompt: no mask, or one that hides the future and nothing else, as the pieces of
-a long prompt have it, whose keys are those of all pieces so far. A row's bits then depend on no other row of the prompt
-and not on where it is cut (`kernels/prompt_attention.py`), but for a last piece of a single token, which is attended to
-as in decoding. Windows, padding and all else are left to the library.
+The kernel serves a causal model's prompts: without a mask, or with one that hides exactly the future, as for chunks of
+a long prompt, whose keys include those of earlier chunks. A row's bits then depend neither on other rows of the prompt
+nor on the chunks (`kernels/prompt_attention.py`), except that a last chunk of one token is computed as in decoding.
+torch computes windows, padding and everything else.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from smoe.kernels.proof import is_no_further
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN
 
 _NEAR_TOKENS, _NEAR_KEYS = 100, 300
-"""Of the proof: several blocks of keys and of rows, and a remainder of each. As many tokens alone are timed."""
+"""Numbers of tokens and keys in the test: several blocks of both with a remainder; the same tokens alone are timed."""
 _TURNS = 9
 _AMX = "amx-bf16"
 
 
 class SeveralQueries:
-    """The kernel for the heads of one shape."""
+    """The kernel for one shape of heads."""
 
     def __init__(self, attend: PromptAttention, heads: int, key_heads: int, size: int) -> None:
         self._attend = attend
@@ -43,8 +43,11 @@ class SeveralQueries:
         scale: float,
         is_causal: bool,
     ) -> bool:
-        """Whether this is what was proven: several tokens, each of which sees all before it and itself. `is_causal`:
-        the library would have it so without a mask."""
+        """Return whether the kernel has been tested for this call: several tokens, each of which sees itself and all
+        earlier ones.
+
+        `is_causal`: whether torch's function is causal without a mask.
+        """
         _, heads, tokens, size = query.shape
         if tokens < 2 or (heads, keys.shape[1], size) != (self._heads, self._key_heads, self._size) or scale <= 0:
             return False
@@ -59,9 +62,9 @@ class SeveralQueries:
 
 
 def hides_the_future(mask: torch.Tensor, tokens: int, keys: int) -> bool:
-    """Whether a mask lets the last `tokens` of so many keys' positions see what is not after them, and all of that.
+    """Return whether a mask lets each of the last `tokens` of `keys` positions see exactly itself and the earlier ones.
 
-    Its first row and column say so, and every diagonal is of one kind; compared so, no second mask is made.
+    The first row and column and the equality along diagonals decide this, without creating a second mask.
     """
     if mask.dtype is not torch.bool or mask.shape != (1, 1, tokens, keys):
         return False
@@ -75,8 +78,8 @@ def hides_the_future(mask: torch.Tensor, tokens: int, keys: int) -> bool:
 
 
 def must_be_measured() -> bool:
-    """Whether this CPU has matrix instructions for the library that the kernel lacks. On all others that were tried it
-    is 1.5 to 9 times as fast, at every length, and time need not choose."""
+    """Return whether this CPU has matrix instructions that only torch uses. On all other tested CPUs the kernel is 1.5
+    to 9 times as fast at every length, and no measurement is needed."""
     return cpu_has(_AMX)
 
 
@@ -89,8 +92,11 @@ def gains(
     size: int,
     is_measured: bool,
 ) -> bool:
-    """Whether the kernel is no further from the exact attention than `library` is, as `module` calls it, on average,
-    and faster (taken for granted unless `is_measured`)."""
+    """Return whether the kernel's mean error is no larger than that of `library`, as `module` calls it, and it is
+    faster.
+
+    Unless `is_measured`, the speed is assumed.
+    """
     generator, scale = torch.Generator().manual_seed(0), size**-0.5
     query = torch.randn(1, heads, _NEAR_TOKENS, size, generator=generator).bfloat16()
     keys, values = torch.randn(2, 1, key_heads, _NEAR_KEYS, size, generator=generator).bfloat16()
@@ -99,7 +105,7 @@ def gains(
     mask = torch.ones(1, 1, _NEAR_TOKENS, _NEAR_KEYS, dtype=torch.bool).tril(_NEAR_KEYS - _NEAR_TOKENS)
 
     def theirs(some: slice, mask: torch.Tensor | None) -> torch.Tensor:
-        """Of the first positions."""
+        """Return torch's attention of some positions."""
         tensors = query[:, :, some], keys[:, :, some], values[:, :, some]
         answer: torch.Tensor = library(module, *tensors, mask, dropout=0.0, scaling=scale)[0]
         return answer
@@ -120,13 +126,13 @@ def gains(
 def _exact(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """[1, m, heads, size] of one key head in float64: of all heads it would take longest."""
+    """Return attention of one key head in float64, [1, m, heads, size]; all heads would take too long."""
     scores = (query.double() @ keys.double().transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
     return (scores.softmax(-1) @ values.double()).transpose(1, 2)
 
 
 def fastest_seconds(job: Callable[[], object]) -> float:
-    """Of a few times."""
+    """Return the shortest time of a few runs."""
 
     def once() -> float:
         began = perf_counter()

@@ -1,9 +1,9 @@
-"""One row through a layer's router: softmax, the K largest, and their weights by one piece of machine code.
+"""Compute one row through a layer's router in machine code: softmax, the K largest, and their weights.
 
-The library takes five operations for it, which cost Python more time than the router's product. The bits of the weights
-may differ from the library's by a rounding, so only models take this way whose products have an order of their own
-(grade E1). A router of this kind is proven by comparing: the same logits, experts of the same logits, weights within a
-rounding of bf16. In a layer whose block is a router and experts, the router is part of the attention's work
+transformers uses five operations, which take more time in Python than the router's product. The bits of the weights may
+differ from transformers' by a rounding, so this is used only for models whose products have an order of our own (grade
+E1). A router is tested by comparison: equal logits, experts with the same logits, and weights equal up to a rounding of
+bf16. In a layer whose block consists of a router and experts, the router is part of the attention's work
 (`kernels/token_attention.py`).
 """
 
@@ -24,7 +24,7 @@ from smoe.kernels.token_router import RoutedRow, TokenRouter
 
 _PROOF_ROWS = 32
 _ROUNDING = 2.0**-7
-"""Two numbers that round to neighbours in bf16 differ by less than this part of them."""
+"""The largest relative difference of two numbers that round to neighbours in bf16."""
 
 Forward = Callable[..., Any]
 
@@ -32,11 +32,11 @@ Forward = Callable[..., Any]
 def speed_up(
     pool: SpinningPool, routers: Iterable[nn.Module], layers: Iterable[OneToken], experts: Collection[nn.Module]
 ) -> Collection[nn.Module]:
-    """Give every router of this kind a way of its own for one row, and make it part of the work of its layer; returns
-    those routers.
+    """Replace the forward function, for one row, of every supported router, and make it part of its layer's work;
+    return these routers.
 
-    `routers`: those that take hidden states [T, H] and nothing else; `layers`: the decoder layers with a way of their
-    own for one token; `experts`: the modules that hold the experts.
+    `routers` take only hidden states [T, H]; `layers` are the decoder layers with a forward function of ours; `experts`
+    are the modules that contain the experts.
     """
     found = {router: ours for router in routers if (ours := _proven(router, pool)) is not None}
     for router, ours in found.items():
@@ -53,7 +53,7 @@ def speed_up(
 
 
 class OneRow:
-    """A router's forward: one row by machine code, everything else as before."""
+    """A router's forward function: our machine code for one row, transformers' function for everything else."""
 
     def __init__(self, module: nn.Module, router: TokenRouter, pool: SpinningPool) -> None:
         self.library: Forward = module.forward
@@ -69,7 +69,7 @@ class OneRow:
 
     @property
     def attached(self) -> AttachedRouter:
-        """The router as part of a layer's work."""
+        """The router as a part of a layer's work."""
         weight = self._weight
         matrix = Matrix(weight.data_ptr(), *weight.shape)
         return AttachedRouter(
@@ -77,7 +77,7 @@ class OneRow:
         )
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """hidden [..., H]: logits, weights and index of one row; of several what the library gives."""
+        """Return logits, weights and indices for hidden [..., H]; several rows are computed by transformers."""
         weight = self._weight
         is_row = hidden.numel() == self.columns and hidden.is_contiguous() and hidden.dtype is torch.bfloat16
         if args or kwargs or not is_row or type(weight) is not RouterWeight:
@@ -90,7 +90,7 @@ class OneRow:
 
 
 def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
-    """The way of a router; None where it is of another kind."""
+    """Return our forward function for a router, or None if the router is not supported."""
     weight: torch.Tensor | None = module._parameters.get("weight")
     if not isinstance(weight, RouterWeight) or len(module._parameters) != 1 or weight.dtype is not torch.bfloat16:
         return None
@@ -108,13 +108,13 @@ def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
                 for row, given in zip(rows, theirs, strict=True)
             ):
                 return ours
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes, or gives, something else
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes or returns something else
         pass
     return None
 
 
 def _is_selection(output: object) -> bool:
-    """Whether a router gives logits bf16 [1, E], weights bf16 [1, K] and index int64 [1, K]."""
+    """Return whether a router's output is logits bf16 [1, E], weights bf16 [1, K] and indices int64 [1, K]."""
     if not isinstance(output, tuple) or len(output) != 3 or not all(isinstance(each, torch.Tensor) for each in output):
         return False
     types = [each.dtype for each in output]
@@ -123,7 +123,8 @@ def _is_selection(output: object) -> bool:
 
 
 def _agree(ours: RoutedRow, theirs: RoutedRow) -> bool:
-    """Whether two routings are equal up to the rounding of weights, and the order of experts of equal logits."""
+    """Return whether two routings are equal, except for rounding of weights and the order of experts with equal
+    logits."""
     is_same = torch.equal(ours.logits, theirs.logits)
     chosen = [each.logits.gather(1, each.chosen) for each in (ours, theirs)]
     near = torch.allclose(ours.weights.float(), theirs.weights.float(), rtol=_ROUNDING, atol=0)
@@ -131,7 +132,7 @@ def _agree(ours: RoutedRow, theirs: RoutedRow) -> bool:
 
 
 def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: int) -> bool:
-    """Whether a block asks its router about its input, its experts about the same rows, and gives what they give."""
+    """Return whether a block passes its input to the router, the same rows to the experts, and returns their output."""
     seen: list[tuple[torch.Tensor, ...]] = []
 
     class Stub(nn.Module):
@@ -145,7 +146,7 @@ def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: i
     try:
         with torch.no_grad():
             selection, output = RoutedRow(*router(x[0])), block(x)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # takes, or gives, something else
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes or returns something else
         return False
     finally:
         block._modules[name] = experts

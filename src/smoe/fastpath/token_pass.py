@@ -1,9 +1,8 @@
-"""One token through a whole model: embedding, decoder layers, last norm and output layer, one after the other.
+"""Compute one token through a whole model: embedding, decoder layers, last norm and output layer in sequence.
 
-Where every decoder layer computes one token as one work (`decoder_layer.py`), the library's forward adds only
-positions, masks that hide nothing, and some twenty calls around them. A model of this structure is proven by comparing,
-with stubs in the place of its layers: the same bits must reach the first layer, and the same logits must come out. The
-library computes every other call.
+If every decoder layer computes one token as one work (`decoder_layer.py`), transformers' forward function only adds
+positions, masks that hide nothing, and some twenty calls. A model of this structure is tested with stubs for its
+layers: the first layer must receive the same bits, and the logits must be equal. transformers computes all other calls.
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ from smoe.models.kv_cache import RowCache
 _PROOF_IDS = (0, 1)
 _PLAIN = {"input_ids", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids",
           "return_dict", "cache_position"}  # fmt: skip
-"""What a call may name; everything else only as None or False."""
+"""Arguments that a call may contain; others must be None or False."""
 _ASKS = ("output_attentions", "output_hidden_states", "output_router_logits")
-"""What a model's config may ask for."""
+"""Outputs that a model's config may request."""
 
 Layer = Callable[[torch.Tensor, Any, int], torch.Tensor]
-"""Hidden states [1, 1, H], position embeddings and the number of a layer -> [1, 1, H]"""
+"""A function (hidden states [1, 1, H], position embeddings, layer number) -> [1, 1, H]."""
 
 
 def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> TokenPass | None:
-    """Give a model whose bits it reproduces this way for one token; None where it is left as it is. `layers`: the
-    decoder layers that have a way of their own."""
+    """Replace a model's forward function for one token if ours reproduces the bits; return ours, or None.
+
+    `layers` are the decoder layers with a forward function of ours.
+    """
     text = next((module for module in model.modules() if _is_text(module, layers)), None)
     head = model.get_output_embeddings()
     if text is None or head is None or not layers:
@@ -52,7 +53,7 @@ def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> To
 
 
 def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
-    """Whether a module consists of an embedding, these layers, a norm and a rotary embedding, and of nothing else."""
+    """Return whether a module consists of exactly an embedding, these layers, a norm and a rotary embedding."""
     names = dict(module.named_children())
     own = names.get("layers")
     if names.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"} or not isinstance(own, nn.ModuleList):
@@ -61,7 +62,7 @@ def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
 
 
 class TokenPass:
-    """A model's forward: one token this way, everything else as before."""
+    """A model's forward function: ours for one token, transformers' for everything else."""
 
     def __init__(self, model: PreTrainedModel, text: nn.Module, head: nn.Module, layers: Sequence[OneToken]) -> None:
         self.library: Callable[..., Any] = model.forward
@@ -74,16 +75,16 @@ class TokenPass:
         self._hooks = hooks_of([text, *text.layers])  # type: ignore[misc]
         self._output: Callable[..., Any] = dict
         self.resident_experts: Callable[[], Sequence[RowExperts] | None] = lambda: None
-        """The experts of every layer in the place of its mlp, or None: asked before each token whose layers may all
-        skip their mlp."""
+        """Called before each token whose layers may all skip their mlp; returns the function that replaces the mlps, or
+        None."""
 
     @property
     def layers(self) -> Sequence[OneToken]:
-        """The decoder layers, in their order."""
+        """The decoder layers in order."""
         return self._layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the library's."""
+        """Compute as transformers' function."""
         cache = kwargs.get("past_key_values")
         if args or not isinstance(cache, RowCache) or not self._is_plain(kwargs, cache) or not self._is_untouched():
             return self.library(*args, **kwargs)
@@ -94,7 +95,7 @@ class TokenPass:
         return self._output(logits=logits, past_key_values=cache)
 
     def _is_plain(self, kwargs: Mapping[str, Any], cache: RowCache) -> bool:
-        """Whether a call wants the logits of one token behind those in the cache, and nothing else."""
+        """Return whether a call requests just the logits of one token after those in the cache."""
         ids, mask, position = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1) or cache.rows != 1 or cache.row_lengths is not None:
             return False
@@ -109,13 +110,14 @@ class TokenPass:
         return not any(getattr(self._model.config, name, False) for name in _ASKS)
 
     def _is_untouched(self) -> bool:
-        """Whether the parts are those that were proven, and no hook is to be called with what they compute."""
+        """Return whether the modules are those that were tested, and none of them has a hook."""
         if any(self._hooks) or not self._layers[0].is_sdpa:
             return False
         return all(modules[name] is module for modules, name, module in self._parts)
 
     def _layer_of(self, cache: RowCache) -> Layer | None:
-        """The layers on this cache; None where one of them goes the library's way."""
+        """Return a function that applies the layers to this cache, or None if one of them must use transformers'
+        function."""
         places = [layer.place_in(cache) if layer.is_untouched() else None for layer in self._layers]
         if None in places:
             return None
@@ -130,7 +132,7 @@ class TokenPass:
     def _logits(
         self, ids: torch.Tensor, position: torch.Tensor | None, cache: RowCache, through: Layer
     ) -> torch.Tensor:
-        """ids and positions [1, 1] -> [1, 1, vocabulary]"""
+        """Compute logits [1, 1, vocabulary] from ids and positions [1, 1]."""
         modules = self._modules
         hidden = modules["embed_tokens"](ids)
         if position is None:
@@ -142,13 +144,13 @@ class TokenPass:
         return logits
 
     def is_proven(self) -> bool:
-        """Whether the library gives the first layer the same bits, and of what the last one gives makes the same
-        logits; and nothing else."""
+        """Return whether transformers passes the same bits to the first layer, and computes the same logits from the
+        last one's output."""
         cache = RowCache(self._model.config.get_text_config(), 1, 2)
         cache.length = 1
         try:
             return all(self._agrees(torch.tensor([[id]]), cache) for id in _PROOF_IDS)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # wants something else
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # takes other arguments
             return False
 
     def _agrees(self, ids: torch.Tensor, cache: RowCache) -> bool:
@@ -171,7 +173,7 @@ class TokenPass:
 
 @contextmanager
 def _stand_ins(layers: Sequence[nn.Module], stand_in: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[None]:
-    """Inside, something else stands in the place of decoder layers; it takes no mask."""
+    """Replace decoder layers by `stand_in`, which takes no mask, within this context."""
 
     def forward(
         hidden_states: torch.Tensor, attention_mask: None = None, *, position_embeddings: Any, **_: Any

@@ -1,1 +1,1 @@
-"""Kernels for GPUs, in Triton: the experts of a layer straight from their slots, by address."""
+"""Triton kernels for GPUs that compute a layer's experts directly from their slots, by address."""

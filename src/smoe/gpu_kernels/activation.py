@@ -1,9 +1,9 @@
-"""What lies between an expert's two products, where the kernels know it: found by trying it out on the family's own.
+"""The activations that GPU kernels support, identified by comparison with the family's own function.
 
     gated       (min(gate, limit) * curve's factor) * (clamp(up, -limit, limit) + shift)
     plain       curve(up)
 
-Gate and up are halves of the first product's outputs, or take turns in them.
+Gate and up are the halves of the first product's outputs, or interleaved.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _TRITON: dict[str, str] = {
 }
 _PROBE = 512
 _SPREAD = 5.0
-"""Standard deviation of what is tried: some of it beyond any limit that families have."""
+"""The standard deviation of test values: some exceed the limits of all families."""
 
 
 class Activation(NamedTuple):
-    """One activation that the kernels know."""
+    """An activation that the kernels support."""
 
     curve: str
     has_gate: bool = True
     takes_turns: bool = False
-    """Outputs 2n and 2n + 1 of the first product are gate and up; else they are n and I + n."""
+    """Whether outputs 2n and 2n + 1 of the first product are gate and up; otherwise they are n and I + n."""
     alpha: float = 1.0
     limit: float | None = None
     shift: float = 0.0
 
     def of(self, wide: torch.Tensor) -> torch.Tensor:
-        """The reference: outputs of the first product [n, 2I], without a gate [n, I] -> [n, I]."""
+        """Compute the reference: outputs of the first product [n, 2I], or without a gate [n, I], to [n, I]."""
         curve = _CURVES[self.curve]
         if not self.has_gate:
             return curve(wide, self.alpha)
@@ -57,8 +57,8 @@ class Activation(NamedTuple):
         return curve(gate, self.alpha) * (up + self.shift)
 
     def lines(self, gate: str, up: str) -> list[str]:
-        """The same in Triton: statements about the names `gate` (without a gate: unused) and `up`, of which the last
-        puts the result into `up`."""
+        """Return the activation as Triton statements on the names `gate` (unused without a gate) and `up`, which
+        receives the result."""
         curve = _TRITON[self.curve]
         if not self.has_gate:
             return [f"{up} = {curve.format(x=up, alpha=self.alpha)}"]
@@ -71,15 +71,15 @@ class Activation(NamedTuple):
 
 
 def activation_of(module: Any, activate: Callable[[torch.Tensor], torch.Tensor], has_gate: bool) -> Activation | None:
-    """The activation that does what `activate` does with a first product's outputs; None where none of ours does.
+    """Return the activation that equals `activate`, a function of the first product's outputs, or None.
 
-    `module`: where families keep their limits.
+    `module` may have the family's limits as attributes.
     """
     wide = _SPREAD * torch.randn(4, 2 * _PROBE, generator=torch.Generator().manual_seed(0))
     device = next((each.device for each in (*module.parameters(), *module.buffers())), wide.device)
     try:
         wanted = activate(wide if device.type == "meta" else wide.to(device)).cpu()
-    except Exception:  # a family's own code, asked something that it may never have been asked: then it is unknown
+    except Exception:  # the family's code was not written for such a call: unknown
         return None
     return next((each for each in _candidates(module, has_gate) if _is_same(each.of(wide), wanted)), None)
 

@@ -1,8 +1,7 @@
-"""From text to kernels: Triton compiles them for the GPU when they are first launched, or interprets them on a CPU.
+"""Turn text into Triton kernels, which are compiled on first launch, or interpreted on a CPU for tests.
 
-Triton is there where torch for CUDA is; elsewhere nothing here may be called but `is_available`. With
-`TRITON_INTERPRET=1` in the environment before Triton is first imported, kernels run on the CPU, one program after the
-other: for tests.
+Triton is installed with torch for CUDA; elsewhere only `is_available` may be called. With `TRITON_INTERPRET=1` in the
+environment before Triton's first import, kernels run on the CPU, one program after the other.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from smoe.gpu_kernels.source import ExpertKind, Tile, source_of
 
 
 class Kernels(NamedTuple):
-    """The kernels of a kind, for a number of tokens (`source.py`)."""
+    """The kernels for a kind of experts and a number of tokens (`source.py`)."""
 
     experts_of: Any
     weighted_sum: Any
-    """The sum alone."""
+    """The kernel of the sum alone."""
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 
 def kernels_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> Kernels:
-    """The kernels of a kind for entries of so many tokens."""
+    """Return the kernels for a kind of experts, with entries of `tokens` tokens."""
     text = source_of(kind, tokens, tile)
     name = f"<smoe slot experts {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    # Triton reads its functions' text as Python's tools do, from the file that they say they come from
+    # Triton reads the text of functions from their file, via linecache
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     found: dict[str, Any] = {"__name__": __name__}
     exec(compile(text, name, "exec"), found)

@@ -1,8 +1,8 @@
-"""Triton's text for the numbers of a quantised format, from its declaration (`formats/base.py`).
+"""Generate Triton text that dequantizes a format, from its declaration (`formats/base.py`).
 
-A tile is [N rows, B blocks of each, R numbers of each]: R is as many numbers as a run of the format has, and the runs
-of a block follow each other in the text. What is the block's own is loaded as [N, B], once for all its runs, and a byte
-that two runs share is loaded once.
+A tile is [N rows, B blocks per row, R elements]: R is the length of the format's runs, and the text handles the runs of
+a block one after the other. Scalars of a block are loaded as [N, B], once for all its runs, and a byte shared by two
+runs is loaded once.
 
     head   pointers [N, B] to blocks           here   bool [N, B] (or 1): which of them exist
     lane   0 ... R - 1                         at     head, R bytes each: [N, B, R]
@@ -15,23 +15,22 @@ from collections.abc import Iterator, Sequence
 from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar
 
 _HALF_BIAS = 256.0
-"""E4M3's bits, read as the upper ones of float16, stand for a number smaller by this."""
+"""The factor by which E4M3's value exceeds that of its bits read as the upper bits of float16."""
 
 
 def fits(form: Format) -> bool:
-    """Whether there is text for a format: points of a grid lie in a table of their own; plain numbers need a unit of
-    their size."""
+    """Return whether a format is supported: it is quantized and has no grid of points."""
     return form.grid is None and not form.reals
 
 
 def run_length(form: Format) -> int:
-    """Numbers of a run, of which all of a format have equally many."""
+    """Return the number of elements per run, which is equal for all runs of a format."""
     (length,) = {run.numbers for group in form.groups for run in group.runs}
     return length
 
 
 def alignment_of(address_alignment: int, row_bytes: int, form: Format) -> int:
-    """The largest power of two, at most 16, that divides the addresses of all blocks."""
+    """Return the largest power of two, at most 16, that divides the addresses of all blocks."""
     alignment = 16
     while alignment > 1 and any(each % alignment for each in (address_alignment, row_bytes, form.nbytes)):
         alignment //= 2
@@ -39,10 +38,11 @@ def alignment_of(address_alignment: int, row_bytes: int, form: Format) -> int:
 
 
 class Decoding:
-    """The statements that decode one tile, run by run."""
+    """The statements that dequantize one tile, run by run."""
 
     def __init__(self, form: Format, alignment: int, mask: str, tile_mask: str) -> None:
-        """`alignment` of blocks in bytes; `mask` and `tile_mask`: what loads of [N, B] and [N, B, R] end in."""
+        """`alignment`: that of blocks in bytes; `mask` and `tile_mask`: the last arguments of loads of [N, B] and [N,
+        B, R]."""
         self._form = form
         self._alignment = alignment
         self._mask, self._tile_mask = mask, tile_mask
@@ -50,8 +50,10 @@ class Decoding:
         self.lines: list[str] = []
 
     def runs(self) -> Iterator[tuple[str, int, int]]:
-        """Of every run: the name of its numbers [N, B, R] in float32, its first number, its step. `lines` hold the
-        statements so far."""
+        """Yield for each run the name of its elements [N, B, R] in float32, its first element, and its step.
+
+        `lines` contain the statements so far.
+        """
         form = self._form
         scale = self._scalar(form.scale)
         minimum = None if form.minimum is None else self._scalar(form.minimum)
@@ -66,7 +68,7 @@ class Decoding:
                 yield self._named(number), run.first, run.step
 
     def _named(self, expression: str) -> str:
-        """The variable that holds it, put down where it is new."""
+        """Return the variable with an expression's value, and add its statement if it is new."""
         if expression not in self._known:
             name = self._known[expression] = f"v{len(self._known)}"
             self.lines.append(f"{name} = {expression}")
@@ -90,11 +92,11 @@ class Decoding:
         return self._named(f"{minimum} * {self._named(self._code(group.minimum))}.to(tl.float32)")
 
     def _code(self, fields: Sequence[Field | Bits]) -> str:
-        """A code of the group's own: [N, B], int32."""
+        """Return a code of a group: [N, B], int32."""
         return " + ".join(self._bits(self._byte(field), field) for field in fields if isinstance(field, Field))
 
     def _tile_code(self, fields: Sequence[Field | Bits | Points]) -> str:
-        """The codes of a run: [N, B, R], int32."""
+        """Return the codes of a run: [N, B, R], int32."""
         parts = []
         for field in fields:
             assert not isinstance(field, Points)
@@ -135,7 +137,7 @@ class Decoding:
         return self._named(f"{half}.to(tl.float16, bitcast=True).to(tl.float32) * {_HALF_BIAS!r}")
 
     def _scalar(self, scalar: Scalar) -> str:
-        """float32 [N, B]"""
+        """Return a scalar of the blocks: float32 [N, B]."""
         if scalar.kind == "E8M0":
             exponent = self._byte(Field(scalar.byte))
             return self._named(f"tl.where({exponent} == 0, 1 << 22, {exponent} << 23).to(tl.float32, bitcast=True)")
@@ -151,8 +153,11 @@ class Decoding:
 
 
 def _looked_up(code: str, table: Sequence[float]) -> str:
-    """What a code of a table of 16 stands for, out of one number of 32 bits or four: eight numbers and their negatives,
-    halves of small whole numbers as E2M1's are; or whole numbers of a byte."""
+    """Return the look-up of a code in a table of 16, packed into one 32-bit word or four.
+
+    One word suffices for eight numbers and their negatives that are halves of small integers, as in E2M1; otherwise the
+    numbers are 8-bit integers.
+    """
     assert len(table) == 16, table
     doubled = [2 * number for number in table[:8]]
     if all(number in range(16) for number in doubled) and all(table[8 + n] == -table[n] for n in range(8)):
@@ -167,5 +172,5 @@ def _looked_up(code: str, table: Sequence[float]) -> str:
 
 
 def _signed(word: int) -> int:
-    """A word of 32 bits as the number that Triton takes it for."""
+    """Return a 32-bit word as the signed number that Triton interprets it as."""
     return word - (word >> 31 << 32)

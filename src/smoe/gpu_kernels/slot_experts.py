@@ -1,4 +1,4 @@
-"""Launches of the kernels for experts in slots, and what they write into: nothing here waits for the device."""
+"""Launch the kernels for experts in slots, and allocate their outputs; the host never waits for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Entry(NamedTuple):
     """One expert of a launch."""
 
     addresses: Sequence[int]
-    """Of its matrices and biases, in the order of `ExpertKind`."""
+    """The addresses of its matrices and biases, in the order of `ExpertKind`."""
     routes: Sequence[int]
     """Its flat positions t * K + k in the choice [T, K]."""
 
@@ -26,31 +26,31 @@ class Table(NamedTuple):
     """The experts of one launch, as the kernel reads them (`source.py`)."""
 
     numbers: torch.Tensor
-    """int64 [numbers of all entries]"""
+    """All entries: int64."""
     experts: int
     tokens: int
-    """That an entry has room for."""
+    """The number of tokens that an entry has room for."""
 
 
 class Layer(NamedTuple):
-    """What all launches of a layer read and write, besides its experts."""
+    """The tensors that all launches of a layer read and write, except its experts."""
 
     x: torch.Tensor
-    """[T, H]"""
+    """The hidden states [T, H]."""
     inner: torch.Tensor
-    """float32 [T * K, I]: what every route gives between the products."""
+    """The values of every route between the products: float32 [T * K, I]."""
     rows: torch.Tensor
-    """float32 [T * K, H]: what every route gives."""
+    """The outputs of every route: float32 [T * K, H]."""
     weights: torch.Tensor
-    """[T, K]"""
+    """The routing weights [T, K]."""
     order: torch.Tensor
-    """int64 [T, K]: the routes of every token in the order of the sum, -1: none."""
+    """The routes of every token in the order of the sum: int64 [T, K]; -1 for none."""
     out: torch.Tensor
-    """[T, H]: the sum, where a launch has made it."""
+    """The sum [T, H], after the launch that computes it."""
 
     @classmethod
     def of(cls, kind: ExpertKind, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> Layer:
-        """With room for what is written."""
+        """Allocate the tensors for a layer's results."""
         routes = weights.numel()
         inner = x.new_empty(routes, kind.inner, dtype=torch.float32)
         rows = x.new_empty(routes, kind.hidden, dtype=torch.float32)
@@ -58,23 +58,24 @@ class Layer(NamedTuple):
 
 
 class SlotExperts:
-    """The kernels for experts of one kind. Launches follow each other in a stream: they share what counts tasks."""
+    """The kernels for experts of one kind. Launches must be consecutive in one stream, because they share task
+    counters."""
 
     def __init__(self, kind: ExpertKind, tile: Tile | None = None) -> None:
-        """`tile`: what tasks work on at a time, where it is not what we have chosen."""
+        """`tile`: the tile sizes of tasks; None for the default."""
         self.kind = kind
         self._tile = tile
         self._steps = [(n, each.alignment) for n, each in enumerate((*kind.ups, kind.down)) if each.alignment > 1]
         self._made: dict[int, Kernels] = {}
-        """By the tokens that an entry has room for."""
+        """The kernels by the number of tokens that an entry has room for."""
         self._counts: dict[torch.device, torch.Tensor] = {}
 
     def multiply(self, layer: Layer, entries: Sequence[Entry], most: int, *, has_sum: bool) -> None:
-        """Some experts of a layer, and where it `has_sum` the sum of all rows that are there then: one launch, and one
-        small copy to the device.
+        """Compute some experts of a layer, and with `has_sum` also the sum of all rows: one launch and one small copy
+        to the device.
 
-        `most`: routes of any expert of the whole layer at most, whichever launch it is in; an expert's bits depend on
-        it. More than `MOST_EXPERTS` entries take several launches.
+        `most` is the largest number of routes of any expert of the layer, in any launch; an expert's bits depend on it.
+        More than `MOST_EXPERTS` entries need several launches.
         """
         for first in range(0, len(entries), MOST_EXPERTS):
             some = entries[first : first + MOST_EXPERTS]
@@ -82,7 +83,7 @@ class SlotExperts:
             self.launch(layer, self.table(layer, some, most), has_sum=has_sum and is_last)
 
     def table(self, layer: Layer, entries: Sequence[Entry], most: int) -> Table:
-        """The arguments of one launch, in the device's memory."""
+        """Return the arguments of one launch, in the device's memory."""
         assert not any(each.addresses[n] % step for each in entries for n, step in self._steps), "not aligned"
         tokens, width, numbers = padded(most), layer.weights.shape[1], list[int]()
         for addresses, routes in entries:
@@ -92,7 +93,7 @@ class SlotExperts:
         return Table(on_device(numbers, layer.x.device), len(entries), tokens)
 
     def launch(self, layer: Layer, table: Table, *, has_sum: bool) -> None:
-        """The launch of `multiply`, of `MOST_EXPERTS` at most."""
+        """Launch the kernel for at most `MOST_EXPERTS` experts."""
         numbers, experts, tokens = table
         assert experts <= MOST_EXPERTS, experts
         tile, device = self._tile or tile_for(tokens), layer.x.device
@@ -102,13 +103,13 @@ class SlotExperts:
             self._kernels(tokens).experts_of[programs,](*arguments, num_warps=tile.warps)
 
     def sum(self, layer: Layer) -> None:
-        """The sum alone, of rows that are there: one launch."""
+        """Compute only the sum of existing rows, with one launch."""
         grid = len(layer.out), sum_tasks(self.kind, 1)
         with _chosen(layer.out.device):
             self._kernels(1).weighted_sum[grid](*layer[2:], layer.weights.shape[1], self.kind.hidden)
 
     def _counts_on(self, device: torch.device) -> torch.Tensor:
-        """Zeros between launches."""
+        """Return the task counters of a device, which are zero between launches."""
         if device not in self._counts:
             self._counts[device] = torch.zeros(COUNTED, dtype=torch.int32, device=device)
         return self._counts[device]
@@ -120,11 +121,11 @@ class SlotExperts:
 
 
 def _chosen(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the device that torch has chosen."""
+    """Return a context that selects the device, because Triton launches on torch's current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def padded(most: int) -> int:
-    """Tokens that an entry has room for: 1, 2, 4 or 8."""
+    """Return the number of tokens that entries have room for: 1, 2, 4 or 8."""
     assert 0 < most <= MOST_TOKENS, most
     return 1 << (most - 1).bit_length()

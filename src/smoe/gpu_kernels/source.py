@@ -1,24 +1,24 @@
-"""Triton's text of the kernel for experts of one kind: two products and what lies between them, by address, and the
-sum. One launch does it all.
+"""Generate the Triton kernel for experts of one kind: two products by address, the activation, and the sum, in one
+launch.
 
     up     for each expert and N outputs:  inner[route] = activation(x[token] @ gate + bias, x[token] @ up + bias)
     down   likewise:                       rows[route] = inner[route] @ down + bias
     sum    for some outputs of a token:    out[token] = sum of weight[route] * rows[route], in a given order
 
-A program takes the next task; those of `up` are handed out first, of all experts, then those of `down`, then of `sum`,
-where the launch has any. Before it computes it waits until what it needs is counted as done: that is under way, since
-the program with a task before it runs already, and needs nothing that comes later. So no launch can stand still, in
-whatever order a GPU begins its programs, and however few at a time. The last program of a launch puts the counts back.
+A program takes the next task: first those of `up` of all experts, then of `down`, then of `sum` if there are any.
+Before it computes, it waits until its inputs are counted as done. Those are in progress, because programs with earlier
+tasks are running and never wait for later ones. So there is no deadlock, whatever the order and number of programs that
+a GPU runs. The last program of a launch resets the counters.
 
-A task of `up` or `down` reads its expert's N outputs once, for all M tokens that have chosen it. What it reads and in
-what order it sums follows from its expert, the kind and M alone: not from what else is in the launch, nor from how many
-launches there are. All sums are in float32, and nothing is rounded before the last.
+A task of `up` or `down` reads its expert's N outputs once, for all M tokens routed to it. What it reads and the order
+of its sums depend only on its expert, the kind and M, not on other experts or the number of launches. All sums are in
+float32, and only the result is rounded.
 
-An expert is a row of int64 numbers, the *entry*, so that slots may be of any size and lie anywhere:
+An expert is a row of int64 numbers, the *entry*, so that slots may have any size and address:
 
     | addresses of its matrices, then of its biases | M routes, -1: none | their M tokens |
 
-and what counts tasks is a row of int32 numbers, zeros between launches:
+The task counters are a row of int32 numbers, zero between launches:
 
     | tasks taken | programs that are done | of all experts, tasks of `down` | of each expert, tasks of `up` |
 """
@@ -33,85 +33,87 @@ from smoe.gpu_kernels.activation import Activation
 from smoe.gpu_kernels.decoding import Decoding, alignment_of, run_length
 
 TYPES = {"bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "tl.float32"}
-"""torch's names of the types that models compute in, and Triton's."""
+"""torch's names of the dtypes that models compute in, and Triton's."""
 MOST_TOKENS = 8
-"""Tokens of an expert that its weights are read for at once."""
+"""The largest number of tokens per expert for which its weights are read at once."""
 SUM_COLUMNS = 512
-"""Outputs that a task of the sum has."""
+"""Outputs per task of the sum."""
 COUNTS = 3
-"""Counts before those of each expert."""
+"""The number of counters before those of each expert."""
 COUNTED = 256
-"""Counts that there are; a power of two."""
+"""The number of counters; a power of two."""
 MOST_EXPERTS = COUNTED - COUNTS
-"""That a launch may have."""
+"""The largest number of experts per launch."""
 _PATIENCE = 1 << 20
-"""Looks, of half a microsecond and more, after which a wait is given up and the outputs are NaN: an unknown fault then
-becomes visible, and does not hang a machine."""
+"""The number of checks, half a microsecond or more each, after which a wait is given up and the outputs become NaN. An
+unknown fault is then visible and does not hang the machine."""
 _WASTE = 8
-"""A tile may be wider than what is left of a row, by no more than this part of the row."""
+"""The inverse of the largest part of a row by which a tile may exceed it."""
 
 _RUNS = 4
-"""A block of more runs than these is decoded in a smaller tile: its runs are as many independent loads anyway."""
+"""The number of runs per block above which the tile is smaller, because runs are independent loads anyway."""
 
 
 class MatrixLayout(NamedTuple):
-    """How a matrix of every expert lies."""
+    """The layout of a matrix of every expert."""
 
     outputs: int
     columns: int
     form: Format | None = None
-    """None: numbers in the type that the model computes in."""
+    """The quantized format; None for the model's dtype."""
     is_transposed: bool = False
-    """[columns, outputs] in memory; numbers only."""
+    """Whether the matrix is stored as [columns, outputs]; only without a format."""
     alignment: int = 16
-    """A power of two that divides its address in every slot, in bytes; 16 at most counts."""
+    """A power of two that divides its address in every slot, in bytes; at most 16 counts."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of a quantised matrix."""
+        """Bytes per row of a quantized matrix."""
         assert self.form is not None
         return self.form.row_bytes(self.columns)
 
 
 class ExpertKind(NamedTuple):
-    """Experts that one kernel computes alike."""
+    """A kind of experts that one kernel computes."""
 
     hidden: int
     inner: int
     dtype: str
     """One of `TYPES`."""
     ups: tuple[MatrixLayout, ...]
-    """Of the first product: one matrix [2I, H] (without a gate [I, H]), or gate and up apart, [I, H] each."""
+    """The matrices of the first product: one [2I, H] (without a gate [I, H]), or gate and up separately, [I, H]
+    each."""
     down: MatrixLayout
     activation: Activation
     has_bias: bool = False
 
     @property
     def addresses(self) -> int:
-        """Numbers of addresses in an entry."""
+        """The number of addresses in an entry."""
         return len(self.ups) + 1 + (2 if self.has_bias else 0)
 
     def entry_numbers(self, tokens: int) -> int:
-        """Numbers of an entry, with room for so many tokens."""
+        """Return the length of an entry with room for `tokens` tokens."""
         return self.addresses + 2 * tokens
 
 
 class Tile(NamedTuple):
-    """What a task of a product works on at a time."""
+    """The part of a matrix that a task of a product reads at a time."""
 
     outputs: int
     numbers: int
-    """Weights in a tile, `outputs` rows of them."""
+    """The number of weights in a tile, in `outputs` rows."""
     warps: int = 4
 
 
 def tile_for(tokens: int) -> Tile:
-    """So many sums are separate for each token that a thread's registers hold them: 16, 8 or 4 numbers a thread."""
+    """Return the tile for which a thread's registers hold the separate sums of all tokens: 16, 8 or 4 numbers per
+    thread."""
     return Tile(16 if tokens <= 4 else 8, {1: 2048, 2: 2048, 4: 1024, 8: 512}[tokens])
 
 
 def source_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> str:
-    """The module's text; `tokens`: 1, 2, 4 or 8, the most of an entry."""
+    """Return the module's text; `tokens` (1, 2, 4 or 8) is the room of an entry."""
     tile = tile_for(tokens) if tile is None else tile
     layouts = list(dict.fromkeys((*kind.ups, kind.down)))
     products = [_product(f"product{n}", each, tokens, tile, kind.dtype) for n, each in enumerate(layouts)]
@@ -122,12 +124,12 @@ def source_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> str:
 
 
 def tasks_of(kind: ExpertKind, tile: Tile) -> tuple[int, int]:
-    """Tasks of `up` and of `down` that an expert has."""
+    """Return the number of tasks of `up` and of `down` per expert."""
     return -(-kind.inner // tile.outputs), -(-kind.hidden // tile.outputs)
 
 
 def sum_tasks(kind: ExpertKind, tokens: int) -> int:
-    """Tasks of the sum for so many tokens."""
+    """Return the number of tasks of the sum for `tokens` tokens."""
     return tokens * -(-kind.hidden // SUM_COLUMNS)
 
 
@@ -166,7 +168,7 @@ def weighted_sum(rows, weights, order, out, WIDTH: tl.constexpr, HIDDEN: tl.cons
 
 
 def _tasks(kind: ExpertKind, tokens: int, tile: Tile) -> str:
-    """The kernel: which task a program has, and what it waits for."""
+    """Return the kernel that assigns tasks to programs and waits for their inputs."""
     ups, downs = tasks_of(kind, tile)
     parts, numbers = sum_tasks(kind, 1), kind.entry_numbers(tokens)
     return f"""@triton.jit(do_not_specialize=["experts", "programs"])
@@ -192,7 +194,7 @@ def experts_of(table, x, inner, rows, weights, order, out, counts, experts, prog
 
 
 def _each(text: str, tokens: int) -> str:
-    """The text for every token, with its number in the place of #."""
+    """Return the text for every token, with # replaced by its number."""
     return ", ".join(text.replace("#", str(m)) for m in range(tokens))
 
 
@@ -201,7 +203,7 @@ def _function(name: str, arguments: str, lines: Sequence[str]) -> str:
 
 
 def _product(name: str, layout: MatrixLayout, tokens: int, tile: Tile, dtype: str) -> str:
-    """Rows of one matrix times the rows of all tokens: sums [N] of each, float32."""
+    """Return a function for rows of one matrix times the rows of all tokens: sums [N] of each in float32."""
     lines = _of_numbers(layout, tokens, tile, dtype) if layout.form is None else _of_blocks(layout, tokens, tile)
     return _function(name, f"address, row, inside, {_each('x#, on#', tokens)}", lines)
 
@@ -264,7 +266,7 @@ def _of_blocks(layout: MatrixLayout, tokens: int, tile: Tile) -> list[str]:
 
 
 def _whole(most: int, count: int) -> int:
-    """The largest power of two, `most` at most, that covers `count` with little beyond its end."""
+    """Return the largest power of two, at most `most`, that covers `count` with little beyond its end."""
     width = 1 << (most.bit_length() - 1)
     while width > 1 and -count % width * _WASTE > count:
         width //= 2
@@ -276,7 +278,7 @@ def _mask(outputs: str, columns: str, is_ragged: object) -> str:
 
 
 def _entry(kind: ExpertKind, tokens: int) -> list[str]:
-    """What tasks of both products begin with: the routes of their entry."""
+    """Return the first statements of both products' tasks: they load the routes of the entry."""
     first, lines = kind.addresses, list[str]()
     for m in range(tokens):
         lines.append(f"route{m} = tl.load(entry + {first + m})")
@@ -285,7 +287,7 @@ def _entry(kind: ExpertKind, tokens: int) -> list[str]:
 
 
 def _outputs(tile: Tile, count: int) -> list[str]:
-    """The N outputs of a task."""
+    """Return statements for the N outputs of a task."""
     return [
         f"output = part * {tile.outputs} + tl.arange(0, {tile.outputs})",
         f"inside = output < {count}",
@@ -293,7 +295,7 @@ def _outputs(tile: Tile, count: int) -> list[str]:
 
 
 def _bias(kind: ExpertKind, number: int, name: str, rows: str) -> list[str]:
-    """Load some rows of a bias into `name`."""
+    """Return statements that load some rows of a bias into `name`."""
     at = f"tl.load(entry + {number}).to(tl.pointer_type({TYPES[kind.dtype]}))"
     return [f"{name} = tl.load({at} + {rows}, mask=inside, other=0).to(tl.float32)"]
 

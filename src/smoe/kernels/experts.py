@@ -405,12 +405,14 @@ class PreparedToken:
         self.run_completed(x, out)
 
     def places(self) -> list[tuple[int, int]]:
-        """Return (address of the field, index of the matrix) for each field that must hold the address of a matrix; the
-        index counts the matrices of all experts in their order."""
+        """Return (address of the field, index of the matrix) for each field with the address of a matrix.
+
+        The index counts the matrices of all experts in their order.
+        """
         return [(self._fields_at + 8 * int(field), n) for field, n in zip(self._at_matrices, self._order, strict=True)]
 
     def run_completed(self, x: int, out: int) -> None:
-        """Run the tasks for a token and its sum where the addresses of matrices and the gains are already written."""
+        """Run the tasks for a token and its sum, with addresses of matrices and gains already written."""
         fields = self._fields
         fields[self._at_x], fields[self._at_out] = x, out
         self._shape.pool.run_packed(self._fields_at, fields.nbytes, self._work.units, self._is_long, self._counts)

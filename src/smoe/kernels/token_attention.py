@@ -32,7 +32,7 @@ _COUNTS = 14
 """Progress counters: one for each part and for every layout of 8-bit rows."""
 _MOST_LAYOUTS = 3
 _NORMED = 1 << 50
-"""No address: it stands in tasks for the row that the router multiplies."""
+"""A placeholder in tasks for the address of the router's row."""
 
 
 class Norm(NamedTuple):
@@ -88,10 +88,10 @@ class Parts(NamedTuple):
 
 
 class AttachedRouter(NamedTuple):
-    """The router behind a layer's attention."""
+    """The router that follows a layer's attention within its work."""
 
     projection: Projection
-    """Its product, of bf16 weights."""
+    """The router's product, with bf16 weights."""
     router: TokenRouter
 
 
@@ -141,7 +141,7 @@ class TokenAttention:
         """The addresses for which the tasks were made."""
         self._tasks, self._units = (ctypes.c_int64 * 0)(), 0
         self._routed_fields: list[int] = []
-        """The fields of the tasks that hold the address of the router's row."""
+        """The indices of task fields with the address of the router's row."""
         self._lists = (ctypes.c_int64 * (3 * 4))()
         """For each 8-bit product a list with one row: its address and that of its product."""
         projections = parts.q, parts.k, parts.v, parts.o
@@ -151,7 +151,7 @@ class TokenAttention:
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
 
     def route_by(self, routing: AttachedRouter) -> None:
-        """Make the router part of the work from now on."""
+        """Make the router part of the work."""
         self._routing, self._known = routing, ()
         self._places.append(routing.projection.at)
 

@@ -1,4 +1,4 @@
-"""A softmax router of one token in machine code (`top_experts.py`): its memory, and its results as tensors."""
+"""A softmax router for one token in machine code (`top_experts.py`): its memory, and its results as tensors."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, address_of, compile_functions
 
 _PADDING = 16
-"""Entries are computed by whole registers, of 16 numbers at most."""
+"""The unit to which the number of experts is padded, because whole registers are computed."""
 _NO_EXPERT = 0xFF80
-"""-inf in bf16."""
+"""The bits of -inf in bf16."""
 _PLACES = 10
-"""The first of the words of `top_experts.WORDS` that say whose tasks are completed."""
+"""The index of the first word of `top_experts.WORDS` about completing tasks."""
 
 
 class RoutedRow(NamedTuple):
-    """What a router gives for one token."""
+    """The result of a router for one token."""
 
     logits: torch.Tensor
-    """bf16 [1, E]"""
+    """The logits: bf16 [1, E]."""
     weights: torch.Tensor
-    """bf16 [1, K]"""
+    """The routing weights: bf16 [1, K]."""
     chosen: torch.Tensor
-    """int64 [1, K], in descending order of the logits."""
+    """The chosen experts: int64 [1, K], in descending order of the logits."""
 
 
 class TokenRouter:
-    """The routing of one token by a layer's router: the K largest of the softmax of E logits.
+    """The routing of one token: the K largest of the softmax of E logits.
 
-    Machine code writes the logits to `logits_at`, then calls `function` with the address `arguments`, which writes
-    everything else.
+    Machine code writes the logits to `logits_at` and calls `function` with the address `arguments`, which writes the
+    results.
     """
 
     def __init__(self, experts: int, top_k: int, is_normalised: bool) -> None:
-        """`is_normalised`: the K weights are divided by their sum."""
+        """`is_normalised`: whether the K weights are divided by their sum."""
         self.experts, self.top_k = experts, top_k
         padded = -(-experts // _PADDING) * _PADDING
         self._logits = np.full(padded, _NO_EXPERT, np.uint16)
@@ -58,25 +58,25 @@ class TokenRouter:
         self.arguments = ctypes.addressof(self._words)
         self.logits_at = self._logits.ctypes.data
         self.row_at = 0
-        """The address of the row that the last result is of, while that row is in use; 0: of none."""
+        """The address of the row of the last result, while the row is in use; else 0."""
         logits, weights = (
             torch.from_numpy(each.view(np.int16)).view(torch.bfloat16).unsqueeze(0)
             for each in (self._logits, self._weights)
         )
         self.logits = logits[:, :experts]
-        """bf16 [1, E]"""
+        """The logits: bf16 [1, E]."""
         self._results = RoutedRow(self.logits, weights, torch.from_numpy(self._index).unsqueeze(0))
 
     @property
     def gains_at(self) -> int:
-        """The address of the weights by ascending expert, float32 [K]."""
+        """The address of the weights by ascending expert: float32 [K]."""
         return self._gains.ctypes.data
 
     def complete(self, matrices: np.ndarray | None, places: np.ndarray) -> None:
-        """From now on every routing writes the addresses of its experts' matrices into these fields of tasks.
+        """Make every routing write the addresses of its experts' matrices into fields of tasks.
 
-        `matrices` int64 [E, M]: where each expert's matrices lie; None: nothing is written. `places` int64 [n, 3]:
-        (address of a field, n-th chosen expert in ascending order, matrix).
+        `matrices`: int64 [E, M], the addresses of each expert's matrices; None writes nothing. `places`: int64 [n, 3],
+        (address of a field, index of the chosen expert in ascending order, index of the matrix).
         """
         self._completes = matrices, places
         if matrices is None:
@@ -85,20 +85,20 @@ class TokenRouter:
             self._words[_PLACES:] = [matrices.ctypes.data, matrices.shape[1], places.ctypes.data, len(places)]
 
     def choose(self) -> None:
-        """Choose experts by the logits that lie at `logits_at`, outside of any work."""
+        """Choose experts by the logits at `logits_at`, outside of a work."""
         self._function(self.arguments, 0)
 
     def routed(self) -> RoutedRow:
-        """A copy of the last result."""
+        """Return a copy of the last result."""
         return RoutedRow(*[each.clone() for each in self._results])
 
 
 @functools.cache
 def _function() -> Callable[..., None]:
-    """The machine code, made once a process."""
+    """Return the machine code, compiled once per process."""
     isa = widest()
     assert isa is not None, "there is a pool"
-    from smoe.kernels import top_experts  # needs llvmlite, which not every machine has
+    from smoe.kernels import top_experts  # requires llvmlite, which is optional
 
     signature = (ctypes.c_void_p, ctypes.c_longlong)
     (function,) = compile_functions(Source(top_experts.module_of, (isa,)), {top_experts.NAME: signature})

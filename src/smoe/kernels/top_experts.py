@@ -1,9 +1,10 @@
-"""The machine code of a softmax router, after its product: one row of logits to the chosen experts and their weights.
+"""The machine code of a softmax router after its product: from one row of logits to the chosen experts and their
+weights.
 
-    logits [E] -> softmax -> the K largest -> divided by their sum, where the model does so -> bf16
+    logits [E] -> softmax -> the K largest -> divided by their sum, if the model does so -> bf16
 
-It also completes the tasks that compute those experts (`experts.py`): it writes where each one's matrices lie into the
-fields that `places` lists, so no Python runs between a router and its experts.
+The code also completes the tasks of those experts (`experts.py`): it writes the addresses of their matrices into the
+fields in `places`, so that no Python runs between a router and its experts.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ PADDING = 16
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(8))
 _LEAST = -87.0
-"""exp of less is not a normal float32: such shares count as this one, which no sum of them notices."""
+"""The smallest argument of exp whose result is a normal float32; smaller ones count as this one, which no sum
+notices."""
 
 
 def module_of(isa: Isa) -> str:
-    """The function `choose_experts(arguments, unit)` in LLVM's language."""
+    """Return the function `choose_experts(arguments, unit)` as LLVM text."""
     module = ir.Module()
     code = Code(module, isa, NAME, ("*arguments", "unit"))
     arguments = code.arguments[0]
@@ -57,12 +59,12 @@ def module_of(isa: Isa) -> str:
 
 
 def _place(code: Code, base: Value, index: Value, width: int) -> Value:
-    """The address of an entry of so many bytes."""
+    """Return the address of an entry of `width` bytes."""
     return code.at(base, code.build.mul(index, code.number(width)))
 
 
 def _softmax(code: Code, logits: Value, candidates: Value, shares: Value, count: Value) -> Value:
-    """Write the logits as float32 and exp(logit - largest) of each; returns the sum of the latter."""
+    """Write the logits as float32 and exp(logit - largest) of each; return the sum of the latter."""
     build, lanes = code.build, code.isa.lanes
     zero, lowest = code.number(0), code.reals(float("-inf"))
 
@@ -93,10 +95,10 @@ def _largest(code: Code, register: Value) -> Value:
 
 
 def _exp(code: Code, x: Value) -> Value:
-    """exp of a register of numbers that are 0 at most: 2^n e^r with |r| <= ln(2) / 2, e^r by its Taylor series."""
+    """Return exp of a register of numbers up to 0: 2^n e^r with |r| <= ln(2) / 2, and e^r by its Taylor series."""
     build = code.build
     least = code.reals(_LEAST)
-    x = build.select(build.fcmp_ordered("<", x, least), least, x)  # NaN stays, and makes all weights NaN
+    x = build.select(build.fcmp_ordered("<", x, least), least, x)  # NaN stays NaN, and makes all weights NaN
     n = code.nearest(build.fmul(x, code.reals(1 / math.log(2))))
     whole = build.sitofp(n, code.registers(FLOAT))
     r = code.fma(whole, code.reals(-_LN2_HIGH), x)
@@ -109,7 +111,7 @@ def _exp(code: Code, x: Value) -> Value:
 
 
 def _choose(code: Code, word: dict[str, Value], at: dict[str, Value], total: Value) -> None:
-    """Write the K experts of the largest logits, the first of equal ones first, and their weights."""
+    """Write the K experts with the largest logits (of equal ones the first) and their weights."""
     build = code.build
     zero = code.number(0)
 
@@ -142,7 +144,7 @@ def _choose(code: Code, word: dict[str, Value], at: dict[str, Value], total: Val
 
 
 def _in_ascending_order(code: Code, top_k: Value, at: dict[str, Value]) -> None:
-    """Write experts and weights by ascending expert: the place of each is the number of chosen ones before it."""
+    """Write experts and weights by ascending expert: each one's index is the number of smaller chosen experts."""
     build, zero = code.build, code.number(0)
 
     def place(k: Value, _: list[Value]) -> list[Value]:
