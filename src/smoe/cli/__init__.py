@@ -1,4 +1,4 @@
-"""The command line. Importing it loads neither torch nor transformers: `smoe --help` answers at once."""
+"""The command line. Importing it loads neither torch nor transformers, so `smoe --help` answers at once."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ terminal was closed (SIGHUP); results so far are printed and stored.
 """
 
 _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")
-"""What smoe depends on and a worker can do without (requirements-worker.txt)."""
+"""The dependencies of smoe that a worker does not need (requirements-worker.txt)."""
 
 
 def _paragraphs(text: str | None) -> str:
-    """A docstring without its line breaks inside paragraphs: the terminal has its own width."""
+    """Return a docstring without line breaks inside paragraphs, because terminals have different widths."""
     return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
 
 
@@ -95,14 +95,12 @@ def _global(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """What comes before the command."""
+    """The options before the command."""
 
 
 def main() -> None:
-    """The `smoe` command: an error that smoe foresees is one message on stderr and exit code 2.
-
-    With --json, every error is an object on stdout besides.
-    """
+    """The `smoe` command. An expected error is one message on stderr and exit code 2; with --json, also an object on
+    stdout."""
     _open_missing_streams()
     as_json = "--json" in sys.argv[1:]
     try:
@@ -112,7 +110,7 @@ def main() -> None:
             finally:
                 sys.stdout.flush()
     except BrokenPipeError:
-        _let_go_of_stdout()  # the reader of our output has gone: end quietly
+        _let_go_of_stdout()  # the reader of our output has ended: end quietly
         code = 1
     except Exception as error:
         if as_json:
@@ -125,12 +123,12 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> int:
-    """Say what has gone wrong and give the exit code; raises an unexpected error again."""
+    """Print an error and return the exit code; raise an unexpected error again."""
     if isinstance(error, SmoeError):
         complain(error, commands_for(error) if isinstance(error, UnpreparedError) else ())
         return REFUSED if isinstance(error, WorkerRefusedError) else 2
     if isinstance(error, OSError):
-        _let_go_of_stdout()  # what it still holds may be what failed
+        _let_go_of_stdout()  # its buffer may be what failed
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and error.name in _NOT_OF_WORKERS:
         print(f"error: {error.name} is not installed; without it a machine can only be a worker", file=sys.stderr)
@@ -143,8 +141,8 @@ def _explain(error: Exception) -> int:
 
 
 def _open_missing_streams() -> None:
-    """A closed stdout or stderr (`>&-`) takes what is written and forgets it; a narrow one shows what it can. Files and
-    pipes of Windows, which would have the code page of older programs, get UTF-8, unless PYTHONIOENCODING says what."""
+    """Replace a closed stdout or stderr (`>&-`) by one that discards its input, and let narrow encodings replace
+    characters. On Windows, files and pipes get UTF-8, unless PYTHONIOENCODING is set."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

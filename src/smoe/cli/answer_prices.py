@@ -1,4 +1,4 @@
-"""`smoe tune --prices`: what each answer to a missing expert costs a model."""
+"""`smoe tune --prices`: measures the quality cost of each resolution of a miss for a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def price_answers(model: str, options: EngineOptions, text: Path | None, tokens: int | None, as_json: bool) -> None:
-    """Measure on at most so many tokens, remember and show."""
+    """Measure the quality costs on at most `tokens` tokens, store them and print them."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
     from smoe.cli.session import loaded

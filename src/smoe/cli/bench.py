@@ -103,7 +103,7 @@ def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
 
 
 def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str) -> None:
-    """Options that would be ignored are refused."""
+    """Raise `ConfigError` for options that would have no effect."""
     for name, value in given.items():
         if ablation is None and value is not None:
             raise ConfigError.idle(name, value if isinstance(value, int) else str(value), "`ablation` smoe")
@@ -120,7 +120,7 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str
 
 
 def _config(model: str, engine: EngineOptions, cells: list[TableCell]) -> EngineConfig:
-    """A context that just holds the cells, unless one was asked for: what it does not take is left for experts."""
+    """Return a configuration whose context just fits the cells, unless one is given: the rest is left for experts."""
     from dataclasses import replace
 
     from smoe.models.checkpoint import described_checkpoint

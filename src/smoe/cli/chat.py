@@ -33,7 +33,7 @@ Ctrl-C stops an answer, Ctrl-D leaves.
 
 _QUIT = "/quit"
 _LEAVING = (_QUIT, "/exit", "/bye")
-"""What programs of this kind call it."""
+"""Words that end a chat in similar programs."""
 _COMMANDS = {
     "/help": "lists these commands",
     "/settings": "shows how tokens are chosen, and how much of the context is used",
@@ -101,7 +101,7 @@ def command(
 
 
 def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sampling:
-    """The generator's own form of the options; options that were left out are the model's."""
+    """Return the sampling; options that were left out have the model's values."""
     import secrets
 
     from smoe.generation.sampling import Sampling
@@ -120,14 +120,14 @@ def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sa
 
 
 def _help(*, is_asked: bool = False) -> None:
-    """What can be typed besides words for the model."""
+    """Print the chat's commands."""
     from smoe.cli.console import note
 
     note("\n".join(f"{name:<11}{meaning}" for name, meaning in _COMMANDS.items()), is_asked=is_asked)
 
 
 def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, options: ChatSamplingOptions) -> None:
-    """How tokens are chosen and why so, and what the conversation takes."""
+    """Print the sampling settings with their origins, and the memory of the conversation."""
     from smoe.cli.console import note
     from smoe.generation.choices import choices_of
 
@@ -144,7 +144,7 @@ def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, optio
 
 
 def _ask() -> str | None:
-    """The next line; None at the end of the input."""
+    """Return the next line; None at the end of the input."""
     from smoe.cli.console import complain, note
     from smoe.cli.interrupts import was_terminated
 

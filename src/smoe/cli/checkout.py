@@ -12,7 +12,7 @@ from smoe.errors import ConfigError
 
 
 def from_checkout(module: str, command: str) -> ModuleType:
-    """Import `bench.MODULE` from the repository that this package belongs to.
+    """Import `bench.MODULE` from the repository that contains this package.
 
     Raises `ConfigError` if the package was installed without the repository; `command` is what the user typed.
     """

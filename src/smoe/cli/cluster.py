@@ -1,4 +1,4 @@
-"""`smoe cluster`: several machines serve one model."""
+"""`smoe cluster`: runs one model on several machines."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def work(
     torch: Torch = None,
     shadow: Shadow = False,
 ) -> None:
-    """One of the workers of `smoe cluster up`, or its shadow."""
+    """Run one of the workers of `smoe cluster up`, or its draft model."""
     from smoe.cluster.identity import read_worker
 
     if shadow:

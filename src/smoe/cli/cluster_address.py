@@ -1,4 +1,4 @@
-"""A cluster's address, as commands change it."""
+"""Changes of a cluster's address by commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def moved_to(main: Main, address: str) -> Main:
-    """The cluster at this address of this machine; who knew it at another is named. Raises `ClusterError`."""
+    """Return the cluster with this address of this machine, and warn about workers that know another one. Raises
+    `ClusterError`."""
     from smoe.cli.console import warn
     from smoe.cluster.address import check_own, checked_address
 

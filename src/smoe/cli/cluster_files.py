@@ -1,4 +1,4 @@
-"""`smoe cluster join --fetch` and `smoe cluster send`: a model's files reach a worker."""
+"""`smoe cluster join --fetch` and `smoe cluster send`: transfers a model's files to workers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def send(
 
 
 def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
-    """Raise `ConfigError` for options that do not go together, or are none."""
+    """Raise `ConfigError` for options that exclude each other or are invalid."""
     if fetch is not None and model != "demo":
         raise ConfigError(
             f"`fetch` {fetch} downloads the coordinator's model, so {model} has no effect; leave out one of the two",
@@ -85,7 +85,7 @@ def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
 
 
 def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worker:
-    """The worker once the folder has all files: it waits for a main, and for it to have sent them."""
+    """Download all files into the folder. Return the worker, which then has no invitation code."""
     from smoe.cli.console import note, progress
     from smoe.cluster.fetching import Course, Fetcher
     from smoe.cluster.identity import keep_worker

@@ -1,4 +1,4 @@
-"""`smoe cluster forget`: keys and state are deleted."""
+"""`smoe cluster forget`: deletes a cluster's keys and state."""
 
 from __future__ import annotations
 

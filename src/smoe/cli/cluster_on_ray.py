@@ -1,4 +1,4 @@
-"""`smoe cluster up --ray`: the workers are actors on the nodes of a Ray cluster."""
+"""`smoe cluster up --ray`: runs workers as actors on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 MOST_WORKERS = 1024
 _PANEL = "On Ray"
 Room = tuple[int | None, int | None, str]
-"""A worker's room in bytes or experts, and their precision."""
+"""A worker's memory in bytes or number of experts, and their precision."""
 _TURN_SECONDS = 0.5
-"""How long a signal may have to wait."""
+"""The longest delay of a signal, in seconds."""
 
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Where workers are started by Ray."""
+    """The options of workers on Ray."""
 
     ray: Annotated[
         str | None,
@@ -62,7 +62,8 @@ class RayOptions:
     ] = False
 
     def are_given(self, local: int | None) -> bool:
-        """Whether Ray is to start workers. Raises `ConfigError` for what does not go together, and without Ray."""
+        """Return whether workers run on Ray. Raises `ConfigError` for options that exclude each other, and without the
+        package ray."""
         from smoe.cluster.on_ray import check_ray
 
         if self.ray is None:
@@ -83,7 +84,7 @@ class RayOptions:
 
 
 def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, room: Room) -> None:
-    """Start the workers, and see to them until Ctrl-C."""
+    """Start the workers, and supervise them until Ctrl-C."""
     from smoe.cli.console import note, warn
     from smoe.cluster.on_ray import OnRay, join_ray
 
@@ -115,7 +116,7 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
 
 
 def opened(model: str, memory_bytes: int | None, slots: int | None, precision: str) -> Served:
-    """The experts, on the node where they are to be computed. Importing this module loads no torch."""
+    """Open the experts, on the node that computes them. Importing this module does not load torch."""
     from smoe.load.worker_experts import open_experts
     from smoe.presets import configure
 
@@ -123,7 +124,7 @@ def opened(model: str, memory_bytes: int | None, slots: int | None, precision: s
 
 
 def token_file() -> Path | None:
-    """Where Ray finds its token, if others may read it there: Ray writes it for everybody."""
+    """Return the file with Ray's token, if other users can read it there: Ray writes it readable for everyone."""
     if os.name != "posix" or os.environ.get("RAY_AUTH_TOKEN"):
         return None
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
@@ -131,7 +132,7 @@ def token_file() -> Path | None:
 
 
 def _main_of(name: str, address: str | None) -> Main:
-    """The cluster, which is made where there is none of that name."""
+    """Return the cluster; create it if there is none of that name."""
     from smoe.cluster.identity import checked_name, clusters, keep_main, new_main, read_main
 
     is_known = checked_name(name, "name") in clusters()

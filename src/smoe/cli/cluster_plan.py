@@ -1,4 +1,4 @@
-"""`smoe cluster plan`: what a cluster would do, before it is bought or built."""
+"""`smoe cluster plan`: forecasts a cluster's speed before it is bought or built."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def plan(
 
 
 def _check(name: str | None, profile: str | None, memory: str | None, slots: int | None) -> None:
-    """What says the same twice."""
+    """Raise `ConfigError` for options that describe the same thing twice."""
     plan_options = {"worker_profile": profile, "worker_memory": memory, "slots": slots}
     given = [what for what, value in plan_options.items() if value is not None]
     if name is not None and given:
@@ -111,7 +111,7 @@ def _check(name: str | None, profile: str | None, memory: str | None, slots: int
 
 
 def _profile(name: str) -> DeviceProfile:
-    """Like `read_profile`, for workers."""
+    """Return a worker's profile, as `read_profile` does."""
     from smoe.memory.emulation import read_profile
 
     try:
@@ -122,7 +122,8 @@ def _profile(name: str) -> DeviceProfile:
 
 
 def _measured(name: str) -> list[MeasuredWorker]:
-    """The workers of a cluster as its main knew them last. Raises `ClusterError` where it has measured nothing."""
+    """Return the workers of a cluster as its coordinator measured them last. Raises `ClusterError` where it has
+    measured nothing."""
     from smoe.load.check_zmq import check_zmq
     from smoe.simulator.cluster_forecast import MeasuredWorker
 
@@ -195,7 +196,7 @@ def _print(found: ClusterOutlook, link: str) -> None:
 
 
 def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
-    """The range from the least to the most, where they are not the same."""
+    """Return the range of values in words; one value where all are equal."""
     least, most = words(min(values)), words(max(values))
     return least if least == most else f"{least} to {most}"
 
@@ -211,7 +212,7 @@ def _enough(found: ClusterOutlook, schedule: str) -> str:
 
 
 def _waits(case: ClusterCase) -> str:
-    """The largest part of a token."""
+    """Return the largest part of a token's time, in words."""
     return f"{case.waits_for} {max(case.waits) / case.seconds_per_token:.0%}"
 
 

@@ -1,4 +1,5 @@
-"""Being a cluster's shadow: `smoe cluster join --shadow`, and that of `smoe cluster up --shadow`; a line about one."""
+"""Runs a cluster's draft model: `smoe cluster join --shadow`, and that of `smoe cluster up --shadow`; and describes one
+in a line."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Shadow = Annotated[
 
 
 def check_alone(given: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for what is a worker's."""
+    """Raise `ConfigError` for options that apply to workers only."""
     for name, value in given.items():
         if value is not None:
             owner = "`fetch`" if name == "precision" else "a worker"
@@ -48,7 +49,7 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
     from smoe.cluster.shadow_process import ShadowProcess
     from smoe.load.shadow_apart import ShadowFiles
 
-    to_connect_to(me.address)  # a name that does not resolve is refused before anything is read
+    to_connect_to(me.address)  # refuse a name that does not resolve before reading files
     files = ShadowFiles(model, threads)
     note(f"draft model {me.name}: ready; waiting for the coordinator at {me.address}, which chooses the copy to load")
 
@@ -64,7 +65,7 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
 
 
 def shadow_line(report: Mapping[str, Any]) -> str:
-    """One of a cluster's, as main knows it."""
+    """Return a line about a cluster's draft model, from the coordinator's report."""
     state = report["state"] + (f" ({report['why']})" if report["why"] else "")
     copy = f" in {report['precision']}" if report["precision"] else ""
     done = f"{report['tokens_followed']} tokens followed, {report['layers_named']} layers predicted"

@@ -1,4 +1,4 @@
-"""`smoe cluster status`: who is there."""
+"""`smoe cluster status`: shows a cluster's machines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def status(
 
 
 def _only_cluster() -> str:
-    """Its name; raises `ClusterError` where there are several, or none."""
+    """Return the name of this machine's only cluster. Raises `ClusterError` where there are several, or none."""
     from smoe.cluster.identity import clusters
 
     known = clusters()
@@ -68,7 +68,7 @@ def _only_cluster() -> str:
 
 
 def _state_of(main: Main) -> dict[str, Any]:
-    """The coordinator's last state, and whether it still runs."""
+    """Return the coordinator's last state, and whether it still runs."""
     from smoe.cluster.identity import read_status
     from smoe.cluster.running import main_process
 
@@ -85,7 +85,7 @@ def _state_of(main: Main) -> dict[str, Any]:
 
 
 def _head(main: Main, report: dict[str, Any]) -> str:
-    """Above the table, which is narrower without workers."""
+    """Return the line above the table."""
     if report["is_running"]:
         state = (
             ("the coordinator is running")

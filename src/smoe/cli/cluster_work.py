@@ -1,4 +1,4 @@
-"""Being a worker: `smoe cluster join`, and the workers of `smoe cluster up`."""
+"""Runs a worker: `smoe cluster join`, and the workers of `smoe cluster up`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Torch = Annotated[
 
 
 class WorkerRoom(NamedTuple):
-    """How much a worker may hold: so many bytes of experts, or so many of them."""
+    """A worker's limit: bytes of experts, or their number."""
 
     memory_bytes: int | None
     slots: int | None
 
     @classmethod
     def of(cls, worker_memory: str | None, slots: int | None) -> WorkerRoom:
-        """The room that the options give; raises `ConfigError` for both."""
+        """Return the limit that the options give. Raises `ConfigError` for both options."""
         if slots is None:
             return cls(parse_bytes(worker_memory or DEFAULT_WORKER_MEMORY, "worker_memory"), None)
         if worker_memory is not None:
@@ -48,12 +48,12 @@ class WorkerRoom(NamedTuple):
 
     @property
     def as_given(self) -> list[str]:
-        """The room as command line options."""
+        """The limit as command line options."""
         return ["--worker-memory", str(self.memory_bytes)] if self.slots is None else ["--slots", str(self.slots)]
 
 
 def check(model: str, room: WorkerRoom, precision: str, torch: bool | None) -> None:
-    """What a worker would be refused for, before any is started."""
+    """Raise the errors for which a worker would be refused, before any worker is started."""
     from smoe.presets import configure
 
     config = configure(precision=precision)
@@ -75,7 +75,7 @@ def be_worker(
     from smoe.cluster.address import to_connect_to
     from smoe.machine.available_memory import shortage
 
-    to_connect_to(me.address)  # a name that does not resolve is refused before anything is read
+    to_connect_to(me.address)  # refuse a name that does not resolve before reading files
     short = None if room.memory_bytes is None else shortage("`worker_memory`", room.memory_bytes)
     if short is not None:
         warn(short)
@@ -92,7 +92,7 @@ def be_worker(
 
 
 def _has_torch(torch: bool | None) -> bool:
-    """Whether it is to be used: as asked, else where it is installed."""
+    """Return whether to use torch: as requested, or whether it is installed."""
     from importlib.util import find_spec
 
     return find_spec("torch") is not None if torch is None else torch
@@ -126,8 +126,8 @@ def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precis
 
 
 def serve_until_signal(talking: Talking) -> None:
-    """Serve until a signal, which ends it between two turns: raised within one it may be a library's callback that
-    swallows it, and the signal would be lost. A second one is raised wherever it is."""
+    """Serve until a signal, which ends the loop between two turns: within a turn, a library's callback might swallow
+    the exception. A second signal raises `KeyboardInterrupt` at once."""
     from smoe.cli.interrupts import answered_by, check
 
     def on_signal(_: int) -> None:

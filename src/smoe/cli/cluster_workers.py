@@ -1,4 +1,4 @@
-"""The workers of `smoe cluster up`: processes of this machine, started, and restarted when they end."""
+"""The workers of `smoe cluster up`: processes on this machine, which are started, and restarted when they end."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 _ENDING_SECONDS = 10.0
 """Seconds for a worker to end in order."""
 _LEAST_RUN_SECONDS = 5.0
-"""A worker that ends sooner than this is not started again."""
+"""A worker that ends sooner than this is not restarted."""
 
 
 def line_for_main(model: str, name: str, workers: int, shadow: bool = False) -> str:
-    """What to type to be their main. Of the demo main's own disk has everything sooner than a worker on the same
-    machine, unless workers take turns."""
+    """Return the command line of a coordinator. For the demo, the coordinator's own disk is faster than a worker on the
+    same machine, unless workers take turns."""
     preset = " --preset cluster --set shadow_on=cluster" if shadow else ""
     line = f"smoe generate {model} --cluster {name}{preset} --set cluster_workers={workers} --memory"
     return f"{line} 24MiB --set placement=round-robin" if model == "demo" else f"{line} SIZE -p TEXT"
 
 
 def shadow_of(name: str) -> str:
-    """What the shadow of a cluster's own is called."""
+    """Return the name of a cluster's own draft model."""
     return f"{name}-shadow"
 
 
 def local_workers(name: str, count: int, shadow: bool = False) -> tuple[Main, list[str]]:
-    """The cluster, whose workers this process keeps from now on, and the names under which each keeps what it is; a
-    `shadow` is one more of those, which is not named. Raises `ClusterError` where another process does."""
+    """Return the cluster, whose workers this process supervises from now on, and the names of their folders; a draft
+    model (`shadow`) has one more. Raises `ClusterError` where another process supervises them."""
     from smoe.cluster.identity import (
         KeyPair,
         Worker,
@@ -64,9 +64,8 @@ def _started(line: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def keep_running(lines: Mapping[str, Sequence[str]], on_started: Callable[[], None] = lambda: None) -> None:
-    """Start the workers, by name, start again those that end, and end them all with this process. `on_started` is
-    called once all have been started. A worker that the coordinator refuses is not started again: it would be refused
-    again."""
+    """Start the workers, restart those that end, and end all of them with this process. `on_started` is called after
+    all have been started. A worker that the coordinator refuses is not restarted."""
     from smoe.cli.console import warn
 
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}

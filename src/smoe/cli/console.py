@@ -1,6 +1,6 @@
-"""What people see: everything but a command's own output goes to stderr; colours only where a terminal shows them.
+"""The output for people: everything but a command's result goes to stderr; colours only on a terminal.
 
-A quiet command gives its result, warnings and errors, and nothing else.
+A quiet command prints its result, warnings and errors, and nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _is_quiet = False
 
 @contextmanager
 def speaking(*, quietly: bool) -> Iterator[None]:
-    """Inside, notes, bars and summaries are shown, or not."""
+    """Show notes, bars and summaries (or not, if `quietly`) for the duration of the `with` block."""
     global _is_quiet
     before, _is_quiet = _is_quiet, quietly
     try:
@@ -49,36 +49,36 @@ def speaking(*, quietly: bool) -> Iterator[None]:
 
 
 def is_quiet() -> bool:
-    """Whether only results, warnings and errors are wanted."""
+    """Return whether only results, warnings and errors are printed."""
     return _is_quiet
 
 
 def errors() -> Console:
-    """A console on stderr (as it is now: tests and redirections replace it)."""
+    """Return a console on the current stderr, which tests and redirections replace."""
     return Console(stderr=True, highlight=False)
 
 
 def output() -> Console:
-    """A console on stdout, for tables that are a command's result."""
+    """Return a console on stdout, for tables that are a command's result."""
     return Console(highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """One JSON object, one line, on stdout."""
+    """Print a value as one line of JSON on stdout."""
     is_plain = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
     sys.stdout.write(json.dumps(value, ensure_ascii=is_plain, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def print_json_error(error: BaseException) -> None:
-    """An error for the program that asked for JSON; with the facts where it is about a setting."""
+    """Print an error as JSON, with details where it is about a setting."""
     facts = error.facts if isinstance(error, SmoeError) else _facts_of_a_mistyped_line(error)
     in_words = {name: as_options(fact) for name, fact in facts.items() if name == "allowed" and isinstance(fact, str)}
     print_json({"error": {"type": type(error).__name__, "message": words_of(error)} | facts | in_words})
 
 
 def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
-    """What the parser of the command line knows of the parameter that it refused."""
+    """Return the details of a parameter that the command line's parser refused."""
     parameter = getattr(error, "param", None)
     if parameter is None:
         return {}
@@ -89,11 +89,11 @@ def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
 
 
 def typed_value(options: Sequence[str]) -> str | None:
-    """What was typed last after one of these, an option's names; None: nothing."""
+    """Return the last value typed for an option with these names; None where there is none."""
     given = None
     for word, following in zip(sys.argv, [*sys.argv[1:], None], strict=True):
         if not word.startswith("-"):
-            continue  # an argument may be called as its command is
+            continue  # an argument may equal its command's name
         if word in options:
             given = following
         elif word.partition("=")[0] in options:
@@ -102,9 +102,9 @@ def typed_value(options: Sequence[str]) -> str | None:
 
 
 def stdin() -> TextIO | None:
-    """Stdin, or None where it is closed. Bytes that are no text come as surrogates: `check_text` refuses them.
+    """Return stdin, or None where it is closed. Bytes that are not text become surrogates, which `check_text` refuses.
 
-    Windows' files and pipes are UTF-8, unless PYTHONIOENCODING says what.
+    On Windows, files and pipes are UTF-8, unless PYTHONIOENCODING is set.
     """
     if sys.stdin is None or sys.stdin.closed:
         return None
@@ -115,23 +115,24 @@ def stdin() -> TextIO | None:
 
 
 def gives_json(is_asked: bool) -> bool:
-    """Whether a command whose tables go to stderr writes its JSON: into files and pipes; into a terminal if asked."""
+    """Return whether a command whose tables go to stderr prints JSON: always into files and pipes, into a terminal on
+    request."""
     return is_asked or not sys.stdout.isatty()
 
 
 def note(text: str, *, is_asked: bool = False) -> None:
-    """A quiet word to the user; a quiet command only says what it was asked."""
+    """Print a note in grey; a quiet command prints requested ones (`is_asked`) only."""
     if is_asked or not _is_quiet:
         errors().print(f"[dim]{escape(as_options(text))}[/dim]", soft_wrap=True)
 
 
 def warn(text: str) -> None:
-    """What the user must know, also of a quiet command."""
+    """Print a warning, also in quiet commands."""
     errors().print(f"[yellow]warning:[/yellow] {escape(as_options(text))}", soft_wrap=True)
 
 
 def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
-    """One message, a hint where there is one, and the commands that make it work where there are some."""
+    """Print an error, with hints and with commands that prepare what is missing, if there are any."""
     console = errors()
     console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
     model = "MODEL" if error.model is None else shlex.quote(error.model)
@@ -149,7 +150,7 @@ def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
 
 
 def _of_preset(error: SmoeError) -> list[str]:
-    """That the setting which an error is about was not typed, but is one of the preset's."""
+    """Return a hint that the refused setting comes from the preset, if it was not typed."""
     preset, setting = typed_value(["--preset"]) or "", error.setting or ""
     value = PRESETS.get(preset, {}).get(setting)
     option = option_of(setting)
@@ -160,14 +161,14 @@ def _of_preset(error: SmoeError) -> list[str]:
 
 
 def _sequences_typed() -> str:
-    """What smoe plan needs for the figures of a server, which reserves for several texts."""
+    """Return the option for `smoe plan` to plan for a server, which reserves memory for several texts."""
     if sys.argv[1:2] != ["serve"]:
         return ""
     return f" --max-sequences {typed_value(['--max-sequences']) or SERVED_SEQUENCES}"
 
 
 def _not_of_plans() -> list[str]:
-    """What was typed that smoe plan refuses, and --memory, which it is to choose."""
+    """Return the typed options that `smoe plan` refuses, and --memory, which it chooses."""
     typed = {option: typed_value([option]) for option in ("--cluster", "--preset", "--prefetch")}
     refused = {"--preset": ("cluster", "od-moe"), "--prefetch": (SHADOW,)}
     return ["--memory"] + [
@@ -183,10 +184,11 @@ def _in_words(names: Sequence[str]) -> str:
 
 @contextmanager
 def progress(command: str = "", unit: str = "", clock: Callable[[], float] = monotonic) -> Iterator[Progress]:
-    """Bars on stderr that disappear when done; where stderr is not a terminal, a plain line now and then instead.
+    """Show progress bars on stderr that disappear when done; if stderr is not a terminal, print a line now and then
+    instead.
 
-    Both tell the time left. Lines begin with the command and count in `unit`, unless the task has an `amount` of its
-    own. A task's field `skipped` is what of its `completed` was done before: no measure of the speed.
+    Both show the time left. Lines begin with the command and count in `unit`, unless the task has an `amount`. A task's
+    field `skipped` is the part of `completed` that was done before, which does not count for the speed.
     """
     console = errors()
     if _is_quiet:
@@ -202,7 +204,7 @@ def progress(command: str = "", unit: str = "", clock: Callable[[], float] = mon
 
 
 def _seconds_left(task: Task, elapsed: float) -> float | None:
-    """What a task still takes if `elapsed` seconds have brought it to where it is; None: unknown."""
+    """Return the seconds that a task still needs, if `elapsed` seconds were needed so far; None: unknown."""
     done = task.completed - task.fields.get("skipped", 0)
     if task.total is None or done <= 0 or task.completed >= task.total:
         return None
@@ -210,12 +212,12 @@ def _seconds_left(task: Task, elapsed: float) -> float | None:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left in a bar's line: guessed at every advance, and less with every second between two."""
+    """The time left in a bar's line: estimated at every advance, and counted down in between."""
 
     def __init__(self) -> None:
         super().__init__()
         self._advances: dict[TaskID, tuple[float, float]] = {}
-        """What was completed, and after how many seconds."""
+        """The completed amount and the elapsed seconds at each task's last advance."""
 
     def render(self, task: Task) -> Text:
         elapsed = task.elapsed or 0.0
@@ -229,7 +231,7 @@ class _TimeLeft(ProgressColumn):
 
 
 class _Lines(Progress):
-    """Progress for a log: `eval: alpha 0.3, 412 of 1,200 tokens, 3 min left`, at most every ten seconds."""
+    """Progress as lines for a log: `eval: alpha 0.3, 412 of 1,200 tokens, 3 min left`, at most every ten seconds."""
 
     def __init__(self, command: str, unit: str, console: Console, clock: Callable[[], float]) -> None:
         super().__init__(console=console, disable=True, get_time=clock)
@@ -255,9 +257,9 @@ class _Lines(Progress):
 
 
 class Patience:
-    """A bar on stderr that appears when something takes longer than a second, and goes when it ends.
+    """A bar on stderr that appears when something takes longer than a second, and disappears when it ends.
 
-    `amount()` gives (done, all) in bytes; without it the bar only says that something is going on.
+    `amount()` returns (done, all) in bytes; without it the bar only shows activity.
     """
 
     def __init__(self, title: str, amount: Callable[[], tuple[int, int]] | None = None) -> None:
@@ -270,7 +272,7 @@ class Patience:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take the bar away; from then on the terminal is the caller's. Any number of times."""
+        """Remove the bar; afterwards the caller may use the terminal. Repeated calls have no effect."""
         self._done.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -291,7 +293,7 @@ _SETTING = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
 
 
 def words_of(error: BaseException) -> str:
-    """The error's own words, for a shell, without the error number that an OSError puts first."""
+    """Return an error's message for a terminal, without an OSError's number."""
     if isinstance(error, OSError) and len(error.args) >= 2:
         text = f"{error.args[1]}: {error.filename}" if error.filename else str(error.args[1])
     else:
@@ -301,5 +303,5 @@ def words_of(error: BaseException) -> str:
 
 
 def as_options(text: str) -> str:
-    """A message of the library with the command line's options in the place of its settings."""
+    """Return a message of the library with options of the command line instead of settings."""
     return _SETTING.sub(lambda found: option_of(found[1]), text)

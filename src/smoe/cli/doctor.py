@@ -1,4 +1,4 @@
-"""`smoe doctor`: measure this machine, and say what is missing or could be better."""
+"""`smoe doctor`: measures this machine, and reports what is missing or could be better."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ cache folder (XDG_CACHE_HOME sets its place).
 """
 
 _LEAST_BYTES, _MOST_BYTES = 2**12, 2**31
-"""The sizes of an expert: at least a page; two experts of the most still fit an ordinary machine's memory."""
+"""The bounds of an expert's size: at least a page; two of the largest still fit an ordinary machine's memory."""
 _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad": "[red]bad [/red]"}
 
 
@@ -104,7 +104,7 @@ def _print(profile: Profile, findings: list[Finding], outside: dict[str, int]) -
 
 
 def _outside_line(outside: dict[str, int]) -> str:
-    """What a process with a model on the CPU takes besides."""
+    """Return the memory of a process with a model on the CPU outside the budget, in words."""
     from smoe.units import format_bytes
 
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in outside.items()) + " at most"

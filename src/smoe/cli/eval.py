@@ -132,7 +132,7 @@ def _material(
     tasks: str | None,
     task_folder: Path | None,
 ) -> Material:
-    """What is read and asked, with defaults for what the user left out."""
+    """Return the texts and questions, with defaults for what the user left out."""
     from smoe.cli.prices import Material
 
     most = MOST_QUESTIONS if most_questions is None else most_questions
@@ -149,7 +149,7 @@ def _price(
     plot: Path | None,
     json: bool,
 ) -> None:
-    """Measure, keep and show."""
+    """Measure the quality costs, store and print them."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json
     from smoe.cli.prices import measured, print_table
 
@@ -169,7 +169,7 @@ def _price(
 
 
 def _refuse_prices(**given: object) -> None:
-    """Raise `ConfigError` for options of prices, which were not requested."""
+    """Raise `ConfigError` for options of quality costs, which were not requested."""
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
@@ -183,8 +183,8 @@ def _refuse_prices(**given: object) -> None:
 def _task_names(
     tasks: str | None, task_folder: Path | None, questions: Path | None, most_questions: int
 ) -> tuple[str, ...]:
-    """The tasks of lm_eval that are asked, none where they are not; raises `ConfigError` for options that do not go
-    together."""
+    """Return the tasks of lm_eval; empty where none are requested. Raises `ConfigError` for options that exclude each
+    other."""
     if tasks is not None and questions is not None:
         message = "--tasks and --questions both choose the questions; give one of them"
         raise ConfigError(message, setting="tasks", given=tasks, allowed="only without `questions`")
@@ -205,7 +205,8 @@ def _no_alphas(given: str) -> ConfigError:
 
 
 def _usual_thresholds(config: EngineConfig) -> list[float]:
-    """The default thresholds: substitution from nothing to 0.6; low copies by themselves, at their own thresholds."""
+    """Return the default thresholds: substitution from 0 to 0.6; for low copies only 0, because they have their own
+    thresholds."""
     by_importance = config.has_low or config.skip_threshold < 1
     return [0.0] if by_importance or config.prices_answers else [n / 10 for n in range(7)]
 

@@ -1,4 +1,4 @@
-"""The table of evictions that were tuned: what each costs on the traces that were learned from, and on others."""
+"""The table of a tuning of eviction policies: the cost of each on the training traces, and on others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from smoe.cli.console import output
 def print_evictions(
     heading: str, unit: str, usual: str, figures: Mapping[str, float], held_out: Mapping[str, float] | None
 ) -> None:
-    """A line, then a row for each policy: its figure in `unit`, and how far that is from the `usual` policy's."""
+    """Print a heading, then a row for each policy: its figure in `unit`, and the difference from the `usual`
+    policy's."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("eviction")
     columns = {unit: figures} | ({"held out": held_out} if held_out else {})

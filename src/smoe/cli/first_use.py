@@ -1,4 +1,5 @@
-"""What to type where settings need what is not there yet: a pack, prices, a trained predictor, workers, a device."""
+"""The commands to type first where settings need something that does not exist yet: a pack, quality costs, a trained
+predictor, workers, a device."""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ from smoe.policy.registry import EXPERT_MLP
 from smoe.presets import PRESETS
 
 TRIED_TOKENS = 100
-"""That a predictor is trained on to try it out: half a minute for the embedded model, by default a quarter of an
-hour."""
+"""The tokens for a trial training of a predictor: half a minute for the embedded model, instead of a quarter of an hour
+by default."""
 _TERMINAL = "  # in another terminal, until Ctrl-C"
 
 
 class Preparation(NamedTuple):
-    """Commands with `MODEL` in the place of the model, and options for the command that was refused."""
+    """Commands with `MODEL` as a placeholder, and options to add to the refused command."""
 
     commands: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
 
 def commands_for(error: UnpreparedError) -> list[str]:
-    """Lines to type one after the other, the last of them the command that was refused; none where the error is of no
-    command with a model."""
+    """Return commands to type in order, the last of which is the refused command; empty where the error is about no
+    model."""
     if error.model is None:
         return []
     found = _preparation(error)
@@ -51,7 +52,8 @@ def _preparation(error: UnpreparedError) -> Preparation:
 
 
 def _workers(shadow_precision: str | None) -> Preparation:
-    """Two on this machine, and a draft model where the preset has one; they are not started twice."""
+    """Return the commands for two workers on this machine, and a draft model if the preset uses one; running workers
+    are not started again."""
     has_draft, has_zmq = shadow_precision is not None, find_spec("zmq") is not None
     up = f"smoe cluster up MODEL --local 2{' --shadow' if has_draft else ''} {_TERMINAL}"
     commands = () if has_zmq and _are_running(has_draft) else (up,)
@@ -64,7 +66,7 @@ def _workers(shadow_precision: str | None) -> Preparation:
 
 
 def _are_running(with_draft: bool) -> bool:
-    """Whether the workers of the cluster on this machine run already."""
+    """Return whether the workers of the cluster on this machine already run."""
     from smoe.cluster.identity import clusters, read_main
     from smoe.cluster.running import keeper_process
 
@@ -74,6 +76,6 @@ def _are_running(with_draft: bool) -> bool:
 
 
 def _of_preset(setting: str) -> str | None:
-    """What the preset that was typed has for a setting."""
+    """Return the typed preset's value of a setting; None where it has none."""
     value = PRESETS.get(typed_value(["--preset"]) or "", {}).get(setting)
     return None if value is None else str(value)

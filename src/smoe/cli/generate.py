@@ -92,7 +92,7 @@ def command(
 
 
 def read_prompts(options: PromptOptions, model: str) -> list[str]:
-    """The prompts of the command line, files and stdin, in this order; the demo has one of its own."""
+    """Return the prompts of the command line, files and stdin, in this order; the demo has a default prompt."""
     from smoe.cli.console import note, stdin
 
     texts = list(options.prompt or [])
@@ -111,7 +111,7 @@ def read_prompts(options: PromptOptions, model: str) -> list[str]:
 
 
 def to_sampling(options: SamplingOptions) -> Sampling:
-    """The generator's own form of the options."""
+    """Return the options as `Sampling`."""
     from smoe.generation.sampling import Sampling
 
     return Sampling(
@@ -124,7 +124,7 @@ def to_sampling(options: SamplingOptions) -> Sampling:
 
 
 def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
-    """The time per token that was asked for; it chooses alpha, so it excludes one."""
+    """Return the target time per token. It determines alpha, so an explicit alpha is refused."""
     from smoe.units import parse_seconds
 
     if tpot is not None and engine.max_perplexity_increase is not None:
@@ -137,7 +137,8 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
 
 
 def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> None:
-    """Substitute as little as meets a time per token, by what `smoe tune` has measured, at today's disk."""
+    """Set the smallest alpha that meets a time per token, according to `smoe tune`, at the current read rate of the
+    disk."""
     from smoe.cli.console import note
     from smoe.eval.tune import circumstances_of, look_at_reading, recall
     from smoe.presets import PRESETS
@@ -205,7 +206,7 @@ def _run(
             _finish(generation.answers if len(texts) > 1 else [])
         for text in generation.notes:
             warn(text)
-        from smoe.report.hindsight import look_back  # and with it the simulator, once the text is there
+        from smoe.report.hindsight import look_back  # imports the simulator, after the text is printed
 
         report = report_on(generation, ready)
         return replace(report, forecast=look_back(ready, generation, fetch(model, engine.revision), layers))
@@ -216,7 +217,7 @@ def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:
 
 
 def _show_prompt(texts: list[str]) -> None:
-    """Print on a terminal a short prompt in front of its continuation; never on stdout, which is the text alone."""
+    """Print a short prompt before its continuation, on a terminal only; never on stdout, which has the text alone."""
     from smoe.cli.console import errors, is_quiet
 
     if is_quiet():
@@ -226,7 +227,7 @@ def _show_prompt(texts: list[str]) -> None:
 
 
 def _writer(prompts: int) -> OnText | None:
-    """Text to stdout as it comes, where there is one text only."""
+    """Return a function that writes new text to stdout; None for several texts."""
     if prompts > 1:
         return None
 
@@ -238,7 +239,7 @@ def _writer(prompts: int) -> OnText | None:
 
 
 def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -> OnText | None:
-    """Text only once the bar has gone; to the page as well."""
+    """Return a function that writes text after the bar has gone, and to the page as well."""
 
     def write_after(row: int, text: str) -> None:
         if write is not None:
@@ -252,8 +253,8 @@ def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -
 
 @contextmanager
 def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) -> Iterator[OnText | None]:
-    """Inside, where it was asked for, the run is shown as a page, once a browser has opened it; yields what the
-    page gets of a single text."""
+    """Show the run on a page, if requested, for the duration of the `with` block, which begins when a browser opens it.
+    Yield a function that passes text to the page."""
     if not watch:
         yield None
         return
@@ -271,7 +272,7 @@ def _shown(ready: PreTrainedModel, model: str, texts: list[str], watch: bool) ->
 
 
 def _finish(answers: list[Answer]) -> None:
-    """The texts that were not streamed, and the end of the last line."""
+    """Print the texts that were not streamed, and the end of the last line."""
     for number, answer in enumerate(answers, start=1):
         sys.stdout.write(f"[{number}] {answer.text}\n" + ("\n" if number < len(answers) else ""))
     if not answers:

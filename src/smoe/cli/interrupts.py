@@ -1,14 +1,14 @@
-"""SIGTERM and SIGHUP mean what Ctrl-C means: the work ends in order and its output so far remains.
+"""Handles SIGTERM and SIGHUP as Ctrl-C: the work ends in order, and its output so far remains.
 
-a signal           a `KeyboardInterrupt` wherever the program is, or a call of the handler (`answered_by`)
-in an import       leaves at once: there is nothing to keep, and a library that is cut in two says strange things
-while it ends      leaves at once, after a word
+a signal           a `KeyboardInterrupt` at any point of the program, or a call of the handler (`answered_by`)
+in an import       ends at once: there is nothing to save, and an interrupted import causes strange errors
+while it ends      ends at once, after a message
 
-Ctrl-C leaves with exit code 130, SIGTERM with 143, SIGHUP (the terminal has gone) with 129, as shells have it. A signal
-that the parent process has it ignore (`nohup`, `&` in a script) stays ignored.
+The exit code is 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP (the terminal was closed), as in shells. A signal that
+the parent process has set to ignored (`nohup`, `&` in a script) stays ignored.
 
-Windows has Ctrl-C, and what ends a program in order is Ctrl-Break (SIGBREAK, 149), which the closing of its window is,
-too; other ways to end a program there end it at once. A lock that is waited for is not interrupted there.
+On Windows, Ctrl-C and Ctrl-Break (SIGBREAK, 149) end a program in order, and so does closing its window; other ways end
+it at once. Waiting for a lock is not interrupted there.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ if sys.platform != "win32":
     import termios
 
 REFUSED = 3
-"""The exit code of a worker that its coordinator refuses: its supervisor need not restart it."""
+"""The exit code of a worker that its coordinator refuses: its supervisor must not restart it."""
 
 _HANGUP = getattr(signal, "SIGHUP", None)
 _BREAK = getattr(signal, "SIGBREAK", None)
 _NUMBERS = [number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP, _BREAK) if number is not None]
 _SHOW_CURSOR = "\x1b[?25h"
 _PATIENCE = 2
-"""Signals that a program which ends at the first one takes before it leaves at once: a key may be pressed twice."""
+"""The number of signals after which a program that ends at the first one exits at once: a key may be pressed twice."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, SIGHUP or SIGBREAK, wherever the program was."""
+    """Raised for SIGTERM, SIGHUP or SIGBREAK."""
 
 
 class _State:
-    """The process's state since `listening` began."""
+    """The signals of the process since `listening` began."""
 
     def __init__(self) -> None:
         self.first: int | None = None
-        """What the process ends by: of several signals the first that is no Ctrl-C, as that may mean less."""
+        """The signal that determines the exit code: the first one that is not Ctrl-C, if there is one."""
         self.received = 0
         self.answer: Callable[[int], None] | None = None
         self.ends_at_the_first = self.is_ending = self.is_leaving = self.as_json = False
@@ -59,18 +59,18 @@ _state = _State()
 
 
 def was_terminated() -> bool:
-    """Whether the process was asked to end, and not only what it is doing."""
+    """Return whether the whole process should end, and not only its current work."""
     return _state.first not in (None, signal.SIGINT)
 
 
 def exit_code() -> int:
-    """The exit code of a command that was interrupted."""
+    """Return the exit code of an interrupted command."""
     return 128 + (_state.first or signal.SIGINT)
 
 
 @contextmanager
 def ending_in_order(*, as_json: bool) -> Iterator[None]:
-    """Inside, an unhandled interrupt ends the command with a line and its exit code."""
+    """End the command with a message and its exit code at an unhandled interrupt within the `with` block."""
     from smoe.cli.console import print_json, warn
 
     _state.as_json = as_json
@@ -87,8 +87,8 @@ def ending_in_order(*, as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def at_the_first() -> Iterator[None]:
-    """Inside, one signal ends the command, even if the `KeyboardInterrupt` is swallowed or becomes another error; one
-    more changes nothing, as it is ending; with a third it leaves at once."""
+    """Let one signal end the command, even if its `KeyboardInterrupt` is swallowed or becomes another error. A second
+    signal has no effect, because the command is ending; a third one ends it at once."""
     _state.ends_at_the_first = True
     try:
         yield
@@ -102,7 +102,8 @@ def at_the_first() -> Iterator[None]:
 
 @contextmanager
 def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
-    """Inside, signals call `answer` (in the main thread, between any two steps of it) and raise nothing."""
+    """Let signals call `answer` for the duration of the `with` block, in the main thread between any two instructions,
+    and raise nothing."""
     check()
     _state.answer = answer
     try:
@@ -112,14 +113,15 @@ def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise the `KeyboardInterrupt` of a signal that was received, where a destructor or a library has swallowed it."""
+    """Raise the `KeyboardInterrupt` of a received signal, in case a destructor or a library has swallowed it."""
     if _state.received:
         raise Terminated if was_terminated() else KeyboardInterrupt
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Inside, signals mean what this module says. In the main thread only: Python allows no other."""
+    """Handle signals as this module describes, for the duration of the `with` block. Only in the main thread, where
+    Python allows it."""
     global _state
     _state = _State()
     if threading.current_thread() is not threading.main_thread():
@@ -143,7 +145,7 @@ def listening() -> Iterator[None]:
 def _hear(number: int, frame: FrameType | None) -> None:
     if number == _HANGUP:
         _forget_the_terminal()
-        if _state.first == _HANGUP:  # from the shell and from the terminal: they mean one thing
+        if _state.first == _HANGUP:  # the shell and the terminal both send it
             return
     _state.received += 1
     if _state.first in (None, signal.SIGINT):
@@ -165,8 +167,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave(number: int) -> NoReturn:
-    """End at once. No library is asked to write: it may be what was cut."""
-    if _state.is_leaving:  # one more, in the middle of the word
+    """End the process at once. No library writes the message, because it may be what was interrupted."""
+    if _state.is_leaving:  # another signal within this function
         os._exit(128 + number)
     _state.is_leaving, words = True, "interrupted"
     with suppress(OSError):
@@ -182,7 +184,7 @@ def _as_json(words: str) -> dict[str, Any]:
 
 
 def _forget_the_terminal() -> None:
-    """Output to a terminal that has gone is dropped, without an error."""
+    """Discard output to a closed terminal, without an error."""
     for stream in (1, 2):
         try:
             termios.tcgetattr(stream)

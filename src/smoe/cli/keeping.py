@@ -1,4 +1,4 @@
-"""Remembering what a command has measured; where that cannot be: a warning before the work, and the result."""
+"""Stores what a command has measured. If that is impossible: a warning before the work, and the printed result."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from smoe.user_cache import PLACE, cache_folder, check_writable
 
 
 class ResultDestination:
-    """Made before a long measurement: says at once where its result will be shown but not remembered."""
+    """The place of a result, made before a long measurement: warns at once if the result cannot be stored."""
 
     def __init__(self) -> None:
         self._is_printed = False
         self.can_keep = True
-        """Whether the folder could be written when this was made."""
+        """Whether the folder was writable when this object was made."""
         try:
             check_writable()
         except OSError as error:
@@ -23,7 +23,7 @@ class ResultDestination:
             self._say("will not be", error)
 
     def keep(self, save: Callable[[], Path]) -> Path | None:
-        """Where `save` has put a result; None where it could not."""
+        """Return where `save` has stored a result; None where it failed."""
         try:
             return save()
         except OSError as error:

@@ -1,5 +1,4 @@
-"""The log of the package on stderr, for users who ask for it: `-v`, `-vv`, or SMOE_LOG=info. Everything logs under
-`smoe`."""
+"""The package's log on stderr, on request: `-v`, `-vv`, or SMOE_LOG=info. All loggers are below `smoe`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _ToStderr(logging.Handler):
-    """Writes to stderr as it is at the moment: a bar takes its place while it is shown."""
+    """Writes to the current stderr, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # a log that cannot be written, on a full disk, fails no command
@@ -25,9 +24,10 @@ class _ToStderr(logging.Handler):
 
 @contextmanager
 def logged(verbosity: int) -> Iterator[None]:
-    """Inside, the package's log is shown: 1 for information, 2 for all of it; 0: what SMOE_LOG says, else nothing.
+    """Show the package's log for the duration of the `with` block. `verbosity`: 1: information; 2: everything; 0: as
+    SMOE_LOG, or nothing.
 
-    Raises `ConfigError` for a level that SMOE_LOG cannot mean.
+    Raises `ConfigError` for an invalid level in SMOE_LOG.
     """
     level = _level(verbosity)
     if level is None:

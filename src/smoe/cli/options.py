@@ -1,6 +1,6 @@
-"""The options that commands share, each defined once.
+"""The options that several commands share, each defined once.
 
-A command takes a whole group (`engine: EngineOptions`), whose fields `spread.py` puts on the command line.
+A command takes a whole group (`engine: EngineOptions`), whose fields `spread.py` adds to the command line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def _list_settings(given: list[str] | None) -> list[str] | None:
-    """What `--set help` asks for, and leave; anything else goes on."""
+    """Print the list of `--set help` and exit; return other values unchanged."""
     if not asks_for_help(given or ()):
         return given
     if "--json" in sys.argv[1:]:
@@ -48,7 +48,7 @@ def _list_settings(given: list[str] | None) -> list[str] | None:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the model is served: the fields of `EngineConfig` that a command line needs."""
+    """The options of the engine: the fields of `EngineConfig` that a command line needs."""
 
     memory: Annotated[
         str | None,
@@ -259,10 +259,10 @@ class EngineOptions:
     ] = False
 
     def config(self, sequences: int = 1) -> EngineConfig:
-        """The engine's configuration for `sequences` prompts at once.
+        """Return the engine's configuration for `sequences` prompts at once.
 
-        An alpha without a preset means the smoe preset with that alpha, what `smoe eval` prices; a perplexity without
-        one the balanced preset, low copies the hobbit preset.
+        Without a preset, an alpha implies the smoe preset, a perplexity bound the balanced preset, and low copies the
+        hobbit preset.
         """
         if self.alpha and self.preset == "smoe-exact":
             raise ConfigError(
@@ -312,7 +312,7 @@ class EngineOptions:
 
     @property
     def _preset(self) -> str:
-        """The one that is named, else the one that an option means by itself."""
+        """Return the given preset, or the one that an option implies."""
         if self.preset != "exact":
             return self.preset
         if self.max_perplexity_increase is not None:
@@ -323,7 +323,7 @@ class EngineOptions:
 
 
 MOST_INCREASE = 0.5
-"""The largest accepted increase of perplexity; more means that the per cent sign was left out."""
+"""The largest accepted increase of perplexity; a larger one means that the per cent sign is missing."""
 _AS_GIVEN = (
     "threads",
     "dtype",
@@ -346,8 +346,8 @@ _AS_GIVEN = (
 
 
 def in_container(config: EngineConfig) -> EngineConfig:
-    """The same for a process that has a container for itself: it takes the container's limit, where there is one and no
-    amount of memory is given, on a CPU."""
+    """Return the configuration of a process that has a container for itself, on a CPU: the container's limit is the
+    memory budget, if there is a limit and no budget was given."""
     from smoe.load.planned_device import planned_device
     from smoe.machine.available_memory import container_bytes
     from smoe.machine.device import CPU
@@ -360,7 +360,7 @@ def in_container(config: EngineConfig) -> EngineConfig:
 
 
 def _refuse_idle_copies(config: EngineConfig) -> None:
-    """Raise `ConfigError` for low copies that would only take room: nothing would ask for one."""
+    """Raise `ConfigError` for low copies that would never be used."""
     by_thresholds = config.precision_shares is None and not config.prices_answers
     if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
         raise ConfigError(
@@ -374,9 +374,9 @@ def _refuse_idle_copies(config: EngineConfig) -> None:
 
 
 def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
-    """The configuration asked for, ready for any threshold: the smoe preset where none is named.
+    """Return the configuration for any threshold: the smoe preset, if none is given.
 
-    Raises `ConfigError` where a threshold was given, as the command chooses its own.
+    Raises `ConfigError` for a given threshold, because the command chooses its own.
     """
     if options.alpha is not None:
         message = "this command sets alpha; leave out --alpha"
@@ -388,7 +388,7 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
 
 
 def perplexity_share(given: str) -> float:
-    """An increase of perplexity as it is written, such as 1%, as a share."""
+    """Return a written increase of perplexity, such as 1%, as a share."""
     allowed = parse_share(given, "max_perplexity_increase")
     if allowed > MOST_INCREASE:
         raise ConfigError(
@@ -402,7 +402,7 @@ def perplexity_share(given: str) -> float:
 
 
 def check_text(text: str, source: str) -> None:
-    """Refuse what an operating system hands on though it is no text: bytes that are not UTF-8."""
+    """Raise `ConfigError` for bytes that are not UTF-8, which an operating system may pass."""
     try:
         text.encode("utf8")
     except UnicodeEncodeError as error:

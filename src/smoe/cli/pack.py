@@ -44,11 +44,11 @@ _PRECISION_HELP = "int8, int4, int3 or int2 (lossy), or several separated by com
 
 
 class _CalibrationText(NamedTuple):
-    """What to calibrate with."""
+    """The text for calibration."""
 
     path: Path
     tokens: int
-    """At most."""
+    """The most tokens to read."""
 
 
 def command(
@@ -104,7 +104,7 @@ def command(
 
 
 def _precisions(given: str | None) -> list[str | None]:
-    """What was asked for, in its order; None: as the dtype says."""
+    """Return the requested precisions in their order; None: the dtype decides."""
     from smoe.bounds import PRECISION
 
     if given is None:
@@ -124,7 +124,7 @@ def _pack(
     force: bool,
     text: _CalibrationText | None,
 ) -> dict[str, Any]:
-    """Pack what there is no good file of yet, and say what is there then."""
+    """Pack what has no valid file yet, and return what exists then."""
     from dataclasses import replace
 
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
@@ -166,7 +166,7 @@ def _pack(
 
 
 def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Contents:
-    """What a file has that changes no number."""
+    """Return the contents of a file that changes no number."""
     from smoe.models.packed import contents_as_they_are
 
     checkpoint.check_gatherable()
@@ -192,7 +192,7 @@ def _same_for_every(dtype: str, what: str) -> ConfigError:
 
 
 def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One file, for programs."""
+    """Return one file's description, for programs."""
     return {
         "file": str(path),
         "contents": contents.name,
@@ -204,7 +204,7 @@ def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[s
 
 
 def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
-    """The tokens to calibrate with; none where no text is given."""
+    """Return the tokens for calibration; empty without a text."""
     from smoe.eval.calibrate import calibration_ids
     from smoe.eval.texts import read_documents
 
@@ -214,7 +214,7 @@ def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
 
 
 def _mark(ids: Sequence[int]) -> str | None:
-    """The mark in a file that says what it was calibrated with."""
+    """Return the mark that identifies a file's calibration text."""
     from hashlib import sha256
 
     return sha256(repr(list(ids)).encode()).hexdigest() if ids else None
@@ -224,7 +224,8 @@ def _mark(ids: Sequence[int]) -> str | None:
 def _calibration(
     model: str, revision: str | None, pack_folder: Path, spec: LibrarySpec, ids: Sequence[int]
 ) -> Iterator[Calibration | None]:
-    """What the experts are given while the model reads `ids`, on disk in the folder of the packs until the end."""
+    """Yield the experts' inputs while the model reads `ids`, stored in the folder of the packs for the duration of the
+    `with` block."""
     from tempfile import TemporaryDirectory
 
     from smoe.cli.console import progress
@@ -250,7 +251,7 @@ def _calibration(
 
 
 def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
-    """The packed file that is there, where it fits the checkpoint and every byte is as it was written."""
+    """Return the existing packed file, if it fits the checkpoint and all its checksums are correct."""
     from smoe.cli.console import note, warn
     from smoe.cli.pack_check import find_damage
 
@@ -288,7 +289,7 @@ def _write(
             if not first:
                 first.append(done)
             amount = f"{format_bytes(done * contents.stride)} of {format_bytes(total * contents.stride)}"
-            bars.update(task, completed=done, amount=amount, skipped=first[0] - 1)  # what an interrupted run has left
+            bars.update(task, completed=done, amount=amount, skipped=first[0] - 1)  # from an interrupted run
 
         try:
             return pack(checkpoint.place, contents, experts, show, calibration)
@@ -297,7 +298,7 @@ def _write(
 
 
 def _show_errors(found: dict[str, Any]) -> None:
-    """What quantising cost, by layer: the error of the weights, relative to their size."""
+    """Print the error of the weights relative to their size, by layer."""
     from smoe.cli.console import note
 
     errors = [(each["layer"], each["relative_error"]) for each in found["layers"] if "relative_error" in each]

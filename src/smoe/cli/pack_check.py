@@ -1,4 +1,4 @@
-"""A packed file read against its checksums, with a bar that tells how far it is."""
+"""Verifies a packed file against its checksums, with a progress bar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from smoe.units import format_bytes
 
 
 def find_damage(packed: Packed, contents: Contents, command: str) -> list[int]:
-    """Layers whose bytes are not those that were written; `command` begins the lines where no bar is shown."""
+    """Return the layers whose bytes differ from those that were written; `command` begins the lines where no bar is
+    shown."""
     with progress(command) as bars:
         task = bars.add_task("checking the packed file", total=contents.experts * contents.stride, amount="")
 

@@ -1,4 +1,4 @@
-"""`smoe plan`: what a model needs and what a budget buys, before anything is downloaded."""
+"""`smoe plan`: forecasts what a model needs and what a budget achieves, before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ headers are read. Run smoe doctor once for measured rates.
 
 
 _LEAST_GAIN = 0.01
-"""The least gain of speed that is worth an advice."""
+"""The least gain of speed that is worth mentioning."""
 
 
 @dataclass(frozen=True)
 class MachineOptions(EngineOptions):
-    """The same options; a profile alone means the machine to plan for."""
+    """The engine's options for a plan: a profile alone selects the machine to plan for."""
 
     def config(self, sequences: int = 1) -> EngineConfig:
         is_named = self.profile is not None and self.device is None
@@ -153,13 +153,13 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
 
 
 def _command(model: str, outlook: Outlook) -> str:
-    """What to type to run it."""
+    """Return the command line that runs the model."""
     options = (f"--{name} {value}" for name, value in outlook.settings.items())
     return " ".join(["smoe generate", shlex.quote(model), *options, '-p "..."'])
 
 
 def _print_others(outlook: Outlook, console: Console) -> None:
-    """Other presets and precisions, in the same budget."""
+    """Print other presets and precisions with the same budget."""
     from rich.table import Table
 
     console.print("\n[bold]other presets and precisions with the same memory[/bold]")
@@ -180,12 +180,12 @@ def _print_others(outlook: Outlook, console: Console) -> None:
 
 
 def _lacking(outlook: Outlook) -> list[str]:
-    """What has to be made first."""
+    """Return lines about what must be made first."""
     return [f"missing: {line}" for line in outlook.asked.missing]
 
 
 def _expected(outlook: Outlook, case: Case) -> str:
-    """Tokens a second: one figure where a run has taught the forecast, else a range."""
+    """Return the expected tokens per second: one figure where a run has calibrated the forecast, else a range."""
     simulated = case.run.tokens_per_second
     if outlook.spread == (1, 1):
         return _rate(simulated)
@@ -193,16 +193,16 @@ def _expected(outlook: Outlook, case: Case) -> str:
 
 
 def _first(outlook: Outlook, case: Case) -> str:
-    """Likewise the time to the first token."""
+    """Return the expected time to the first token, as `_expected` does for speeds."""
     if outlook.spread == (1, 1):
         return format_seconds(case.run.ttft_seconds)
     low, high = (format_seconds(_roughly(seconds)) for seconds in outlook.seconds(case.run.ttft_seconds))
     number, _, unit = low.partition(" ")
-    return _span(number if high.partition(" ")[2] == unit else low, high)  # minutes have seconds behind them
+    return _span(number if high.partition(" ")[2] == unit else low, high)  # minutes are followed by seconds
 
 
 def _roughly(number: float) -> float:
-    """The number with two digits, as an end of a range has no more to say."""
+    """Return the number rounded to two digits, enough for the end of a range."""
     return float(f"{number:.2g}")
 
 
@@ -218,12 +218,12 @@ _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": 
 
 
 def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
-    """Entries that take something: what a model lacks, or what is counted elsewhere, is no line to read."""
+    """Return the entries that take memory."""
     return [(name, count) for name, count in entries.items() if count]
 
 
 def _experts(ledger: Ledger) -> str:
-    """How many stay, at least and at most."""
+    """Return how many experts stay in memory, at least and at most."""
     nbytes = format_bytes(ledger.most_experts_bytes)
     if ledger.most_slots == ledger.cache_slots:
         return f"{_slots(ledger)}, {nbytes}"
@@ -240,19 +240,19 @@ def _slots(ledger: Ledger) -> str:
 
 
 def _bytes(choice: Choice) -> str:
-    """The bytes from typical to uniform routing; one figure where they are the same."""
+    """Return the bytes from typical to uniform routing; one figure where they are equal."""
     return _span(format_bytes(choice.typical.bytes_per_token), format_bytes(choice.uniform.bytes_per_token))
 
 
 def _speeds(choice: Choice) -> str:
-    """Without the unit, which stands in the head: a row fits a line of 80 columns."""
+    """Return the speeds without a unit, so that a row fits 80 columns; the heading has the unit."""
     if choice.tokens_per_second is None:
         return "?"
     return _span(*map(_rate, choice.tokens_per_second))
 
 
 def _recommended(result: Forecast) -> str:
-    """One line: what to type on this machine, and what to expect."""
+    """Return a line with the recommended options for this machine, and the expected speed."""
     if result.is_emulated:
         return f"To run on {result.rates.source.split(',')[0].removeprefix('profile ')}, or another budget there:"
     from smoe.report.outlook import size_to_type
@@ -284,6 +284,6 @@ def _size(result: Forecast) -> str:
 
 
 def _precision(spec: ModelSpec) -> str:
-    """What the weights are stored in."""
+    """Return the type in which the weights are stored."""
     dtype = str(spec.dtype)
     return dtype if spec.stored_bytes is None else f"its quantised formats, computed in {dtype}"

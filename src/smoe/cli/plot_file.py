@@ -1,4 +1,4 @@
-"""`--plot` and `--out`: where pictures are drawn."""
+"""Checks the files of `--plot` and `--out`, before the work for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smoe.errors import ConfigError
 
 
 def check_plot(path: Path) -> None:
-    """Refuse before hours of work what could not be drawn after them."""
+    """Raise `ConfigError` for a picture that could not be drawn, before hours of work."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise _no_plot(path, "; it must end in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
 
 
 def check_folder(path: Path, setting: str = "out") -> None:
-    """Refuse a folder for pictures, which need not be there yet, before the work for them."""
+    """Raise `ConfigError` for an unusable folder for pictures, before the work for them; it need not exist yet."""
     place = path if path.exists() else path.absolute().parent
     if not place.is_dir():
         why = (

@@ -1,4 +1,4 @@
-"""Pricing thresholds for a command: the text, a bar for each, the table."""
+"""Measures the quality costs of thresholds for a command: the text, a progress bar for each, the table."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ substitute or low copy computed, or that were dropped; hits: experts in memory""
 
 @dataclass(frozen=True)
 class Material:
-    """What a model is priced on."""
+    """The texts and questions on which quality costs are measured."""
 
     text: Path | None
-    """None: the demo's stories."""
+    """The text; None: the demo's stories."""
     tokens: int
-    """Of the text, at most."""
+    """The most tokens of the text."""
     questions: Path | None = None
-    """None: the demo's own for the demo, none for other models."""
+    """The questions; None: the demo's own for the demo, none for other models."""
     most_questions: int = 0
     tasks: tuple[str, ...] = ()
-    """Of the evaluation harness, in place of questions; so many of each."""
+    """Tasks of the evaluation harness, in place of questions; `most_questions` of each."""
     task_folder: Path | None = None
-    """Where tasks of the user's own are described."""
+    """A folder with descriptions of the user's own tasks."""
     least_tokens: int = 2
-    """With fewer of them there is nothing to say."""
+    """The fewest tokens from which a result is meaningful."""
 
 
 def measured(
     engine: EngineOptions, model: str, thresholds: list[float], material: Material, out: Path | None
 ) -> tuple[list[Price], dict[str, Any]]:
-    """The price of every threshold, and the circumstances.
+    """Return the quality cost of every threshold, and the circumstances.
 
-    After an interrupt the finished thresholds remain, without `out` in a folder for temporary files, and a line says
-    where; an interrupt is raised again with it.
+    After an interrupt the results of finished thresholds remain (without `out` in a temporary folder), a message says
+    where, and the interrupt is raised again.
     """
     if out is not None:
         _make_folder(out)
@@ -96,7 +96,7 @@ def _what_is_stored(folder: Path, out: Path | None) -> str:
 
 
 def _make_folder(out: Path) -> None:
-    """Complain before hours of work about what would fail after the first of them."""
+    """Create the folder, and raise `ConfigError` before hours of work where results cannot be stored."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -120,7 +120,7 @@ def _measure(
     asked = read_questions(material.questions)[:most] if has_questions else []
     config = options.config()
     if not config.prices_answers:
-        config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is proven
+        config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is tested
     elif thresholds != [0.0]:
         raise ConfigError(
             "within a quality budget every miss is resolved on its own, without an alpha: leave out --alphas",
@@ -150,14 +150,14 @@ def _measure(
             ledger = offload.ledger
             resident = {"slots": ledger.cache_slots, "resident_share": ledger.resident_share}
             found = circumstances | {**numbers._asdict(), **resident}
-            # every choice in the same memory, whatever would have been taken for it alone
+            # all choices in the same memory budget
             in_memory = {"memory_bytes": ledger.budget_bytes, "resident_share": None}
     return prices, found
 
 
 def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[EngineConfig, list[float]]]:
-    """What is measured at which thresholds: the model itself first, which all else is compared with; then one choice
-    of fewer bits after the other, so that each one's share is seen."""
+    """Return configurations with their thresholds, in order: the unmodified model first, which is the reference; then
+    one lossy choice after the other, so that the share of each is visible."""
     if config.activations == AUTO:  # what choices cost is measured without rounding that was not asked for
         config = replace(config, activations=BF16)
     whole = replace(without_low_copies(config), max_perplexity_increase=None, tpot_seconds=None)
@@ -167,7 +167,7 @@ def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[Engine
 
 
 def _circumstances(model: str, config: EngineConfig, material: Material, budget_bytes: int) -> dict[str, Any]:
-    """What results can be compared under."""
+    """Return the circumstances under which results are comparable."""
     return {
         "model": model,
         "memory_budget_bytes": budget_bytes,
@@ -182,7 +182,7 @@ def _circumstances(model: str, config: EngineConfig, material: Material, budget_
 
 
 def _documents(tokenizer: Any, texts: list[str], material: Material, context_tokens: int) -> list[list[int]]:
-    """Token ids; raises `ConfigError` where they are too few."""
+    """Return the documents' token ids. Raises `ConfigError` where they are too few."""
     documents, least = _cut(tokenizer, texts, material.tokens, context_tokens), material.least_tokens
     tokens = sum(map(len, documents))
     if tokens < least:
@@ -204,7 +204,7 @@ def _harness(material: Material) -> Exam:
 
 
 def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list[Question]:
-    """The questions that the context has room for; says how many it has not."""
+    """Return the questions that fit the context, and warn about the others."""
     possible = fitting(asked, tokenizer, context_tokens)
     if asked and not possible:
         message = f"no question fits in the context of {context_tokens} tokens; raise --context"
@@ -221,7 +221,7 @@ def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list
 
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
-    """Token ids of the documents, each cut at the context, all together at `tokens` predictions."""
+    """Return the documents' token ids, each cut at the context, with `tokens` predictions in all."""
     documents: list[list[int]] = []
     for text in texts:
         ids = tokenizer(text)["input_ids"][: min(context, tokens + 1)]
@@ -234,7 +234,7 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 
 
 class _Bar:
-    """One bar over all thresholds; the length of answers is not known before, so it is a guess."""
+    """One progress bar over all thresholds; the length of answers is unknown, so it is estimated."""
 
     def __init__(self, numbers: Numbers, thresholds: list[float], text_tokens: int, questions: int) -> None:
         self._progress = progress("price", "tokens")
@@ -254,7 +254,7 @@ class _Bar:
     def start(self, alpha: float) -> Any:
         number = self._alphas.index(alpha)
         title = f"{self._in_numbers}alpha {alpha:g} ({number + 1} of {len(self._alphas)})"
-        # whatever else came before was measured in an earlier run, and took no time of this one
+        # the rest was measured in an earlier run and took no time of this one
         skipped = (number - self._started) * self._each
         self._started += 1
         self._bars.update(self._task, description=title, completed=number * self._each, skipped=skipped)
@@ -290,7 +290,7 @@ def _row(price: Price) -> list[str]:
 
 
 def _label(quality: Quality) -> str:
-    """What was measured; with low copies an alpha of 0 is not shown, as the table would be too wide."""
+    """Return the settings of a row; with low copies an alpha of 0 is omitted, to keep the table narrow."""
     numbers = str(quality.numbers)
     return numbers if quality.low and not quality.alpha else f"{numbers} {quality.alpha:g}".lstrip()
 
@@ -302,7 +302,7 @@ def _interval(change: Change | None, is_enough: bool) -> str:
 
 
 def _signed(value: float) -> str:
-    """A tenth matters below ten only, and would make the table too wide above."""
+    """Format a difference; a tenth is shown below ten only, to keep the table narrow."""
     return f"{value:+.1f}" if abs(value) < 9.95 else f"{value:+.0f}"
 
 

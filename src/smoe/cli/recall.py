@@ -1,4 +1,4 @@
-"""`smoe eval --recall`: how well a shadow in fewer bits says which experts come."""
+"""`smoe eval --recall`: measures how well a draft model in fewer bits predicts the experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from smoe.runtime.shadow import Alignment
 
 TOKENS = 256
-"""Decoded after each prompt, where the user does not say: as many as most of the paper's runs."""
+"""The default number of tokens decoded after each prompt: as many as most of the paper's runs."""
 _SHADOWS, _PERIODS, _PROMPTS, _PROMPT_TOKENS = "int8,int4", "0,1,4,16", 8, 40
 _MOST_PERIOD = 1 << 20
 _PANEL = "Recall of draft models (OD-MoE)"
@@ -52,7 +52,7 @@ for nothing."""
 
 @dataclass(frozen=True)
 class RecallOptions:
-    """What `smoe eval --recall` asks for."""
+    """The options of `smoe eval --recall`."""
 
     recall: Annotated[
         bool,
@@ -92,14 +92,14 @@ class RecallOptions:
     ] = None
 
     def refuse_idle(self) -> None:
-        """Raise `ConfigError` where something was asked of a recall that was not."""
+        """Raise `ConfigError` for options of a recall that was not requested."""
         for name in ("shadow", "periods", "prompts", "prompt_tokens"):
             if getattr(self, name) is not None:
                 raise ConfigError.idle(name, getattr(self, name), "`recall`")
 
     @property
     def precisions(self) -> list[str]:
-        """The shadows asked for, each once."""
+        """The precisions of the requested draft models, each once."""
         names = [name.strip() for name in (_SHADOWS if self.shadow is None else self.shadow).split(",")]
         for name in names:
             if name not in (*PRECISION, *DTYPES):
@@ -108,7 +108,7 @@ class RecallOptions:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(T, KV) of every alignment asked for, each once."""
+        """(T, KV) of every requested alignment, each once."""
         words = [word.strip() for word in (_PERIODS if self.periods is None else self.periods).split(",")]
         pairs = [re.fullmatch(r"[Tt](\d{1,7})[ _]?[Kk][Vv](\d{1,7})", word) for word in words]
         if all(pairs):
@@ -124,7 +124,7 @@ class RecallOptions:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """(prompts, tokens of each)."""
+        """(number of prompts, tokens of each)."""
         prompts = _PROMPTS if self.prompts is None else self.prompts
         length = _PROMPT_TOKENS if self.prompt_tokens is None else self.prompt_tokens
         for name, value in (("prompts", prompts), ("prompt_tokens", length)):
@@ -142,7 +142,7 @@ def compare_shadows(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure, show, write and draw."""
+    """Measure the recall, print it, store it and draw it."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
     from smoe.cli.plot_file import check_folder
     from smoe.eval.shadow_recall import compare
@@ -176,7 +176,7 @@ def compare_shadows(
 
 
 def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
-    """The configuration of the exact run; raises `ConfigError` where it would be none, or has no room for it."""
+    """Return the configuration of the exact run. Raises `ConfigError` for lossy settings or a too short context."""
     config = engine.config()
     if config.lossy:
         raise ConfigError(
@@ -203,8 +203,8 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
 def _all_loaded(
     model: str, engine: EngineOptions, config: EngineConfig, precisions: list[str]
 ) -> Iterator[tuple[PreTrainedModel, LibrarySpec, dict[str, PreTrainedModel]]]:
-    """The model and its shadows in memory together: first the shadows whole, then the model in what was asked for it,
-    or in what is left."""
+    """Load the model and its draft models together: first the draft models with all experts, then the model with its
+    given budget or the remaining memory."""
     from smoe.cli.session import loaded
     from smoe.models.read_spec import read_spec
 
@@ -218,7 +218,7 @@ def _all_loaded(
 
 
 def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> None:
-    """Raise `ConfigError` where the model cannot read so much, in words of what was asked for."""
+    """Raise `ConfigError` where the context is too short, in terms of the given options."""
     from smoe.models.read_spec import read_spec
 
     try:
@@ -242,7 +242,7 @@ def _of_shadow(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfig]) -> None:
-    """Raise `ConfigError` where a pack is missing, or the shadows are larger than what is free; say what they take."""
+    """Raise `ConfigError` where a pack is missing or the draft models exceed the free memory; print their sizes."""
     from smoe.cli.console import note
     from smoe.load.device import choose_device
     from smoe.machine.available_memory import free_device_bytes, less_margin
@@ -293,7 +293,7 @@ def _circumstances(model: str, text: Path | None, config: EngineConfig, spec: Li
 
 
 def _print(found: RecallComparison) -> None:
-    """The shadows, then those who need none."""
+    """Print the draft models, then the predictors that need none."""
     from rich.table import Table
 
     from smoe.cli.console import errors, note

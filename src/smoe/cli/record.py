@@ -1,4 +1,4 @@
-"""`smoe record`: write down what the routers say while a model generates or reads."""
+"""`smoe record`: records the routers' outputs while a model generates or reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from smoe.trace.recorder import Recorder
 
 _TOKENS = 2000
-"""Read of a text, at most, where the user does not say."""
+"""The default number of tokens of a text that are read."""
 EPILOG = """Examples:
 
 smoe record --out demo.trace -p "Once upon a time" --max-new-tokens 200
@@ -91,7 +91,7 @@ def command(
 
 
 def _destination(out: Path, model: str, force: bool) -> Path:
-    """The file to write; refused before any work where it cannot be written."""
+    """Return the file to write. Raises `ConfigError` before any work where it cannot be written."""
     from smoe.trace.file import refuse_existing
 
     path = out / f"{Path(model).name or 'model'}.trace" if out.is_dir() else out
@@ -115,7 +115,7 @@ def _no_place(out: Path, why: str) -> ConfigError:
 
 
 def _prompts(given: list[str], files: list[Path], model: str) -> list[str]:
-    """The prompts of the command line and of files, in this order; the demo has one of its own."""
+    """Return the prompts of the command line and of files, in this order; the demo has a default prompt."""
     from smoe.cli.console import note
     from smoe.eval.texts import read_documents
 
@@ -137,7 +137,7 @@ def record(
     path: Path,
     force: bool,
 ) -> dict[str, Any]:
-    """Continue `texts`, or read at most `tokens` of them, and say what was recorded."""
+    """Continue `texts`, or read at most `tokens` of them. Return what was recorded."""
     from smoe.cli.console import Patience
     from smoe.cli.session import loaded
     from smoe.load.tokenizer import load_tokenizer
@@ -172,7 +172,7 @@ def record(
 
 
 def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
-    """Prompts that run together; one that is too long is refused before the first one runs."""
+    """Return batches of prompts. Raises `ContextError` for a prompt that is too long, before the first one runs."""
     from smoe.errors import ContextError
     from smoe.generation.choices import pad_token
     from smoe.generation.generate import encode
@@ -194,13 +194,14 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
 
 
 def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
-    """Rows of a layer that a batch can give: padding included, the last new token never read."""
+    """Return the most rows of a layer that a batch can produce: including padding, without the last new token, which is
+    never read."""
     rows, width = batch.input_ids.shape
     return int(rows * (min(width + sampling.max_new_tokens, engine.context_tokens) - 1))
 
 
 def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[list[int]]:
-    """Token ids of the documents, each cut at the context (with a note), all together at `tokens`."""
+    """Return the documents' token ids, each cut at the context (with a warning), at most `tokens` in all."""
     from smoe.cli.console import warn
 
     documents: list[list[int]] = []
@@ -216,7 +217,7 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 
 
 def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
-    """Documents token by token; False where the user has had enough."""
+    """Read documents token by token. Return False after an interrupt."""
     from smoe.generation.teacher_forcing import forced
 
     try:
@@ -230,7 +231,7 @@ def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
 
 
 def _generate(model: Any, tokenizer: Any, batches: list[Batch], sampling: Sampling, recorder: Recorder) -> bool:
-    """Every batch continued; False where the user has had enough."""
+    """Continue every batch. Return False after an interrupt."""
     from smoe.cli.console import warn
     from smoe.generation.library_batch import continue_batch
 

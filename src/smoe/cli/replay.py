@@ -1,4 +1,4 @@
-"""`smoe replay`: how often a cache of any size, under any policy, would have held what a recorded run wanted."""
+"""`smoe replay`: computes the hit ratio of a cache of any size and policy on a recorded run."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def command(
 
 
 def _check(slots: int | None, resident: str | None, eviction: str, alpha: float, pools: str) -> None:
-    """What can be refused before the trace is opened."""
+    """Raise `ConfigError` for invalid options, before the trace is opened."""
     if pools not in POOLS:
         raise ConfigError.no_choice("pools", pools, POOLS)
     configure(alpha=alpha)
@@ -126,7 +126,7 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
 def _check_clock(
     profile: str | None, expert_size: str | None, balance: str | None, foresight: float | None, pools: str
 ) -> None:
-    """What a simulated time needs, and what is idle without one."""
+    """Raise `ConfigError` where a simulated time lacks an option, or where an option would have no effect."""
     from smoe.memory.emulation import read_profile
     from smoe.report.replayed import BALANCE
 
@@ -153,7 +153,7 @@ def _check_clock(
 def _on_clock(
     path: Path, found: dict[str, Any], profile: str, expert_size: str, balance: str, foresight: float | None
 ) -> dict[str, Any]:
-    """The same replay at the times of a device."""
+    """Replay the run with the times of a device."""
     from smoe.memory.emulation import read_profile
     from smoe.policy.step import Switches
     from smoe.report.replayed import replayed_on
@@ -231,7 +231,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 
 def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
-    """A policy by name; Belady gets the future, the learned one what was learned of the model."""
+    """Return a policy by name; Belady gets the future, the learned policy its parameters for the model."""
     from smoe.routing import observation
 
     if name == LEARNED:
@@ -240,7 +240,8 @@ def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Evicti
 
 
 def next_use_for(header: TraceHeader) -> NextUse:
-    """What the learned eviction has learned of a trace's model; raises `ConfigError` where nothing is here."""
+    """Return the learned parameters of the eviction policy for a trace's model. Raises `ConfigError` where there are
+    none."""
     from smoe.load.next_use import next_use_of
     from smoe.models.files import local_place
 

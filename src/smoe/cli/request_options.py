@@ -1,4 +1,4 @@
-"""The options of what is asked of a model: prompts, and how tokens are chosen."""
+"""The options of requests: prompts, and the choice of tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ParseControlTokens = Annotated[
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen."""
+    """The options for the choice of tokens."""
 
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", rich_help_panel=_SAMPLING)] = 128
     temperature: Annotated[
@@ -52,7 +52,8 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class ChatSamplingOptions:
-    """How tokens of a conversation are chosen; what is not given is the model's own (its generation_config.json)."""
+    """The options for the choice of tokens in a conversation; those left out have the model's values (its
+    generation_config.json)."""
 
     max_new_tokens: Annotated[
         int | None,
@@ -98,7 +99,7 @@ class ChatSamplingOptions:
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Where prompts come from."""
+    """The options for prompts."""
 
     prompt: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""`smoe serve`: a model over HTTP, as OpenAI's clients ask for it."""
+"""`smoe serve`: serves a model over HTTP with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SERVER = "Server"
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where it listens, who may ask, and how much."""
+    """The options of the server: its address, who may use it, and its limits."""
 
     host: Annotated[
         str,
@@ -151,7 +151,8 @@ class ServerOptions:
     ] = 30.0
 
     def config(self) -> ServerConfig:
-        """Raises `ConfigError` for what cannot be, or would let in more than requested."""
+        """Return the server's settings. Raises `ConfigError` for invalid ones, or if other machines could connect
+        without a key."""
         from smoe.server.settings import ServerConfig
 
         return ServerConfig(
@@ -174,14 +175,14 @@ class ServerOptions:
         )
 
     def template(self) -> str | None:
-        """The chat template that replaces the model's own. Raises `ConfigError` for one that cannot be used."""
+        """The chat template that replaces the model's own; None: no replacement. Raises `ConfigError` for an invalid
+        one."""
         from smoe.conversation.template_file import read_template
 
         return None if self.chat_template is None else read_template(self.chat_template)
 
     def _key(self) -> str | None:
-        """What clients must send. Raises `ConfigError` for a file that has no key, or one in addition to another
-        key."""
+        """Return the key that clients must send. Raises `ConfigError` for a file without a key, or two keys."""
         if self.api_key_file is None:
             return self.api_key
         if self.api_key is not None:
@@ -237,7 +238,7 @@ def _serve(
     engine: EngineOptions,
     as_json: bool,
 ) -> tuple[Totals, Exception | None]:
-    """Run until a signal, or until a failure with `--exit-on-failure`; returns whether it failed."""
+    """Serve until a signal, or until a failure with `--exit-on-failure`. Return the totals and the failure."""
     from smoe.cli.console import note, warn
     from smoe.cli.interrupts import answered_by
 
@@ -252,7 +253,7 @@ def _serve(
     from smoe.server.totals import totals_of
 
     def warned(text: str) -> None:
-        with suppress(OSError):  # the reader may have gone, or the disk be full: the server continues
+        with suppress(OSError):  # the reader may have ended, or the disk may be full: the server continues
             warn(text)
 
     def print_note(text: str) -> None:
@@ -274,7 +275,7 @@ def _serve(
                 opened(bound_socket, config)  # before the address is printed: an early client waits a moment
                 _tell_where(bound_socket, serving, as_json)
                 gc.collect()
-                gc.freeze()  # what is loaded by now stays: collections that look at it all hold everything up
+                gc.freeze()  # excludes loaded objects from collections, which would delay everything
                 listener.run([bound_socket])
             finally:
                 serving.close()
@@ -318,7 +319,7 @@ def _tell_the_end(totals: Totals, as_json: bool) -> None:
 
 
 def _name(given: str | None, model: str) -> str:
-    """What clients call the model: an id as it is, of a path the last part."""
+    """Return the model's name for clients: an id unchanged, or the last part of a path."""
     if given is not None and (not given.strip() or not given.isprintable()):
         raise ConfigError.out_of_bounds("name", given, "a name that can be read")
     if given is not None:

@@ -1,4 +1,4 @@
-"""Loading a model for a command: progress while it loads, a word about the budget, and its tokenizer."""
+"""Loads a model for a command: progress while it loads, a note about the budget, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _log = logging.getLogger(__name__)
 def loaded(
     model: str, config: EngineConfig, revision: str | None, prompts: Sequence[str] = ()
 ) -> Iterator[PreTrainedModel]:
-    """The model behind its engine, closed at the end; says what the budget is and why.
+    """Yield the model with its engine, closed at the end of the `with` block; print the budget and its reason.
 
-    `prompts` of no tokens are refused before the weights are read.
+    Empty `prompts` are refused before the weights are read.
     """
     transformers.logging.set_verbosity_error()
     watch, checking = _Watch(f"loading {model}"), _Checking()
 
     def start(ledger: Ledger) -> None:
-        if not all(prompt.strip() for prompt in prompts):  # what they become depends on the tokenizer
+        if not all(prompt.strip() for prompt in prompts):  # the tokenizer decides whether they are empty
             encode(load_tokenizer(model, revision), prompts)
         if config.cluster is not None:
             note(_open_to(config.cluster))
@@ -76,7 +76,7 @@ def loaded(
 
 
 def _note_shadow(report: dict[str, Any] | None) -> None:
-    """Whether the shadow of a cluster is there."""
+    """Print whether a cluster's draft model is connected."""
     if report is None:
         warn(
             "no draft model has connected, so workers do not prefetch yet; start one (smoe cluster join --shadow), "
@@ -92,7 +92,7 @@ def _note_shadow(report: dict[str, Any] | None) -> None:
 
 
 def _open_to(cluster: str) -> str:
-    """What a main is about to open, and to whom."""
+    """Return where a coordinator will listen, and which machines it will admit."""
     from smoe.cluster.address import reach_of
     from smoe.cluster.identity import read_main
 
@@ -101,13 +101,14 @@ def _open_to(cluster: str) -> str:
 
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
-    """The budget in one line; `keeps_experts`: not only where workers fail."""
+    """Return the budget in one line; `keeps_experts`: whether experts stay on this machine also while workers are
+    connected."""
     experts_text = ledger.residents if keeps_experts else ledger.spare
     return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {experts_text}"
 
 
 def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
-    """What each part of the budget takes, and what would leave more to experts, where their number is what is left."""
+    """Return the parts of the budget, and options that would leave more for experts, if experts get what is left."""
     entries = {name: format_bytes(nbytes) for name, nbytes in ledger.entries().items() if nbytes}
     cache, texts = format_bytes(ledger.demand.kv_cache_bytes), format_count(config.max_sequences, "sequence")
     entries["KV cache"] = f"{cache} for {texts} of {context_tokens} tokens"
@@ -119,14 +120,14 @@ def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
 
 
 class _Checking:
-    """A bar for each pack that is read against its checksums, where that takes longer than a second."""
+    """A progress bar for each pack that is verified, if that takes longer than a second."""
 
     def __init__(self) -> None:
         self._bar: Patience | None = None
         self._amount = (0, 0)
 
     def show(self, done: int, total: int) -> None:
-        """So many bytes of so many are read."""
+        """Show that `done` of `total` bytes have been read."""
         self._amount = done, total
         if self._bar is None:
             self._bar = Patience("checking the packed file, once on this machine", lambda: self._amount)
@@ -141,9 +142,9 @@ class _Checking:
 
 
 class _Watch:
-    """A bar that follows the process's memory while a model loads: what is loaded is what has become resident.
+    """A progress bar that follows the process's memory while a model loads: resident memory is what has been loaded.
 
-    It starts when the budget is known, that is after any download, which has the hub's own bars.
+    It starts when the budget is known, after any download, which has the hub's own bars.
     """
 
     def __init__(self, title: str) -> None:
@@ -158,7 +159,7 @@ class _Watch:
         self._bar.start()
 
     def expect(self, nbytes: int) -> None:
-        """So much host memory comes on top: the tier with a GPU, backed and locked before anything runs."""
+        """Add expected host memory: the host tier with a GPU, allocated and locked before anything runs."""
         self._expected += nbytes
 
     def stop(self) -> None:

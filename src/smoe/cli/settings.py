@@ -1,4 +1,4 @@
-"""`--set NAME=VALUE`: the settings of `EngineConfig` that have no option of their own."""
+"""`--set NAME=VALUE`: sets fields of `EngineConfig` that have no option of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smoe.errors import ConfigError
 from smoe.units import parse_bytes
 
 SERVED_SEQUENCES = 4
-"""Texts that `smoe serve` decodes together where no number is given."""
+"""The default number of texts that `smoe serve` decodes together."""
 OPTION_OF = {
     "memory_bytes": "--memory",
     "resident_share": "--resident",
@@ -66,7 +66,7 @@ SETTABLE: dict[str, str] = {
     "tpot_seconds": "Resolve misses within this many seconds a token (generate: --tpot).",
     "turn_timeout_seconds": "How long a request waits for another thread's request to end.",
 }
-"""Settings without an option, and what they mean in a line."""
+"""Settings without an option, each with its meaning in a line."""
 _LEFT_OUT = {
     "cache_records": "sequence",
     "cache_weights": "as smoe tune --cache found for the model, else the usual weights",
@@ -84,25 +84,25 @@ _LEFT_OUT = {
     "tpot_seconds": "no bound",
     "turn_timeout_seconds": "no limit",
 }
-"""What stands for a default of None."""
+"""Descriptions that replace a default of None."""
 _HOW = "--set help lists all names"
 _ALIKE = 0.7
-"""Ratio of equal letters from which a name is taken for a mistyped one."""
+"""The similarity from which a name is taken for a mistyped setting."""
 _TRUTH = {"true": True, "false": False, "on": True, "off": False}
 
 
 def option_of(setting: str) -> str:
-    """How a setting of the library is given on the command line."""
+    """Return how a setting of the library is given on the command line."""
     if setting in SETTABLE:
         return f"--set {setting}"
     return OPTION_OF.get(setting, "--" + setting.replace("_", "-"))
 
 
 def settings_of(given: Sequence[str]) -> dict[str, Any]:
-    """`["prefill_keep=eviction"]` -> {"prefill_keep": "eviction"}.
+    """Parse `["prefill_keep=eviction"]` to {"prefill_keep": "eviction"}.
 
-    Raises `ConfigError` for what is no setting, has an option, is given twice or cannot be understood; bounds are
-    checked by `EngineConfig`.
+    Raises `ConfigError` for an unknown setting, one that has an option, one given twice, or an invalid value;
+    `EngineConfig` checks bounds.
     """
     known = {field.name: str(field.type) for field in fields(EngineConfig)}
     found: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def _refusal(given: str, message: str) -> ConfigError:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A setting, as it is given, whose name or option is much like this one; empty where there is none."""
+    """Return a suggestion of a setting with a similar name or option; empty where there is none."""
     given = {setting: setting if setting in SETTABLE else option_of(setting) for setting in known}
     given |= {option.strip("-").replace("-", "_"): option for option in given.values() if option.startswith("--")}
     alike = get_close_matches(name, given, n=1, cutoff=_ALIKE)
@@ -134,7 +134,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def value_of(name: str, kind: str, text: str) -> Any:
-    """The text as what a setting's annotation, `kind`, says. Raises `ConfigError` where it is none."""
+    """Convert text to the type in a setting's annotation, `kind`. Raises `ConfigError` where that fails."""
     if name.endswith("_bytes"):
         return parse_bytes(text, name)
     try:
@@ -153,12 +153,12 @@ def value_of(name: str, kind: str, text: str) -> Any:
 
 
 def asks_for_help(given: Sequence[str]) -> bool:
-    """Whether `--set help` or `--set ?` is among what was given."""
+    """Return whether `--set help` or `--set ?` was given."""
     return any(text.strip() in ("help", "?") for text in given)
 
 
 def described() -> list[dict[str, str]]:
-    """Every settable name with its meaning, what is allowed and its default, in words."""
+    """Return every name for `--set` with its meaning, allowed values and default, in words."""
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     return [
         {
@@ -172,14 +172,14 @@ def described() -> list[dict[str, str]]:
 
 
 def in_words(value: Any) -> str:
-    """A setting's value as it is given on the command line."""
+    """Return a setting's value in the form of the command line."""
     if isinstance(value, tuple):
         return ",".join(f"{part:.3g}" for part in value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def listing(width: int) -> str:
-    """What `--set help` shows, in lines of `width`."""
+    """Return the text of `--set help`, in lines of `width`."""
     first = "Given as --set NAME=VALUE, any number of times. All other settings have options: see --help."
     lines = textwrap.wrap(first, width)
     for entry in described():

@@ -1,4 +1,5 @@
-"""A command's groups of options (`engine: EngineOptions`) spread over its command line, and what every command has."""
+"""Adds a command's groups of options (`engine: EngineOptions`) to its command line, and the options of every
+command."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": 
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Spread every parameter of a command that is a group of options over the command line."""
+    """Replace every parameter of a command that is a group of options by the group's options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -59,7 +60,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             for name, group in groups.items():
                 given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
                 if isinstance(given[name], EngineOptions):
-                    given[name].config()  # bad values are refused before anything heavy is imported
+                    given[name].config()  # refuse bad values before importing anything heavy
             if "model" in hints:
                 _refuse_unknown(given)
             try:
@@ -75,7 +76,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_unknown(given: dict[str, Any]) -> None:
-    """A model that cannot be had is refused before anything heavy is imported, too."""
+    """Raise an error for a model that does not exist, before anything heavy is imported."""
     from smoe.models.files import refuse_unknown
 
     revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]

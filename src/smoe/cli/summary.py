@@ -1,5 +1,5 @@
-"""The closing summaries of a generation and of a server, on stderr: how fast, from where, inside what, and how close
-to the hardware."""
+"""The closing summaries of a generation and of a server on stderr: speed, traffic, memory, and the distance from the
+hardware's limit."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 _NONE = "-"
 _MET = 1.1
-"""The tolerance within which a requested time per token counts as met."""
+"""The tolerance within which a target time per token counts as met."""
 
 
 def print_summary(report: RunReport) -> None:
-    """One line a subject; long ones wrap where the terminal does."""
+    """Print a generation's summary, one line for each subject; the terminal wraps long lines."""
     _print(_rows(report))
 
 
 def print_totals(totals: Totals) -> None:
-    """The same of a server."""
+    """Print a server's summary."""
     read = totals.prompt_tokens - totals.reused_tokens
     tokens = f"{read:,} read, {totals.reused_tokens:,} reused from the KV cache, {totals.new_tokens:,} new"
     if totals.tokens_per_second is not None:
@@ -91,8 +91,8 @@ def _per_token(report: RunReport) -> str:
 
 
 def _forecast(report: RunReport) -> str:
-    """What smoe plan would have forecast, compared with what was measured; nothing before a run of the model has shown
-    how fast it is here."""
+    """Return the forecast of `smoe plan` in comparison with the measurement; empty before a run of the model has
+    calibrated it."""
     forecast, generation = report.forecast, report.generation
     mean, first = generation.later_seconds_per_token, generation.ttft_seconds
     if forecast is None or not forecast.is_calibrated or mean is None or first is None:
@@ -106,7 +106,7 @@ def _forecast(report: RunReport) -> str:
 
 
 def _busy(report: RunReport) -> str:
-    """That other programs made this run slow."""
+    """Return a remark if other programs slowed this run."""
     waited = report.generation.waited_share
     if waited is None or waited < BUSY_SHARE:
         return ""
@@ -114,8 +114,8 @@ def _busy(report: RunReport) -> str:
 
 
 def _beyond(report: RunReport) -> str:
-    """That the time which was asked for was not met: every miss was then answered by what is fastest, or the run was
-    too short to find out."""
+    """Return a remark if the target time was not met: all misses were resolved in the fastest way, or the run was too
+    short."""
     asked, median = report.tpot_asked_seconds, report.generation.tpot_median_seconds
     if asked is None or median is None or median <= _MET * asked:
         return ""
@@ -132,7 +132,7 @@ def _experts(report: RunReport) -> str:
 
 
 def _workers(report: RunReport) -> str:
-    """The lines about a cluster's workers: how many, what they computed, and which were lost."""
+    """Return the lines about a cluster's workers: how many, what they computed, and which were lost."""
     if report.workers is None:
         return ""
     if not report.workers:
@@ -160,7 +160,7 @@ def _loss(lost: dict[str, Any], came_back: bool) -> str:
 
 
 def _shadow(report: RunReport) -> str:
-    """The line about a cluster's draft model, if there was one."""
+    """Return the line about a cluster's draft model, if there was one."""
     if report.shadow is None:
         return ""
     from smoe.cli.cluster_shadow import shadow_line
@@ -176,12 +176,12 @@ def _lossy(report: RunReport) -> str:
     if not became:
         return f"{what} (smoe eval measures the quality cost)"
     if not report.low_copies and not report.routes.get("substituted"):
-        return f"{what}: {became[0]}"  # which has cost nothing
+        return f"{what}: {became[0]}"  # it cost nothing
     return f"{what}: {'; '.join(became)} (smoe eval measures the quality cost)"
 
 
 def _replaced(report: RunReport) -> str:
-    """What substitution has done."""
+    """Return the line about substitution."""
     if not report.alpha:
         return ""
     replaced = report.routes.get("substituted", 0.0)
@@ -191,7 +191,7 @@ def _replaced(report: RunReport) -> str:
 
 
 def _by_low_copies(report: RunReport) -> str:
-    """What importance has done."""
+    """Return the line about low copies."""
     found = report.low_copies
     if not found:
         return ""
@@ -226,7 +226,7 @@ def _memory(report: RunReport | Totals) -> str:
 
 
 def _process(report: RunReport) -> str:
-    """The operating system's own peak, and what it is made of."""
+    """Return the process's peak memory and its parts."""
     if report.process is None:
         return _whole(report.process_peak_bytes)
     whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
@@ -254,7 +254,7 @@ def _limit(report: RunReport) -> str:
 
 
 def waiting(report: RunReport) -> str:
-    """What the decode time was spent on, largest first; what is next to nothing is left out."""
+    """Return what the decode time was spent on, largest first, without negligible parts."""
     shares = sorted(report.time_shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
 

@@ -1,4 +1,4 @@
-"""`smoe trace plot`: what a recorded run says about experts, as pictures."""
+"""`smoe trace plot`: draws what a recorded run shows about experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = {
     "affinity": "affinity",
     "curves": "the miss-ratio curves",
 }
-"""Names, for the reader, of values that some traces lack."""
+"""Readable names of values that some traces lack."""
 EPILOG = """Examples:
 
 smoe record demo --text stories.jsonl --tokens 1000 --out demo.trace
@@ -102,17 +102,17 @@ def _survey(paths: list[Path], tokens: int | None, expert_size: str | None) -> T
 
 
 def _next_use(trace: Trace) -> NextUse | None:
-    """What the learned eviction has learned of the model; None where it has not, or the model is not here."""
+    """Return the learned parameters of the eviction policy for the trace's model; None where there are none."""
     from smoe.cli.replay import next_use_for
 
     try:
         return next_use_for(trace.header)
-    except (ConfigError, ModelError):  # the picture is then drawn without it, and says so
+    except (ConfigError, ModelError):  # the picture is drawn without it, with a remark
         return None
 
 
 def _write(found: TraceSurvey, out: Path, form: str) -> dict[str, Path]:
-    """Draw all, then write all: each is there whole or not at all."""
+    """Draw all pictures, then write all: each file is complete or absent."""
     from smoe.trace.pictures import drawn
     from smoe.whole_file import whole_file
 
@@ -135,7 +135,7 @@ def _write(found: TraceSurvey, out: Path, form: str) -> dict[str, Path]:
 
 
 def _remarks(found: TraceSurvey, out: Path, form: str, drawn: set[str]) -> list[str]:
-    """What is not in the pictures, and why."""
+    """Return remarks about what is missing in the pictures, and why."""
     from smoe.trace.pictures import PICTURES
 
     remarks = [f"{_WORDS[name]} omitted: {why}" for name, why in found.left_out.items()]
@@ -163,7 +163,7 @@ def _print(found: TraceSurvey) -> None:
 
 
 def rows_of(found: TraceSurvey) -> list[tuple[str, str]]:
-    """The findings, a line each."""
+    """Return the findings, one line each."""
     from smoe.trace.curves import in_words
     from smoe.trace.pictures import LEADER
 

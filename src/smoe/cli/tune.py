@@ -1,4 +1,4 @@
-"""`smoe tune`: how much substitution does a time per token take, how much does a model bear, what should stay?"""
+"""`smoe tune`: measures and learns a model's best settings, and stores them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 ALPHAS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 _PRICED_TOKENS = 2000
 _LEAST_PRICED_TOKENS = 640
-"""Ten blocks: fewer say nothing about the uncertainty."""
+"""The fewest tokens for a quality cost, ten blocks: fewer give no estimate of the uncertainty."""
 
 
 def command(
@@ -122,7 +122,7 @@ def command(
 def _measure_what_is_asked(model: str, engine: EngineOptions, tuned: TuneOptions, json: bool) -> None:
     measurement = tuned.measurement(engine)
     increase = engine.max_perplexity_increase
-    engine = replace(engine, max_perplexity_increase=None)  # it chooses alpha here
+    engine = replace(engine, max_perplexity_increase=None)  # the option chooses alpha here
     if measurement == "forget":
         forget_winners(model, engine, json)
     elif measurement == "prices":
@@ -170,7 +170,7 @@ def _time(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) 
 def _price(
     model: str, engine: EngineOptions, text: Path | None, tokens: int, out: Path | None, allowed: float, as_json: bool
 ) -> None:
-    """Price, choose and remember."""
+    """Measure quality costs, choose a threshold, and store it."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
     from smoe.cli.prices import Material, measured, print_table
@@ -213,7 +213,7 @@ def _price(
 def _tune(
     model: str, config: EngineConfig, revision: str | None, text: Path | None, budget: float | None, as_json: bool
 ) -> None:
-    """Measure, remember, show, and choose where there is a budget."""
+    """Measure times, store and print them, and choose a threshold if there is a budget."""
     from smoe.cli.console import note, warn
     from smoe.cli.keeping import ResultDestination
     from smoe.cli.session import loaded
@@ -329,7 +329,7 @@ def _print_choice(tuning: Tuning, choice: AlphaChoice) -> None:
 
 
 def _print_json(tuning: Tuning, choice: AlphaChoice | None) -> None:
-    """The same names with and without a budget."""
+    """Print JSON with the same names with and without a budget."""
     from dataclasses import asdict, fields
 
     from smoe.cli.console import print_json

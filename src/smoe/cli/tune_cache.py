@@ -1,4 +1,4 @@
-"""`smoe tune --cache`: the weights of the multidimensional cache, fitted on recorded traces."""
+"""`smoe tune --cache`: fits the weights of the multidimensional cache on recorded traces."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from smoe.config import EngineConfig
 
 STEPS = 300
-"""The default steps of every trace."""
+"""The default number of steps of every trace."""
 
 
 def tune_cache(
     model: str, engine: EngineOptions, fitted: list[Path], held_out: list[Path], steps: int, as_json: bool
 ) -> None:
-    """Fit, remember and show."""
+    """Fit the weights, store and print them."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination
@@ -56,7 +56,7 @@ def tune_cache(
 
 
 def _config(options: EngineOptions) -> EngineConfig:
-    """The configuration whose cache is tuned: HOBBIT's where no preset is named."""
+    """Return the configuration whose cache is tuned: HOBBIT's if no preset is given."""
     if options.preset == "exact":
         options = replace(options, preset="hobbit")
     return replace(options.config(), alpha=0.0, alpha_as_priced=False)

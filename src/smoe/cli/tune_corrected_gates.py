@@ -1,4 +1,4 @@
-"""`smoe tune --predictor corrected-gates`: learning what the layers between do to a router's input."""
+"""`smoe tune --predictor corrected-gates`: learns how the layers in between change a router's input."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from smoe.eval.learn_corrections import FittedCorrections
 
 TOKENS = 8000
-"""The default tokens of the text: twice as many give half a point of recall more."""
+"""The default number of tokens of the text: twice as many give half a point more recall."""
 
 
 def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
-    """Learn on a text, remember it for the model, and show what it is worth on the part that was not learned from."""
+    """Learn on a text, store the result for the model, and print its recall on the part that was not learned from."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
     from smoe.load.gate_corrections import LearnedCorrections, remember
@@ -36,7 +36,7 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
 
 
 def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> FittedCorrections:
-    """Learn from a text that the model itself reads: no copies in fewer bits, and no substitutes."""
+    """Learn from a text that the model itself reads, without low copies and substitution."""
     from dataclasses import replace
 
     from smoe.cli.console import progress
@@ -52,7 +52,7 @@ def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) ->
     ids = [token for document in documents for token in tokenizer(document)["input_ids"]][:tokens]
     check_enough(len(ids))
     exact = replace(without_low_copies(engine.config()), alpha=0.0, alpha_as_priced=False)
-    # the stacked gates need what is to be learned for: routers that are plain products, with rules that are known
+    # the stacked gates have the same requirements: routers that are plain products, with known rules
     config = replace(exact, prefetch="stacked-gates", prefetch_asked=None, prefetch_depth=1)
     spec = read_spec(model, config, engine.revision)
     with loaded(model, config, engine.revision) as ready, progress("tune", "steps") as bars:

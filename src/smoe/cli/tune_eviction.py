@@ -1,4 +1,4 @@
-"""`smoe tune --eviction learned --cache`: the estimate of the next use, trained on recorded traces."""
+"""`smoe tune --eviction learned --cache`: trains the estimate of the next use on recorded traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smoe.cli.options import EngineOptions
 def tune_eviction(
     model: str, engine: EngineOptions, traces: list[Path], held_out: list[Path], passes: int | None, as_json: bool
 ) -> None:
-    """Train, remember and show."""
+    """Train the estimate, store and print it."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination

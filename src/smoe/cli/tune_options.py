@@ -1,4 +1,4 @@
-"""What `smoe tune` is asked to measure, and with what."""
+"""The options of `smoe tune`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "eviction": ("text", "tokens"),
     "tpot": ("text",),
 }
-"""Every measurement, named by the option that asks for it, and the other options that it looks at."""
+"""Every measurement, named by its option, with the other options that it uses."""
 _DEFAULT = "tpot"
 _FITTED = (CORRECTED_GATES, *FITTED_PREFETCH)
-"""Predictors that learn."""
+"""Predictors that are trained."""
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """One measurement, and what it is made on."""
+    """The options of one measurement."""
 
     tpot: Annotated[str | None, typer.Option(help="Time per token to meet, such as 80ms.")] = None
     prices: Annotated[
@@ -94,10 +94,10 @@ class TuneOptions:
     ] = None
 
     def measurement(self, engine: EngineOptions) -> str:
-        """What is asked for: `forget`, `prices`, `cache`, `predictor`, `shares`, `max_perplexity_increase`, `prefetch`
-        or `eviction` (both where they are to be found: auto), or `tpot`, with or without a time.
+        """Return the requested measurement: `forget`, `prices`, `cache`, `predictor`, `shares`,
+        `max_perplexity_increase`, `prefetch` or `eviction` (both if auto), or `tpot`, with or without a time.
 
-        Raises `ConfigError` where two are, or something is given that the one does not look at.
+        Raises `ConfigError` for two measurements, or for an option that the measurement does not use.
         """
         given: dict[str, Any] = {name: value for name, value in vars(self).items() if value not in (None, False, [])}
         if engine.max_perplexity_increase is not None:

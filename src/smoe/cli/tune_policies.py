@@ -1,4 +1,5 @@
-"""`smoe tune --prefetch auto`, `--eviction auto`: which predictor, which eviction serves a model best here."""
+"""`smoe tune --prefetch auto`, `--eviction auto`: finds the predictor and the eviction policy that are fastest for a
+model on this machine."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from smoe.load.winners import Winner
 
 TOKENS = 400
-"""The default tokens of the text."""
+"""The default number of tokens of the text."""
 
 
 def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
-    """Hold the tournaments that are asked for, remember the winners, and show.
+    """Run the requested tournaments, store the winners, and print them.
 
-    Winners are remembered when all is over: an interrupt leaves those of before.
+    Winners are stored at the end: an interrupt leaves the earlier ones.
     """
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import ResultDestination
@@ -73,7 +74,7 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
 
 
 def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
-    """Drop those of the kinds that are named, or else of both, and say what they were."""
+    """Delete the stored winners of the given kinds (default: both), and print them."""
     from smoe.cli.console import print_json
     from smoe.load.winners import CHOICES, forget
     from smoe.models.files import fetch
@@ -94,7 +95,7 @@ def forget_winners(model: str, engine: EngineOptions, as_json: bool) -> None:
 
 
 def _ids(model: str, revision: str | None, text: Path | None, tokens: int, context: int | None) -> list[int]:
-    """The first tokens of the text; raises `ConfigError`, before the model is loaded, where they are too few."""
+    """Return the first tokens of the text. Raises `ConfigError` where they are too few, before the model is loaded."""
     import transformers
 
     from smoe.eval.texts import read_documents
@@ -116,14 +117,14 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
 def _opened(
     stack: ExitStack, model: str, config: EngineConfig, revision: str | None, hears_scores: bool
 ) -> PreTrainedModel:
-    """The model until `stack` ends; with every expert's score where an eviction may need it."""
+    """Return the model, open until `stack` ends; with every expert's score if an eviction policy may need it."""
     from smoe.cli.session import loaded
 
     if hears_scores:
         try:
             return stack.enter_context(loaded(model, replace(config, eviction="score"), revision))
         except UnsupportedModelError:
-            pass  # a family without scores: `score` gets the reason; other errors come once more
+            pass  # a family without scores: `score` gets the reason; other errors occur again below
     return stack.enter_context(loaded(model, config, revision))
 
 
@@ -136,7 +137,7 @@ def _interrupted_in_words() -> Iterator[None]:
 
 
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
-    """The winner as it is stored; who serves without a tournament as `auto`, so that nothing is decided."""
+    """Return the winner in its stored form; the baseline is stored as `auto`, which decides nothing."""
     from smoe.load.winners import Winner
 
     first, second = found.winner, found.entrants[min(1, len(found.entrants) - 1)]
@@ -168,7 +169,7 @@ def _print(found: Tournament, model: str) -> None:
 
 
 def _verdict(found: Tournament) -> str:
-    """Why the winner has won."""
+    """Return the reason why the winner has won."""
     from smoe.eval.tournament import LEAD
 
     usual = next(entrant for entrant in found.entrants if entrant.name == found.baseline)
@@ -192,7 +193,8 @@ def _less(entrant: Entrant, usual: Entrant) -> float:
 
 
 def _absent(found: Tournament, model: str) -> list[str]:
-    """Who did not take part: one line for all that lack the same, with what to run first."""
+    """Return lines about candidates that did not take part: one line for all that lack the same, with the command to
+    run first."""
     lines = [
         f"{name} did not take part: {refused.why}" for name, refused in found.refused.items() if not refused.lacking
     ]

@@ -1,4 +1,4 @@
-"""`smoe tune --predictor`: what guesses experts by the history of routing, fitted on recorded traces."""
+"""`smoe tune --predictor`: fits a predictor that uses the history of routing, on recorded traces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smoe.eval.tune_predictor import PredictionRates, PredictorTuning
 
 _TOKENS = 8000
-"""Recorded of a text, where the user does not say."""
+"""The default number of tokens that are recorded of a text."""
 
 
 def tune_predictor(
@@ -34,7 +34,7 @@ def tune_predictor(
     tokens: int | None,
     as_json: bool,
 ) -> None:
-    """Fit, remember and show."""
+    """Fit the predictor, store and print it."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.keeping import ResultDestination
     from smoe.eval import tune_predictor as tuning
@@ -83,7 +83,7 @@ def tune_predictor(
 
 
 class _Course:
-    """Hears how many epochs are done; after the first one of this run it says how long the rest will take."""
+    """Receives the number of finished epochs; after the first one it prints the expected time."""
 
     def __init__(self, bars: Progress, task: TaskID) -> None:
         self._bars, self._task = bars, task
@@ -115,7 +115,7 @@ class _Course:
 def _recorded(
     model: str, engine: EngineOptions, traces: list[Path], text: Path | None, tokens: int | None
 ) -> Iterator[list[Path]]:
-    """The traces that are fitted on: those given, else one of the text, which is gone afterwards."""
+    """Yield the traces to fit on: the given ones, or a temporary one of the text."""
     from smoe.cli.record import record
     from smoe.eval.texts import read_documents
     from smoe.generation.sampling import Sampling
@@ -124,7 +124,7 @@ def _recorded(
         yield traces
         return
     texts = read_documents(text)
-    exact = replace(engine, preset="exact", prefetch=None)  # the fitted one may not be there yet
+    exact = replace(engine, preset="exact", prefetch=None)  # the fitted predictor may not exist yet
     with TemporaryDirectory() as folder:
         path = Path(folder) / "text.trace"
         if record(model, exact, Sampling(), texts, tokens or _TOKENS, path, force=False)["was_interrupted"]:
@@ -133,7 +133,7 @@ def _recorded(
 
 
 def _print(found: PredictorTuning) -> None:
-    """How fitting went, and the rates of every predictor on every trace, compared with the paper's."""
+    """Print the course of fitting, and the rates of every predictor on every trace, compared with the paper's."""
     from rich.table import Table
 
     from smoe.cli.console import output

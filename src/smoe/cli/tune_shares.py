@@ -1,4 +1,4 @@
-"""`smoe tune --shares`: how important a model's choices are, for thresholds by shares of them."""
+"""`smoe tune --shares`: profiles the importance of a model's choices, to set thresholds by shares of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 4000
 def tune_shares(
     model: str, engine: EngineOptions, shares: str, text: Path | None, traces: list[Path], tokens: int, as_json: bool
 ) -> None:
-    """Profile a text, or a recorded run, remember it for the model, and say the thresholds of `shares`."""
+    """Profile a text or a recorded run, store the profile for the model, and print the thresholds of `shares`."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
     from smoe.load.importance_profile import as_json as as_stored
@@ -26,7 +26,7 @@ def tune_shares(
     from smoe.models.files import fetch
 
     wanted = value_of("precision_shares", "tuple", shares)
-    EngineOptions(low_precision="int4", precision_shares=shares).config()  # bounds, before minutes of reading
+    EngineOptions(low_precision="int4", precision_shares=shares).config()  # checks bounds before minutes of reading
     if len(traces) + (text is not None) > 1:
         message = "--text and --trace both give the data to profile; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="one, and only without `text`")
@@ -44,7 +44,7 @@ def tune_shares(
 
 
 def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> ImportanceProfile:
-    """The profile of a text that the model itself reads: no copies in fewer bits, and no substitutes."""
+    """Return the profile of a text that the model itself reads, without low copies and substitution."""
     from dataclasses import replace
 
     from smoe.cli.console import progress
@@ -66,7 +66,7 @@ def _read(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> 
 
 
 def _recorded(model: str, engine: EngineOptions, path: Path, tokens: int) -> ImportanceProfile:
-    """The profile of a recorded run of this model."""
+    """Return the profile of a recorded run of this model."""
     from itertools import takewhile
 
     from smoe.eval.profile_importance import profile_recorded

@@ -1,4 +1,4 @@
-"""`smoe verify`: is the offloaded model exact, on this machine, with these files?"""
+"""`smoe verify`: checks whether the offloaded model is exact, on this machine, with these files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SERVING_ALL: dict[str, Any] = {
     "low_meanwhile": False,
     "upgrade": False,
 }
-"""Every expert by its own copy, whatever its importance."""
+"""Settings that compute every expert with its full copy, whatever its importance."""
 _WHY = {
     "quantised weights": "for quantised weights, the library computes with the dequantised numbers",
     "own order": "smoe's kernels add in another order (--kernels torch uses the library's)",
@@ -127,8 +127,8 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 
 
 def _check_pack(model: str, precision: str, revision: str | None, reference: Reference) -> None:
-    """Raise `CheckpointError` where a byte of the pack is not what was written: all that follows compares it
-    with itself."""
+    """Raise `CheckpointError` where a byte of the pack is not what was written, which later comparisons could not
+    detect."""
     from smoe.cli.pack_check import find_damage
     from smoe.errors import CheckpointError
     from smoe.models.checkpoint import whole_checkpoint
@@ -149,7 +149,7 @@ def _check_pack(model: str, precision: str, revision: str | None, reference: Ref
 
 
 class _PartLines:
-    """One line for what belongs to a layer in a pass."""
+    """Prints one line for the parts of a layer in a pass."""
 
     def __init__(self, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
@@ -164,7 +164,7 @@ class _PartLines:
         self._line.append(comparison)
 
     def end(self) -> None:
-        """Print what there is."""
+        """Print the current line."""
         if self._line and not self._is_quiet:
             _print_line(self._line)
         self._line = []
