@@ -1,1 +1,1 @@
-"""From a folder or hub id to a model with an engine behind it."""
+"""Load a model, from a folder or hub id to a transformers model with an engine."""

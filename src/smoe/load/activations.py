@@ -1,4 +1,4 @@
-"""Activations in 8 bits are refused where they would change nothing, or only some of what is computed."""
+"""Choose whether activations are rounded to 8 bits, and refuse the setting where it would have no effect."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from smoe.runtime.layer import LayerCompute
 
 
 def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """What rows are rounded to before quantised weights multiply them: `BF16` or `INT8`."""
+    """Return the type to which rows are rounded before quantized weights multiply them: `BF16` or `INT8`."""
     if config.activations != AUTO or config.cluster is not None:
         return on_workers(config)
-    if config.device == EMULATED:  # its prompts are timed by the library's products
+    if config.device == EMULATED:  # the times of prompts are emulated from torch's products
         return BF16
     has_kernels = config.kernels != "torch" and dtype is torch.bfloat16 and device.type == "cpu"
     return INT8 if has_kernels and widest(INT8) is not None else BF16
 
 
 def on_workers(config: EngineConfig) -> str:
-    """The same where several machines compute one model: what is asked for, as all must give the same bits."""
+    """Return the type for several machines that compute one model: the configured one, because all must compute the
+    same bits."""
     return BF16 if config.activations == AUTO else config.activations
 
 
 def check_activations(model: PreTrainedModel, config: EngineConfig, compute: LayerCompute) -> None:
-    """Raise `ConfigError` where `activations` asks for what this model has no weights for, or this machine no kernels.
+    """Raise `ConfigError` if `activations` requires weights that the model lacks, or kernels that this machine lacks.
 
-    To be called once the experts' arithmetic is chosen.
+    Call it after the experts' arithmetic has been chosen.
     """
     if config.activations != INT8:
         return

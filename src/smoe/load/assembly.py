@@ -1,4 +1,4 @@
-"""From files, budget and weights to an engine behind a model: tiers, predictors, arithmetic, seam, proof."""
+"""Put an engine behind a model: tiers, predictors, arithmetic, the connection to transformers, and the self-test."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ if TYPE_CHECKING:
 
 
 class Budget(NamedTuple):
-    """What was given to the engine, and why."""
+    """The memory budget of an engine, its reasons, and values measured before."""
 
     ledger: Ledger
     reason: str
-    """Where the budget's size comes from."""
+    """The origin of the budget's size, in words."""
     known: ResolvedSettings
-    """What was measured of the model before, and put into settings that the user left out."""
+    """The settings with measured values in place of those that the user left out."""
     learned: LearnedValues
     weights: str = ""
-    """The checkpoint's checksum, where a cluster's workers must have the same."""
+    """The checkpoint's checksum, which a cluster's workers must share; empty without a cluster."""
     shadow: ShadowRouting | None = None
-    """What says what a copy that runs ahead does, where the prefetch asks for one."""
+    """The routing of the draft model, if the prefetch uses one."""
     files: Mapping[str, Path] = MappingProxyType({})
-    """What such workers are sent where they have not got it, by name."""
+    """The files that workers can download, by name."""
 
 
 def assemble(
@@ -92,12 +92,12 @@ def assemble(
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None = None,
 ) -> OffloadedModel:
-    """Put an engine behind `model`, whose experts were left out; the same object comes back.
+    """Put an engine behind `model`, which was built without experts, and return the same object.
 
-    `stores` and `checkpoint` by format: where the experts are read from, and what they are compared with.
-    `on_host_tier` hears how many bytes of host memory are about to be backed and locked for a GPU: that takes a while.
-    Raises `UnsupportedModelError` where the experts, or a rule that is needed, cannot be proven, and `ConfigError` for
-    switches that this machine or family cannot have.
+    `stores` and `checkpoint` have, by format, the locations of experts and the stored tensors to compare with.
+    `on_host_tier` is called with the bytes of host memory that will be allocated and locked for a GPU, which takes a
+    while. Raises `UnsupportedModelError` if experts or a required scoring rule cannot be verified, and `ConfigError`
+    for settings that this machine or family does not support.
     """
     ledger, store = budget.ledger, stores[EXACT]
     if config.alpha > 0 or config.prices_answers:
@@ -105,7 +105,7 @@ def assemble(
     rules = scoring_rules(model, spec) if config.needs_scores else {}
     predictors = _predictors(model, spec, budget, rules, arena.device)
     table = SlotTable(*ledger.pools)
-    with ExitStack() as made:  # closed, last first, where a later step fails
+    with ExitStack() as made:  # closed in reverse order if a later step fails
         tiers = make_tiers(stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
         transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
         made.callback(transfers.close)
@@ -141,16 +141,16 @@ def assemble(
             pass_resident_experts(arithmetic.token_pass, engine)
         answerer = _answerer(config, budget.known.prices, stores, transfers, tiers.link, balancer)
         _start(model, engine, answerer, tiers.link, pacing)
-        made.pop_all()  # from here on the engine closes them
-    return cast(OffloadedModel, model)  # its class is the library's
+        made.pop_all()  # the engine closes them from here on
+    return cast(OffloadedModel, model)  # the object keeps transformers' class
 
 
 def _start(
     model: PreTrainedModel, engine: Engine, answerer: Answerer | None, link: Link | None, pacing: Pacing
 ) -> None:
-    """Calibrate, and forget all measurements; from then on misses become what was asked for, until then exact."""
+    """Calibrate, reset all measurements, and enable the configured miss resolution; until then misses are loaded."""
     executor = engine.executor
-    executor.reset(engine.fresh_eviction())  # the one of the proofs knows neither sizes of slots nor formats
+    executor.reset(engine.fresh_eviction())  # the eviction policy of the self-test knows neither slot sizes nor formats
     if isinstance(pacing, Emulation) and link is not None and engine.config.dilation is None:
         calibrate(model, pacing, link)
         executor.reset(engine.fresh_eviction())
@@ -165,7 +165,7 @@ def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
 
 
 def _fits_whole(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
-    """Whether all experts stay in memory once they are there."""
+    """Return the experts' arithmetic and the loads for it; nothing is tested or chosen yet."""
     return ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
 
 
@@ -180,7 +180,7 @@ def _compute(
     transfers: Transfers,
     pacing: Pacing,
 ) -> LayerCompute:
-    """The experts' arithmetic, and the loads that bring experts to it; nothing is proven or chosen yet."""
+    """Return the cluster, or None if none is configured; `made` closes what is opened for it."""
     store = stores[EXACT]
     math = {
         (layer, form): each
@@ -190,7 +190,7 @@ def _compute(
     arrivals = Arrivals(
         stores=stores,
         table=table,
-        eviction=LRU(),  # for the proofs at load, in which no router is asked
+        eviction=LRU(),  # for the self-test at load, which uses no router
         transfers=transfers,
         arena=arena,
         math=math,
@@ -210,7 +210,7 @@ def _others(
     rate: LoadRate,
     made: ExitStack,
 ) -> Cluster | None:
-    """A cluster's workers, where one was asked for; `made` closes what is opened for them."""
+    """Compare experts of every distinct layout and format, as the engine computes them, with transformers' own."""
     if config.cluster is None:
         return None
     demand = budget.ledger.demand
@@ -224,7 +224,8 @@ def _prove(
     executor: LayerExecutor,
     checkpoint: Mapping[int, Mapping[int, StoredLayer]],
 ) -> None:
-    """Compare experts of every distinct layout, in every format, as we compute them, with the library's own."""
+    """Connect MoE blocks and observed routers to the engine, and predictors to the model and to the workers
+    `others`."""
     modules = dict(model.named_modules())
     for site in _one_of_each_kind(spec.sites, executor.compute):
         for form, of in checkpoint.items():
@@ -239,8 +240,7 @@ def _put_behind(
     predictors: Mapping[Phase, Predictor],
     others: Listener | None,
 ) -> None:
-    """The blocks and the observed routers call the engine, then the predictors to the model, and to the
-    `others` that compute, too."""
+    """Return the unit that computes missing experts on the CPU of a machine with a device, or None."""
     attach(model, spec.sites, engine, {layer: spec.anatomy.routers[layer] for layer in engine.rules})
     for predictor in set(predictors.values()):
         predictor.install()
@@ -257,7 +257,7 @@ def _host_experts(
     device: torch.device,
     pacing: Pacing,
 ) -> HostExperts | None:
-    """The CPU of a machine with a device, where it is to compute what the device lacks."""
+    """Return the method by which missing experts are divided between CPU and link."""
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
@@ -278,7 +278,7 @@ def _host_threads(pacing: Pacing) -> int:
 
 
 def _balance(config: EngineConfig, tiers: Tiers) -> str:
-    """The method by which misses are shared out."""
+    """Return the resolver of decode misses within a budget of quality or time, or None if none is configured."""
     if config.balance == "auto":
         return "none" if tiers.host is None else "optimal"
     return config.balance
@@ -292,7 +292,7 @@ def _answerer(
     link: Link | None,
     balancer: Balancer | None,
 ) -> Answerer | None:
-    """What answers the misses of decode steps within a budget, where one was given."""
+    """Return the balancer of missing experts between the link and the CPU, or None without such a CPU unit."""
     if prices is None:
         return None
     slot_bytes = {form: store.slot_bytes for form, store in stores.items()}
@@ -311,7 +311,8 @@ def _answerer(
 def _balancer(
     config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing, own_bytes: int
 ) -> Balancer | None:
-    """What shares misses out between the link and the CPU."""
+    """Return the bytes that transformers allocated for the non-expert weights; raises `BudgetError` if they exceed the
+    plan."""
     if host is None:
         return None
     assert tiers.link is not None, "where there is a host tier there is a link"
@@ -330,16 +331,16 @@ def _balancer(
         many = 64
         token = profile.host_seconds(nbytes, many) / many
         fixed = Costs(profile.link_seconds(nbytes), profile.host_seconds(nbytes, 1), token=token)
-    # measured times must not decide what becomes resident where that decides what is computed
+    # measured times must not influence results through residency
     shares_prompts = config.prefill_balance and not by_measured_times
     recent = config.recent_costs
     return Balancer(method, config.balance_order, tiers.link, host, pacing, fixed, shares_prompts, recent, own_bytes)
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
-    """What the library has really allocated for the non-expert weights; more than promised is refused."""
+    """Return the predictor of each phase. A prefill always predicts by the next gate: nearly all experts are needed."""
     tensors = [*model.parameters(), *model.buffers()]
-    used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights once
+    used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights count once
     promised = ledger.weights_bytes
     if used > promised:
         raise BudgetError(
@@ -355,7 +356,7 @@ def _predictors(
     rules: Mapping[int, ScoringRule],
     device: torch.device,
 ) -> Mapping[Phase, Predictor]:
-    """A prefill always starts the next layer's reads early: nearly all are needed, so guessing is cheap and right."""
+    """Return the scoring rule of every layer's router; raises `UnsupportedModelError` if one cannot be verified."""
     config, learned = budget.known.config, budget.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     what = config.prefetch_what
@@ -372,7 +373,7 @@ def _is_on_trial(config: EngineConfig) -> bool:
 
 
 def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
-    """How every layer's router scores and weighs; raises `UnsupportedModelError` where it cannot be proven."""
+    """Return the first layer of every distinct layout."""
     modules, rules = dict(model.named_modules()), {}
     for site in spec.sites:
         name = spec.anatomy.routers.get(site.layer)

@@ -1,4 +1,4 @@
-"""The weights of the multidimensional cache that were fitted for a model on recorded traces (`smoe tune --cache`)."""
+"""Weights of the multidimensional cache, fitted to a model's recorded traces by `smoe tune --cache`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class FittedWeights:
-    """Weights, and what they were fitted on."""
+    """Fitted weights and the conditions of the fit."""
 
     weights: tuple[float, ...]
-    """(lru, lfu, lhu, fld)"""
+    """The weights (lru, lfu, lhu, fld)."""
     resident_share: float
     """The share of the experts in the simulated cache."""
     decode_steps: int
-    """The decode steps of all traces."""
+    """The number of decode steps in all traces."""
 
 
 def cache_weights_of(folder: Path) -> tuple[tuple[float, ...], str]:
-    """The weights for the model in `folder`, and where they come from."""
+    """Return the weights for the model in `folder`, and their origin in words."""
     fitted = _read(of_model("cache", folder))
     if fitted is None:
         return WEIGHTS, "the usual ones; smoe tune --cache fits them on traces of this model"
@@ -35,12 +35,12 @@ def cache_weights_of(folder: Path) -> tuple[tuple[float, ...], str]:
 
 
 def remember(folder: Path, fitted: FittedWeights) -> Path:
-    """Keep weights in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    """Store weights in the user's cache, atomically; return the path. Raises `OSError`."""
     return keep(of_model("cache", folder), {"format": _FORMAT} | asdict(fitted))
 
 
 def _read(path: Path) -> FittedWeights | None:
-    """None where there is no such file, or none that this version understands."""
+    """Return the stored weights, or None if the file is missing or of another version."""
     try:
         fitted = FittedWeights(**(read_stored(path, _FORMAT) or {}))
         weights = tuple(fitted.weights)

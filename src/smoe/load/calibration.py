@@ -1,4 +1,4 @@
-"""How slow an emulated device has to be for this machine to keep up: real times, measured once the model is there."""
+"""Find the dilation at which this machine keeps up with an emulated device, by measuring the loaded model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PARALLEL_SLOWDOWN = 1.3
 
 
 def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
-    """Run a few tokens without waiting for the profile's times and set the dilation by what they took."""
+    """Run a few tokens without emulated times, and set the dilation by their real times."""
     engine: Engine = model.offload  # type: ignore[assignment]
     emulation.is_paced = False
-    _run(model, engine, 2)  # the second time experts come from the host tier, as in use
+    _run(model, engine, 2)  # in the second run experts come from the host tier, as in use
     before = engine.stats()
     _run(model, engine, _STEPS)
     counts = engine.stats() - before
@@ -38,12 +38,12 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
     )
     emulation.is_paced = True
     for _ in link.measured():
-        pass  # taken at another pace
+        pass  # discard measurements at another speed
 
 
 def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
-    """Seconds of one expert and one row on the CPU of a machine with a device: on one thread, without our kernel, while
-    others are others."""
+    """Return the seconds of one expert and one row on the emulated machine's CPU: one thread, without our kernel, with
+    other work running."""
     host = engine.executor.compute.units.get(HOST)
     if host is None:
         return 2 * guess
@@ -55,15 +55,15 @@ def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float
 
 
 def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
-    """Run as many sequences at once as the engine allows."""
+    """Run `steps` forward passes with the largest number of sequences."""
     rows = engine.config.max_sequences
-    tokens = torch.arange(1, rows + 1).unsqueeze(1)  # different ones: other experts for each
+    tokens = torch.arange(1, rows + 1).unsqueeze(1)  # different tokens, so that they use different experts
     for _ in range(steps):
         model(input_ids=tokens, past_key_values=engine.new_cache(rows), use_cache=True)
 
 
 def _copy_seconds(slots: torch.Tensor, slot_bytes: int) -> float:
-    """Seconds for copying one expert in RAM; the median of a few."""
+    """Return the median seconds of copying one expert in RAM."""
     source = torch.ones(slot_bytes, dtype=torch.uint8)
     target = slots[:slot_bytes]
     seconds = []

@@ -1,4 +1,4 @@
-"""Whether machines can talk here. Imports nothing heavy: a worker without torch asks, too."""
+"""Check that pyzmq is installed. This module imports nothing heavy, because workers without torch use it too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from smoe.errors import ConfigError
 
 
 def check_zmq() -> None:
-    """Raise `ConfigError` where the library that machines talk by is not installed."""
+    """Raise `ConfigError` if pyzmq, by which the machines of a cluster communicate, is not installed."""
     try:
         import zmq  # noqa: F401
     except ImportError as error:

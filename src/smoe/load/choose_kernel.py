@@ -1,11 +1,10 @@
-"""Which arithmetic a model gets on a CPU: the library's, our kernels with the library's bits, or our own order of sums.
+"""Choose a model's arithmetic on a CPU: torch's, our kernels with torch's bits, or our own order of sums.
 
-Bits first (grade E0): our kernels stand in where theirs are the library's, and the fastest way of computing one token's
-experts is measured once, at the start: one expert on all threads, several at a time on one thread each, or all in one
-piece of machine code. Which wins depends on the machine and on how its OpenMP runtime waits (`OMP_WAIT_POLICY`).
-
-Where the library's bits cannot be had at speed, as on CPUs without AVX-512 BF16, our kernels multiply in an order of
-their own (grade E1), if they are a tenth faster or more and as near to the exact numbers as the library is.
+Bits come first (grade E0): our kernels are used if they have torch's bits. The fastest method for one token's experts
+is measured once at start: one expert on all threads, several experts on one thread each, or all in one call of machine
+code. The result depends on the machine and on how its OpenMP runtime waits (`OMP_WAIT_POLICY`). On CPUs without AVX-512
+BF16, where torch's bits are slow, our kernels use their own order of sums (grade E1), if they are at least a tenth
+faster and as accurate as torch.
 """
 
 from __future__ import annotations
@@ -32,32 +31,42 @@ from smoe.policy.plan import HOST
 from smoe.runtime.layer import LayerCompute
 
 MIN_EXPERT_BYTES = 1 << 20
-"""Smaller experts go without measuring: by our kernel where it agrees, which wakes no thread for them, else by the
-library."""
+"""The size below which experts are not measured: our kernel computes them if its bits agree, because it wakes no
+thread, else torch."""
 _NEARLY_ALL = 0.9
-"""Share of the linear weights that our kernel must have for the library to need no more than one thread."""
+"""The share of linear weights that our kernel must multiply before torch is limited to one thread."""
 _ROUNDS = 9
 _EXPERTS = 8
 
 
 class ChosenArithmetic(NamedTuple):
-    """What one token is computed by."""
+    """Set the best arithmetic for the experts in `compute` and for the non-expert layers.
+
+    Returns whether torch has almost nothing left to compute for one token.
+    """
 
     leaves_little: bool = False
-    """Whether the library has next to nothing left to compute."""
+    """Return whether our own order of sums is allowed, because this model's experts use it or similar rounding
+    anyway."""
     token_pass: TokenPass | None = None
-    """The whole model's way for one token; None where the library's forward runs."""
+    """Return a pool for the experts: with torch's bits if possible, else with our own order if allowed, else None.
+
+    `compute` closes the pool.
+    """
 
 
 def choose_arithmetic(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute, host_threads: int
 ) -> ChosenArithmetic:
-    """Give `compute`, and the non-expert layers, what serves them best."""
+    """Set the fastest helpers of `compute` and close the others. Takes some tens of milliseconds.
+
+    `pool` must have been tested on this model's experts; `always`: use it without measuring.
+    """
     activations = activations_of(config, spec.dtype.torch, compute.device)
     is_native = spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
     host = compute.units.get(HOST)
     if isinstance(host, HostExperts) and is_native and not compute.pacing.is_emulated:
-        # an emulated device is timed with the library's products: docs/log/device.md
+        # an emulated device is timed with torch's products (docs/log/device.md)
         host.multiply_by(SpinningPool(host_threads, in_own_order=not is_supported()))
     if spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and compute.device.type == "cpu":
         compute.fill_up_rows(spec.dtype.torch)
@@ -71,12 +80,12 @@ def choose_arithmetic(
     pool = _proven_pool(config, compute)
     if config.kernels == "own-order" and pool is None:
         raise _not_here(config, "it does not support the shape of this model's experts")
-    # of quantised experts the library knows nothing: unpacking one for every token is no rival to measure
+    # torch has no kernel for quantized experts: dequantizing one for every token is no alternative
     is_given = isinstance(compute.store, QuantisedStore) or (pool is not None and config.kernels != "auto")
     choose_way(compute, spec.sites[0].layer, spec.dtype.torch, pool, is_given)
     check_activations(model, config, compute)
     norms = norm.speed_up(model)
-    # even on one thread our attention is several times faster than the library's on all
+    # even on one thread our attention is several times as fast as torch's on all
     chosen = compute.spinning_pool
     is_measured = config.kernels != "own-order"
     settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured)
@@ -97,7 +106,8 @@ def choose_arithmetic(
 
 
 def _may_round(config: EngineConfig, compute: LayerCompute) -> bool:
-    """Whether sums in an order of our own are among what this model's experts are computed with anyway."""
+    """Return the time of one decode layer with the slots' current contents, preceded by a dense product on all
+    threads."""
     chosen = compute.spinning_pool
     has_own = chosen is not None and chosen.own_order is not None
     is_asked = config.kernels == "own-order"
@@ -118,12 +128,12 @@ def _proven_pool(config: EngineConfig, compute: LayerCompute) -> SpinningPool | 
     """Our kernels for the experts: with the library's bits where they have them, else in their own order where that is
     allowed, else None. `compute` closes what it is given."""
     orders = [False] if is_supported() and config.kernels != "own-order" else []
-    may_differ = config.kernels == "auto" and not config.reproducible  # what is faster is found by measuring
+    may_differ = config.kernels == "auto" and not config.reproducible  # measuring finds the faster one
     if may_differ or config.kernels == "own-order" or isinstance(compute.store, QuantisedStore):
         orders.append(True)
     for in_own_order in orders:
         pool = SpinningPool(torch.get_num_threads(), config.max_sequences > 1, in_own_order=in_own_order)
-        compute.compute_by(pool)  # whatever happens now, it closes the pool
+        compute.compute_by(pool)  # `compute` closes the pool from here on
         if compute.agrees(pool):
             return pool
         compute.compute_by(None)
@@ -136,7 +146,7 @@ def choose_way(compute: LayerCompute, layer: int, dtype: torch.dtype, pool: Spin
 
     `pool` must have been found to agree on this model's experts; `always`: use it without measuring.
     """
-    compute.compute_by(pool)  # small experts: the kernel saves dispatch, threads cost more than they give
+    compute.compute_by(pool)  # for small experts the kernel saves overhead, and threads cost more than they gain
     is_small, has_own_bits = (
         compute.store.expert_bytes < MIN_EXPERT_BYTES,
         pool is not None and pool.own_order is not None,
@@ -164,7 +174,7 @@ def choose_way(compute: LayerCompute, layer: int, dtype: torch.dtype, pool: Spin
 
 def _seconds(compute: LayerCompute, layer: int, dtype: torch.dtype) -> float:
     """One layer of decoding on whatever the slots hold: a dense product on all threads first, as in a real layer."""
-    dense = torch.ones(1, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype).t()  # as linear layers have it
+    dense = torch.ones(1, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype).t()  # as in linear layers
     hidden = torch.zeros(1, compute.hidden_size(layer), dtype=dtype)
     torch.mm(*dense)
     started = perf_counter()

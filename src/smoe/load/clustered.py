@@ -1,4 +1,4 @@
-"""The cluster behind an engine, where the settings name one, and the experts in main's own hands."""
+"""Connect an engine to the workers of a cluster, and prepare the coordinator to compute experts itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def experts_alone(
     sizes: Sequence[tuple[int, int]],
     config: EngineConfig,
 ) -> ExpertsAlone:
-    """`classes`: of the experts' own copies; `sizes`: (slots, bytes of each) of each class."""
+    """Return the experts for computing alone; `sizes` has (number of slots, bytes per slot) for each class of full
+    copies."""
     free, _ = free_device_bytes(torch.device("cpu"))
     is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
     threads = config.threads or torch.get_num_threads()
@@ -46,24 +47,27 @@ def experts_alone(
 
 
 class ClusterInputs(NamedTuple):
-    """What a cluster needs to know of the engine."""
+    """The engine's data that a cluster needs."""
 
     weights: str
-    """The checkpoint's checksum, which workers must have, too."""
+    """The checkpoint's checksum, which workers must share."""
     seconds_per_byte: Callable[[], float]
-    """Seconds per byte of recent loads here."""
+    """Returns the seconds per byte of recent loads on this machine."""
     demand: Demand
     files: Mapping[str, Path]
-    """What workers without the checkpoint are sent, by name."""
+    """The files that workers without the checkpoint can download, by name."""
     stored: Mapping[int, StoredLayer]
-    """The experts as the checkpoint has them."""
+    """The stored tensors of the experts, by layer."""
     shadow: ShadowRouting | None = None
-    """What says what a copy that runs ahead does, here or elsewhere."""
+    """The routing of the draft model, on this machine or another; None without one."""
 
 
 def check_cluster(config: EngineConfig) -> None:
-    """Before anything is read: raise `ClusterError` where there is no such cluster, `ConfigError` without pyzmq, or for
-    what is of a cluster where none is named."""
+    """Check the cluster's settings before anything is read.
+
+    Raises `ClusterError` if there is no such cluster, and `ConfigError` without pyzmq or if cluster settings are given
+    without a cluster.
+    """
     if config.cluster is None:
         if config.placement is not None:
             raise UnpreparedError(
@@ -95,9 +99,9 @@ def cluster_of(
     asked: ClusterInputs,
     made: ExitStack,
 ) -> Cluster:
-    """A listening cluster, with the workers that joined in time; `made` closes it where what follows fails.
+    """Return a listening cluster with the workers that joined in time; `made` closes it if a later step fails.
 
-    Raises `ClusterError` where the cluster is unknown, its address taken, or too few workers came.
+    Raises `ClusterError` if the cluster is unknown, its address is in use, or too few workers joined.
     """
     from smoe.cluster.frames import RowFormat
     from smoe.cluster.identity import read_main
@@ -140,7 +144,7 @@ def cluster_of(
 def _movable_math(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, store: ExpertStore
 ) -> dict[int, ExpertMath]:
-    """The arithmetic by layer. Raises `ConfigError` for experts that no other machine can compute."""
+    """Return the arithmetic by layer. Raises `ConfigError` for experts that other machines cannot compute."""
     math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, torch.device("cpu")))
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
@@ -155,7 +159,7 @@ def _movable_math(
 def _furnish(
     cluster: Cluster, spec: ModelSpec, asked: ClusterInputs, math: dict[int, ExpertMath], arithmetic: str, threads: int
 ) -> None:
-    """What workers get in their WELCOME and as files, and the draft model's connection."""
+    """Prepare the workers' WELCOME message and files, and the connection of the draft model."""
     from smoe.cluster.describing import Describer
     from smoe.cluster.following import Following
     from smoe.cluster.sending import Courier
@@ -169,7 +173,7 @@ def _furnish(
 
 
 def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
-    """Raises `ClusterError` where too few came in time."""
+    """Wait for workers. Raises `ClusterError` if too few joined in time."""
     from smoe.errors import ClusterError
 
     main = cluster.main
@@ -187,7 +191,7 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
 
 
 def _most_rows(spec: ModelSpec, config: EngineConfig) -> int:
-    """The most rows of one request to a worker: a piece of a prompt through one expert, or every sequence's token
-    through all that it chooses."""
+    """Return the largest number of rows per request to a worker: a prompt's chunk through one expert, or the tokens of
+    all sequences through all their experts."""
     piece = min(config.prefill_tokens, spec.context_tokens * config.max_sequences)
     return max(piece, config.max_sequences * max(spec.anatomy.top_k.values()))

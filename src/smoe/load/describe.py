@@ -1,4 +1,4 @@
-"""What main says to workers without torch: which stored tensors make up an expert, and how it computes."""
+"""Describe the experts to workers without torch: their stored tensors and their arithmetic."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ _PLAIN = "BF16"
 def describe(
     weights: str, stored: Mapping[int, StoredLayer], math: Mapping[int, ExpertMath], arithmetic: str, threads: int
 ) -> LightWorker:
-    """The description of experts as the checkpoint has them (`stored`), which main computes with by `math`, few rows by
-    `arithmetic`, one of `KERNELS`. On a thread of its own, as proving takes up to a second. Raises
-    `UnsupportedModelError` where our kernels alone cannot compute them as main does."""
+    """Return the description of experts that are stored as `stored` and computed by `math`.
+
+    `arithmetic`, one of `KERNELS`, is what the coordinator uses for few rows. Runs on a thread of its own, because
+    testing takes up to a second. Raises `UnsupportedModelError` if our kernels alone cannot compute the experts like
+    the coordinator.
+    """
     any_math = next(iter(math.values()))
     table = None if isinstance(any_math, QuantisedMath) else any_math.gate_table()
     if table is None or not all(_is_alike(each, any_math, table) for each in math.values()):
@@ -42,7 +45,7 @@ def describe(
             return LightWorker(description, arithmetic, pool.most_own_rows)
     if not is_supported():
         raise _unfit("the coordinator computes with `kernels` torch, and its CPU has no AVX-512 BF16")
-    torch.set_num_threads(threads)  # of this thread; as those have that the results are compared with
+    torch.set_num_threads(threads)  # a setting of this thread, as for the results to compare with
     with SpinningPool(threads, several=True) as pool:
         rows = kernel_rows(pool, any_math.shapes)
     if not rows:
@@ -74,7 +77,7 @@ def _keys(experts: StoredLayer) -> LayerKeys:
 
 
 def _part(experts: StoredLayer, name: str) -> tuple[str, ...]:
-    """One key for all experts of a layer, with their number left open, of every piece of a part."""
+    """Return, for every piece of a part, one key with a placeholder for the expert's number."""
     keys = [[tensor.key for tensor in sources[name]] for sources in experts.sources]
     found = []
     for piece in zip(*keys, strict=True):

@@ -1,4 +1,4 @@
-"""Which device a model computes on."""
+"""Choose the device that a model computes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smoe.machine.device import CPU
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU."""
+    """Return the configured device, else the first GPU, else the CPU. Raises `ConfigError` if it is not usable."""
     if planned_device(config) == CPU:
         return torch.device("cpu")
     if config.device == "auto":

@@ -1,4 +1,4 @@
-"""The arithmetic of a model's experts: of their own type, or quantised."""
+"""Create the arithmetic of a model's experts: in the model's dtype, or quantized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smoe.models.spec import ModelSpec
 def experts_math(
     model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str
 ) -> dict[int, ExpertMath]:
-    """Every layer's formulas, by the block that they stand in for in `model`, which may be an empty shell."""
+    """Return every layer's arithmetic, based on the experts modules of `model`, which may have no weights."""
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):
         parts = {layer: experts.parts for layer, experts in store.layers.items()}

@@ -1,4 +1,4 @@
-"""Corrections of a model's routers, learned by `smoe tune --predictor corrected-gates`: stored, read, verified.
+"""Corrections of a model's routers, learned by `smoe tune --predictor corrected-gates`: storing, reading, checking.
 
 The tensors are `LAYER.AFTER.weight`, `.bias` and `.first_bias` for every pair of layers; slope and offset of each
 pair's confidence are in the header.
@@ -25,7 +25,7 @@ _PARTS = ("weight", "bias", "first_bias")
 
 @dataclass(frozen=True)
 class LearnedCorrections:
-    """Corrections, and what they were learned on."""
+    """Corrections and the text that they were learned on."""
 
     corrections: Mapping[tuple[int, int], Correction]
     """Corrections by (the layer of the input, the predicted layer)."""
@@ -37,12 +37,12 @@ class LearnedCorrections:
 
 
 def place_of(folder: Path) -> Path:
-    """The file for the model in `folder`."""
+    """Return the path for the model in `folder`."""
     return path_of(CORRECTED_GATES, folder)
 
 
 def remember(folder: Path, found: LearnedCorrections) -> Path:
-    """Keep corrections in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    """Store corrections in the user's cache, atomically; return the path. Raises `OSError`."""
     tensors: dict[str, torch.Tensor] = {}
     confidence: dict[str, list[float]] = {}
     for (layer, after), correction in found.corrections.items():
@@ -54,9 +54,9 @@ def remember(folder: Path, found: LearnedCorrections) -> Path:
 
 
 def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrections:
-    """What was learned for the model in `folder`, for at most `depth` layers ahead.
+    """Return the corrections for the model in `folder`, for at most `depth` layers ahead.
 
-    Raises `ConfigError` where nothing was, or not for these weights, or not all of it can be read.
+    Raises `ConfigError` if they are missing, incomplete, or learned for other weights.
     """
     try:
         return _of_pairs(*learned(CORRECTED_GATES, _FORMAT, folder), spec, depth)
@@ -71,7 +71,7 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
 
 
 def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, depth: int) -> LearnedCorrections:
-    """Raises `NotLearnedError` where a pair of this model is missing or does not fit."""
+    """Return the corrections of all pairs; raises `NotLearnedError` if one is missing or has the wrong shape."""
     experts = {site.layer: site.experts for site in spec.sites}
     hidden, found = int(spec.config.get_text_config().hidden_size), {}
     for layer, after in _pairs(list(experts), depth, fields["confidence"]):
@@ -88,7 +88,7 @@ def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, dept
 
 
 def _pairs(layers: list[int], depth: int, confidence: Mapping[str, object]) -> list[tuple[int, int]]:
-    """The pairs of this model's layers within `depth`, as far ahead as was learned at all."""
+    """Return the pairs of layers within `depth` and within the largest distance that was learned."""
     named = [(int(layer), int(after)) for layer, _, after in (name.partition(".") for name in confidence)]
     ahead = [layers.index(after) - layers.index(layer) for layer, after in named if {layer, after} <= set(layers)]
     furthest = min(depth, max(ahead, default=1))

@@ -1,4 +1,4 @@
-"""How many experts host memory is to hold, and whether they are read past the page cache."""
+"""Choose the number of experts in host memory, and whether they are read past the page cache."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from smoe.units import format_bytes
 
 
 def host_sizes(classes: Sequence[SlotClass], budget: int, least: int) -> list[tuple[int, int]]:
-    """(slots, bytes of each) of the host tier by class: all experts, or as large a part of each class, but `least`."""
+    """Return (number of slots, bytes per slot) of the host tier by class: all experts, or an equal part of each class,
+    at least `least` slots."""
     whole = sum(each.experts * each.slot_bytes for each in classes)
     return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
 
 
 def size_of(classes: Sequence[SlotClass]) -> Callable[[ExpertKey], int]:
-    """The number of a copy's size class."""
+    """Return a function from an expert's copy to the index of its size class."""
     found = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
     return lambda key: found[key[0], key[2]]
 
 
 def reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: float) -> bool:
-    """Past the page cache, unless RAM, our own use deducted, holds every expert."""
+    """Return whether to read past the page cache: by the setting, or with `auto` unless the spare RAM holds every
+    expert."""
     if config.direct_io == "auto":
         return spare_bytes < total_bytes * 1.1
     return config.direct_io == "on"
 
 
 def worker_sizes(classes: Sequence[SlotClass], memory_bytes: int | None, slots: int | None) -> list[tuple[int, int]]:
-    """(slots, bytes of each) of a worker by class: as many as the memory holds, or `slots` of every size (one of the
-    two is None). Raises `BudgetError` where the memory holds fewer than it takes to read one while another is
-    computed."""
+    """Return (number of slots, bytes per slot) of a worker by class: as many as the memory holds, or `slots` of every
+    size.
+
+    One of the two arguments is None. Raises `BudgetError` if the memory cannot hold one expert being read and another
+    being computed.
+    """
     least = sum(number * each for number, each in host_sizes(classes, 0, LEAST_SLOTS))
     if memory_bytes is not None and memory_bytes < least:
         raise BudgetError(

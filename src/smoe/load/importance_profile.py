@@ -1,8 +1,9 @@
-"""How important a model's choices are: the distribution that thresholds are taken from by shares (HOBBIT, section 3.2).
+"""The distribution of the importance of a model's choices, from which thresholds follow by shares (HOBBIT, section
+3.2).
 
-`smoe tune --shares 67,30,3` profiles a text and keeps the distribution in the user's cache. A model's folder may bring
-one of its own, `smoe-thresholds.json`, as the embedded model's does. Shares are of all choices, resident or not: only
-what is missing comes as a low copy, or not at all.
+`smoe tune --shares 67,30,3` profiles a text and stores the distribution in the user's cache. A model's folder may
+contain one, `smoe-thresholds.json`, as the embedded model's does. Shares refer to all choices, resident or not; only
+missing experts are loaded as low copies or dropped.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ FILE_NAME = "smoe-thresholds.json"
 """The file's name in a model's folder."""
 _FORMAT = 1
 _PARTS = 200
-"""The distance of the stored quantiles: half a per cent."""
+"""The number of intervals between stored quantiles: half a per cent each."""
 
 
 @dataclass(frozen=True)
 class ImportanceProfile:
-    """The distribution of unimportance (`policy/importance.py`) over a text's choices, token by token."""
+    """The distribution of unimportance (`policy/importance.py`) over the choices of a text's tokens."""
 
     quantiles: tuple[float, ...]
-    """The values below which 0, 1, ... `_PARTS` parts of the choices lie, ascending, from 0 to 1."""
+    """The values below which 0, 1, ... `_PARTS` parts of the choices are, ascending, from 0 to 1."""
     tokens: int
     text: str
 
     def thresholds(self, shares: Sequence[float]) -> Thresholds:
-        """T1 and T2 by which `shares` (per cent: own copies, low copies, none; sum 100) of the choices fall to each."""
+        """Return the thresholds T1 and T2 for `shares` in per cent: full copies, low copies, dropped; their sum is
+        100."""
         own, _, none = shares
         return Thresholds(self._below(own), self._below(100 - none))
 
     def _below(self, share: float) -> float:
-        """The value that `share` per cent of the choices do not exceed, with straight lines between the quantiles."""
+        """Return the value that `share` per cent of the choices do not exceed, interpolated between quantiles."""
         if share >= 100:
             return 1.0
         place = share / 100 * _PARTS
@@ -52,16 +54,16 @@ class ImportanceProfile:
 
 
 def profile_of(values: Sequence[float], tokens: int, text: str) -> ImportanceProfile:
-    """The profile of choices with these unimportances, at least one, in any order."""
+    """Return the profile of choices with these unimportances (at least one, in any order)."""
     ascending = sorted(values)
     quantiles = [ascending[round(part / _PARTS * (len(ascending) - 1))] for part in range(_PARTS + 1)]
     return ImportanceProfile(tuple(round(value, 5) for value in quantiles), tokens, text)
 
 
 def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
-    """The thresholds for `config.precision_shares` of the model in `folder`, and where they come from.
+    """Return the thresholds for `config.precision_shares` of the model in `folder`, and their origin in words.
 
-    Raises `ConfigError` where the model has no profile and `config` no thresholds in place of it.
+    Raises `ConfigError` if the model has no profile and `config` has no thresholds.
     """
     assert config.precision_shares is not None
     shares = "/".join(f"{share:g}" for share in config.precision_shares)
@@ -84,17 +86,17 @@ def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
 
 
 def remember(folder: Path, profile: ImportanceProfile) -> Path:
-    """Keep a profile in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    """Store a profile in the user's cache, atomically; return the path. Raises `OSError`."""
     return keep(of_model("importance", folder), as_json(profile))
 
 
 def as_json(profile: ImportanceProfile) -> dict[str, Any]:
-    """What a file holds."""
+    """Return the contents of the file."""
     return {"format": _FORMAT} | asdict(profile)
 
 
 def _read(path: Path) -> ImportanceProfile | None:
-    """None where there is no such file, or none that this version understands."""
+    """Return a stored profile, or None if the file is missing or of another version."""
     try:
         stored = ImportanceProfile(**(read_stored(path, _FORMAT) or {}))
         quantiles = tuple(map(float, stored.quantiles))

@@ -1,5 +1,4 @@
-"""What has been measured of a model and remembered, put into settings that the user left out; each says where it is
-from."""
+"""Replace settings that the user left out by values measured for the model before, with their origin."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ class ResolvedSettings(NamedTuple):
 
     config: EngineConfig
     reasons: dict[str, str]
-    """Where settings come from that the user left out, by their names."""
+    """The origin of settings that the user left out, by name."""
     prices: PriceTable | None = None
-    """Quality costs of miss resolutions, where these have a budget."""
+    """Quality costs of miss resolutions, if these have a budget; else None."""
 
 
 def known_of(config: EngineConfig, place: Path, resident_share: float) -> ResolvedSettings:
-    """Resolve the settings of the model in `place` with so many of its experts resident.
+    """Resolve the settings of the model in `place` for this share of resident experts.
 
-    Raises `ConfigError` where misses are to be answered within a budget and the model's prices are not known.
+    Raises `ConfigError` if misses have a budget but the model's quality costs are unknown.
     """
     reasons: dict[str, str] = {}
     if config.precision_shares is not None:

@@ -1,4 +1,4 @@
-"""Stored values learned of a model, as a configuration needs them; they count in the budget."""
+"""Learned values of a model that a configuration needs; they count in the memory budget."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ if TYPE_CHECKING:
 
 
 class LearnedValues(NamedTuple):
-    """Each None where nothing asks for it."""
+    """Learned values of a model; each is None if the configuration does not need it."""
 
     fitted: Fitted | None = None
-    """The predictor of decode that was fitted on traces."""
+    """The decode predictor fitted to traces."""
     corrections: Mapping[tuple[int, int], Correction] | None = None
-    """The routers' corrections, where they predict."""
+    """The corrections of routers, if these predict."""
     next_use: NextUse | None = None
-    """The estimates of the next use, where residents are ranked by them."""
+    """The estimates of the next use, if eviction ranks by them."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, without the corrections: the predictor's own copy of them is counted with the predictor."""
+        """The bytes of the values, except corrections, which are counted with their predictor."""
         return sum(each.nbytes for each in (self.fitted, self.next_use) if each is not None)
 
 
 def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bytes of memory of a predictor that the settings ask for and that has not been fitted yet; 0 for those that are
-    counts alone."""
+    """Return the bytes of a configured predictor that has not been fitted yet; 0 if it stores only counts."""
     if config.prefetch != EXPERT_MLP:
         return 0
     from smoe.load.learned_tensors import expert_mlp_bytes
@@ -44,12 +43,12 @@ def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
-    """(what the model in `place` needs, where it comes from by setting).
+    """Return the learned values for the model in `place`, and their origin by setting.
 
-    Raises `ConfigError` where something is asked for that has not been learned of these weights.
+    Raises `ConfigError` if a required value has not been learned for these weights.
     """
     if config.prefetch not in (*FITTED_PREFETCH, CORRECTED_GATES) and config.eviction != LEARNED:
         return LearnedValues(), {}
-    from smoe.load.learned_tensors import read_learned  # these are torch's
+    from smoe.load.learned_tensors import read_learned  # requires torch
 
     return read_learned(config, place, spec)

@@ -1,10 +1,10 @@
-"""What was learned of a model, stored in the user's cache: tensors that are believed for that model alone.
+"""Files of learned values in the user's cache: tensors that are valid for one model only.
 
     file     safetensors: tensors | metadata "smoe": a JSON object
 
-The object names the format, the checksum of the model's weights and that of the tensors, and holds the fields of
-them. Half an answer would be a silent loss, so what is not all there, or of other weights, or of another version, is
-refused by what is wrong with it.
+The object has the format, the checksum of the model's weights, that of the tensors, and further fields. A file that is
+incomplete, for other weights, or of another version is refused with the reason, because partial values would be a
+silent loss.
 """
 
 from __future__ import annotations
@@ -29,31 +29,28 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class NotLearnedError(Exception):
-    """Why there is nothing for these weights; the caller adds what to do."""
+    """The reason why there are no learned values for these weights; the caller adds what to do."""
 
 
 def path_of(kind: str, folder: Path) -> Path:
-    """The file of something learned of the model in `folder`; `kind` names the sort of thing."""
+    """Return the path of learned values of the model in `folder`; `kind` names the type of values."""
     path = of_model("learned", folder)
     return path.with_name(f"{path.stem}-{kind}.safetensors")
 
 
 def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, fields: Mapping[str, Any]) -> Path:
-    """Write tensors and fields about them (JSON), whole or not at all, and the same bytes every time; returns where.
-
-    Raises `OSError`.
-    """
+    """Write tensors and JSON fields, atomically and reproducibly; return the path. Raises `OSError`."""
     path = path_of(kind, folder)
     header = {"format": form, "checkpoint": checksum(folder), "tensors": _digest(tensors), **fields}
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        file.write(save(whole, {_METADATA: json.dumps(header)}))  # one entry: several come in no fixed order
+        file.write(save(whole, {_METADATA: json.dumps(header)}))  # one entry, because the order of several is not fixed
     return path
 
 
 def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, fields about them) as stored for the weights in `folder`; raises `NotLearnedError`."""
+    """Return the tensors and fields stored for the weights in `folder`; raises `NotLearnedError`."""
     path = path_of(kind, folder)
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
@@ -73,7 +70,7 @@ def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor]
 
 
 def _digest(tensors: Tensors) -> str:
-    """SHA-256 of names, shapes, types and bytes."""
+    """Return the SHA-256 of the tensors' names, shapes, dtypes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()

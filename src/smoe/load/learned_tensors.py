@@ -1,4 +1,4 @@
-"""Reading what was learned of a model: predictors, corrections of routers, estimates of the next use."""
+"""Read a model's learned values: predictors, corrections of routers, estimates of the next use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smoe.prediction.registry import routed_layers
 
 
 def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
-    """As `learned_of`, where something is asked for."""
+    """Return the learned values that the configuration needs, as `learned_of` does."""
     reasons: dict[str, str] = {}
     fitted = corrections = next_use = None
     if config.prefetch in FITTED_PREFETCH:
@@ -31,5 +31,5 @@ def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Le
 
 
 def expert_mlp_bytes(spec: ModelSpec) -> int:
-    """What a predictor by a network takes."""
+    """Return the bytes of a predictor by a neural network."""
     return nbytes_of(routed_layers(spec))

@@ -1,5 +1,4 @@
-"""The slots that a model's experts get on this machine, before they are made: where its experts lie, what it asks of
-the budget, and how that is divided."""
+"""Plan a model's slots on this machine: the locations of its experts, its demand, and the division of the budget."""
 
 from __future__ import annotations
 
@@ -28,17 +27,17 @@ from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_
 from smoe.units import format_bytes
 
 LEAST_CONTEXT_TOKENS = 512
-"""Positions below which a context is not chosen: a text and its answer."""
+"""The least context length that is chosen automatically: enough for a text and an answer."""
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 _CUDA_ALIGNMENT = 256
-"""What torch's own allocator gives on a GPU; its matrix kernels are slow, or choose others, at odd addresses."""
+"""The alignment of torch's allocator on a GPU; matrix kernels are slow or differ at other addresses."""
 
 
 def open_store(
     checkpoint: Described, spec: ModelSpec, experts: Mapping[int, StoredLayer], device: AnyDevice
 ) -> ExpertStore:
-    """The experts' places on disk: the packed file where there is one that has them as they are, else the checkpoint
-    itself."""
+    """Return the experts' locations: in the packed file with experts in their own precision if there is one, else in
+    the checkpoint."""
     contents = contents_as_they_are(spec, experts)
     packed = None if contents is None else checkpoint.packed(contents)
     layers, dtype = experts if packed is None else packed.layers, spec.dtype.stored
@@ -48,10 +47,10 @@ def open_store(
 
 
 def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:
-    """The places of a model's experts where its weights are here; nothing is downloaded, and headers alone are read.
+    """Return the experts' locations if the weights are on disk; only headers are read and nothing is downloaded.
 
-    None where there is the configuration alone, and of a `precision`: the size of its slots is known without its pack,
-    which may have to be written yet.
+    Returns None for a configuration alone, and for a `precision`: its slot sizes are known even before the pack is
+    written.
     """
     if spec.precision != "auto":
         return None
@@ -64,9 +63,11 @@ def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> E
 def fit_context(
     spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand], outside: Mapping[str, int]
 ) -> tuple[_Spec, EngineConfig, dict[str, str]]:
-    """The model and its settings with fewer positions for a sequence where no number was given and the budget cannot
-    hold it with the usual one: halved until it can, `LEAST_CONTEXT_TOKENS` at the least. With it, by setting, why.
-    `outside`: what a process takes outside the budget."""
+    """Return the spec and settings with a shorter context if none was configured and the default exceeds the budget.
+
+    The context is halved until it fits, down to `LEAST_CONTEXT_TOKENS`. The third result has the reason by setting.
+    `outside` is what a process needs outside the budget.
+    """
     usual = spec.context_tokens
     if config.context_tokens is not None or config.memory_bytes is None:
         return spec, config, {}
@@ -90,11 +91,10 @@ def make_ledger(
     shadow_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> tuple[Ledger, str]:
-    """The budget divided, and where its size comes from; `learned_bytes`: of what was learned of the model;
-    `shadow_bytes`: of a copy of it that runs ahead; `outside`: what the process takes outside the budget; None: what
-    `outside_budget` returns now.
+    """Return the divided budget and the origin of its size. Raises `BudgetError`.
 
-    Raises `BudgetError`.
+    `learned_bytes` is the size of learned values, `shadow_bytes` that of the draft model. `outside` is what the process
+    needs outside the budget; None computes it by `outside_budget`.
     """
     demand = _settled(spec.demand(config), config, device) if store is None else demand_of(spec, config, device, store)
     demand = replace(demand, learned_bytes=learned_bytes, shadow_bytes=shadow_bytes)
@@ -103,8 +103,10 @@ def make_ledger(
 
 
 def _lends(config: EngineConfig, device: AnyDevice, ledger: Ledger) -> bool:
-    """Whether experts have what workspace and KV cache do not use: where memory can be given back in parts, and nothing
-    else says how many experts there are."""
+    """Return whether experts may use reserved but unused workspace and KV cache.
+
+    The system must support returning parts of memory, and no other setting may fix the number of experts.
+    """
     is_plain = config.lend_reserve and config.expert_cache == "budget" and config.resident_share is None
     return is_plain and GIVES_BACK and device.type == "cpu" and config.device != EMULATED and not ledger.demand.low
 
@@ -125,7 +127,8 @@ def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, outside: M
 def _in_process(
     config: EngineConfig, limit_bytes: int, outside: Mapping[str, int], device: AnyDevice, demand: Demand
 ) -> tuple[Ledger, str]:
-    """The budget of a process that is to stay within so many bytes, what it takes outside the budget included."""
+    """Divide a budget for a process whose total memory, including what is outside the budget, stays within
+    `limit_bytes`."""
     if device.type != "cpu":
         raise ConfigError(
             f"`count` process is about RAM, and this model computes on {device}; use `device` cpu, or give the memory "
@@ -152,19 +155,19 @@ def _in_process(
 
 
 def _whole(config: EngineConfig, fits: bool) -> str:
-    """What is added to a budget's reason where all experts stay in memory."""
+    """Return the addition to a budget's reason if all experts stay in memory."""
     return ", and the whole model fits" if fits and config.keeps_experts and config.expert_cache == "budget" else ""
 
 
 def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
-    """What a process like this one takes outside the budget, at most, by name, with the model on a CPU."""
+    """Return the largest memory that this process needs outside the budget, by name, with the model on a CPU."""
     is_quantised = spec.stored_bytes is not None and bool(spec.dense) and spec.dtype is BF16
     by_own_kernels = is_quantised and config.kernels != "torch" and widest() is not None
     return outside_budget_bytes(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
-    """Sentences about memory that is asked for and is not left: the budget, and that of a host tier."""
+    """Return messages about requested memory that is not free, for the budget and for a host tier."""
     host_bytes = config.host_memory_bytes or 0
     if device.type == "cpu":
         both = " and `host_memory`" if config.device == EMULATED and host_bytes else ""
@@ -182,24 +185,26 @@ def resident_share_with(
     shadow_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> Callable[[int], float]:
-    """A function that gives the resident share with so many learned bytes, and a draft model; it raises
-    `BudgetError`."""
+    """Return a function from the bytes of learned values to the resident share; it raises `BudgetError`."""
     return lambda learned_bytes: (
         make_ledger(spec, config, device, store, learned_bytes, shadow_bytes, outside)[0].resident_share
     )
 
 
 def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: ExpertStore) -> Demand:
-    """What a model whose files are here asks of the budget."""
-    # A thread needs two buffers where a demand load passes inside a prefetch; on a GPU they are host memory.
+    """Return what a model with files on disk requires of the budget."""
+    # A thread needs two buffers when a demand load passes during a prefetch; with a host tier they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * reading_threads(config) * store.staging_buffer_bytes
-    if config.cluster is not None and not has_host_tier:  # what main computes itself where its workers fail
+    if (
+        config.cluster is not None and not has_host_tier
+    ):  # for experts that the coordinator computes itself when its workers fail
         buffers += LEAST_SLOTS * sum(set(store.slot_bytes.values())) + store.staging_buffer_bytes
     return _settled(spec.demand(config, store.slot_bytes, buffers), config, device)
 
 
 def _settled(demand: Demand, config: EngineConfig, device: AnyDevice) -> Demand:
-    """The same on this device: with a memory of its own it keeps the whole embedding, whose rows have no way there."""
+    """Return the demand on this device: a device with its own memory keeps the whole embedding, because rows cannot be
+    read into it."""
     has_memory = device.type != "cpu" or config.device == EMULATED
     return replace(demand, embedding_bytes=0) if has_memory else demand

@@ -1,4 +1,4 @@
-"""A model's files opened for a worker without torch, as main has described them (`cluster/described.py`)."""
+"""Open a model's files for a worker without torch, by the coordinator's description (`cluster/described.py`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from smoe.models.weight_samples import checksum
 from smoe.policy.budget import SlotClass, slot_classes
 
 DTYPE = "torch.bfloat16"
-"""What experts are in here, as main says it."""
+"""The dtype of experts here, in the coordinator's notation."""
 _PLAIN = "BF16"
 
 
 def place_of(model: str | Path, precision: str) -> Path:
-    """The folder of a model that lies here. Raises `ConfigError` for what needs torch: one that would have to be
-    downloaded, or is no folder, and a precision of its own."""
+    """Return the folder of a model on disk.
+
+    Raises `ConfigError` if torch is needed: for a model to download, one that is no folder, or a `precision`.
+    """
     from smoe.models.files import local_place
 
     if precision != "auto":
@@ -51,7 +53,7 @@ def place_of(model: str | Path, precision: str) -> Path:
 
 
 def fields_of(place: Path) -> dict[str, str]:
-    """What main compares before it says what experts are."""
+    """Return the fields that the coordinator compares before it sends the description."""
     return {"weights": checksum(place), "precision": "auto", "dtype": DTYPE}
 
 
@@ -62,8 +64,10 @@ def open_described(
     slots: int | None,
     threads: int | None,
 ) -> Served:
-    """Open the experts of a worker; nothing else is read. Room as in `open_experts`. Raises `CheckpointError` where the
-    files and what main says do not fit, `BudgetError`."""
+    """Open the experts of a worker and read nothing else. `memory_bytes` and `slots` are as in `open_experts`.
+
+    Raises `CheckpointError` if the files do not match the description, and `BudgetError`.
+    """
     store = _store(place, description)
     alone = {
         layer: SlotClass(nbytes, 1, store.layers[layer].experts, (layer,)) for layer, nbytes in store.slot_bytes.items()

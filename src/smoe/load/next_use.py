@@ -1,4 +1,4 @@
-"""The estimate of the next use that was trained for a model on recorded traces (`smoe tune --eviction learned`)."""
+"""Estimates of the next use, trained on a model's recorded traces by `smoe tune --eviction learned`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _FORMAT, _KIND = 2, "next-use"
 
 @dataclass(frozen=True)
 class TrainedNextUse:
-    """An estimate, and what it was trained on."""
+    """An estimate and the conditions of its training."""
 
     next_use: NextUse
     experts: dict[int, int]
-    """The experts of every layer that has some."""
+    """The number of experts of every MoE layer."""
     decode_steps: int
-    """The decode steps of all traces."""
+    """The number of decode steps in all traces."""
 
 
 def remember(folder: Path, trained: TrainedNextUse) -> Path:
-    """Keep an estimate in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    """Store an estimate in the user's cache, atomically; return the path. Raises `OSError`."""
     parts = trained.next_use._asdict()
     fields = {"rate": parts.pop("rate"), "decode_steps": trained.decode_steps}
     tensors = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
@@ -38,9 +38,9 @@ def remember(folder: Path, trained: TrainedNextUse) -> Path:
 
 
 def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]:
-    """The estimate for the model in `folder`, with so many experts in each layer, and where it comes from.
+    """Return the estimate for the model in `folder`, given the experts per layer, and its origin in words.
 
-    Raises `ConfigError` where there is none for these weights that this version understands.
+    Raises `ConfigError` if there is none for these weights and this version.
     """
     try:
         return _estimate(*learned(_KIND, _FORMAT, folder), experts)
@@ -55,7 +55,7 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
 
 
 def _estimate(tensors: Tensors, fields: Mapping[str, Any], experts: Mapping[int, int]) -> tuple[NextUse, str]:
-    """Raises `NotLearnedError` where the parts are not of one size, that of the experts."""
+    """Return the estimate; raises `NotLearnedError` if shapes do not match the model's experts."""
     next_use = NextUse(fields["rate"], **{name: part.numpy() for name, part in tensors.items()})
     layers, width = max(experts) + 1, max(experts.values())
     rank = next_use.target.shape[-1]

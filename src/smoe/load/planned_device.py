@@ -1,4 +1,4 @@
-"""Which device a model computes on, as far as it is known without torch."""
+"""Choose the device as far as possible without importing torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _NAMES = re.compile(r"(cpu|cuda)(:\d+)?")
 
 
 def planned_device(config: EngineConfig) -> AnyDevice | None:
-    """The CPU where the configuration asks for it, or nothing else may be here; None where torch has to say. Raises
-    `ConfigError` for what is no device."""
+    """Return the CPU if it is configured or the only possible device, or None if torch must decide.
+
+    Raises `ConfigError` for an invalid device name.
+    """
     if config.device == EMULATED or (config.device == "auto" and not may_have_gpu()):
         return CPU
     if config.device != "auto" and not _NAMES.fullmatch(config.device):
@@ -23,7 +25,7 @@ def planned_device(config: EngineConfig) -> AnyDevice | None:
 
 
 def device_for(config: EngineConfig) -> AnyDevice:
-    """The device asked for, else the first GPU, else the CPU; torch is loaded only where there may be a GPU."""
+    """Return the configured device, else the first GPU, else the CPU; torch is imported only if there may be a GPU."""
     planned = planned_device(config)
     if planned is not None:
         return planned

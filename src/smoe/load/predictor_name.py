@@ -1,4 +1,4 @@
-"""What guesses which experts come next, by name."""
+"""Choose the predictor of the next experts, by name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from smoe.machine.device import AnyDevice
 from smoe.models.spec import ModelSpec
 
 _PREFETCH_PAYS_BYTES = 1 << 20
-"""Smaller experts are read in less time than guessing takes; for larger ones the gain is measured
+"""The size below which experts are read faster than they are predicted; for larger ones the gain is measured
 (docs/log/prefetch.md)."""
 
 
 def predictor_name(spec: ModelSpec, config: EngineConfig, device: AnyDevice) -> str:
-    """What guesses in decode; a guess must not decide what is computed where a run is to be reproducible."""
+    """Return the name of the decode predictor. In reproducible runs a prediction must not influence results, so it may
+    be "none"."""
     if config.reproducible and config.alpha > 0:
         return "none"
     if config.prefetch != "auto":

@@ -1,5 +1,6 @@
-"""From a name and settings to a model: structure, index, budget, slots, weights, in this order, so that what cannot
-work is refused before anything large is read. The engine is put together of them in `assembly.py`.
+"""Load a model from a name and settings: structure, index, budget, slots and weights, in this order.
+
+So what cannot work is refused before anything large is read. `assembly.py` builds the engine.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from smoe.units import parse_bytes, parse_share
 
 _log = logging.getLogger(__name__)
 _TOUCH_SECONDS = 2.0
-"""How long loading waits for the slots' memory; the rest is backed while the model already runs."""
+"""How long loading waits for the allocation of slots; the rest is allocated while the model runs."""
 
 
 def from_pretrained(
@@ -74,14 +75,13 @@ def from_pretrained(
 ) -> OffloadedModel:
     """Load a Mixture-of-Experts model whose experts stay on disk until they are needed.
 
-    Returns the ordinary transformers model object; `model.offload` is the `Engine` behind it. `memory` is the budget
-    ("8GiB", bytes; None: what is free less a margin), or with `count` "process" the most that this whole process may
-    take; `resident` ("40%", 0.4) asks for as much as keeps that share of
-    the routed experts in memory instead. `switches` are fields of `EngineConfig`, over those of `preset`; `dtype` and
-    `device` may be torch's own objects.
+    Returns the ordinary transformers model; `model.offload` is its `Engine`. `memory` is the budget ("8GiB" or bytes;
+    None: free memory less a margin). With `count` "process" it is the limit of this whole process. `resident` ("40%",
+    0.4) instead requests the memory for that share of the routed experts. `switches` are fields of `EngineConfig`,
+    which override those of `preset`; `dtype` and `device` may be torch objects.
 
     Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError`
-    and its kinds for models that cannot be served exactly.
+    and its subclasses for models that cannot be served exactly.
     """
     if resident is not None:
         switches["resident_share"] = parse_share(resident, "resident_share") if isinstance(resident, str) else resident
@@ -102,11 +102,12 @@ def load(
     on_shortage: Callable[[str], None] = _log.warning,
     on_pack_bytes: OnBytes = lambda done, total: None,
 ) -> OffloadedModel:
-    """`from_pretrained` for a finished configuration.
+    """Load a model as `from_pretrained`, from a finished configuration.
 
     `on_ledger` is called with the budget before anything large is read, `on_host_tier` with the bytes of host memory
-    that are about to be locked with a GPU, `on_shortage` with a sentence where more memory is asked for than is
-    left, and `on_pack_bytes` with how much of a pack has been compared with its checksums, once on a machine."""
+    that will be locked for a GPU, `on_shortage` with a message if more memory is requested than free, and
+    `on_pack_bytes` with the progress of comparing a pack with its checksums, once per machine.
+    """
     collect_dropped()
     note_start()
     device = choose_device(config)
@@ -141,7 +142,7 @@ def load(
     forget_peak(device)
     arena = Arena(ledger.sizes, device, huge_pages=config.direct_io == "on")
     try:
-        arena.touch(slots=ledger.slots_in_use)  # slower than the disk, and free while other weights load
+        arena.touch(slots=ledger.slots_in_use)  # allocation is slower than the disk, and other weights load meanwhile
         loaded = checkpoint.load_dense(spec, device)
         count_whole(loaded, spec.shell)
         arena.wait_touched(_TOUCH_SECONDS)
@@ -154,7 +155,7 @@ def load(
             ahead = ShadowRouting(following(spec, config))
         budget = Budget(ledger, reason, known, learned, weights, ahead, files)
         served = assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
-        give_back_heap()  # what only loading needed
+        give_back_heap()  # memory that only loading needed
         return served
     except BaseException:
         arena.close()
@@ -164,12 +165,15 @@ def load(
 def _open_checkpoint(
     model: str | Path, config: EngineConfig, revision: str | None
 ) -> tuple[Checkpoint, LibrarySpec, Mapping[int, Mapping[int, StoredLayer]]]:
-    """The model's files, downloaded where they are not here, what they hold, and the experts of every format.
+    """Return a model's files (downloaded if necessary), its spec, and the experts of every format.
 
-    A budget that cannot be enough is refused before a download."""
+    An insufficient budget is refused before a download.
+    """
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
-    experts = None if checkpoint is None else checkpoint.experts(spec)  # a damaged file first, not its sizes
+    experts = (
+        None if checkpoint is None else checkpoint.experts(spec)
+    )  # errors of a damaged file come before those of its sizes
     if config.memory_bytes is not None and config.count == "budget" and checkpoint is None:
         shadow_bytes = least_shadow_bytes(model, spec, config, revision)
         fewest, _, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), {})
@@ -184,7 +188,7 @@ def _open_checkpoint(
 
 
 def _check_balance(config: EngineConfig) -> None:
-    """Raise `ConfigError` where the CPU is the device and would compute in parallel with itself."""
+    """Raise `ConfigError` if the device is the CPU, which cannot also be a second unit."""
     if config.balance not in ("auto", "none"):
         raise UnpreparedError(
             f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU, "
@@ -205,9 +209,9 @@ def _emulation(
 def _settled_reads(
     config: EngineConfig, stores: Iterable[ExpertStore], ledger: Ledger, device: torch.device
 ) -> EngineConfig:
-    """Where reads land in the slots, whether they go past the page cache: decided once, before memory is taken."""
+    """Decide whether reads into slots bypass the page cache, before memory is allocated."""
     if device.type != "cpu" or config.device == EMULATED:
-        return config  # they land in the host tier (`tiers.py`)
+        return config  # reads go to the host tier (`tiers.py`)
     spare = free_device_bytes(device)[0] - ledger.budget_bytes
     is_direct = reads_directly(config, sum(store.total_bytes for store in stores), spare)
     return replace(config, direct_io="on" if is_direct else "off")

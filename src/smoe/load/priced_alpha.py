@@ -1,8 +1,8 @@
-"""The substitution threshold that a model has been priced for: the largest whose price its user accepts.
+"""The substitution threshold alpha of a model: the largest one whose quality cost its user accepts.
 
-`smoe tune --max-perplexity-increase 1%` finds it and keeps it in the user's cache. A model's folder may bring one of
-its own, `smoe-alpha.json`, as the embedded model's does. A price holds for the share of experts that were resident when
-it was measured, and for larger ones; with fewer in memory more is replaced, at an unknown quality cost.
+`smoe tune --max-perplexity-increase 1%` finds it and stores it in the user's cache. A model's folder may contain one,
+`smoe-alpha.json`, as the embedded model's does. A quality cost is valid for the resident share of its measurement and
+larger ones; with fewer resident experts more are replaced, at an unknown cost.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class PricedAlpha:
-    """A threshold and its price: the change of perplexity against alpha 0, as a share (0.01 is one per cent more)."""
+    """A threshold and its quality cost: the relative change of perplexity against alpha 0 (0.01 is one per cent
+    more)."""
 
     alpha: float
     allowed_increase: float
-    """What the upper bound of the change had to stay within."""
+    """The limit for the upper bound of the change."""
     low: float
     high: float
-    """The interval of 95 % of the change."""
+    """The bounds `low` and `high` of the change's 95 % interval."""
     resident_share: float
     """The share of the experts in memory during the measurement."""
     tokens: int
@@ -42,9 +43,9 @@ class PricedAlpha:
 
 
 def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
-    """The alpha for the model in `folder` with so many experts resident, and where it comes from."""
+    """Return the alpha for the model in `folder` at this resident share, and its origin in words."""
     own, brought = _read(_own_path(folder)), _read(folder / FILE_NAME)
-    most = 1.0 if own is None else own.alpha  # never above the value found for this model
+    most = 1.0 if own is None else own.alpha  # never above the value measured for this model
     for priced, whose in ((own, "as you measured it"), (brought, "by the quality cost stored with the model")):
         if priced is not None and resident_share >= priced.resident_share and priced.alpha <= most:
             return priced.alpha, f"{whose}: {priced}"
@@ -59,17 +60,17 @@ def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
 
 
 def remember(folder: Path, priced: PricedAlpha) -> Path:
-    """Keep a price in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    """Store an alpha in the user's cache, atomically; return the path. Raises `OSError`."""
     return keep(_own_path(folder), as_json(priced))
 
 
 def as_json(priced: PricedAlpha) -> dict[str, Any]:
-    """What a file holds."""
+    """Return the contents of the file."""
     return {"format": _FORMAT} | asdict(priced)
 
 
 def _read(path: Path) -> PricedAlpha | None:
-    """None where there is no such file, or none that this version understands."""
+    """Return a stored alpha, or None if the file is missing or of another version."""
     try:
         priced = PricedAlpha(**(read_stored(path, _FORMAT) or {}))
         return priced if 0 <= priced.alpha <= 1 else None

@@ -1,7 +1,7 @@
 """The quality costs of a model's miss resolutions, in its folder or in the user's cache.
 
-`smoe tune --prices` measures them (`eval/answer_prices.py`) and keeps them in the cache. A model's folder may bring
-some, `smoe-prices.json`, as the embedded model's does; the user's own come first.
+`smoe tune --prices` measures them (`eval/answer_prices.py`) and stores them in the cache. A model's folder may contain
+some, `smoe-prices.json`, as the embedded model's does; the user's own take precedence.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class PricedAnswers:
-    """A table of prices and what it was measured on."""
+    """A table of quality costs and the conditions of its measurement."""
 
     table: PriceTable
     errors: PriceTable
-    """Standard errors of the table's figures."""
+    """The standard errors of the table's values."""
     low_precision: str
-    """The precision of the low copies; `none`: there were none, and a low copy is priced like none at all."""
+    """The precision of the low copies. With `none` there were none, and a low copy costs as much as a dropped
+    expert."""
     tokens: int
     text: str
 
 
 def prices_of(folder: Path) -> PricedAnswers | None:
-    """What is known of the model in `folder`; None where nothing is."""
+    """Return the quality costs of the model in `folder`, or None if unknown."""
     return _read(of_model("prices", folder)) or _read(folder / FILE_NAME)
 
 
 def remember(folder: Path, priced: PricedAnswers) -> Path:
-    """Keep prices in the user's cache, whole or not at all; returns where. Raises `OSError`."""
+    """Store quality costs in the user's cache, atomically; return the path. Raises `OSError`."""
     return keep(of_model("prices", folder), as_json(priced))
 
 
 def as_json(priced: PricedAnswers) -> dict[str, Any]:
-    """What a file holds."""
+    """Return the contents of the file."""
     return {
         "format": _FORMAT,
         "text": priced.text,
@@ -55,7 +56,7 @@ def as_json(priced: PricedAnswers) -> dict[str, Any]:
 
 
 def _read(path: Path) -> PricedAnswers | None:
-    """None where there is no such file, or none that this version understands."""
+    """Return stored quality costs, or None if the file is missing or of another version."""
     stored = read_stored(path, _FORMAT)
     if stored is None:
         return None

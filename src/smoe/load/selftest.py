@@ -1,9 +1,9 @@
-"""The proof at load: two experts of every differently built layer, computed by us and by the library's own loop.
+"""The self-test at load: compare two experts of every distinct layer with transformers' own loop.
 
-The library's loop runs on fused parameters that hold just these two experts, read through safetensors' own reader and
-put together by the checkpoint's converter rules, so that the index, the order of gate and up, the layout in the slot
-and the arithmetic are all compared. On a CPU what differs by a bit is refused; on a GPU, whose products are equal up to
-rounding only (grade E2), what differs by more than rounding can.
+transformers' loop runs on fused parameters of just these two experts, read by safetensors' own reader and joined by the
+checkpoint's conversion rules. So the index, the order of gate and up, the slot layout and the arithmetic are all
+compared. On a CPU a difference of one bit is refused. On a GPU, where products are equal up to rounding (grade E2), a
+difference beyond rounding is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smoe.runtime.seam import original_experts_forward
 from smoe.runtime.step import Step
 
 FP32_ROUNDING = 1e-5
-"""Grade E2 in 32 bits, relative to the largest value."""
+"""The tolerance of grade E2 in 32 bits, relative to the largest value."""
 _TF32_EPS = 2.0**-10
 _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 
@@ -33,8 +33,10 @@ _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 def check_experts(
     site: ExpertsSite, module: nn.Module, checkpoint: StoredLayer, executor: LayerExecutor, dtype: torch.dtype
 ) -> None:
-    """Raise `UnsupportedModelError` where our result differs from the library's for the first two experts of a
-    layer; where they are quantised, from the library's on the numbers that the codes stand for."""
+    """Raise `UnsupportedModelError` if our result for a layer's first two experts differs from transformers'.
+
+    For quantized experts the comparison is with transformers' result on dequantized weights.
+    """
     allowed = quantised_rounding(dtype) if is_quantised({site.layer: checkpoint}) else rounding(dtype, executor.device)
     width = min(2, site.experts)
     for (phase, tokens), type_of_weights in itertools.product(_STEPS, dict.fromkeys((dtype, torch.float32))):
@@ -49,9 +51,9 @@ def check_experts(
         except RuntimeError:
             if type_of_weights is dtype:
                 raise
-            continue  # dbrx: its router never gives such weights, and its loop cannot add them
+            continue  # dbrx: its router never returns such weights, and its loop cannot add them
         ours = executor.run(Step(site.layer, phase, hidden, index, weights))
-        if not is_same(ours, theirs, allowed) and type_of_weights is not dtype:  # nemotron_h: it adds in the weights'
+        if not is_same(ours, theirs, allowed) and type_of_weights is not dtype:  # nemotron_h sums in the weights' dtype
             executor.compute.sum_as_weights()
             ours = executor.run(Step(site.layer, phase, hidden, index, weights))
         if not is_same(ours, theirs, allowed):
@@ -63,10 +65,10 @@ def check_experts(
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """How far two right results may lie apart, relative to the largest value: 0 on a CPU.
+    """Return the tolerance relative to the largest value: 0 on a CPU.
 
-    In 32 bits only the order of long sums differs, unless the caller has allowed products of TF32. In 16 bits the two
-    may round to neighbours after each of the product up, the activation, the product down and the weighted sum.
+    In 32 bits only the order of long sums differs, unless TF32 is enabled. In 16 bits results may round to neighbours
+    after the up product, the activation, the down product and the weighted sum.
     """
     if device.type == "cpu":
         return 0.0
@@ -76,8 +78,8 @@ def rounding(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def quantised_rounding(dtype: torch.dtype) -> float:
-    """The same where experts are quantised, on any device: our products are not the library's, and in 32 bits those
-    may sum in another order, as unpacked matrices lie otherwise."""
+    """Return the tolerance for quantized experts on any device: our products differ from torch's, and dequantized
+    matrices may be summed in another order."""
     return FP32_ROUNDING if dtype is torch.float32 else ROUNDINGS * torch.finfo(dtype).eps
 
 
@@ -85,12 +87,13 @@ def _has_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
     try:
         return bool(matmul.allow_tf32)
-    except RuntimeError:  # set by torch's newer switch, after which the older may not be read
+    except RuntimeError:  # torch's newer setting is in use, and the older one may not be read
         return bool(matmul.fp32_precision == "tf32")
 
 
 def is_same(ours: torch.Tensor, theirs: torch.Tensor, rounding: float) -> bool:
-    """Bit-equal, or, with a `rounding` above 0, no further apart than it; what is not finite is equal to nothing."""
+    """Return whether results are bit-equal, or with a `rounding` above 0 differ by no more; non-finite values are never
+    equal."""
     if rounding == 0:
         return torch.equal(ours, theirs)
     far = (ours.float() - theirs.float()).abs().max()
@@ -105,7 +108,7 @@ def library_result(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The library's eager loop on the experts `chosen` alone; `index` counts within `chosen`."""
+    """Return the result of transformers' eager loop with only the experts `chosen`; `index` counts within `chosen`."""
     parameters = reference_parameters(checkpoint, chosen, hidden.dtype)
     experts = module.num_experts
     try:

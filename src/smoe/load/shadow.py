@@ -1,7 +1,7 @@
-"""A second engine behind a copy of the model in fewer bits, which runs ahead of the first (`prefetch` shadow).
+"""The draft model (`prefetch` shadow): a copy of the model in fewer bits, with an engine of its own, that runs ahead.
 
-It reads its experts from the file that `smoe pack --precision` wrote, all of them stay in memory, and the other weights
-are the model's own: the same memory, unless the file keeps them quantised.
+Its experts come from a file of `smoe pack --precision` and all stay in memory. The other weights are the model's own
+memory, unless the file keeps them quantized.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from smoe.runtime.seam import hear_routers
 from smoe.runtime.shadow import Shadow
 
 _THREADS = 1
-"""It computes on: the model wants the others."""
+"""The number of threads that the draft model computes on; the model needs the others."""
 
 
 class PlannedShadow(NamedTuple):
-    """What it takes, before anything large is read."""
+    """The draft model's files and memory demand, before anything large is read."""
 
     checkpoint: Checkpoint
     spec: LibrarySpec
@@ -53,7 +53,7 @@ class PlannedShadow(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, in addition to the model."""
+        """Bytes of memory in addition to the model's."""
         return self.ledger.budget_bytes - (self.ledger.demand.weights_bytes if self._shares_weights else 0)
 
     @property
@@ -61,8 +61,11 @@ class PlannedShadow(NamedTuple):
         return not self.spec.dense
 
     def open(self, model: PreTrainedModel | None, computing: int = _THREADS) -> Shadow:
-        """Open the draft model on so many threads; with `model`, whose weights are loaded and which has no engine yet,
-        or with weights of its own."""
+        """Open the draft model on `computing` threads.
+
+        `model` is the loaded model without an engine, whose weights are shared; with None the draft model loads its
+        own.
+        """
         with threads(computing):
             shadow = self.checkpoint.load_dense(self.spec, self.device)
             if model is not None and self._shares_weights:
@@ -83,12 +86,12 @@ class PlannedShadow(NamedTuple):
         return shadow_routing
 
     def on_thread(self, model: PreTrainedModel) -> ShadowRouting:
-        """Run the draft model on a thread, with `model` as `open` takes it."""
+        """Run the draft model on a thread; `model` is as for `open`."""
         return ShadowRouting(RunningAhead(self.open(model), self.departure))
 
 
 def check_shadow(spec: ModelSpec, config: EngineConfig) -> None:
-    """Raise `ConfigError` on the emulated device, and `UnsupportedModelError` for a family that cannot be aligned."""
+    """Raise `ConfigError` for the emulated device, and `UnsupportedModelError` for a family with a recurrent state."""
     if config.device == EMULATED:
         raise ConfigError(
             f"`prefetch` {SHADOW} computes on this CPU, and the `device` {EMULATED} does not emulate its times; "
@@ -107,9 +110,9 @@ def check_shadow(spec: ModelSpec, config: EngineConfig) -> None:
 def planned_shadow(
     checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig, device: torch.device
 ) -> PlannedShadow | None:
-    """The shadow that a configuration asks for on main, None where it asks for none; headers alone are read.
+    """Return the configured draft model on the coordinator, or None; only headers are read.
 
-    Raises `ConfigError` where there is no such copy, and as `check_shadow`.
+    Raises `ConfigError` if the model is not packed in its precision, and the errors of `check_shadow`.
     """
     if config.prefetch != SHADOW or config.shadow_on == "cluster":
         return None

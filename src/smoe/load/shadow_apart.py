@@ -1,4 +1,4 @@
-"""A shadow on a machine of its own, from both ends: what main asks of it, and its files opened there as main asks."""
+"""A draft model on a machine of its own: the coordinator's request, and opening the files on that machine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from smoe.cluster.following import Following
 
 _WANTED = {"context_tokens", "dtype", "activations", "shadow_precision", "shadow_departure", "shadow_spares"}
-"""Settings by which main wants a shadow opened: those that one on main would have."""
+"""The settings by which the coordinator requests a draft model, as it would configure its own."""
 
 
 def placed_shadow(config: EngineConfig) -> EngineConfig:
-    """The configuration with a place for the draft model, where one is requested: in the cluster, if one belongs to it,
-    else on main."""
+    """Return the configuration with the draft model's place: in the cluster if it has a machine for it, else on the
+    coordinator."""
     if config.prefetch != SHADOW or config.shadow_on is not None:
         return config
     place = "main"
@@ -49,12 +49,12 @@ def placed_shadow(config: EngineConfig) -> EngineConfig:
 
 
 def is_apart(config: EngineConfig) -> bool:
-    """Whether the shadow is not on main; of a configuration that says where."""
+    """Return whether the draft model runs on another machine; the configuration must state its place."""
     return config.prefetch == SHADOW and config.shadow_on == "cluster"
 
 
 def following(spec: ModelSpec, config: EngineConfig) -> Following:
-    """What follows main's text for a shadow that is apart. Raises as `check_shadow`."""
+    """Return the coordinator's client of a draft model on another machine. Raises the errors of `check_shadow`."""
     from smoe.cluster.following import Following
 
     check_shadow(spec, config)
@@ -73,10 +73,10 @@ def following(spec: ModelSpec, config: EngineConfig) -> Following:
 
 
 class ShadowFiles:
-    """A model's files, on the shadow's machine."""
+    """A model's files on the draft model's machine."""
 
     def __init__(self, model: str | Path, threads: int | None = None) -> None:
-        """Raises `ModelError` where they are not there."""
+        """Open the model's files. Raises `ModelError` if they are missing."""
         self._model = model
         self._threads = threads
         read_spec(model, configure())
@@ -84,13 +84,18 @@ class ShadowFiles:
         self.weights = checksum(self._checkpoint.place)
 
     def open(self, wanted: Mapping[str, Any], on_said: Callable[[TokenStep, Expected], None]) -> ReadAlong:
-        """A copy of the model by main's settings, all of it in memory. Raises `ClusterError` for settings that main
-        cannot mean, `ConfigError` where there is no such pack, `BudgetError` where it does not fit."""
+        """Open the draft model with the coordinator's settings, completely in memory.
+
+        Raises `ClusterError` for invalid settings, `ConfigError` if the model is not packed in the precision, and
+        `BudgetError` if memory is insufficient.
+        """
         config = _config_of(wanted)
         spec, device = read_spec(self._model, config), choose_device(config)
         planned = planned_shadow(self._checkpoint, spec, config, device)
         assert planned is not None
-        nbytes = planned.ledger.budget_bytes + planned.ledger.demand.kv_cache_bytes  # main's keys and values, too
+        nbytes = (
+            planned.ledger.budget_bytes + planned.ledger.demand.kv_cache_bytes
+        )  # includes the coordinator's keys and values
         room = less_margin(free_device_bytes(device)[0])
         if nbytes > room:
             raise BudgetError(
@@ -101,7 +106,7 @@ class ShadowFiles:
         set_compute_threads(self._threads)
         shadow_routing = planned.open(None, torch.get_num_threads())
         pattern = RowCache(spec.config, 1, 1)
-        shadow_routing.follow(0, 0, pattern, lambda _: None)  # its keys and values have shapes then
+        shadow_routing.follow(0, 0, pattern, lambda _: None)  # this gives its keys and values their shapes
         pattern.take_over(shadow_routing.text.cache, 0, 1)
         ahead = RunningAhead(shadow_routing, planned.departure, on_said)
         return ReadAlong(ahead, spec.config, pattern, planned.spec.context_tokens, nbytes)

@@ -1,4 +1,4 @@
-"""What a copy of the model that runs ahead takes, by the model's configuration alone."""
+"""The memory of a draft model, computed from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from smoe.policy.registry import SHADOW
 
 
 def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
-    """Bytes of the draft model on the coordinator, in addition to the model's, by the model's configuration alone; 0
-    where the settings ask for none."""
+    """Return the bytes of a draft model on the coordinator, in addition to the model's; 0 if none is configured."""
     if config.prefetch != SHADOW or config.shadow_on == "cluster":
         return 0
     own = shadow_config(spec, config)
@@ -25,7 +24,7 @@ def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig,
 
 
 def shadow_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
-    """The configuration of the draft model itself."""
+    """Return the configuration of the draft model's engine."""
     return replace(
         EngineConfig(
             precision=config.shadow_precision or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True

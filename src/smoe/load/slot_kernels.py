@@ -1,8 +1,7 @@
-"""Whether a GPU computes experts straight from their slots (`gpu_kernels/`), or by torch's operations.
+"""Choose whether a GPU computes experts directly from their slots (`gpu_kernels/`) or by torch's operations.
 
-Taken where Triton is there, where the experts are of a kind that the kernels know, where their results are no further
-from the exact numbers than torch's on an expert of every kind, and where they are no slower. Else torch computes: on
-unpacked weights where they are quantised.
+The kernels are used if Triton is installed, they support the experts, they are as accurate as torch on an expert of
+every kind, and they are not slower. Otherwise torch computes, with dequantized weights if the experts are quantized.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from smoe.runtime.layer import LayerCompute
 
 _PROOF_OUTPUTS = 64
 _FP32_LEEWAY = 16.0
-"""In 32 bits both are nearly exact, and which sum is nearer is chance."""
+"""The tolerance in 32 bits, where both are nearly exact and it is chance which sum is more accurate."""
 _ROUNDS = 9
 _EXPERTS = 8
 _log = logging.getLogger(__name__)
 
 
 def take_slot_kernels(compute: LayerCompute, config: EngineConfig) -> None:
-    """Have `compute` take few tokens through experts by the kernels for GPUs, in all layers or in none."""
+    """Use the GPU kernels for few tokens in all layers, if they are supported, correct and not slower."""
     if not _is_gpu(compute.device) or config.kernels == "torch" or not compiled.is_available():
         return
     try:
         kernels = proven_kernels(compute, min(config.max_sequences, MOST_TOKENS))
-    except Exception as error:  # no compiler for its launcher, a GPU that it does not know: Triton has many
+    except Exception as error:  # Triton has many errors, such as a missing compiler for its launcher or an unknown GPU
         _log.warning("experts are computed by torch: Triton's kernels cannot be used here (%s)", error)
         return
     compute.compute_in_slots(kernels)
@@ -51,8 +50,11 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def proven_kernels(compute: LayerCompute, most_tokens: int) -> dict[tuple[int, int], SlotExperts] | None:
-    """The kernels of every layer and format, each tried out on an expert that is resident, for one token and for up to
-    `most_tokens`; None where one of them is unknown, wrong or not to be tried."""
+    """Return the kernels of every layer and format, or None if one is not supported, fails the test or cannot be
+    tested.
+
+    Each is tested on a resident expert, for one token and up to `most_tokens`.
+    """
     samples: dict[tuple[object, ...], ExpertKey] = {}
     for key in sorted(compute.arrivals.table.ready):
         samples.setdefault(compute.math_of(key).kind, key)
@@ -75,12 +77,12 @@ def proven_kernels(compute: LayerCompute, most_tokens: int) -> dict[tuple[int, i
 
 
 def is_proven(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, most_tokens: int) -> bool:
-    """Whether the kernel is right on one expert, for all numbers of tokens that an entry has room for."""
+    """Return whether the kernel is correct on one expert, for all sizes of entries."""
     return all(_is_right(kernel, math, weights, device, tokens) for tokens in (1, 2, 4, 8) if tokens < 2 * most_tokens)
 
 
 def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, tokens: int) -> bool:
-    """Each product compared with the exact one of its first outputs, and the whole with torch's."""
+    """Compare the first outputs of each product with exact ones, and the whole result with torch's."""
     kind, dtype = kernel.kind, getattr(torch, kernel.kind.dtype)
     x = torch.randn(tokens, kind.hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     routes = torch.arange(tokens, device=device).unsqueeze(1)
@@ -102,21 +104,22 @@ def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: t
 
 
 def _first_outputs(kind: ExpertKind, some: int) -> list[tuple[int, slice]]:
-    """Matrices, and rows of them, whose products the activation makes the first outputs of."""
+    """Return (matrix, rows) whose products the activation turns into the first outputs."""
     if len(kind.ups) > 1:
         return [(0, slice(some)), (1, slice(some))]
     return [(0, rows) for rows in _bias_rows(kind, some)]
 
 
 def _bias_rows(kind: ExpertKind, some: int) -> list[slice]:
-    """The same, of all outputs of the first product."""
+    """Return the rows among all outputs of the first product that the activation turns into the first outputs."""
     if not kind.activation.has_gate:
         return [slice(some)]
     return [slice(2 * some)] if kind.activation.takes_turns else [slice(some), slice(kind.inner, kind.inner + some)]
 
 
 class _Product:
-    """Rows x [n, K] times numbers [outputs, K], plus a bias, through an activation: exactly, and as torch has it."""
+    """Rows x [n, K] times a matrix [outputs, K], plus a bias, through an activation: exact and in torch's
+    arithmetic."""
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class _Product:
         self._x, self._numbers, self._bias, self._activate = x, numbers, bias, activate
 
     def is_near(self, ours: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether ours, rounded, is no further from the exact one than torch's is, whose input is rounded, too."""
+        """Return whether our rounded result is as accurate as torch's, whose input is rounded too."""
         leeway = {"leeway": _FP32_LEEWAY} if dtype is torch.float32 else {}
         return is_no_further(ours.to(dtype), self._in(dtype), self._in(torch.float64), **leeway)
 
@@ -138,8 +141,10 @@ class _Product:
 
 
 def _alignments(compute: LayerCompute) -> dict[tuple[object, ...], int]:
-    """A power of two that divides the addresses of all matrices of a kind of experts: another in some slot would be
-    another kernel, and its bits would depend on where an expert lies."""
+    """Return, for each kind of experts, a power of two that divides the addresses of all matrices.
+
+    A different value per slot would be a different kernel, and bits would depend on the slot.
+    """
     found: dict[tuple[object, ...], int] = {}
     for (layer, form), math in compute.maths.items():
         store = compute.arrivals.stores[form]
@@ -148,7 +153,7 @@ def _alignments(compute: LayerCompute) -> dict[tuple[object, ...], int]:
 
 
 def alignment_in(store: ExpertStore, layer: int) -> int:
-    """The largest power of two, at most 16, that divides the offsets of all matrices of a layer's experts."""
+    """Return the largest power of two, at most 16, that divides the offsets of all matrices of a layer's experts."""
     bits = 16
     for expert in range(store.layers[layer].experts):
         for name, offset in store.placement(layer, expert).parts.items():
@@ -157,7 +162,8 @@ def alignment_in(store: ExpertStore, layer: int) -> int:
 
 
 def _is_no_slower(compute: LayerCompute, kernels: dict[tuple[int, int], SlotExperts]) -> bool:
-    """One token through experts of the first layer, both ways in turn; the fastest of each counts."""
+    """Return whether the kernels are at least as fast as torch for one token through the first layer, by the fastest of
+    alternating runs."""
     layer = next(layer for layer, form in kernels if form == EXACT)
     seconds = {True: float("inf"), False: float("inf")}
     for _ in range(_ROUNDS):
@@ -169,7 +175,7 @@ def _is_no_slower(compute: LayerCompute, kernels: dict[tuple[int, int], SlotExpe
 
 
 def _seconds(compute: LayerCompute, layer: int, kind: ExpertKind) -> float:
-    """Seconds until the device is done: what a token takes where it binds, and where Python does."""
+    """Return the seconds until the device has finished one token."""
     hidden = torch.zeros(1, kind.hidden, dtype=getattr(torch, kind.dtype), device=compute.device)
     _finish(compute.device)
     started = perf_counter()

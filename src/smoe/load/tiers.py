@@ -1,4 +1,4 @@
-"""What lies below the device: disk alone, or disk, host tier and link."""
+"""Create the memory tiers below the device: disk alone, or disk, host tier and link."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from smoe.policy.residency import SlotTable
 
 
 class Tiers(NamedTuple):
-    """What lies below the device."""
+    """The memory tiers below the device."""
 
     mover: Mover
     filler: Filler
     host: HostTier | None = None
-    """None where the device's memory is the host's."""
+    """The host tier; None if the device's memory is host memory."""
     link: Link | None = None
 
 
@@ -45,10 +45,10 @@ def make_tiers(
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None,
 ) -> Tiers:
-    """With a device that has memory of its own a host tier and a link; else reads land in the slots.
+    """Return the tiers: a host tier and a link for a device with its own memory, else reads directly into slots.
 
-    `stores` by format; `classes` those of the ledger, of all formats. `on_host_tier` hears how many bytes of host
-    memory are about to be backed and locked for a GPU.
+    `stores` is by format; `classes` are the ledger's, of all formats. `on_host_tier` is called with the bytes of host
+    memory that will be allocated and locked for a GPU.
     """
     free, _ = free_device_bytes(torch.device("cpu"))
     total_bytes = sum(store.total_bytes for store in stores.values())
@@ -57,7 +57,9 @@ def make_tiers(
         filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    least = 2 * reading_threads(config) + 1  # a demand load inside a prefetch on each reading thread, and the CPU's own
+    least = (
+        2 * reading_threads(config) + 1
+    )  # a demand load within a prefetch on each reading thread, and one for the CPU
     sizes = host_sizes(classes, budget, least)
     nbytes = sum(slots * each for slots, each in sizes)
     is_direct = reads_directly(config, total_bytes, free - nbytes)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, from the model's own files, whichever form they have."""
+"""Load a model's tokenizer from its own files, in any format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from smoe.models.checkpoint import whole_checkpoint
 
 
 def load_tokenizer(model: str | Path, revision: str | None = None, chat_template: str | None = None) -> Any:
-    """A transformers tokenizer for what `from_pretrained` takes: a folder, a GGUF file, a hub name, or "demo".
+    """Return a transformers tokenizer for a model as in `from_pretrained`: a folder, a GGUF file, a hub id, or "demo".
 
-    `chat_template`, a Jinja template, replaces the model's own. Raises `CheckpointError` where the files have no
-    tokenizer that can be read.
+    `chat_template`, a Jinja template, replaces the model's own. Raises `CheckpointError` if the files have no readable
+    tokenizer.
     """
     tokenizer = whole_checkpoint(model, revision).tokenizer()
     if chat_template is not None:

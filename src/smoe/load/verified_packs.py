@@ -1,7 +1,7 @@
-"""Packs are read against their checksums once on every machine, when they are first loaded.
+"""Compare packs with their checksums, once per machine, when they are first loaded.
 
-Which file was found whole is remembered in the user's cache folder, by the file's size, number and time: one that was
-written or copied since then is read again.
+Verified files are recorded in the user's cache by size, inode number and time; a file that was written or copied since
+is checked again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _FORM = 1
 _log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], None]
-"""Hears how many bytes of how many have been read; both are the same at the end."""
+"""A function (bytes read, total bytes) for progress; both are equal at the end."""
 
 
 def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, StoredLayer], on_bytes: OnBytes) -> None:
-    """Read the pack of which a model's experts are served, where there is one, unless this machine has done so before.
+    """Compare the pack that a model's experts are read from, if any, with its checksums, unless this machine has done
+    so before.
 
-    Raises `CheckpointError` for a damaged one, naming its layers.
+    Raises `CheckpointError` for a damaged pack, with its damaged layers.
     """
     contents = _contents(spec, experts)
     path = None if contents is None else contents.path(checkpoint.place)
@@ -75,6 +76,6 @@ def _note_of(path: Path) -> Path:
 
 
 def _identity(path: Path) -> list[int]:
-    """The identity of a file: what changes where it is written, or another takes its place."""
+    """Return the identity of a file, which changes when it is written or replaced."""
     found = path.stat()
     return [found.st_size, found.st_ino, found.st_mtime_ns]

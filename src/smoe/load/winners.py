@@ -1,9 +1,8 @@
-"""Which prefetch and which eviction won a model's tournaments on this machine, in the user's cache.
+"""Winners of a model's tournaments of prefetch and eviction on this machine, in the user's cache.
 
-`smoe tune --prefetch auto` and `--eviction auto` hold one (`eval/tournament.py`) and keep the winner; from then on
-`auto` is the winner where this machine serves that model with about as many of its experts resident. Winners of
-several sizes are stored, and the nearest one counts. Where the baseline has won, the winner is
-`auto`.
+`smoe tune --prefetch auto` and `--eviction auto` run a tournament (`eval/tournament.py`) and store the winner. From
+then on `auto` means the winner, if about as many experts are resident on this machine. Winners for several resident
+shares are stored, and the nearest one counts. If the baseline won, the winner is `auto`.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 3
 NEAR = 1 / 3
-"""So far, as a share of it, other sizes may lie from the one that a winner was found at."""
+"""The largest relative distance of the resident share from that of a winner's tournament."""
 _log = logging.getLogger(__name__)
 
 CHOICES = {"prefetch": PREFETCH, "eviction": tuple(ONLINE_EVICTION)}
-"""The settings that have tournaments, and who may win."""
+"""The settings that have tournaments, with the candidates."""
 
 
 @dataclass(frozen=True)
 class Winner:
-    """Who won, against whom, where."""
+    """The winner of a tournament, the runner-up, and the conditions."""
 
     name: str
-    """`auto`: the baseline has won."""
+    """The winner's name; `auto` if the baseline won."""
     seconds: float
-    """A token."""
+    """Seconds per token."""
     second: str
     second_seconds: float
     resident_share: float
@@ -57,12 +56,12 @@ class Winner:
         )
 
     def distance(self, resident_share: float) -> float:
-        """How far a size is from that of the tournament, as a share of it."""
+        """Return the relative distance of a resident share from that of the tournament."""
         return abs(resident_share / self.resident_share - 1)
 
 
 def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
-    """The winners by setting, of the tournaments of the model in `folder` on such a machine, of any size."""
+    """Return the winners by setting of all tournaments of the model in `folder` on this machine."""
     stored = _stored(of_model("winners", folder))
     by_setting = {setting: _winners(stored, setting) for setting in CHOICES}
     of_machine = {
@@ -72,9 +71,9 @@ def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
 
 
 def remember(folder: Path, setting: str, winner: Winner) -> Path:
-    """Store a winner in addition to those of other settings, machines and sizes (in whole per cent); returns where.
+    """Store a winner in addition to those of other settings, machines and resident shares (in whole per cent).
 
-    Raises `OSError`.
+    Returns the path. Raises `OSError`.
     """
     path = of_model("winners", folder)
     stored = _stored(path)
@@ -83,7 +82,7 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
 
 
 def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
-    """Drop the winners of `settings`, of all machines and sizes; returns those that there were. Raises `OSError`."""
+    """Delete the winners of `settings` for all machines and resident shares; return them. Raises `OSError`."""
     path = of_model("winners", folder)
     stored = _stored(path)
     left = {setting: stored[setting] for setting in stored if setting not in settings}
@@ -95,7 +94,7 @@ def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is of another version, which is logged."""
+    """Return a file's contents, or an empty dictionary with a logged warning if it is of another version."""
     stored = read_stored(path, _FORMAT)
     if stored is None and path.exists():
         _log.warning(
@@ -105,7 +104,7 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
-    """What a file holds of one setting; what this version does not understand is left out."""
+    """Return the winners of one setting; entries that this version does not understand are left out."""
     found = []
     for each in _entries(stored, setting):
         try:
@@ -118,41 +117,40 @@ def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
 
 
 def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """The entries of the file."""
+    """Return the file's entries for one setting."""
     found = stored.get(setting)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _place(entry: dict[str, Any]) -> tuple[Any, str]:
-    """Of two for the same place only the later one is stored."""
+    """Return the machine and resident share of an entry; only the latest entry for each is stored."""
     share = entry.get("resident_share")
     return entry.get("machine"), f"{share:.0%}" if isinstance(share, float) else ""
 
 
 class Decided(NamedTuple):
-    """A configuration in which tournaments have decided, and what it needs."""
+    """A configuration with the results of tournaments, and the learned values it needs."""
 
     config: EngineConfig
     learned: LearnedValues
     reasons: dict[str, str]
-    """Why, by setting."""
+    """The reason by setting."""
 
 
 def with_winners(
     config: EngineConfig, place: Path, spec: ModelSpec, device: AnyDevice, share_of: Callable[[int], float]
 ) -> Decided:
-    """The configuration with every `auto` that a tournament has decided; `place` holds the model.
+    """Return the configuration with every `auto` that a tournament has decided; `place` has the model.
 
-    `share_of` gives the resident share of the experts with so many learned bytes; it is asked where there are
-    winners. A prefetch that won is still on trial where it runs: what does not pay there is off by itself. A winner
-    whose learned file is gone, or belongs to other weights, or that won with far more or fewer experts resident,
-    decides nothing. Raises `ConfigError` where what the user asks for by name has not been learned, and `BudgetError`
-    where the budget has no room for it.
+    `share_of` returns the resident share for a number of learned bytes; it is called if there are winners. A winning
+    prefetch remains on trial: it is disabled automatically if it does not pay. A winner decides nothing if its learned
+    file is missing or for other weights, or if its resident share was very different. Raises `ConfigError` if a value
+    that the user requests by name has not been learned, and `BudgetError` if the budget is too small.
     """
     try:
         decided = Decided(config, *learned_of(config, place, spec))
     except UnpreparedError:
-        share_of(expected_bytes(config, spec))  # a budget without room for it is refused before it is fitted
+        share_of(expected_bytes(config, spec))  # refuses a budget that is too small, before the user fits the predictor
         raise
     held = winners_of(place, where(config, device))
     asked = {setting: found for setting, found in held.items() if getattr(config, setting) == "auto"}
@@ -191,7 +189,7 @@ def _too_far(setting: str, nearest: Winner, share: float) -> str:
 
 
 def where(config: EngineConfig, device: AnyDevice) -> str:
-    """What a tournament's times hold for: the processor, and its device, or the profile that is emulated."""
+    """Return what a tournament's times are valid for: the processor and its device, or the emulated profile."""
     processor = str(describe_machine()["processor"])
     if config.device == EMULATED:
         return f"{processor}, acting {read_profile(config.profile).name}"

@@ -1,4 +1,4 @@
-"""A model's files opened for a worker of a cluster: its experts, and nothing else of it."""
+"""Open a model's experts for a worker of a cluster."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _CPU = torch.device("cpu")
 
 
 def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConfig, slots: int | None = None) -> Served:
-    """Open the experts of a worker; nothing else is read. It has room for as many experts as the memory holds, or for
-    `slots` of every size (one of the two is None). Raises `ModelError`, `ConfigError`, and `BudgetError` where the
-    memory holds fewer than it takes to read one while another is computed."""
+    """Open the experts of a worker and read nothing else.
+
+    There is room for as many experts as `memory_bytes` holds, or for `slots` of every size; one of the two is None.
+    Raises `ModelError`, `ConfigError`, and `BudgetError` if the memory cannot hold one expert being read and another
+    being computed.
+    """
     spec = read_spec(model, config)
     checkpoint = whole_checkpoint(model, None)
     store = open_store(checkpoint, spec, checkpoint.experts(spec), _CPU)

@@ -1,4 +1,4 @@
-"""Which of a model's files a worker needs: what it opens, and nothing of how text becomes tokens."""
+"""Select the files of a model that a worker needs; tokenizer files are not among them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from smoe.models.spec import ModelSpec
 
 
 def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
-    """The files by the names that they must have in one folder: weights, the pack of this precision (or of experts
-    as they are) where there is one, the configuration last, as a folder without it is no model.
+    """Return the files by their names in the worker's folder.
 
-    All of a file goes, also what only main needs of it. Raises `CheckpointError` where weights are missing.
+    These are the weights, the pack of this precision (or of experts as stored) if there is one, and finally the
+    configuration, because a folder without it is no model. Files are complete, including what only the coordinator
+    needs. Raises `CheckpointError` if weights are missing.
     """
     place = checkpoint.place
     if place.is_dir():

@@ -1,1 +1,2 @@
-"""Copies of a model's experts that we make: one file, every expert in one piece, as it is or in fewer bits."""
+"""Write packed copies of a model's experts: one file with every expert contiguous, in its own precision or in fewer
+bits."""

@@ -1,8 +1,8 @@
-"""What the experts of a model were given while it read a text, so that they can be quantised for such inputs.
+"""Record the inputs of a model's experts on a text, for quantization that minimizes the error on such inputs.
 
-    layer-3.hidden    [T, H] in the model's type     layer-3.index    int32 [T, K], the experts that each row went to
+    layer-3.hidden    [T, H] in the model's dtype     layer-3.index    int32 [T, K], the experts of each row
 
-It lies on disk, 67 MB a layer for 16,384 tokens of 2,048 numbers; one layer at a time is in memory.
+The data are on disk, 67 MB per layer for 16,384 tokens of 2,048 elements; one layer at a time is in memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from smoe.packing.compensation import Compensation, moments
 
 
 class Calibration:
-    """The inputs of every layer's experts, in a folder of their own. Written once, then read."""
+    """The inputs of every layer's experts, in a folder of their own; written once, then read."""
 
     def __init__(self, folder: Path, modules: Mapping[int, nn.Module]) -> None:
-        """`modules`: the library's experts by layer, for their activation; they need no weights."""
+        """`modules`: the experts modules of transformers by layer, for their activation; they need no weights."""
         self._folder = folder
         self._modules = modules
         self._shapes: dict[int, tuple[int, int]] = {}
@@ -31,7 +31,7 @@ class Calibration:
         self._open: tuple[int, LayerInputs] | None = None
 
     def add(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
-        """Some rows more: hidden [n, H], top_k_index [n, K]."""
+        """Append rows: hidden [n, H], top_k_index [n, K]."""
         self._shapes[layer], self._dtype = (hidden.shape[1], top_k_index.shape[1]), hidden.dtype
         with self._path(layer, "hidden").open("ab") as file:
             file.write(hidden.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -39,8 +39,10 @@ class Calibration:
             file.write(top_k_index.detach().cpu().numpy().astype(np.int32).tobytes())
 
     def compensations(self, layer: int, expert: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, Compensation]:
-        """Compensations for the two matrices of an expert, by their parts' names. `parameters` [1, ...]: its own, as
-        the library has them."""
+        """Return compensations for the two matrices of an expert, by part name.
+
+        `parameters` [1, ...] are the expert's own, in transformers' layout.
+        """
         if self._open is None or self._open[0] != layer:
             self._open = layer, self.read(layer)
         inputs, module = self._open[1], self._modules[layer]
@@ -50,7 +52,7 @@ class Calibration:
         return {up: Compensation(own, inputs.moments), "down_proj": Compensation(inner)}
 
     def read(self, layer: int) -> LayerInputs:
-        """What was added for a layer."""
+        """Return the recorded inputs of a layer."""
         hidden, top_k = self._shapes[layer]
         rows = torch.from_numpy(np.fromfile(self._path(layer, "hidden"), np.uint8)).view(self._dtype).view(-1, hidden)
         index = torch.from_numpy(np.fromfile(self._path(layer, "index"), np.int32)).view(-1, top_k)
@@ -61,7 +63,7 @@ class Calibration:
 
 
 class LayerInputs:
-    """What one layer's experts were given."""
+    """The inputs of one layer's experts."""
 
     def __init__(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
         self._hidden = hidden
@@ -69,18 +71,18 @@ class LayerInputs:
 
     @cached_property
     def moments(self) -> list[torch.Tensor]:
-        """The moments of all rows, whichever expert they went to."""
+        """The second moments of all rows, of any expert."""
         return moments(self._hidden)
 
     def of(self, expert: int) -> torch.Tensor:
-        """[n, H] in float32: the rows that went to an expert; there may be none."""
+        """Return the rows routed to an expert: [n, H] in float32; n may be 0."""
         return self._hidden[(self._index == expert).any(1)].float()
 
 
 def activated(
     module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """What the second product of an expert is given: [n, I]."""
+    """Return the inputs of an expert's second product: [n, I]."""
     is_transposed, has_gate = bool(module.is_transposed), bool(getattr(module, "has_gate", True))
     wide = inputs @ (weights if is_transposed else weights.t())
     if bias is not None:

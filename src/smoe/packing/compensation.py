@@ -1,10 +1,10 @@
-"""Codes chosen column after column, where what follows in a row makes up for what was rounded before: GPTQ (E. Frantar
-and others, arXiv 2210.17323).
+"""Choose codes column by column, so that later columns compensate for earlier rounding errors: GPTQ (E. Frantar and
+others, arXiv 2210.17323).
 
-Over inputs x with second moments M, the squared error of an output is (q - w) M (q - w)'. Where inputs go together, as
-those of a layer do, the error of one weight can be taken back by its neighbours:
+For inputs x with second moments M, the squared error of an output is (q - w) M (q - w)'. If inputs are correlated, as
+those of a layer are, neighbouring weights can compensate for the error of one weight:
 
-    M + damping = U^-1 U^-T, U upper                  row j of U says how the columns behind j move for an error in j
+    M + damping = U^-1 U^-T, U upper                  row j of U gives the change of later columns for an error in j
     code j = round(w_j), then w_k -= error of j * U_jk / U_jj  for every k > j in the section
 
 The grids are those of `quantiser.py`; only the codes differ.
@@ -18,17 +18,17 @@ from typing import NamedTuple
 import torch
 
 SECTION = 2048
-"""Columns that make up for each other: what it takes in memory and time grows with the square, and the third power."""
+"""Columns that compensate for each other; memory grows with the square, time with the cube."""
 _BATCH = 128
-"""Columns whose errors go to the rest of the section by one product."""
+"""Columns whose errors are applied to the rest of the section by one product."""
 _DAMPING = 0.01
-"""Added to the diagonal, as a share of its mean: as GPTQ does."""
+"""The addition to the diagonal, relative to its mean, as in GPTQ."""
 _PRIOR_TOKENS = 64
-"""How many tokens of an expert's own what is known beforehand counts for."""
+"""The weight of the prior moments, in tokens of the expert's own."""
 
 
 class CodeGrid(NamedTuple):
-    """What the codes of every number stand for: lowest + step * code, all [N, K]."""
+    """The values that codes of every element stand for: lowest + step * code, all [N, K]."""
 
     lowest: torch.Tensor
     step: torch.Tensor
@@ -39,20 +39,20 @@ class CodeGrid(NamedTuple):
 class _ColumnSection(NamedTuple):
     begin: int
     upper: torch.Tensor
-    """[width, width]"""
+    """The matrix U: [width, width]."""
 
 
 def moments(inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Mean products of features over inputs [n, K], by section: [width, width]. `n` is 1 or more."""
+    """Return the mean products of features over inputs [n, K], by section: [width, width]; n is at least 1."""
     return [part.t() @ part / len(part) for part in inputs.float().split(SECTION, dim=1)]
 
 
 class Compensation:
-    """How the columns of one matrix make up for each other."""
+    """How the columns of one matrix compensate for each other."""
 
     def __init__(self, inputs: torch.Tensor, prior: Sequence[torch.Tensor] | None = None) -> None:
-        """`inputs` [n, K] of this matrix, which may be few or none; `prior`: the moments of others like them, None:
-        features that do not go together."""
+        """`inputs` [n, K] are those of this matrix, possibly few or none; `prior` the moments of similar ones, None:
+        uncorrelated features."""
         self._sections = []
         for n, part in enumerate(inputs.float().split(SECTION, dim=1)):
             width = part.shape[1]
@@ -65,7 +65,7 @@ class Compensation:
             self._sections.append(_ColumnSection(n * SECTION, torch.linalg.cholesky(inverse, upper=True).float()))
 
     def codes(self, numbers: torch.Tensor, grid: CodeGrid) -> torch.Tensor:
-        """Codes [N, K] of numbers [N, K]."""
+        """Return the codes [N, K] of a matrix [N, K]."""
         found = []
         for begin, upper in self._sections:
             own = slice(begin, begin + len(upper))
@@ -76,15 +76,15 @@ class Compensation:
 
 
 def _turned(numbers: torch.Tensor, columns: slice) -> torch.Tensor:
-    """[width, N], each column in one piece."""
+    """Return some columns transposed and contiguous: [width, N]."""
     return numbers[:, columns].t().contiguous()
 
 
 def _codes_of(
     rest: torch.Tensor, lowest: torch.Tensor, step: torch.Tensor, grid: CodeGrid, upper: torch.Tensor
 ) -> torch.Tensor:
-    """One section, column by column: all are [width, N]; `rest` changes."""
-    codes, safe = torch.empty_like(rest), torch.where(step.abs() > 1e-30, step, 1e-30)  # a step may go down
+    """Return the codes of one section, column by column; all arguments are [width, N], and `rest` is modified."""
+    codes, safe = torch.empty_like(rest), torch.where(step.abs() > 1e-30, step, 1e-30)  # steps may be negative
     for begin in range(0, len(rest), _BATCH):
         end = min(begin + _BATCH, len(rest))
         errors = torch.empty_like(rest[begin:end])

@@ -1,13 +1,13 @@
-"""From weights to blocks of a quantised format, group by group, by least squares.
+"""Quantize weights to a format, group by group, by least squares.
 
-    codes = round((w - minimum) / scale)      with a grid given
-    scale, minimum = least squares            with the codes given; in turns, from grids of several widths
+    codes = round((w - minimum) / scale)      for given scale and minimum
+    scale, minimum = least squares            for given codes; alternating, from grids of several widths
 
-Rounding to a grid from the smallest to the largest number of a group, which is what the first turn does, leaves 39 % of
-a weight's size as error with two bits for 32 numbers, and 33 % for 16; a narrower grid, which cuts off the largest, and
-the turns bring the latter to 26 %. Three bits for 64 numbers leave 19 % so, and in the end 17. No data is needed; with
-data, codes can be better (`compensation.py`). The alternation is that of k-means in one dimension (S. Lloyd, IEEE
-Transactions on Information Theory 28(2), 1982) with its centres on a line.
+Rounding to a grid from a group's smallest to its largest number (the first step) leaves a relative error of 39 % with
+two bits for 32 numbers, and of 33 % for 16. Narrower grids, which cut off the largest numbers, and the iterations
+reduce the latter to 26 %. With three bits for 64 numbers the error is 19 % at first and 17 % at the end. No data are
+needed; with data, codes can be better (`compensation.py`). The alternation is one-dimensional k-means (S. Lloyd, IEEE
+Transactions on Information Theory 28(2), 1982) with equidistant centres.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from smoe.kernels.unpacked import unpacked
 from smoe.packing.compensation import CodeGrid, Compensation
 
 _PIECE_NUMBERS = 2**18
-"""Numbers at a time: what is made of them stays in the processor's cache."""
+"""Elements processed at a time, so that intermediate results stay in the processor's cache."""
 _SWEEP_NUMBERS = 2**23
-"""The same where codes are found column by column, which is slow for few rows."""
+"""The same for codes found column by column, which is slow for few rows."""
 _TINY = 1e-30
 
 
 class _Search(NamedTuple):
     widths: tuple[float, ...]
-    """The widths of the first grids, as shares of a group's whole range."""
+    """The widths of the initial grids, relative to a group's whole range."""
     turns: int
 
 
 _SEARCHES = {2: _Search((1.0, 0.85, 0.7, 0.55), 6), 3: _Search((1.0, 0.85, 0.7), 4), 4: _Search((1.0, 0.8), 3)}
-"""Searches by bits of a code. More of either changes the third digit of the error."""
+"""The search by bits per code. More widths or iterations change the third digit of the error."""
 _REFITS = 3
-"""Turns between a block's own scales and its codes, once its groups' scales are codes, too."""
+"""Iterations between a block's scales and its codes, after its groups' scales are rounded."""
 
 
 def quantised(
     weights: torch.Tensor, form: Format, compensation: Compensation | None = None
 ) -> tuple[torch.Tensor, float]:
-    """`weights` [outputs, columns] as uint8 [outputs, bytes of a row], and the squared error over all numbers.
+    """Quantize `weights` [outputs, columns] to uint8 [outputs, bytes of a row]; also return the total squared error.
 
-    With a `compensation` the error is larger, and that of the outputs smaller. Raises `OverflowError` where a scale is
-    beyond fp16.
+    With a `compensation` this error is larger, and that of the outputs smaller. Raises `OverflowError` if a scale
+    exceeds fp16.
     """
     rows = max(1, (_PIECE_NUMBERS if compensation is None else _SWEEP_NUMBERS) // weights.shape[1])
     pieces, error = [], 0.0
@@ -65,7 +65,7 @@ def quantised(
 
 
 def _grid(blocks: Blocks, form: Format, shape: torch.Size) -> CodeGrid:
-    """What codes stand for: seen by those of zeros and of ones."""
+    """Return the values of codes, found by dequantizing zeros and ones."""
     zeros = np.zeros_like(blocks.codes)
     lowest, next_ = (
         unpacked(form, torch.from_numpy(encode(form, blocks._replace(codes=codes))), torch.float32).view(shape)
@@ -84,21 +84,22 @@ def _blocks(weights: torch.Tensor, form: Format) -> Blocks:
 
 
 def _symmetric(blocks: torch.Tensor) -> Blocks:
-    """Eight bits, signed: a grid around zero."""
+    """Quantize to eight bits, signed, with a grid around zero."""
     scale = _half(blocks.abs().amax(1, keepdim=True) / 127)
     codes = (blocks / scale.clamp_min(_TINY)).round().clamp(-127, 127)
     return Blocks(codes.to(torch.int8).numpy(), scale[:, 0].half().numpy())
 
 
 def _with_minimum(blocks: torch.Tensor, most: int) -> Blocks:
-    """Three or four bits, one group a block."""
+    """Quantize to three or four bits, with one group per block."""
     scale, minimum = map(_half, _fitted(blocks, most))
     codes = _codes(blocks, scale, minimum, most)
     return Blocks(codes.to(torch.uint8).numpy(), scale[:, 0].half().numpy(), minimum[:, 0].half().numpy())
 
 
 def _with_group_scales(blocks: torch.Tensor, form: Format) -> Blocks:
-    """Two bits; of a block's groups each has a scale and a minimum of four bits, which the block's own multiply."""
+    """Quantize to two bits; each group of a block has a 4-bit scale and a 4-bit minimum, relative to the block's
+    own."""
     groups = len(form.groups)
     of_groups = blocks.view(len(blocks), groups, -1)
     steps, lowest = (each.view(-1, groups, 1) for each in _fitted(of_groups.flatten(0, 1), form.most))
@@ -122,8 +123,8 @@ def _with_group_scales(blocks: torch.Tensor, form: Format) -> Blocks:
 
 
 def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
-    """Three bits, no minimum: one code more lies below zero than above, so a group's scale, six bits with a sign, turns
-    that side to its largest number."""
+    """Quantize to three bits without minimum. There is one code more below zero than above, so the sign of a group's
+    6-bit scale puts the largest number on that side."""
     of_groups = blocks.view(len(blocks), len(form.groups), -1)
     steps = _fitted_around_zero(of_groups, form.zero)
     largest = steps.gather(1, steps.abs().argmax(1, keepdim=True))
@@ -142,8 +143,8 @@ def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
 
 
 def _best_nearby(of_groups: torch.Tensor, scale: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Tensor:
-    """Every group's scale code, or a neighbouring one where that leaves a smaller error: with a group of large numbers
-    the others' codes are small, and the nearest is not always the best."""
+    """Return every group's scale code, or a neighbouring one with a smaller error. If one group has large numbers, the
+    other codes are small, and the nearest is not always the best."""
     best: tuple[torch.Tensor, ...] | None = None
     for step in (0, -1, 1):
         tried = (scales + step).clamp(-form.scale_zero, form.scale_zero - 1)
@@ -167,7 +168,8 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _fitted(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and minimum [N, 1] of every group [N, n] for codes 0 ... `most`, the best of the searches'."""
+    """Return scale and minimum [N, 1] of every group [N, n] for codes 0 ... `most`, with the smallest error of the
+    search."""
     search = _SEARCHES[most.bit_length()]
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     best: tuple[torch.Tensor, ...] | None = None
@@ -184,8 +186,8 @@ def _fitted(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _fitted_around_zero(groups: torch.Tensor, zero: int) -> torch.Tensor:
-    """Scale [..., 1] of every group [..., n] for codes -zero ... zero - 1, the best of the searches'; it may be below
-    zero."""
+    """Return the scale [..., 1] of every group [..., n] for codes -zero ... zero - 1, with the smallest error; it may
+    be negative."""
     search = _SEARCHES[(2 * zero - 1).bit_length()]
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best: tuple[torch.Tensor, ...] | None = None
@@ -200,13 +202,13 @@ def _fitted_around_zero(groups: torch.Tensor, zero: int) -> torch.Tensor:
 
 
 def _better(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Group by group, the one of the smaller error, which comes first."""
+    """Return, for each group, the candidate with the smaller error, which is the first tensor."""
     is_other = other[0] < one[0]
     return tuple(torch.where(is_other, b, a) for a, b in zip(one, other, strict=True))
 
 
 def _line(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The line through (codes, numbers) of least squares; where all codes are one, of the slope that it had."""
+    """Return the least squares line through (codes, numbers); if all codes are equal, it keeps the slope `scale`."""
     mean_code, mean = codes.mean(1, keepdim=True), numbers.mean(1, keepdim=True)
     from_mean = codes - mean_code
     spread = from_mean.square().sum(1, keepdim=True)
@@ -216,7 +218,7 @@ def _line(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tu
 
 
 def _slope(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
-    """The line through zero and (codes, numbers) of least squares; where all codes are zero, of the slope it had."""
+    """Return the slope of the least squares line through zero and (codes, numbers); if all codes are zero, `scale`."""
     spread = codes.square().sum(over, keepdim=True)
     return torch.where(spread > 0, (codes * numbers).sum(over, keepdim=True) / spread.clamp_min(_TINY), scale)
 
@@ -224,7 +226,7 @@ def _slope(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, over
 def _refitted(
     numbers: torch.Tensor, gains: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor, depth: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A block's scale and depth [N, 1, 1] of least squares: numbers = scale * gains - depth * offsets."""
+    """Return a block's scale and depth [N, 1, 1] by least squares: numbers = scale * gains - depth * offsets."""
 
     def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a * b).sum((1, 2), keepdim=True)
@@ -240,7 +242,7 @@ def _refitted(
 
 
 def _half(numbers: torch.Tensor) -> torch.Tensor:
-    """Rounded to fp16, as the file has them; raises `OverflowError` beyond its range."""
+    """Round to fp16, as files store it; raises `OverflowError` beyond its range."""
     rounded = numbers.half().float()
     if not bool(torch.isfinite(rounded).all()):
         raise OverflowError("weights beyond the range of fp16 scales")

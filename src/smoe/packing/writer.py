@@ -1,10 +1,10 @@
-"""Writes a packed expert file, layer by layer, and goes on where it was interrupted.
+"""Write a packed expert file layer by layer, and resume after an interruption.
 
-    experts.int4.smoe.partial         header and experts, as far as they are
-    experts.int4.smoe.partial.json    records of the layers that are whole: their checksums, and what quantising cost
+    experts.int4.smoe.partial         header and experts so far
+    experts.int4.smoe.partial.json    records of the complete layers: checksums and quantization errors
 
-A layer's record is written once its bytes are on disk; going on, the layers with a record are read and compared with
-it, and what follows them is written again. The file gets its name when it is whole.
+A layer's record is written once its bytes are on disk. When resuming, layers with a record are compared with it, and
+the following ones are written again. The file gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ def pack(
     progress: Callable[[int, int], None],
     calibration: Calibration | None = None,
 ) -> list[dict[str, Any]]:
-    """Write the `experts` of a checkpoint, a folder or a GGUF file, into one file (`Contents.path`); returns the
-    records of its layers.
+    """Write the experts of a checkpoint (a folder or a GGUF file) into one file (`Contents.path`); return the layers'
+    records.
 
-    `progress(done, total)` counts experts, of which one is in memory at a time. With a `calibration`, which `contents`
-    then name, they are quantised for its inputs. Interrupted, it leaves a `.partial`
-    file from which it goes on when it is called again. Raises as `check_places` does before it begins, `DiskSpaceError`
-    where the disk fills up meanwhile, and `CheckpointError` for an expert with NaN or infinity, or while another
-    process is packing the same.
+    `progress(done, total)` counts experts, one of which is in memory at a time. With a `calibration`, which `contents`
+    must name, they are quantized for its inputs. After an interruption the next call resumes from the `.partial` file.
+    Raises the errors of `check_places` before it begins, `DiskSpaceError` if the disk becomes full, and
+    `CheckpointError` for an expert with NaN or infinity, or while another process writes the same file.
     """
     check_places(place, [contents])
     path, header = contents.path(place), header_bytes(contents.header(place))
@@ -78,9 +77,11 @@ def pack(
 
 
 def check_places(place: Path, wanted: Sequence[Contents]) -> None:
-    """Raise what would stop the packing of all that is `wanted`, before hours of work: `DiskSpaceError` where it does
-    not fit the disk in addition to what interrupted runs have left, `CheckpointError` where a name is taken by what is
-    no packed file, or no folder can be written."""
+    """Raise the errors that would stop packing, before hours of work.
+
+    `DiskSpaceError`: the disk is too small, counting what interrupted runs have written. `CheckpointError`: a file that
+    is no packed file has a required name, or no folder is writable.
+    """
     needed = 0
     for contents in wanted:
         path = contents.path(place)
@@ -105,7 +106,7 @@ def check_places(place: Path, wanted: Sequence[Contents]) -> None:
 
 
 def _unfinished(path: Path) -> tuple[Path, Path]:
-    """Where a packed file is until it is whole, and the records of its layers."""
+    """Return the paths of an incomplete packed file and of its layers' records."""
     partial = path.with_name(f"{path.name}.partial")
     return partial, partial.with_name(f"{partial.name}.json")
 
@@ -118,8 +119,7 @@ def _write_layers(
     records: list[dict[str, Any]],
     progress: Callable[[int, int], None],
 ) -> None:
-    """The experts behind the `start` bytes of the header, but for those of layers that have a record; each layer adds
-    one to `records`."""
+    """Write the experts of layers without a record, after the `start` bytes of the header, and add their records."""
     contents = experts.contents
     done = sum(site.experts for site in contents.sites[: len(records)])
     file.truncate(start + done * contents.stride)
@@ -140,13 +140,14 @@ def _write_layers(
 
 
 def _settle(file: IO[bytes]) -> None:
-    """What was written is on disk."""
+    """Flush everything written to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def damaged_layers(packed: Packed, contents: Contents, progress: Callable[[int, int], None]) -> list[int]:
-    """Layers of a packed file whose bytes are not those that were written; `progress(done, total)` counts bytes."""
+    """Return the layers of a packed file whose bytes do not match their checksums; `progress(done, total)` counts
+    bytes."""
     found, total = [], contents.experts * contents.stride
     done = 0
     progress(done, total)
@@ -169,7 +170,7 @@ def _only_writer(partial: Path) -> FileLock:
 
 
 def _finished(file: IO[bytes], notes: Path, header: bytes, contents: Contents) -> list[dict[str, Any]]:
-    """The records of the layers that an interrupted run has left whole; begins the file again where there are none."""
+    """Return the records of layers that an interrupted run completed; without any, start the file again."""
     records: list[dict[str, Any]] = []
     file.seek(0)
     if file.read(len(header)) == header and notes.exists():
@@ -203,7 +204,7 @@ def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Conte
 
 
 class _Experts(NamedTuple):
-    """Where experts come from, and what is made of them."""
+    """The source of experts and the contents to write."""
 
     contents: Contents
     sources: Mapping[int, StoredLayer]
@@ -211,7 +212,7 @@ class _Experts(NamedTuple):
 
 
 def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> bytes:
-    """An expert's bytes; adds the squared error and the squared size of its weights to `errors`."""
+    """Return an expert's bytes; add the squared error and the squared norm of its weights to `errors`."""
     contents, calibration = experts.contents, experts.calibration
     if contents.is_as_stored:
         return _expert_as_stored(experts, layer, expert)
@@ -238,7 +239,7 @@ def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> 
 
 
 def _expert_as_stored(experts: _Experts, layer: int, expert: int) -> bytes:
-    """An expert's bytes as a slot has them, no bit of its codes and scales changed."""
+    """Return an expert's bytes in the layout of a slot, with unchanged codes and scales."""
     data, sources = [], experts.sources[layer].sources[expert]
     for each in experts.contents.parts[layer]:
         pieces = sources[each.part.name]
