@@ -1,1 +1,1 @@
-"""How bytes become numbers: one declaration for every quantised format, from which decoders and kernels are made."""
+"""Declarations of quantized formats, from which decoders and kernels are generated."""

@@ -1,9 +1,9 @@
-"""Activations in 8 bits: the reference for what kernels make of a row before they multiply it (a lossy choice).
+"""The reference for rounding activations to 8 bits before products (lossy, by choice).
 
     group of x    ->    scale = largest magnitude / 127,    bytes = round(x * (127 / largest magnitude))
 
-A group is as many numbers as share a scale in the matrix, so that a product of groups is one of whole numbers.
-llama.cpp rounds the same way, in groups of 32 or 256 numbers (its Q8_0 and Q8_K).
+A group has as many elements as share a scale in the matrix, so that a product of groups is one of integers. llama.cpp
+rounds in the same way, in groups of 32 or 256 (its Q8_0 and Q8_K).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy.typing as npt
 from smoe.formats.base import Floats, Format
 
 LARGEST = 127.0
-"""Bytes are -127 ... 127."""
+"""The largest byte; bytes are from -127 to 127."""
 LEAST = 2.0**-100
-"""Smaller magnitudes count as zero: what 127 would have to be divided by is no number of float32."""
+"""The magnitude below which a group counts as zero, because 127 divided by it exceeds float32."""
 
 MOST_CODE = 127
-"""The largest unsigned code of which two, times 127 each, are a number of 16 bits: a CPU may add them so."""
+"""The largest unsigned code for which two products with 127 fit in 16 bits, because CPUs may add them so."""
 
 
 def fits(form: Format) -> bool:
-    """Whether the codes of a format are whole numbers that bytes of x can be multiplied with."""
+    """Return whether a format's codes are integers that can be multiplied with bytes of x."""
     return form.is_signed or (not (form.is_float8 or form.reals) and form.most <= MOST_CODE)
 
 
 def in_8_bits(form: Format, x: Floats) -> npt.NDArray[np.float64]:
-    """x [..., K] as products with a matrix of this format see it, [..., K] in float64.
+    """Return x [..., K] as rounded for products with a matrix of this format: [..., K] in float64.
 
-    A group with something that is not finite becomes NaN.
+    A group with a non-finite element becomes NaN.
     """
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, form.numbers // len(form.groups))
     largest = np.abs(groups).max(-1, keepdims=True)

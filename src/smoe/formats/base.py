@@ -1,12 +1,12 @@
-"""A quantised format as a value: blocks of numbers, of equal size in bytes, one behind the other along a row.
+"""A quantized format as a value: a row consists of blocks with equal numbers of elements and bytes.
 
     block            | scale | minimum | scales of groups | codes .............................. |
-    number           = scale * (group's scale) * (code - zero)  -  minimum * (group's minimum)
+    element          = scale * (group's scale) * (code - zero)  -  minimum * (group's minimum)
 
-Where a code lies is declared in *fields*, bits of one byte; the codes of neighbouring numbers, or of every second one,
-lie in neighbouring bytes. Or several neighbouring numbers are a point of a grid, found by one index (`grids.py`).
-Nothing here computes but `decode`, the reference: kernels are generated from the same values
-(`kernels/quantised.py`), and tests hold both to the decoders of others.
+The location of a code is declared in *fields*, bits of one byte; codes of neighbouring elements, or of every second
+one, are in neighbouring bytes. In other formats several neighbouring elements are a point of a grid, found by one index
+(`grids.py`). Only `decode`, the reference, computes here: kernels are generated from the same declarations
+(`kernels/quantised.py`), and tests compare both with decoders of other projects.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Floats = npt.NDArray[np.float32]
 
 
 _NAN8 = 127
-"""A code of E4M3 that is no number, but for its sign."""
+"""The E4M3 code of NaN, without its sign."""
 
 
 def _float8() -> Floats:
-    """What the 256 codes of E4M3 (OCP 8-bit Floating Point Specification, version 1.0) stand for."""
+    """Return the values of the 256 codes of E4M3 (OCP 8-bit Floating Point Specification, version 1.0)."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, (code & 7) / 8
     size = np.where(exponent == 0, np.ldexp(mantissa, -6), np.ldexp(1 + mantissa, exponent - 7))
@@ -50,26 +50,28 @@ class Field(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """One bit for each number, eight to a byte, lowest first, from `byte` on: bit << left."""
+    """One bit per element, eight to a byte, lowest first, from `byte` on: bit << left."""
 
     byte: int
     left: int
 
 
 class Points(NamedTuple):
-    """Numbers that are points of a grid, whole numbers with a sign of their own; the only field of a run of 16."""
+    """Elements that are points of a grid, with magnitudes from the grid and signs of their own; the only field of a run
+    of 16."""
 
     grid: Grid
     indices: tuple[tuple[Field, ...], ...]
-    """Of every point."""
+    """The index fields of every point."""
     signs: tuple[tuple[Field, ...], ...] = ()
-    """For every eight numbers a byte, the first number's bit lowest; where it is set, the number is negative."""
+    """The field of a byte of signs for every eight elements, the first element's bit lowest; a set bit means
+    negative."""
     has_even_signs: bool = False
-    """Signs have seven bits: the eighth is set where an odd number of them is."""
+    """Whether signs have seven bits; the eighth is set if an odd number of them is."""
 
 
 class Run(NamedTuple):
-    """Some numbers from `first` on; the fields of number `first + i * step` lie `i` bytes behind those of the first."""
+    """Elements from `first` on; the fields of element `first + i * step` are `i` bytes after those of the first."""
 
     first: int
     numbers: int
@@ -78,24 +80,24 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Numbers with a scale of their own."""
+    """Elements with a scale of their own."""
 
     runs: tuple[Run, ...]
     scale: tuple[Field, ...] = ()
-    """Its code, which multiplies the block's scale; none: 1."""
+    """The fields of its code, which multiplies the block's scale; empty: 1."""
     minimum: tuple[Field, ...] = ()
-    """Its code, which multiplies the block's minimum; none: 1 where the block has a minimum."""
+    """The fields of its code, which multiplies the block's minimum; empty: 1 if the block has a minimum."""
 
 
 class Scalar(NamedTuple):
-    """A number of the block, times `factor`, a power of two or its negative."""
+    """A scalar of the block, times `factor`, a power of two or its negative."""
 
     byte: int
     kind: str = "F16"
-    """F16, F32, or E8M0: one byte e for 2 ** (e - 127); ONE: no byte, 1."""
+    """The type: F16, F32, E8M0 (one byte e for 2 ** (e - 127)), or ONE (no byte, value 1)."""
     factor: float = 1
     fields: tuple[Field, ...] = ()
-    """Of F16: where its bits lie, if not next to each other."""
+    """For F16, the location of its bits if they are not contiguous."""
 
     @property
     def nbytes(self) -> int:
@@ -104,42 +106,42 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """One quantised format."""
+    """A quantized format."""
 
     name: str
-    """As files have it, where they have one."""
+    """The name in files, if they have one."""
     numbers: int
-    """Of one block."""
+    """Elements per block."""
     nbytes: int
-    """Of one block."""
+    """Bytes per block."""
     scale: Scalar
     groups: tuple[Group, ...]
     minimum: Scalar | None = None
     zero: int = 0
-    """What is subtracted from a code."""
+    """The number subtracted from a code."""
     is_signed: bool = False
-    """Codes are signed bytes."""
+    """Whether codes are signed bytes."""
     is_float8: bool = False
-    """Codes are numbers of 8 bits, E4M3 without infinities: sign, four bits of exponent, three of mantissa."""
+    """Whether codes are 8-bit floats, E4M3 without infinities: a sign, four bits of exponent, three of mantissa."""
     reals: str = ""
-    """Codes are numbers of this type, F32, F16 or BF16, one behind the other: not quantised (`plain.py`)."""
+    """The type F32, F16 or BF16 of unquantized, consecutive numbers (`plain.py`); empty if quantized."""
     table: tuple[float, ...] | None = None
-    """What the codes stand for, where it is not themselves."""
+    """The values of codes; None if codes are their own values."""
     scale_zero: int = 0
-    """What is subtracted from a group's scale code."""
+    """The number subtracted from a group's scale code."""
     has_signed_scales: bool = False
-    """Groups' scale codes are signed bytes."""
+    """Whether groups' scale codes are signed bytes."""
     has_float8_scales: bool = False
-    """Groups' scale codes are numbers of 8 bits, as `is_float8` says it."""
+    """Whether groups' scale codes are 8-bit floats, as with `is_float8`."""
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:
-        """The block's own numbers: its scale, and its minimum where it has one."""
+        """The scalars of a block: its scale, and its minimum if it has one."""
         return (self.scale,) if self.minimum is None else (self.scale, self.minimum)
 
     @property
     def most(self) -> int:
-        """The largest code, as its bits have it: unsigned, `zero` not subtracted; of points the largest magnitude."""
+        """The largest code by its bits: unsigned, before `zero` is subtracted; for points the largest magnitude."""
         if self.grid is not None:
             return self.grid.most
         fields = [field for field in self.groups[0].runs[0].fields if not isinstance(field, Points)]
@@ -147,21 +149,21 @@ class Format:
 
     @property
     def grid(self) -> Grid | None:
-        """Of the format's points, where numbers are such."""
+        """The grid of the format's points; None if elements are not points."""
         field = self.groups[0].runs[0].fields[0]
         return field.grid if isinstance(field, Points) else None
 
     def row_bytes(self, numbers: int) -> int:
-        """Bytes of a row of so many numbers, a whole number of blocks."""
+        """Return the bytes of a row with this number of elements, which must be whole blocks."""
         assert numbers % self.numbers == 0, (self.name, numbers)
         return numbers // self.numbers * self.nbytes
 
     def fits(self, numbers: int) -> bool:
-        """Whether a row of so many numbers is a whole number of blocks."""
+        """Return whether a row with this number of elements is whole blocks."""
         return numbers % self.numbers == 0
 
     def decode(self, data: Bytes) -> Floats:
-        """Reference decoder: bytes [..., n * nbytes] -> numbers [..., n * numbers]."""
+        """Decode bytes [..., n * nbytes] to numbers [..., n * numbers]: the reference decoder."""
         if self.reals:
             return _reals(data, self.reals)
         blocks = data.reshape(-1, self.nbytes)
@@ -177,14 +179,14 @@ class Format:
         return out.reshape(*data.shape[:-1], -1)
 
     def is_finite(self, data: Bytes) -> bool:
-        """Whether no scale of these blocks is NaN or infinite, nor a code that is a number itself."""
+        """Return whether these blocks have finite scales and, in float formats, finite codes."""
         if self.reals:
             return bool(np.isfinite(_reals(data, self.reals)).all())
         blocks = data.reshape(-1, self.nbytes)
         return all(_is_finite(blocks, scalar) for scalar in self.scalars) and not self._has_nan_codes(blocks)
 
     def _has_nan_codes(self, blocks: Bytes) -> bool:
-        """Whether a number of 8 bits, a code or a group's scale, is none."""
+        """Return whether an 8-bit float, as a code or a group's scale, is NaN."""
         if self.is_float8:
             (run,) = self.groups[0].runs
             (field,), count = run.fields, run.numbers
@@ -238,7 +240,7 @@ def _code(blocks: Bytes, fields: Sequence[Field | Bits | Points], i: int) -> npt
 
 
 def with_eighth_sign(signs: Any) -> Any:
-    """Seven bits with an eighth, so that an even number of them is set; whole numbers of any kind."""
+    """Return seven sign bits plus an eighth that makes the number of set bits even; for integers of any type."""
     odd = signs ^ (signs >> 4)
     odd = odd ^ (odd >> 2)
     odd = odd ^ (odd >> 1)
@@ -246,7 +248,7 @@ def with_eighth_sign(signs: Any) -> Any:
 
 
 def _of_point(blocks: Bytes, points: Points, i: int) -> npt.NDArray[np.int32]:
-    """Number i of those that points stand for, with its sign."""
+    """Return element i of a run of points, with its sign."""
     point, within = divmod(i, points.grid.width)
     size: npt.NDArray[np.int32] = points.grid.points[_code(blocks, points.indices[point], 0), within].astype(np.int32)
     if not points.signs:

@@ -1,4 +1,4 @@
-"""From codes to bytes: the other direction of `Format.decode`, by the same declaration."""
+"""Encode codes to bytes, the inverse of `Format.decode`, by the same declaration."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 class Blocks(NamedTuple):
-    """N blocks, number by number."""
+    """The contents of N blocks."""
 
     codes: Integers
-    """[N, numbers], `zero` added where the format has one."""
+    """The codes [N, numbers], with the format's `zero` added."""
     scale: npt.NDArray[np.float16]
-    """[N]"""
+    """The scales [N]."""
     minimum: npt.NDArray[np.float16] | None = None
-    """[N], as `Format.minimum` has it in the file."""
+    """The minimums [N], in the form of `Format.minimum` in the file."""
     group_scales: Integers | None = None
-    """[N, groups]"""
+    """The groups' scale codes [N, groups]."""
     group_minimums: Integers | None = None
-    """[N, groups]"""
+    """The groups' minimum codes [N, groups]."""
 
 
 def encode(form: Format, blocks: Blocks) -> Bytes:
-    """uint8 [N, nbytes]. For formats whose scales are fp16, and whose codes are what they stand for."""
+    """Return blocks as uint8 [N, nbytes], for formats with fp16 scales whose codes are their own values."""
     assert form.scale.kind == "F16" and form.table is None and form.grid is None, form.name
     out = np.zeros((len(blocks.codes), form.nbytes), np.uint8)
     _put_scalar(out, form.scale, blocks.scale)

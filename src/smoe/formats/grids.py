@@ -1,8 +1,8 @@
-"""Grids: points that neighbouring numbers of an i-quant stand for, looked up by one index.
+"""The grids of i-quants: neighbouring elements are a point of a grid, found by one index.
 
-They are part of ggml's formats, chosen by its authors among all combinations of a few levels. A point is a number
-whose digits are its levels, the first number's the lowest; points ascend, and what is stored here is how far each lies
-behind the one before it.
+The grids are part of ggml's formats; its authors chose the points among all combinations of a few levels. A point is
+stored as a number whose digits are its levels, the first element's lowest. Points ascend, and the differences between
+neighbours are stored here.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Grid:
 
     name: str
     width: int
-    """Numbers of a point."""
+    """Elements per point."""
     levels: tuple[int, ...]
-    """What a digit stands for."""
+    """The value of each digit."""
     shifts: tuple[int, ...] = (0,)
-    """Every point comes once for each, added to all of its numbers; an index counts all points of the first one before
-    those of the second."""
+    """The shifts that are added to all elements: every point occurs once per shift, and an index counts all points of
+    the first shift before those of the second."""
 
     @property
     def points(self) -> Points:
-        """int8 [points, width]; not to be changed."""
+        """The points: int8 [points, width], read-only."""
         return _points(self)
 
     @property
     def most(self) -> int:
-        """The largest magnitude of a number."""
+        """The largest magnitude of an element."""
         return int(max(abs(level + shift) for level in self.levels for shift in self.shifts))
 
 

@@ -1,9 +1,10 @@
-"""Formats of our own, for experts that `smoe pack` quantises: 64 numbers a block, so that narrow experts have whole
-ones, and no number of bits that kernels would have to put together.
+"""Formats of our own for `smoe pack`: 64 elements per block, so that narrow experts have whole blocks.
 
-    INT4   scale | minimum | 32 bytes                            4.5 bits: number i and i + 32 in one byte
-    INT3   scale | minimum | 16 bytes | 8 bytes                  3.5 bits: the lower two of i, i + 16, i + 32, i + 48 in
-                                                                 one byte, then the highest of 8 neighbours
+Codes are laid out so that kernels need few operations to combine their bits.
+
+    INT4   scale | minimum | 32 bytes                            4.5 bits: elements i and i + 32 in one byte
+    INT3   scale | minimum | 16 bytes | 8 bytes                  3.5 bits: the lower two of i, i + 16, i + 32, i + 48
+                                                                 in one byte, then the highest of 8 neighbours
     INT2   scale | minimum | 4 x (scale, minimum) | 16 bytes     3 bits: i, i + 16, i + 32, i + 48 in one byte
 """
 
@@ -13,7 +14,7 @@ from smoe.formats.base import Bits, Field, Format, Group, Run, Scalar
 
 
 def _quarter(n: int) -> Group:
-    """16 numbers of two bits, with a scale and a minimum of four bits each."""
+    """Return a group of 16 two-bit elements, with a 4-bit scale and a 4-bit minimum."""
     return Group((Run(16 * n, 16, (Field(8, 2 * n, 3),)),), (Field(4 + n, 0, 15),), (Field(4 + n, 4, 15),))
 
 

@@ -23,16 +23,17 @@ from smoe.formats.grids import Grid
 
 Fields = tuple[Field, ...]
 _NUMBERS = 256
-"""Of a block of points."""
+"""Elements per block of points."""
 _RUN = 16
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What codes of four bits stand for: closer to each other where weights are frequent."""
+"""The values of 4-bit codes, which are denser where weights are frequent."""
 _IN_TWO_BITS = (8, 25, 43)
 _IN_THREE_BITS = (4, 12, 20, 28, 36, 44, 52, 62)
 
 
 def _halves(first: int, byte: int) -> tuple[Run, Run]:
-    """32 codes of four bits: the lower halves of 16 bytes are the first 16 numbers, the upper ones the others."""
+    """Return the runs of 32 four-bit codes: the lower halves of 16 bytes are the first 16 elements, the upper ones the
+    others."""
     return Run(first, 16, (Field(byte, 0, 15),)), Run(first + 16, 16, (Field(byte, 4, 15),))
 
 
@@ -45,7 +46,7 @@ def _iq4_xs() -> tuple[Group, ...]:
 
 
 def _bits(byte: int, first: int, count: int, left: int = 0) -> Fields:
-    """Some bits, from number `first` on, of a little-endian word that begins at `byte`."""
+    """Return fields for bits from bit `first` on of a little-endian word that begins at `byte`."""
     fields = []
     while count:
         at, shift = divmod(first, 8)
@@ -63,7 +64,8 @@ def _groups(
     scale: Callable[[int], Fields],
     has_even_signs: bool = False,
 ) -> tuple[Group, ...]:
-    """Groups of `size` numbers; where a point's index lies, the signs of every eight numbers, and a group's scale."""
+    """Return groups of `size` elements, given the fields of a point's index, of the signs of every eight elements, and
+    of a group's scale."""
     points = _RUN // grid.width
 
     def run(n: int) -> Run:
@@ -76,7 +78,7 @@ def _groups(
 
 
 def _of_points(name: str, nbytes: int, groups: tuple[Group, ...], scale: Scalar) -> Format:
-    """Codes of groups' scales are twice what the file has; minus -1 they are odd."""
+    """Return a format whose groups' scale codes are doubled and, by a zero of -1, odd."""
     return Format(name, _NUMBERS, nbytes, scale, groups, scale_zero=-1)
 
 

@@ -1,6 +1,6 @@
-"""MXFP4 (OCP Microscaling, version 1.0): 32 numbers of four bits and one power of two, as ggml and OpenAI lay it out.
+"""MXFP4 (OCP Microscaling, version 1.0): 32 four-bit floats and a power of two, in ggml's and OpenAI's layouts.
 
-Of ggml's 16 bytes of codes, byte j has the numbers j and 16 + j; of OpenAI's, 2j and 2j + 1; lower half first.
+In ggml's 16 bytes of codes, byte j has elements j and 16 + j; in OpenAI's, 2j and 2j + 1; the lower half is first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_SIZES, *(-number for number in _SIZES))
-"""What codes of four bits stand for."""
+"""The values of 4-bit codes."""
 MXFP4 = Format(
     "MXFP4",
     32,
@@ -26,4 +26,4 @@ MXFP4_PAIRS = Format(
     (Group((Run(0, 16, (Field(1, 0, 15),), step=2), Run(1, 16, (Field(1, 4, 15),), step=2))),),
     table=E2M1,
 )
-"""OpenAI's. Its files have codes and scales in tensors of their own; the block is put together in the slot."""
+"""OpenAI's layout. Its files store codes and scales in separate tensors, which are joined to blocks in the slot."""

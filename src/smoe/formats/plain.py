@@ -1,11 +1,11 @@
-"""Numbers that are not quantised, as a format: for experts of which only some matrices are quantised."""
+"""Unquantized numbers as a format, for experts of which only some matrices are quantized."""
 
 from __future__ import annotations
 
 from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 _NUMBERS = 16
-"""Of what stands for a block: as many as kernels read of a row at a time."""
+"""Elements per pseudo-block: as many as kernels read of a row at a time."""
 
 
 def _plain(name: str, size: int) -> Format:

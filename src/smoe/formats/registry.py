@@ -1,4 +1,4 @@
-"""Formats by name, ggml's where it has one. Adding one is one declaration and one line here."""
+"""All formats by name, ggml's names where they exist. A new format is one declaration and one line here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _OF_GGML = (
 )
 
 GGML: dict[str, Format] = {each.name: each for each in _OF_GGML}
-"""Those that GGUF files have."""
+"""The formats of GGUF files."""
 OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}
-"""Those that `smoe pack` writes, in addition to ggml's."""
+"""The formats that `smoe pack` writes in addition to ggml's."""
 OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
-"""What OpenAI's releases become in slots."""
+"""The formats in slots of OpenAI's checkpoints."""
 RELEASED: dict[str, Format] = {each.name: each for each in (FP8, *WEIGHTS.values(), *NVFP4.values())}
-"""What other releases become in slots: fp8, NVFP4, compressed-tensors, AWQ, GPTQ."""
+"""The formats in slots of other quantized checkpoints: fp8, NVFP4, compressed-tensors, AWQ, GPTQ."""
 FORMATS = GGML | OWN | OPENAI | RELEASED
 
 PRECISIONS: dict[str, tuple[Format, ...]] = {
@@ -32,9 +32,9 @@ PRECISIONS: dict[str, tuple[Format, ...]] = {
     "int3": (Q3_K, INT3, Q4_1),
     "int2": (Q2_K, INT2, INT4, Q4_1),
 }
-"""What `smoe pack` makes of a matrix when a precision is asked for: the first whose blocks its rows are made of."""
+"""The formats of `smoe pack` by precision; the first one whose blocks fit a row is used."""
 
 
 def format_of(precision: str, columns: int) -> Format | None:
-    """The format of a matrix whose rows have so many numbers; None where none of the precision's fits."""
+    """Return the format for rows with this number of columns in a precision, or None if none fits."""
     return next((form for form in PRECISIONS[precision] if form.fits(columns)), None)

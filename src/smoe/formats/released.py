@@ -1,14 +1,14 @@
-"""Formats of releases on the hub whose codes, scales and zero points lie in tensors of their own: blocks as they are
-put together in a slot (`memory/arrangement.py`).
+"""Formats of checkpoints with separate codes, scales and zero points: blocks as joined in a slot
+(`memory/arrangement.py`).
 
-    FP8           scale | 128 numbers of eight bits                           8.25 bits
-    W4_G, W8_G    scale | zero point | codes of G numbers                     4.3 and 8.3 bits with 128, 5.25 with 32
-    NVFP4_B       scale | scales of B / 16 groups | codes of B numbers        4.75 bits with 128, 5 with 64
+    FP8           scale | 128 elements of eight bits                          8.25 bits
+    W4_G, W8_G    scale | zero point | codes of G elements                    4.3 and 8.3 bits with 128, 5.25 with 32
+    NVFP4_B       scale | scales of B / 16 groups | codes of B elements       4.75 bits with 128, 5 with 64
 
-A scale is a float32, whatever the file has it in; those of NVFP4's groups are of eight bits, E4M3. Of codes of four
-bits a byte has two neighbours, the lower half first: as words of 32 bits with eight codes are in compressed-tensors and
-GPTQ. In NVFP4 it has one of each of two groups, which files have not (`memory/arrangement.py`): registers then find a
-group in neighbouring bytes.
+A scale is a float32, whatever its type in the file; those of NVFP4's groups are 8-bit floats, E4M3. A byte has the
+4-bit codes of two neighbours, the lower half first, as 32-bit words do in compressed-tensors and GPTQ. In NVFP4 it has
+one code of each of two groups, unlike in files (`memory/arrangement.py`), so that registers find a group in
+neighbouring bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 from smoe.formats.mxfp4 import E2M1
 
 SCALE_BYTES = 4
-"""Of a block, which begins with it; a zero point, or its groups' scales, follow where there are any."""
+"""Bytes of a block's scale, at its beginning; a zero point or the groups' scales follow."""
 NVFP4_GROUP = 16
-"""Numbers that share a scale of eight bits."""
+"""Elements per 8-bit scale."""
 
 
 def _pairs(numbers: int, byte: int) -> tuple[Run, ...]:
-    """Two codes a byte; 32 numbers at a time, so that registers find theirs in two neighbours."""
+    """Return runs with two codes per byte, 32 elements at a time, so that registers find theirs in neighbouring
+    bytes."""
     places = [(32 * n + odd, Field(byte + 16 * n, 4 * odd, 15)) for n in range(numbers // 32) for odd in (0, 1)]
     return tuple(Run(first, 16, (field,), step=2) for first, field in places)
 
@@ -57,6 +58,6 @@ def _nvfp4(numbers: int) -> Format:
 
 
 WEIGHTS = {(bits, numbers): _weights(bits, numbers) for bits in (4, 8) for numbers in (32, 64, 128)}
-"""By bits of a code, and numbers that share a scale."""
+"""The formats by bits per code and elements per scale."""
 NVFP4 = {numbers: _nvfp4(numbers) for numbers in (128, 64)}
-"""By the numbers of a block, the larger first."""
+"""The formats by elements per block, the larger first."""

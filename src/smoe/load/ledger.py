@@ -196,9 +196,8 @@ def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: E
     # A thread needs two buffers when a demand load passes during a prefetch; with a host tier they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * reading_threads(config) * store.staging_buffer_bytes
-    if (
-        config.cluster is not None and not has_host_tier
-    ):  # for experts that the coordinator computes itself when its workers fail
+    # experts that the coordinator computes itself when its workers fail
+    if config.cluster is not None and not has_host_tier:
         buffers += LEAST_SLOTS * sum(set(store.slot_bytes.values())) + store.staging_buffer_bytes
     return _settled(spec.demand(config, store.slot_bytes, buffers), config, device)
 

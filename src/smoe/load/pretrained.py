@@ -171,9 +171,8 @@ def _open_checkpoint(
     """
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
-    experts = (
-        None if checkpoint is None else checkpoint.experts(spec)
-    )  # errors of a damaged file come before those of its sizes
+    # errors of a damaged file come before those of its sizes
+    experts = None if checkpoint is None else checkpoint.experts(spec)
     if config.memory_bytes is not None and config.count == "budget" and checkpoint is None:
         shadow_bytes = least_shadow_bytes(model, spec, config, revision)
         fewest, _, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), {})

@@ -93,9 +93,8 @@ class ShadowFiles:
         spec, device = read_spec(self._model, config), choose_device(config)
         planned = planned_shadow(self._checkpoint, spec, config, device)
         assert planned is not None
-        nbytes = (
-            planned.ledger.budget_bytes + planned.ledger.demand.kv_cache_bytes
-        )  # includes the coordinator's keys and values
+        # includes the coordinator's keys and values
+        nbytes = planned.ledger.budget_bytes + planned.ledger.demand.kv_cache_bytes
         room = less_margin(free_device_bytes(device)[0])
         if nbytes > room:
             raise BudgetError(

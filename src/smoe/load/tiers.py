@@ -57,9 +57,8 @@ def make_tiers(
         filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    least = (
-        2 * reading_threads(config) + 1
-    )  # a demand load within a prefetch on each reading thread, and one for the CPU
+    # a demand load within a prefetch on each reading thread, and one for the CPU
+    least = 2 * reading_threads(config) + 1
     sizes = host_sizes(classes, budget, least)
     nbytes = sum(slots * each for slots, each in sizes)
     is_direct = reads_directly(config, total_bytes, free - nbytes)

@@ -1,1 +1,1 @@
-"""What this machine has: its memory, disk and processor, measured."""
+"""Measurements of this machine: memory, disk, link and processor."""

@@ -1,8 +1,8 @@
-"""How much memory this process may take: what is available, or less by a limit.
+"""Find how much memory this process may take: the available memory, or less by a limit.
 
 Linux      the memory limit of a container, or any other cgroup (`cgroup.py`)
-macOS      what can be had without compressing or swapping others' memory
-Windows    what RAM and page file together can hold, as all that is asked for is promised; limits of a job
+macOS      memory that is free without compressing or swapping that of other programs
+Windows    the commit limit (RAM and page file together), and the limits of a job
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GROUP_MARGIN_BYTES = 48 * 2**20
 
 
 class Room(NamedTuple):
-    """The memory left by one limit."""
+    """The memory left by one limit, the limit's name, and advice on how to get more."""
 
     nbytes: int
     source: str
@@ -35,7 +35,7 @@ class Room(NamedTuple):
 
 
 def free_device_bytes(device: AnyDevice) -> tuple[int, str]:
-    """Free memory of the device that computes, and where the figure comes from."""
+    """Return the free memory of the computing device in bytes, and the origin of the number."""
     if device.type == "cuda":
         import torch
 
@@ -46,19 +46,22 @@ def free_device_bytes(device: AnyDevice) -> tuple[int, str]:
 
 
 def free_host_bytes() -> tuple[int, str]:
-    """The same of the host."""
+    """Return the free memory of the host in bytes, and the origin of the number."""
     least = least_room()
     return least.nbytes, least.source
 
 
 def least_room() -> Room:
-    """Of the host's memory, as it is now: the tightest of all that this system tells."""
-    return min(_rooms(), key=lambda room: room.nbytes)  # of equals the first
+    """Return the tightest limit of the host's free memory."""
+    return min(_rooms(), key=lambda room: room.nbytes)  # the first one of equals
 
 
 def container_bytes() -> int | None:
-    """What this whole process may take in a container that limits memory: what it holds, and what is left under the
-    limit but for a margin that the kernel's own share of the group, and pages of files, take; None without a limit."""
+    """Return the bytes that this whole process may take in a container, or None if memory is not limited.
+
+    This is what it holds, plus the rest under the limit, less a margin for the kernel's share of the group and pages of
+    files.
+    """
     room = cgroup_room() if sys.platform == "linux" else None
     if room is None:
         return None
@@ -91,13 +94,12 @@ def _rooms() -> Iterator[Room]:
 
 
 def less_margin(free_bytes: int) -> int:
-    """What smoe takes of free memory by default: all but a margin for other programs."""
+    """Return the part of free memory that smoe takes by default: all but a margin for other programs."""
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 
 
 def shortage(what: str, asked_bytes: int, device: AnyDevice | None = None) -> str | None:
-    """A sentence with both numbers where `what` asks for more memory of the host, or of a GPU, than is left there; None
-    where there is enough."""
+    """Return a message if `what` needs more host (or GPU) memory than is free, else None."""
     if device is None or device.type == "cpu":
         left, source, advice = least_room()
     else:

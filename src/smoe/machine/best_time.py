@@ -1,4 +1,4 @@
-"""The time of a piece of work at its best, as a limit should be."""
+"""Measure the best time of a piece of work, as an estimate of the hardware's limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def best_time(action: Callable[[], Any], seconds: float) -> float:
-    """The shortest of as many runs as fit the time, after one for warming up."""
+    """Return the shortest time of as many runs as fit in `seconds`, after one for warming up."""
     action()
     best, started = float("inf"), perf_counter()
     while perf_counter() - started < seconds or best == float("inf"):

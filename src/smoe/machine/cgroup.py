@@ -1,11 +1,11 @@
-"""The cgroups that this process belongs to, and what they limit: memory and CPU time, of versions 1 and 2.
+"""Read the memory and CPU limits of this process's cgroups, versions 1 and 2.
 
     /proc/self/cgroup       the group in each hierarchy             0::/docker/4f    4:memory:/docker/4f
     /proc/self/mountinfo    which part is mounted, and where        / or /docker/4f  at /sys/fs/cgroup/memory
 
-A limit holds for all groups below it, so it is read from the group itself and from each of its parents up to the mount
-point. In a container the path of the group is often not visible below the mount point; what is mounted there is then
-the group itself or a parent of it.
+A limit applies to all groups below it, so it is read from the group and each of its parents up to the mount point. In a
+container the group's path is often not visible below the mount point; then what is mounted there is the group itself or
+a parent.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import NamedTuple
 
 _SYSTEM = Path("/")
 _UNLIMITED_BYTES = 1 << 60
-"""Version 1 writes a number of this size and more where there is no limit."""
+"""Version 1 states a number of at least this size if there is no limit."""
 _PERIOD = 100_000
-"""Microseconds; the kernel's default."""
+"""The kernel's default period in microseconds."""
 _RECLAIMABLE = {
     1: (("total_inactive_file", "inactive_file"), ("total_active_file", "active_file")),
     2: (("inactive_file",), ("active_file",), ("slab_reclaimable",)),
 }
-"""In memory.stat: pages of files and kernel caches, which the kernel takes back before it refuses memory. Of each the
-first name that is there; shared memory and locked pages are counted elsewhere."""
+"""The entries of memory.stat for pages of files and kernel caches, which the kernel reclaims before it refuses memory.
+The first existing name of each is used; shared memory and locked pages are counted elsewhere."""
 
 
 class Group(NamedTuple):
-    """A folder of limits that hold for this process."""
+    """A cgroup that contains this process."""
 
     version: int
     folder: Path
 
 
 class _Mount(NamedTuple):
-    """A part of a hierarchy, and where it is visible."""
+    """A part of a hierarchy and its mount point."""
 
     version: int
     controllers: frozenset[str]
@@ -46,20 +46,20 @@ class _Mount(NamedTuple):
 
 
 def cgroup_room() -> int | None:
-    """Bytes left under the tightest memory limit of this process's groups, reclaimable pages counted as free; None
-    without a limit."""
+    """Return the bytes left under the tightest memory limit of this process's groups, with reclaimable pages as free;
+    None without a limit."""
     rooms = [_room(group) for group in groups("memory")]
     return min((room for room in rooms if room is not None), default=None)
 
 
 def cpu_quota() -> float | None:
-    """CPUs' worth of time that the tightest quota of this process's groups allows; None without a quota."""
+    """Return the number of CPUs that the tightest quota of this process's groups allows; None without a quota."""
     quotas = [_quota(group) for group in groups("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def groups(controller: str) -> Iterator[Group]:
-    """Every visible group whose limits of `memory` or `cpu` hold for this process, of all hierarchies."""
+    """Yield every visible group, of all hierarchies, whose limits of `memory` or `cpu` apply to this process."""
     mounts = list(_mounts())
     for line in _lines("cgroup"):
         _, _, rest = line.partition(":")
@@ -73,12 +73,12 @@ def groups(controller: str) -> Iterator[Group]:
 
 
 def _room(group: Group) -> int | None:
-    """Bytes left in one group; None where it has no limit."""
+    """Return the bytes left in one group, or None if it has no limit."""
     names = ("memory.max", "memory.high") if group.version == 2 else ("memory.limit_in_bytes",)
     stat = _stat(group.folder / "memory.stat")
     limits = [_number(group.folder / name) for name in names]
     if group.version == 1:
-        limits.append(stat.get("hierarchical_memory_limit"))  # of parents, too, that are not visible
+        limits.append(stat.get("hierarchical_memory_limit"))  # includes parents that are not visible
     limit = min((each for each in limits if each is not None and each < _UNLIMITED_BYTES), default=None)
     used = _number(group.folder / ("memory.current" if group.version == 2 else "memory.usage_in_bytes"))
     if limit is None or used is None:
@@ -88,7 +88,7 @@ def _room(group: Group) -> int | None:
 
 
 def _quota(group: Group) -> float | None:
-    """CPUs of one group; None where it has no quota."""
+    """Return the CPUs of one group, or None if it has no quota."""
     if group.version == 2:
         quota, period = [*_text(group.folder / "cpu.max").split(), "", ""][:2]
     else:
@@ -98,7 +98,7 @@ def _quota(group: Group) -> float | None:
 
 
 def _mounts() -> Iterator[_Mount]:
-    """Of cgroups, as mountinfo lists them: `31 23 0:28 ROOT POINT rw - cgroup cgroup rw,memory`."""
+    """Yield the mounted cgroup hierarchies from mountinfo: `31 23 0:28 ROOT POINT rw - cgroup cgroup rw,memory`."""
     for line in _lines("mountinfo"):
         before, _, after = line.partition(" - ")
         fields, kind = before.split(" "), after.split(" ")
@@ -109,27 +109,27 @@ def _mounts() -> Iterator[_Mount]:
 
 
 def _usual(version: int, controller: str, controllers: str) -> list[_Mount]:
-    """Where hierarchies are by convention, for a process that does not see how they are mounted."""
+    """Return the conventional mount points, for a process that cannot see the real ones."""
     base = _SYSTEM / "sys/fs/cgroup"
     points = (base, base / "unified") if version == 2 else (base / controllers, base / controller)
     return [_Mount(version, frozenset({controller}), "/", point) for point in points if point.is_dir()]
 
 
 def _showing(path: str, mounts: Iterable[_Mount]) -> list[_Mount]:
-    """Those that show the group, or a parent of it, at its place; where there is none, what is mounted at all."""
+    """Return the mounts that show the group or a parent at its path; without any, all mounts."""
     mounts = list(mounts)
     return [mount for mount in mounts if _below(path, mount.root) is not None] or mounts
 
 
 def _below(path: str, root: str) -> str | None:
-    """The path of a group relative to what is mounted; None where it is not below."""
+    """Return the path of a group relative to a mounted root, or None if it is not below it."""
     root = root.rstrip("/")
     is_below = (path == root or path.startswith(f"{root}/")) and ".." not in path.split("/")
     return path[len(root) :].strip("/") if is_below else None
 
 
 def _folders(path: str, mount: _Mount) -> Iterator[Path]:
-    """The group, as far as it is visible, and its parents, up to the mount point."""
+    """Yield the folders of the group, as far as visible, and of its parents, up to the mount point."""
     below = _below(path, mount.root)
     parts = [part for part in (path if below is None else below).split("/") if part not in ("", "..")]
     for count in range(len(parts), -1, -1):
@@ -143,7 +143,7 @@ def _lines(name: str) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """A file's text without its end of line; empty where it is missing, as most are on some system."""
+    """Return a file's text without the end of line, or an empty string if it is missing."""
     try:
         return os.fsdecode(path.read_bytes()).strip()
     except OSError:
@@ -151,7 +151,7 @@ def _text(path: Path) -> str:
 
 
 def _whole(text: str) -> int | None:
-    """A whole number; None for `max`, and for what is missing."""
+    """Return a whole number, or None for `max` and for missing values."""
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
@@ -160,6 +160,6 @@ def _number(path: Path) -> int | None:
 
 
 def _stat(path: Path) -> dict[str, int]:
-    """Names and numbers, one pair a line."""
+    """Return a file's names and numbers, one pair per line."""
     pairs = (line.split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,4 +1,4 @@
-"""A device by its name, without torch, and whether this machine may have another one than its CPU."""
+"""Devices by name, without torch, and whether this machine may have a GPU."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 _GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
-"""What the drivers of GPUs put there: NVIDIA's, AMD's, and that of Linux under Windows."""
+"""Device files of GPU drivers: NVIDIA's, AMD's, and that of Linux under Windows."""
 
 
 class AnyDevice(Protocol):
-    """torch's, or one by its name."""
+    """The interface of a device: torch's own, or `Device`."""
 
     @property
     def type(self) -> str:
-        """`cpu` or `cuda`."""
+        """The device type: `cpu` or `cuda`."""
 
 
 class Device(NamedTuple):
-    """One of this machine's."""
+    """A device of this machine, without torch."""
 
     type: str
 
@@ -29,21 +29,21 @@ CPU = Device("cpu")
 
 
 def may_have_gpu() -> bool:
-    """Whether a GPU's driver is here; torch knows whether there is one that it can use."""
+    """Return whether a GPU driver is installed; only torch knows whether the GPU is usable."""
     if sys.platform == "win32":
         return (Path(os.environ.get("SYSTEMROOT", r"C:\Windows")) / "System32" / "nvcuda.dll").exists()
     return any(map(os.path.exists, _GPU_NODES))
 
 
 def gpu_name(device: Any) -> str:
-    """What a GPU is called."""
+    """Return the name of a GPU."""
     import torch
 
     return torch.cuda.get_device_name(device)
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that torch can use."""
+    """Return the names of the GPUs that torch can use."""
     if not may_have_gpu():
         return []
     import torch

@@ -1,4 +1,4 @@
-"""How fast the disk gives what the engine reads: of a fresh file, or of a model's own."""
+"""Measure the disk's rate for the engine's reads, on a fresh file or on a model's own."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from smoe.user_cache import cache_folder
 _Item = TypeVar("_Item")
 _SMALL_FILE_BYTES = 64 * 2**20
 _LEAST_BUFFERS_BYTES = 64 * 2**20
-"""A few buffers of small experts alone would lie in small pages for the most part, as huge ones have 2 MiB."""
+"""The least memory for buffers: a few buffers of small experts would mostly be in small pages, because huge ones have 2
+MiB."""
 
 
 def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:
-    """(bytes per second, past the page cache?) of reading a fresh file in `folder` as the engine reads experts.
+    """Return bytes per second of reading a fresh file in `folder` as the engine reads experts, and whether this
+    bypassed the page cache.
 
-    `request_bytes` at a time, scattered, by as many threads as the engine uses.
+    Reads of `request_bytes` are scattered, on as many threads as the engine uses.
     """
     size = page_ceil(min(request_bytes, file_bytes))
     with NamedTemporaryFile(dir=folder, prefix=".smoe-disk-", delete=False) as file:
@@ -43,10 +45,11 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
 
 
 def measure_reads(store: ExpertStore, seconds: float) -> float:
-    """Bytes per second of reading a model's own experts past the page cache, scattered, by as many threads as the
-    engine uses; for the second time, as what decode steps read has been read before, by the prompt at the latest, and
-    a disk may have cached it: another machine's memory behind a virtual disk gives it twice as fast
-    (docs/log/disk.md)."""
+    """Return bytes per second of scattered reads of a model's own experts past the page cache.
+
+    The second pass counts, because what decode steps read has usually been read before, and a disk may have cached it.
+    The memory of another machine behind a virtual disk doubles the rate (docs/log/disk.md).
+    """
     reader = DiskReader(direct=True)
     reads = [read for key in _scattered(store.keys()) for read in store.reads(*key)]
     try:
@@ -57,17 +60,19 @@ def measure_reads(store: ExpertStore, seconds: float) -> float:
 
 
 def _scattered(items: Sequence[_Item]) -> list[_Item]:
-    """By a prime stride: the same order every time."""
+    """Return the items in a fixed scattered order, by a prime stride."""
     return [items[n * 7919 % len(items)] for n in range(len(items))]
 
 
 def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[float, int]:
-    """(bytes per second of as many of these reads as fit the time, how many of the first were surely among them)."""
+    """Return bytes per second of as many reads as fit in the time, and how many of the first reads were certainly among
+    them."""
     threads = reading_threads(EngineConfig())
     size = page_ceil(max(read.nbytes for read in reads))
     each = -(-_LEAST_BUFFERS_BYTES // (threads * size))
     arena = Arena([(threads * each, size)], huge_pages=True)
-    arena.touch()  # as the engine does: into pages that a read, or we, wrote first it is up to half as fast
+    # touched as by the engine: reads into untouched pages, or pages this process wrote, take up to twice as long
+    arena.touch()
     arena.wait_touched(None)
     started = perf_counter()
 
@@ -89,7 +94,7 @@ def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[fl
 
 
 def measure_small_disk(request_bytes: int) -> float | None:
-    """A short look at the disk of the user's cache folder: 64 MiB; None where nothing can be written there."""
+    """Measure the disk of the user's cache folder briefly, with 64 MiB; None if the folder is not writable."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +104,7 @@ def measure_small_disk(request_bytes: int) -> float | None:
 
 
 def _write(path: Path, size: int, file_bytes: int) -> int:
-    """Fill a file with blocks that no file system can shrink; returns how many."""
+    """Fill a file with incompressible blocks and return their number."""
     count = max(1, file_bytes // size)
     block = os.urandom(size)
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""What could be better about a machine, as findings with advice: the second half of `smoe doctor`."""
+"""Find what could be improved on a machine, with advice: the second half of `smoe doctor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from smoe.units import format_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SLOW_ARITHMETIC = 0.4
-"""Below this share of the memory's rate, experts in memory are bound by arithmetic rather than by bytes."""
+"""The share of the memory's rate below which experts in memory are limited by arithmetic."""
 _SLOW_DISK = 0.5e9
 _TIGHT_MEMORY_SHARE = 0.5
 _LITTLE_DISK_BYTES = 20 * 2**30
@@ -36,7 +36,7 @@ _LITTLE_DISK_BYTES = 20 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about the machine and what to do about it."""
+    """One fact about the machine, with advice."""
 
     grade: Literal["good", "better", "bad"]
     text: str
@@ -44,9 +44,9 @@ class Finding:
 
 
 def models_folder(asked: Path | None) -> Path:
-    """The folder whose disk is measured: the one asked for, else the hub's cache or what exists above it.
+    """Return the folder whose disk is measured: the requested one, else the hub's cache or its closest existing parent.
 
-    Where none of these can be written, that of temporary files.
+    Without a writable one it is the folder of temporary files.
     """
     if asked is not None:
         if not asked.is_dir():
@@ -59,7 +59,8 @@ def models_folder(asked: Path | None) -> Path:
 
 
 def _takes_files(folder: Path) -> bool:
-    """Whether a file can really be made there: permissions alone say yes to /proc, and to everything for root."""
+    """Return whether a file can be created in a folder; permissions alone would allow /proc, and everything for
+    root."""
     try:
         with TemporaryFile(dir=folder):
             return True
@@ -68,7 +69,7 @@ def _takes_files(folder: Path) -> bool:
 
 
 def examine(profile: Profile, folder: Path) -> list[Finding]:
-    """Everything worth saying, in the order of the memory hierarchy."""
+    """Return all findings, in the order of the memory hierarchy."""
     found = [
         _gpu(),
         _free_memory(profile),
@@ -98,7 +99,7 @@ def _kernel() -> Finding | None:
 
 
 def _without() -> str:
-    """What multiplies bf16 experts where torch's bits cannot be had."""
+    """Return a sentence about what multiplies bf16 experts if torch's bits are not available."""
     isa = widest()
     if isa is None:
         return "torch multiplies"
@@ -106,7 +107,7 @@ def _without() -> str:
 
 
 def _busy() -> Finding | None:
-    """That other programs had the cores while the rates were measured."""
+    """Return a finding if other programs used the cores during the measurement."""
     waited = waited_share()
     if waited is None or waited < BUSY_SHARE:
         return None
@@ -132,7 +133,7 @@ def _free_memory(profile: Profile) -> Finding:
     takes = f"without --memory, smoe takes at most {format_bytes(less_margin(room.nbytes))}"
     if room.nbytes < available:
         is_tight = room.nbytes < total * _TIGHT_MEMORY_SHARE
-        text = f"{format_bytes(room.nbytes)} of {format_bytes(total)} RAM for us: {room.source}; {takes}"
+        text = f"{format_bytes(room.nbytes)} of {format_bytes(total)} RAM for smoe: {room.source}; {takes}"
         return Finding("better" if is_tight else "good", text, f"{room.advice}: {why}" if is_tight else "")
     text = f"{format_bytes(available)} of {format_bytes(total)} RAM available; {takes}"
     if available < total * _TIGHT_MEMORY_SHARE:
@@ -181,7 +182,7 @@ def _disk_rate(profile: Profile) -> Finding:
     if rate < _SLOW_DISK:
         return Finding(
             "bad",
-            f"the disk gives {rate / 1e9:.2g} GB/s: every missing expert will be felt",
+            f"the disk gives {rate / 1e9:.2g} GB/s: loading missing experts will be slow",
             "put models on an NVMe SSD (smoe doctor --folder PATH measures another disk), or give more memory",
         )
     return Finding("good", f"the disk gives {rate / 1e9:.2g} GB/s at expert size")

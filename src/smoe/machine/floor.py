@@ -1,9 +1,7 @@
-"""The floor of the time per token: what the hardware alone would need for the bytes that must move (prose:
-docs/metrics.md).
+"""Compute the floor of the time per token: the time that the hardware needs to move the bytes (docs/metrics.md).
 
-Two things bound a decode step: the bytes that have to come from a slower tier, and the bytes that the computing
-device has to read from its own memory. Perfectly overlapped, the slower of the two is the floor; one after the other,
-their sum.
+A decode step is limited by the bytes from a slower tier and the bytes that the computing device reads from its own
+memory. The slower of the two is the floor if they overlap perfectly; without overlap it is their sum.
 """
 
 from __future__ import annotations
@@ -15,31 +13,31 @@ from smoe.metrics import Counters
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured bytes per second of one machine."""
+    """Measured rates of one machine in bytes per second."""
 
     memory: float
-    """Memory of the computing device, read."""
+    """The read rate of the computing device's memory."""
     disk: float | None
-    """Disk at expert size; None: not measured."""
+    """The disk's rate at expert size; None if not measured."""
     link: float | None = None
-    """Host memory to device; None on a machine that computes where the experts lie."""
+    """The rate from host memory to the device; None without a link."""
     source: str = ""
-    """Where the figures come from, for the reader."""
+    """The origin of the rates, in words."""
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one decode step has to move."""
+    """The bytes that one decode step moves."""
 
     memory: float
-    """Expert weights used and all other weights, read from the computing device's memory."""
+    """Bytes of used experts and all other weights, read from the computing device's memory."""
     disk: float
     link: float = 0.0
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds that one decode step needs at least."""
+    """The least times of one decode step, in seconds."""
 
     memory_seconds: float
     disk_seconds: float
@@ -47,23 +45,23 @@ class Floor:
 
     @property
     def overlapped_seconds(self) -> float:
-        """Everything at once: the floor."""
+        """The floor: all transfers at once."""
         return max(self.memory_seconds, self.disk_seconds, self.link_seconds)
 
     @property
     def serial_seconds(self) -> float:
-        """One after the other: what an engine without overlap could reach."""
+        """The time without any overlap."""
         return self.memory_seconds + self.disk_seconds + self.link_seconds
 
     @property
     def bound_by(self) -> str:
-        """Which of them is the longest."""
+        """The name of the slowest transfer."""
         times = {"memory": self.memory_seconds, "disk": self.disk_seconds, "link": self.link_seconds}
         return max(times, key=times.__getitem__)
 
 
 def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
-    """The floor of one step; None where bytes come from a tier whose rate was not measured."""
+    """Return the floor of one step, or None if bytes come from a tier whose rate is unknown."""
     disk = _seconds(step.disk, rates.disk)
     link = _seconds(step.link, rates.link)
     if disk is None or link is None:
@@ -74,7 +72,10 @@ def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
 def measured_step(
     decode: Counters, expert_bytes: int, dense_bytes: int, has_link: bool, low_bytes: int = 0
 ) -> StepBytes | None:
-    """Bytes per decode step of a run, by its own misses; None where no decode step ran. `low_bytes`: of a low copy."""
+    """Return the bytes per decode step of a run, by its own misses, or None if no decode step ran.
+
+    `low_bytes` is the size of a low copy.
+    """
     steps = decode.forward_passes
     if steps == 0:
         return None
@@ -89,7 +90,7 @@ def measured_step(
 
 
 def step_at(expert_bytes_per_token: int, dense_bytes: int, hit_ratio: float, has_link: bool = False) -> StepBytes:
-    """Bytes per decode step of one sequence whose experts are found in memory with the frequency `hit_ratio`."""
+    """Return the bytes per decode step of one sequence with this hit ratio of experts."""
     missed = expert_bytes_per_token * (1 - hit_ratio)
     return StepBytes(memory=expert_bytes_per_token + dense_bytes, disk=missed, link=missed if has_link else 0.0)
 

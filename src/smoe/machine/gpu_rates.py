@@ -1,4 +1,4 @@
-"""How fast a GPU's memory and its link to the host are."""
+"""Measure the rates of a GPU's memory, link and arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LINK_BYTES = 256 * 2**20
 
 
 def measure_link() -> float:
-    """Bytes per second from page-locked host memory to the GPU."""
+    """Return bytes per second from page-locked host memory to the GPU."""
     host = torch.empty(_LINK_BYTES, dtype=torch.uint8).pin_memory()
     device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
 
@@ -22,7 +22,7 @@ def measure_link() -> float:
 
 
 def measure_device_memory() -> float:
-    """Bytes per second of reading the GPU's memory."""
+    """Return bytes per second of reading the GPU's memory."""
     words = torch.zeros(2**30 // 8, dtype=torch.int64, device="cuda")
 
     def read() -> None:
@@ -33,11 +33,11 @@ def measure_device_memory() -> float:
 
 
 def measure_arithmetic(device: torch.device) -> float:
-    """Operations per second of a product of many rows in bf16: what bounds a prompt. Takes 0.1 s."""
+    """Return operations per second of a bf16 product of many rows, which limits prompts. Takes 0.1 s."""
     rows, matrix = (torch.ones(size, 1024, dtype=torch.bfloat16, device=device) for size in (256, 1024))
 
     def multiply() -> None:
         product = torch.nn.functional.linear(rows, matrix)
-        product[0, 0].item()  # wait for it
+        product[0, 0].item()  # wait for the result
 
     return 2 * 256 * 1024 * 1024 / best_time(multiply, 0.1)

@@ -1,4 +1,4 @@
-"""How fast the library computes experts, where our kernels do not."""
+"""Measure torch's rates, for machines without our kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smoe.machine.best_time import best_time
 
 
 def measure_library_experts(hidden: int, inner: int, experts: int, seconds: float) -> float:
-    """Weight bytes per second of one token through so many experts, one after the other."""
+    """Return weight bytes per second of one token through `experts` experts, one after the other."""
     up = torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16)
     down = torch.zeros(experts, hidden, inner, dtype=torch.bfloat16)
     x = torch.zeros(1, hidden, dtype=torch.bfloat16)
@@ -24,6 +24,6 @@ def measure_library_experts(hidden: int, inner: int, experts: int, seconds: floa
 
 
 def measure_library_products(seconds: float) -> float:
-    """Operations per second of a product of many rows in bf16: what bounds a prompt."""
+    """Return operations per second of a bf16 product of many rows, which limits prompts."""
     rows, matrix = (torch.ones(size, 1024, dtype=torch.bfloat16) for size in (256, 1024))
     return 2 * 256 * 1024 * 1024 / best_time(lambda: linear(rows, matrix), seconds)

@@ -1,8 +1,8 @@
-"""The measured hardware profile: how fast this machine's memory, disk, link and expert arithmetic are.
+"""The measured hardware profile: rates of this machine's memory, disk, link and expert arithmetic.
 
-`smoe doctor` measures and stores it; summaries, `smoe plan` and `smoe bench` read it for the floor of the time per
-token. A profile carries its circumstances (date, machine, versions, threads) and is used only on the machine that it
-was made on.
+`smoe doctor` measures and stores it; summaries, `smoe plan` and `smoe bench` use it for the floor of the time per
+token. A profile contains its conditions (date, machine, versions, threads) and is used only on the machine where it was
+made.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ from smoe.memory.store import page_ceil
 from smoe.user_cache import cache_folder, keep
 
 _MEMORY_BYTES = 256 * 2**20
-"""Far beyond every cache of a core; large server caches are shared, so a run does not own them either."""
+"""The memory to read: far larger than a core's caches; large caches of servers are shared, so a run does not own
+them."""
 _CHOSEN = 8
-"""Experts of a token, computed together."""
+"""Experts per token, computed together."""
 ENOUGH_MEMORY_BYTES = 64 * 2**20
-"""Of less, the caches of a processor hold too much for its memory's rate to be read on it."""
+"""The least memory for measuring: of less, too much would be in the processor's caches."""
 _BF16_GAIN, _BF16_LOSS = 4.0, 0.22
-"""Of the library's products of many rows: with AVX-512 BF16, and with AVX2 alone (docs/log/kernels.md)."""
+"""The speed of torch's bf16 products of many rows relative to float32: with AVX-512 BF16, and with AVX2 only
+(docs/log/kernels.md)."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What `smoe doctor` found. Rates are bytes per second."""
+    """The results of `smoe doctor`. Rates are in bytes per second."""
 
     date: str
     machine: dict[str, Any]
@@ -58,14 +60,14 @@ class Profile:
     disk_request_bytes: int
     disk_is_direct: bool
     expert_bytes_per_second: float
-    """Stored weight bytes of one expert computed for one token, per second."""
+    """Weight bytes of one expert computed for one token, per second."""
     link_bytes_per_second: float | None = None
     device_memory_bytes_per_second: float | None = None
     products_per_second: float | None = None
-    """Operations a second of the library's products of many rows."""
+    """Operations per second of torch's products of many rows."""
 
     def rates(self, device: AnyDevice) -> Rates:
-        """The figures that the floor of a run on `device` needs."""
+        """Return the rates for the floor of a run on `device`."""
         source = f"profile of {self.date[:10]}"
         if device.type == "cuda" and self.device_memory_bytes_per_second is not None:
             memory, link = self.device_memory_bytes_per_second, self.link_bytes_per_second
@@ -74,21 +76,21 @@ class Profile:
 
 
 def emulated_rates(profile: DeviceProfile) -> Rates:
-    """The figures that the floor of a run on an emulated device needs: the profile's, the disk left out.
+    """Return the rates for the floor of a run on an emulated device: the profile's, without the disk.
 
-    The disk stays real; experts come from the host tier, once they have been read.
+    The disk is real, and experts come from the host tier once they have been read.
     """
     source = f"profile {profile.name}, emulated"
     return Rates(profile.device_bytes_per_second, None, profile.link_bytes_per_second, source)
 
 
 def profile_path() -> Path:
-    """Where the profile lies: `smoe/profile.json` in the user's cache folder."""
+    """Return the profile's path: `smoe/profile.json` in the user's cache folder."""
     return cache_folder() / "profile.json"
 
 
 def load_profile() -> Profile | None:
-    """The stored profile if it was made on this machine by this format, else None."""
+    """Return the stored profile if it was made on this machine, else None."""
     try:
         stored = json.loads(profile_path().read_text(encoding="utf8"))
         known = {field.name for field in fields(Profile)}
@@ -99,12 +101,12 @@ def load_profile() -> Profile | None:
 
 
 def save_profile(profile: Profile) -> Path:
-    """Store it for later commands; appears whole or not at all. Raises `OSError`."""
+    """Store the profile for later commands, atomically; return the path. Raises `OSError`."""
     return keep(profile_path(), asdict(profile))
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures belong to."""
+    """Return the description of the machine that rates belong to."""
     return {
         "processor": processor_name(),
         "cores": usable_cores(),
@@ -115,7 +117,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """The software that results depend on."""
+    """Return the versions of software that results depend on."""
     import torch
     import transformers
 
@@ -130,8 +132,8 @@ def describe_versions() -> dict[str, str]:
 
 
 def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Profile:
-    """Measure everything; takes a few seconds. `folder` is on the disk in question, `say` hears what is being
-    measured."""
+    """Measure all rates, which takes a few seconds. `folder` is on the disk to measure; `say` is called with the name
+    of each measurement."""
     say("memory")
     memory = measure_memory(1.0)
     say("disk")
@@ -163,13 +165,13 @@ def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Prof
 
 
 def measure_memory(seconds: float, memory: Any = None) -> float:
-    """Bytes per second of reading RAM on all threads; the best of many passes, as a limit should be.
+    """Return bytes per second of reading RAM on all threads, the best of many passes.
 
-    Reads `memory` (bytes: a tensor, or an array), of at least `ENOUGH_MEMORY_BYTES`; None: memory of its own.
+    `memory` is a tensor or array of at least `ENOUGH_MEMORY_BYTES` bytes to read; None allocates memory.
     """
     if memory is None:
         memory = Arena([(1, _MEMORY_BYTES)], huge_pages=True).buffer(0)
-        np.frombuffer(memory, np.uint8).fill(1)  # pages never written to would all be one and the same page of zeros
+        np.frombuffer(memory, np.uint8).fill(1)  # pages never written to would all be the same page of zeros
     words = np.asarray(memory[:_MEMORY_BYTES]).view(np.int64)
     threads = usable_cores()
     parts = np.array_split(words, threads)
@@ -178,8 +180,8 @@ def measure_memory(seconds: float, memory: Any = None) -> float:
 
 
 def measure_experts(expert_bytes: int, seconds: float) -> float:
-    """Weight bytes per second of computing one token through bf16 experts that are not in a core's cache, by our
-    kernels; on a CPU that these are not for, by the library's products."""
+    """Return weight bytes per second of one token through bf16 experts that are not cached, by our kernels, or by torch
+    where these do not run."""
     hidden = 2048
     inner = max(64, expert_bytes // (3 * hidden * 2) // 64 * 64)
     used = 3 * hidden * inner * 2
@@ -211,22 +213,27 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
 
 
 def measure_products(seconds: float = 0.1) -> float:
-    """Operations per second of a product of many rows in bf16, which is what bounds a prompt: NumPy's in float32, times
-    what the library's in bf16 gain, or lose, by this CPU's instructions."""
+    """Return operations per second of a bf16 product of many rows, which limits prompts.
+
+    It is estimated from NumPy's float32 product and this CPU's instructions.
+    """
     rows, matrix = np.ones((256, 1024), np.float32), np.ones((1024, 1024), np.float32)
     return _bf16_gain() * 2 * 256 * 1024 * 1024 / best_time(lambda: rows @ matrix, seconds)
 
 
 def _bf16_gain() -> float:
-    """How many times as fast as in float32 the library multiplies in bf16."""
+    """Return the speed of torch's bf16 products relative to float32."""
     if FAMILY == AARCH64:
         return 1.0
     return _BF16_GAIN if cpu_has("avx512bf16") else _BF16_LOSS
 
 
 def quick_rates(device: AnyDevice, memory: Any = None) -> Rates:
-    """The stored profile, else a measurement of the memory alone in 0.2 s: on `memory` if it is given, or, where that
-    is small, by another process, so that this one allocates nothing outside its budget."""
+    """Return the rates of the stored profile, or measure the memory alone in 0.2 s.
+
+    The measurement uses `memory` if it is given. If that is too small, another process measures, so that this one
+    allocates nothing outside its budget.
+    """
     profile = load_profile()
     if profile is not None:
         return profile.rates(device)

@@ -1,8 +1,8 @@
-"""The C library's heap, prevented from growing by what is no longer used. Imports nothing heavy: what it sets holds for
-threads that begin after it.
+"""Limit the C library's heap. This module imports nothing heavy, because its settings apply to threads that start
+later.
 
-glibc gives threads heaps of their own (arenas, up to eight for each core) and keeps their freed memory for the next
-caller. A server whose threads read prompts of mixed length would hold the largest one in each of them.
+glibc gives threads heaps of their own (arenas, up to eight per core) and keeps freed memory for later use. A server
+whose threads process prompts of different lengths would keep the largest one in each arena.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import sys
 from typing import Any
 
 MOST_ARENAS = 4
-"""Small objects of Python are in a heap of Python's own, and most threads wait for a step's end or for Python's lock:
-a few arenas are enough for them. With two, decoding was some per cent slower."""
+"""The number of arenas. Python has its own heap for small objects, and most threads wait for a step or for Python's
+lock, so a few suffice. With two, decoding was some per cent slower."""
 _ARENA_MAX = -8
-"""glibc's name of the option."""
+"""glibc's number for the option."""
 _BY_HAND = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
-"""Variables by which a user chooses; then nothing is set here."""
+"""Environment variables by which a user configures the heap; then nothing is set here."""
 
 
 def bound_heap() -> bool:
-    """Bound the number of arenas. False where the C library has none, or the user has chosen."""
+    """Limit the number of arenas; return False without glibc or if the user has configured it."""
     library = _glibc()
     if library is None or any(os.environ.get(name) for name in _BY_HAND):
         return False
@@ -30,14 +30,14 @@ def bound_heap() -> bool:
 
 
 def give_back_heap() -> None:
-    """Give free pages of the heap back to the system. Takes milliseconds; Python's lock is free meanwhile."""
+    """Return free pages of the heap to the system. Takes milliseconds and releases the interpreter lock."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def _glibc() -> Any:
-    """None where the C library is another one."""
+    """Return glibc, or None with another C library."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)

@@ -1,11 +1,9 @@
-"""What the whole process holds, line by line: interpreter and libraries, the budget, and what the libraries keep.
+"""Measure the memory of the whole process by part: interpreter and libraries, the budget, and what libraries keep.
 
-The budget is ours and exact. The rest belongs to others and is measured: anonymous memory before the first model is
-loaded, pages of program files (libraries bring more of them in when they compute), and what remains: compiled kernels
-and scratch, which `smoe/__init__.py` bounds (docs/log/memory.md).
-
-Linux tells files' pages from others. Elsewhere all that is there before the first model counts as interpreter and
-libraries, and the code that these bring in later is among what remains.
+The budget is exact. The rest is measured: anonymous memory before the first model is loaded, pages of program files
+(libraries load more when they compute), and the remainder, compiled kernels and scratch, which `smoe/__init__.py`
+limits (docs/log/memory.md). Only Linux distinguishes pages of files. On other systems everything before the first model
+counts as interpreter and libraries, and code loaded later as part of the remainder.
 """
 
 from __future__ import annotations
@@ -20,27 +18,27 @@ from smoe.machine.native_heap import give_back_heap
 
 _STATUS = Path("/proc/self/status")
 LIBRARIES_BYTES = 440 * 2**20
-"""Interpreter and libraries, imported and nothing done with them: torch 2.13 (CPU) and transformers 5.23 on Linux."""
+"""Bytes of interpreter and libraries after importing: torch 2.13 (CPU) and transformers 5.23 on Linux."""
 LIBRARY_CODE_BYTES = 128 * 2**20
-"""Pages of program files that loading and computing bring in besides those that importing does, at most: 79 MiB with
-torch 2.13 (CPU), and 110 in a new environment, of whose files the system maps larger pieces."""
+"""The largest size of program pages that loading and computing add: 79 MiB with torch 2.13 (CPU), 110 in a new
+environment, where the system maps larger pieces."""
 OWN_KERNELS_CODE_BYTES = 40 * 2**20
-"""The same where our kernels compute all that is large: 27 MiB."""
+"""The same if our kernels compute everything large: 27 MiB."""
 LIBRARY_SCRATCH_BYTES = 64 * 2**20
-"""Kernels that the library keeps, its scratch, and what the allocator holds free, at most: 33 to 53 MiB."""
+"""The largest size of the library's cached kernels, scratch and free heap: 33 to 53 MiB."""
 
 _before: list[int] = []
 """Anonymous bytes before the first model was loaded."""
 
 
 class _Held(NamedTuple):
-    """Bytes of RAM."""
+    """Bytes of RAM of a process."""
 
     own: int
     files: int
-    """Pages of program files; 0 where the system does not tell them from others, which are then among its own."""
+    """Pages of program files; 0 if the system does not distinguish them from the process's own."""
     peak: int
-    """The most of both so far."""
+    """The peak of both together."""
 
 
 class ProcessMemory(NamedTuple):
@@ -58,15 +56,15 @@ class ProcessMemory(NamedTuple):
 
 
 def note_start() -> None:
-    """Before a model is loaded; only the first time counts."""
+    """Record the memory before a model is loaded; only the first call counts."""
     held = _held()
     if not _before and held is not None:
         _before.append(held.own)
 
 
 def libraries_bytes() -> int | None:
-    """What a process holds before a model, interpreter and libraries: this process, where they are imported here. None
-    where the system does not say."""
+    """Return the bytes of a process without a model: those of this process if torch is imported, else a constant. None
+    if the system does not state them."""
     if "torch" not in sys.modules:
         return LIBRARIES_BYTES
     held = _held()
@@ -74,7 +72,8 @@ def libraries_bytes() -> int | None:
 
 
 def process_memory(held_bytes: int) -> ProcessMemory | None:
-    """The process at its peak, of which the budget holds `held_bytes`; None where the system does not say."""
+    """Return the process's memory at its peak, `held_bytes` of it in the budget; None if the system does not state
+    it."""
     now = _held()
     if now is None or not _before:
         return None
@@ -85,10 +84,11 @@ def process_memory(held_bytes: int) -> ProcessMemory | None:
 
 
 def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False) -> dict[str, int]:
-    """What a process on a CPU takes outside the budget, at most, by name, for a plan made in this process.
+    """Return the largest memory that a process on a CPU needs outside the budget, by name, for a plan made in this
+    process.
 
-    `reserved_bytes`: of the library's kernels, the budget holds so much already; `by_own_kernels`: they compute all
-    that is large.
+    `reserved_bytes`: the part of the library's kernels that the budget includes; `by_own_kernels`: our kernels compute
+    everything large.
     """
     give_back_heap()
     lines = {} if (libraries := libraries_bytes()) is None else {"interpreter and libraries": libraries}
@@ -98,7 +98,8 @@ def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False) -> d
 
 
 def peak_bytes() -> int | None:
-    """The most RAM this process, interpreter and libraries included, has held; None where the system does not say."""
+    """Return the peak RAM of this process, interpreter and libraries included, or None if the system does not state
+    it."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     try:
@@ -110,7 +111,7 @@ def peak_bytes() -> int | None:
 
 
 def _held() -> _Held | None:
-    """None where the system does not say."""
+    """Return the process's memory, or None if the system does not state it."""
     if sys.platform not in ("darwin", "win32"):
         return _status()
     peak, now = peak_bytes(), int(psutil.Process().memory_info().rss)
@@ -118,7 +119,7 @@ def _held() -> _Held | None:
 
 
 def _status() -> _Held | None:
-    """By Linux's file; None where there is no such file."""
+    """Return the process's memory by Linux's status file, or None without that file."""
     try:
         lines = _STATUS.read_text(encoding="utf8").splitlines()
     except OSError:

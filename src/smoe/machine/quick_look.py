@@ -1,6 +1,6 @@
-"""A first look at this machine, for use until `smoe doctor` has measured it: half a second, stored for a day.
+"""Measure this machine briefly for use until `smoe doctor` has measured it: half a second, stored for a day.
 
-It is taken by a process of its own, which gives the memory that it reads back: large caches would answer for less.
+A process of its own measures and writes its memory first, because large caches would falsify smaller sizes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from smoe.user_cache import cache_folder, keep, read_stored
 
 _FORMAT = 1
 _SECONDS = 0.1
-"""For each rate but the disk's."""
+"""Seconds per rate, except for the disk."""
 _KEPT_SECONDS = 24 * 3600.0
 _MOST_SECONDS = 60.0
-"""Within which the other process must have answered."""
+"""The timeout for the other process."""
 
 
 @dataclass(frozen=True)
 class QuickLook:
-    """Rates in bytes, or operations, a second."""
+    """Rates in bytes, or operations, per second."""
 
     memory: float
     experts: float
-    """Experts of the size asked for, computed for one token."""
+    """Weight bytes of experts of the requested size, computed for one token."""
     products: float
-    """Of many rows."""
+    """Operations in products of many rows."""
     disk: float | None
-    """None where nothing can be written to the user's cache."""
+    """The disk's rate; None if the user's cache is not writable."""
 
 
 @cache
 def quick_look(expert_bytes: int) -> QuickLook:
-    """The stored look, else a new one."""
+    """Return the stored rates, else measure them."""
     stored = _stored()
     found = _fresh(stored.get(str(expert_bytes)))
     if found is not None:
@@ -59,7 +59,7 @@ def quick_look(expert_bytes: int) -> QuickLook:
 
 @cache
 def memory_rate() -> float:
-    """The memory's rate alone: of a stored look, else measured by another process."""
+    """Return the memory's rate: from stored rates, else measured by another process."""
     looks = (_fresh(entry) for size, entry in _stored().items() if size.isdecimal())
     found = next((look.memory for look in looks if look is not None), None)
     return float(_answered("memory")) if found is None else found
@@ -70,13 +70,13 @@ def _path() -> Path:
 
 
 def _stored() -> dict[str, Any]:
-    """The looks at this machine by the size of an expert."""
+    """Return the stored rates of this machine by expert size."""
     stored = read_stored(_path(), _FORMAT) or {}
     return stored if stored.get("machine") == describe_machine() else {}
 
 
 def _fresh(entry: Any) -> QuickLook | None:
-    """The stored look, unless it is too old or damaged."""
+    """Return stored rates unless they are too old or damaged."""
     try:
         look = QuickLook(**entry["rates"])
         return look if 0 <= time.time() - entry["at"] < _KEPT_SECONDS else None
@@ -85,13 +85,13 @@ def _fresh(entry: Any) -> QuickLook | None:
 
 
 def _looked_apart(expert_bytes: int) -> tuple[QuickLook, bool]:
-    """(the rates, whether other programs had the cores meanwhile)"""
+    """Measure in another process; return the rates, and whether other programs used the cores meanwhile."""
     answer = json.loads(_answered(str(expert_bytes)))
     return QuickLook(**answer["rates"]), answer["is_disturbed"]
 
 
 def _answered(word: str) -> bytes:
-    """What another process prints: for the size of an expert a look, for `memory` that rate alone."""
+    """Return the output of another process: all rates for an expert size, or the memory's rate for `memory`."""
     done = subprocess.run(
         [*module_line("smoe.machine.quick_look"), word],
         capture_output=True,
@@ -105,7 +105,7 @@ def _answered(word: str) -> bytes:
 
 
 def look(expert_bytes: int) -> QuickLook:
-    """Measure, in this process."""
+    """Measure the rates in this process."""
     return QuickLook(
         memory=measure_memory(_SECONDS),
         experts=measure_experts(expert_bytes, _SECONDS),
@@ -115,7 +115,7 @@ def look(expert_bytes: int) -> QuickLook:
 
 
 def main() -> None:
-    """Print what is asked for (`_answered`)."""
+    """Print the requested rates (`_answered`)."""
     word = sys.argv[1]
     if word == "memory":
         print(measure_memory(_SECONDS))

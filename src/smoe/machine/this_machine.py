@@ -1,4 +1,4 @@
-"""This machine as a profile, as emulated devices have one, for what is simulated on it."""
+"""Describe this machine as a profile, like those of emulated devices, for simulations."""
 
 from __future__ import annotations
 
@@ -14,37 +14,43 @@ from smoe.machine.quick_look import quick_look
 from smoe.memory.emulation import MEASURED, DeviceProfile
 
 _LAYER_SECONDS, _WIDTH_SECONDS = 0.16e-3, 0.09e-3
-"""What a decoder layer takes in addition to moving its bytes, on the CPUs that were measured: small operations and
-Python (docs/log/forecasts.md); and more for every 1024 numbers of the hidden state."""
+"""Seconds of a decoder layer on a CPU in addition to moving its bytes (small operations and Python,
+docs/log/forecasts.md), and seconds per 1024 elements of the hidden state."""
 _CPU_EXPERT_SECONDS = 10e-6
-"""What one expert takes a CPU in addition to moving its bytes, where all of a layer's are computed in one piece."""
+"""Seconds of one expert on a CPU in addition to moving its bytes, if all experts of a layer are computed in one
+call."""
 _READ_SECONDS = 150e-6
-"""From asking for an expert on disk to the first byte of it, and handing the read one over."""
+"""Seconds from requesting an expert on disk to its first byte, including passing the finished read on."""
 _COPY_SECONDS, _LAUNCH_SECONDS, _LAUNCHES_SECONDS, _HAND_OVER_SECONDS = 20e-6, 40e-6, 300e-6, 50e-6
-"""Beside a device: of one copy, of an expert's kernels, of a layer's others, of an expert given to the CPU."""
+"""With a device: seconds of one copy, of launching an expert's kernels, of launching a layer's other kernels, and of
+passing an expert to the CPU."""
 
 
 def layer_seconds(hidden: int) -> float:
-    """What a decoder layer takes a CPU in addition to moving its bytes."""
+    """Return the seconds of a decoder layer on a CPU in addition to moving its bytes."""
     return _LAYER_SECONDS + _WIDTH_SECONDS * hidden / 1024
 
 
 def expert_rate(expert_bytes: int) -> float:
-    """Stored weight bytes of one expert computed for one token, per second: `smoe doctor`'s, else a quick look."""
+    """Return weight bytes per second of one expert computed for one token: from `smoe doctor`, else a quick
+    measurement."""
     profile = load_profile()
     return quick_look(expert_bytes).experts if profile is None else profile.expert_bytes_per_second
 
 
 def product_rate(expert_bytes: int) -> float:
-    """Operations per second of products of many rows, likewise."""
+    """Return operations per second of products of many rows: from `smoe doctor`, else a quick measurement."""
     profile = load_profile()
     known = None if profile is None else profile.products_per_second
     return quick_look(expert_bytes).products if known is None else known
 
 
 def this_machine(rates: Rates, device: AnyDevice, expert_bytes: int) -> DeviceProfile | None:
-    """This machine as a profile, by its measured rates and the constants of machines that were measured
-    (docs/log/forecasts.md); None where the rate at which experts are read is not known."""
+    """Return this machine as a profile, by its measured rates and the constants of measured machines
+    (docs/log/forecasts.md).
+
+    Returns None if the rate of loading experts is unknown.
+    """
     is_cpu = device.type == "cpu"
     brings_in = rates.disk if is_cpu else rates.link
     if brings_in is None:
