@@ -34,7 +34,7 @@ from smoe.policy.eviction.auto import Adaptive
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.learned import Learned, NextUse
-from smoe.policy.registry import SCORED_EVICTION, make_eviction
+from smoe.policy.registry import make_eviction
 from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import first_passes, replay
 from smoe.trace.file import Trace
@@ -78,7 +78,7 @@ def measure(plain: Sequence[Routing], scored: Sequence[Routing], slots: int) -> 
     misses: dict[str, int] = {}
     for name in POLICIES:
         policy: Eviction = adaptive if name == "auto" else _policy(name, plain)
-        counts = replay(scored if name in SCORED_EVICTION else plain, slots, MIN_STAGING_SLOTS, policy)
+        counts = replay(scored if policy.needs_scores else plain, slots, MIN_STAGING_SLOTS, policy)
         misses[name] = counts.misses
     best = min(misses[name] for name in NAMED)
     return {
@@ -126,9 +126,9 @@ def measure_learned(
     Belady the learned one goes."""
     misses, costs = {}, {}
     for name in LEARNED:
-        policy = TimedEviction(_learned(name, plain, next_use))
-        heard = scored if name in SCORED_EVICTION else plain
-        misses[name] = replay(heard, slots, MIN_STAGING_SLOTS, policy).misses
+        policy = TimedEviction(eviction := _learned(name, plain, next_use))
+        observed = scored if eviction.needs_scores else plain
+        misses[name] = replay(observed, slots, MIN_STAGING_SLOTS, policy).misses
         costs[name] = policy.microseconds()
     best = min(misses[name] for name in NAMED)
     gap = best - misses["belady"]

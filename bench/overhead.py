@@ -33,6 +33,7 @@ from smoe.expert import LOW
 from smoe.policy.answering import Answering
 from smoe.policy.answers import AnswerCosts, choose
 from smoe.policy.balance import Balance, Costs
+from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.misses import missing_experts
@@ -42,7 +43,7 @@ from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget
-from smoe.policy.registry import EvictionSettings, make_eviction_for
+from smoe.policy.registry import make_eviction_for
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
 from smoe.policy.step import EXACT_SWITCHES, decide
 from smoe.policy.substitution import applied, substitute

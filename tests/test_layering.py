@@ -16,8 +16,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "smoe"
 HEAVY = ("torch", "transformers", "safetensors", "fastapi", "ray", "huggingface_hub")
-VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units"}
-"""Modules of plain values that everybody may use."""
+VALUES = {"smoe.expert", "smoe.routing", "smoe.errors", "smoe.units", "smoe.plug_ins"}
+"""Modules of plain values, and of finding classes by name, that every package may use."""
 
 ORDER = (
     "policy",

@@ -16,8 +16,9 @@ from bench.papers.geometry import MIXTRAL, PHI_MOE, Geometry, step_times
 from smoe.expert import LOW
 from smoe.machine.processor import usable_cores
 from smoe.memory.emulation import read_profile
+from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.importance import Thresholds, least_unimportance
-from smoe.policy.registry import EvictionSettings, make_eviction_for
+from smoe.policy.registry import make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.policy.step import EXACT_SWITCHES, Switches
 from smoe.routing import Phase, Routing

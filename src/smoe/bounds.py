@@ -13,14 +13,13 @@ from smoe.policy.prediction import ASKED
 from smoe.policy.registry import (
     CACHE_RECORDS,
     EXPERT_CACHE,
-    HISTORY_PREFETCH,
-    MULTIDIMENSIONAL,
     ONLINE_EVICTION,
     POOLS,
     PREFETCH,
     PREFETCH_WHAT,
-    SHADOW,
     are_cache_weights,
+    eviction_kind,
+    predictor_kind,
 )
 
 MOST_THREADS = 1024
@@ -42,10 +41,6 @@ SHADOW_ON = ("main", "cluster")
 MOST_SHADOW_SPARES = 64
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
-STACKED_GATES = "stacked-gates"
-"""The prefetch that looks several layers ahead (`prediction/stacked_gates.py`)."""
-CORRECTED_GATES = "corrected-gates"
-"""The prefetch that looks as far with learned corrections (`prediction/corrected_gates.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DIRECT_IO = ("auto", "on", "off")
 KERNELS = ("auto", "native", "own-order", "torch")
@@ -60,7 +55,7 @@ COUNTS = ("budget", "process")
 CHOICES: dict[str, tuple[str, ...]] = {
     "count": COUNTS,
     "dtype": DTYPES,
-    "eviction": tuple(ONLINE_EVICTION),
+    "eviction": ONLINE_EVICTION,
     "cache_records": CACHE_RECORDS,
     "pools": POOLS,
     "expert_cache": EXPERT_CACHE,
@@ -118,19 +113,36 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
     ),
 }
-OWNERS = (
-    ("dilation", "device", (EMULATED,)),
-    ("emulated_expert_bytes", "device", (EMULATED,)),
-    ("prefetch_depth", "prefetch", (STACKED_GATES, CORRECTED_GATES)),
-    ("prefetch_asked", "prefetch", HISTORY_PREFETCH),
-    ("shadow_precision", "prefetch", (SHADOW,)),
-    ("shadow_departure", "prefetch", (SHADOW,)),
-    ("shadow_on", "prefetch", (SHADOW,)),
-    ("shadow_spares", "prefetch", (SHADOW,)),
-    ("cache_weights", "eviction", (MULTIDIMENSIONAL,)),
-    ("cache_records", "eviction", (MULTIDIMENSIONAL,)),
-)
-"""Settings that would have no effect unless another has one of these values."""
+KINDS: dict[str, Callable[[str], type[Any]]] = {"eviction": eviction_kind, "prefetch": predictor_kind}
+"""The settings whose values name classes, of which plug-ins add some, and the function that finds a value's class. The
+`settings` of a class are those that belong to it."""
+OWNERS = {
+    "dilation": "device",
+    "emulated_expert_bytes": "device",
+    "prefetch_depth": "prefetch",
+    "prefetch_asked": "prefetch",
+    "shadow_precision": "prefetch",
+    "shadow_departure": "prefetch",
+    "shadow_on": "prefetch",
+    "shadow_spares": "prefetch",
+    "cache_weights": "eviction",
+    "cache_records": "eviction",
+}
+"""Settings that have no effect unless another setting, their owner, has certain values."""
+
+
+def belongs_to(setting: str, value: str) -> bool:
+    """Return whether a setting of `OWNERS` has an effect if its owner has this value."""
+    owner = OWNERS[setting]
+    return setting in KINDS[owner](value).settings if owner in KINDS else value == EMULATED
+
+
+def values_of_owner(setting: str) -> list[str]:
+    """Return the owner's values with which a setting of `OWNERS` has an effect."""
+    owner = OWNERS[setting]
+    return [value for value in CHOICES.get(owner, (EMULATED,)) if belongs_to(setting, value)]
+
+
 SWITCHES = (
     "preload",
     "lend_reserve",

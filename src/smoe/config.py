@@ -15,23 +15,21 @@ from smoe.bounds import (
     DEFAULT_SHADOW,
     EMULATED,
     INT8,
+    KINDS,
     LIMITS,
     NUMBERS,
     OWNERS,
     PRECISION,
     SWITCHES,
     allowed_of,
+    belongs_to,
     is_allowed,
+    values_of_owner,
 )
 from smoe.errors import ConfigError, UnpreparedError
 from smoe.policy.balance import RECENT
-from smoe.policy.registry import (
-    ORDERLESS_EVICTION,
-    SCORED_EVICTION,
-    SCORED_PREFETCH,
-    SHADOW,
-    EvictionSettings,
-)
+from smoe.policy.eviction.base import EvictionSettings
+from smoe.policy.registry import ONLINE_EVICTION, SHADOW, eviction_kind, predictor_kind
 from smoe.units import format_bytes
 
 DEFAULT_ALPHA = 0.3
@@ -209,8 +207,9 @@ class EngineConfig:
     @property
     def needs_scores(self) -> bool:
         """Whether a policy asks for every expert's score, not only for the choice, or a predictor makes scores."""
-        by_policy = self.eviction in SCORED_EVICTION or self.prefetch in SCORED_PREFETCH
-        return self.alpha > 0 or self.prices_answers or by_policy
+        if self.alpha > 0 or self.prices_answers:
+            return True
+        return eviction_kind(self.eviction).needs_scores or predictor_kind(self.prefetch).needs_scores
 
     @property
     def prices_answers(self) -> bool:
@@ -257,6 +256,9 @@ class EngineConfig:
             is_left_out = value is None and getattr(EngineConfig, name) is None
             if is_left_out or is_allowed(name, value):
                 continue
+            if name in KINDS and isinstance(value, str):
+                KINDS[name](value)  # a plug-in, or refused
+                continue
             if name in CHOICES:
                 raise ConfigError.no_choice(name, value, CHOICES[name])
             raise ConfigError.out_of_bounds(name, value, allowed_of(name))
@@ -280,9 +282,10 @@ class EngineConfig:
                 given=self.count,
                 allowed="process with `memory` on a CPU",
             )
-        for name, owner, values in OWNERS:
-            if getattr(self, name) is not None and getattr(self, owner) not in values:
-                raise ConfigError.idle(name, getattr(self, name), f"`{owner}` {' or '.join(values)}")
+        for name, owner in OWNERS.items():
+            if getattr(self, name) is not None and not belongs_to(name, getattr(self, owner)):
+                needed = f"`{owner}` {' or '.join(values_of_owner(name))}"
+                raise ConfigError.idle(name, getattr(self, name), needed)
         if self.expert_cache != "budget" and (self.resident_share is not None or self.has_low):
             other = "resident_share" if self.resident_share is not None else "low_precision"
             raise ConfigError(
@@ -304,8 +307,8 @@ class EngineConfig:
                 given=self.balance,
                 allowed="auto or none on a CPU",
             )
-        if self.reproducible and self.alpha > 0 and self.eviction not in ORDERLESS_EVICTION:
-            allowed = " or ".join(ORDERLESS_EVICTION)
+        if self.reproducible and self.alpha > 0 and not eviction_kind(self.eviction).is_orderless:
+            allowed = " or ".join(name for name in ONLINE_EVICTION if eviction_kind(name).is_orderless)
             raise ConfigError(
                 f"with `reproducible` and an alpha above 0, `eviction` {self.eviction} would depend on the order in "
                 f"which loads finish; use `eviction` {allowed}",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from smoe.bounds import BF16
+from smoe.bounds import BF16, OWNERS, belongs_to
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
-from smoe.policy.registry import EXPERT_MLP, HISTORY_PREFETCH, SHADOW, WHOLE_LAYER
+from smoe.policy.registry import EXPERT_MLP, SHADOW
 from smoe.unknown_setting import SETTINGS, unknown_setting
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "balance": "auto",
     },
     "accelerate": {"expert_cache": "top-k", "eviction": "lru", "prefetch": "none"},
-    "moesys": {"expert_cache": "top-k", "eviction": "lru", "prefetch": WHOLE_LAYER, "prefetch_trial": False},
+    "moesys": {"expert_cache": "top-k", "eviction": "lru", "prefetch": "whole-layer", "prefetch_trial": False},
     "duoserve": {
         "expert_cache": "top-k",
         "eviction": "lru",
@@ -106,10 +106,9 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
         given["activations"] = BF16
     if "tpot_seconds" in given and "max_perplexity_increase" not in given:
         given = {"max_perplexity_increase": None} | given  # the preset's
-    if "prefetch" in given and given["prefetch"] not in HISTORY_PREFETCH:
-        given = {"prefetch_asked": None} | given  # the preset's
-    if given.get("prefetch", SHADOW) != SHADOW:
-        given = {"shadow_precision": None, "shadow_departure": None} | given
+    if "prefetch" in given:  # what the preset has for another one has no effect
+        others = [name for name in PRESETS[preset] if OWNERS.get(name) == "prefetch"]
+        given = {name: None for name in others if not belongs_to(name, given["prefetch"])} | given
     if "alpha" in given:
         given = {"alpha_as_priced": False} | given
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]

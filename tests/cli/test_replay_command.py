@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from smoe.policy.eviction.belady import Belady
-from smoe.policy.registry import EVICTION, LEARNED
+from smoe.policy.registry import EVICTION, EVICTIONS, LEARNED
 from smoe.routing import observation
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace
@@ -23,11 +23,11 @@ def trace(tmp_path_factory, checkpoint):
     return path
 
 
-@pytest.mark.parametrize("eviction", sorted(EVICTION.keys() - {LEARNED}))
+@pytest.mark.parametrize("eviction", sorted(set(EVICTION) - {LEARNED}))
 def test_figures_are_the_simulators(run, trace, eviction):
     said = run("replay", trace, "--resident", "50%", "--eviction", eviction, "--json").json
     routings = Trace(trace).routings(with_scores=True)
-    policy = Belady(map(observation, routings)) if eviction == "belady" else EVICTION[eviction]()
+    policy = Belady(map(observation, routings)) if eviction == "belady" else EVICTIONS.find(eviction)()
     counts = replay(routings, 16, 2, policy)
     assert (said["slots"], said["experts"], said["uses"], said["misses"]) == (16, 32, counts.uses, counts.misses)
     assert said["decode_steps"] == 23 and said["uses"] == 23 * 4 * 4 and said["hit_ratio"] == counts.hit_ratio

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from smoe.policy.registry import EVICTION
+from smoe.policy.registry import EVICTIONS
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace, TraceWriter
 from smoe.trace.record import TracedLayer, TraceHeader
@@ -61,7 +61,7 @@ def test_numbers_are_the_replays(run, trace, tmp_path):
     assert curves["slots"][0] == 4 and curves["slots"][-1] == said["experts"] == 32
     for name in ("auto", "lru", "score"):
         place = curves["slots"].index(16)
-        assert curves["misses"][name][place] == replay(routings, 16, 2, EVICTION[name]()).misses
+        assert curves["misses"][name][place] == replay(routings, 16, 2, EVICTIONS.find(name)()).misses
         shown = run("replay", trace, "--slots", 16, "--eviction", name, "--json").json
         assert curves["misses"][name][place] == shown["misses"] and curves["steps"] == shown["decode_steps"]
     assert said["experts_bytes"] == 8 * sum(Trace(trace).header.expert_bytes)

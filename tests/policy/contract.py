@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction
-from smoe.policy.registry import EVICTION
+from smoe.policy.registry import EVICTIONS
 from smoe.routing import Phase, Routing
 
 LAYERS, EXPERTS, TOP_K = 3, 4, 2
@@ -56,7 +56,7 @@ def histories(draw: st.DrawFn) -> list[Event]:
 def make(name: str, events: Sequence[Event]) -> tuple[Eviction, set[ExpertKey]]:
     """A policy that has lived through `events`, and its residents."""
     future = [event for event in events if isinstance(event, Routing)]
-    eviction = EVICTION[name](future) if name == "belady" else EVICTION[name]()
+    eviction = EVICTIONS.find(name)(future) if name == "belady" else EVICTIONS.find(name)()
     return eviction, lived_through(eviction, events)
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.auto import RULES, Adaptive
-from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import WINDOW
-from smoe.policy.registry import EvictionSettings, make_eviction, make_pools
+from smoe.policy.registry import make_eviction, make_pools
 from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import replay
 from tests.policy.contract import COPIES, Event, histories, make, shield

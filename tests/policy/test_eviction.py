@@ -13,7 +13,7 @@ from smoe.errors import ConfigError
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.eviction.base import Eviction, used_copies
 from smoe.policy.eviction.score import ScoreWindow
-from smoe.policy.registry import EVICTION, ONLINE_EVICTION, make_eviction
+from smoe.policy.registry import EVICTION, EVICTIONS, ONLINE_EVICTION, make_eviction
 from smoe.routing import Phase, Routing
 from tests.policy.contract import COPIES, EXPERTS, Event, EvictionContract, histories, make, routing, shield
 
@@ -76,7 +76,7 @@ def test_belady_against_looking_ahead(trace: list[Routing], now: int, resident: 
         later = (n for n, step in enumerate(trace) if n >= now and key in used_copies(step))
         return next(later, 10**6)
 
-    eviction = EVICTION["belady"](trace)
+    eviction = EVICTIONS.find("belady")(trace)
     for key in resident:
         eviction.insert(key)
     for step in trace[:now]:
@@ -157,7 +157,7 @@ def test_belady_is_the_best_possible(trace: list[int], slots: int) -> None:
     """Against every possible sequence of evictions, not against another policy."""
     future = [Routing(0, Phase.DECODE, EXPERTS, [[expert]]) for expert in trace]
     best = best_possible_hits(trace, slots)
-    assert hits_of(EVICTION["belady"](future), trace, slots) == best
+    assert hits_of(EVICTIONS.find("belady")(future), trace, slots) == best
     for name in ONLINE_EVICTION:
         assert hits_of(make_eviction(name), trace, slots) <= best
 
@@ -170,7 +170,7 @@ def test_used_copies_are_sorted_unique_and_real() -> None:
 def test_unknown_policies_are_refused_with_a_list() -> None:
     with pytest.raises(ConfigError, match=r"`eviction` is .fifo.; choose one of: auto, lru"):
         make_eviction("fifo")
-    for name in EVICTION.keys() - ONLINE_EVICTION.keys():
+    for name in set(EVICTION) - set(ONLINE_EVICTION):
         with pytest.raises(ConfigError, match=rf"\({name} .*simulator"):
             make_eviction(name)
 
@@ -180,4 +180,4 @@ def test_policies_are_fresh_and_named() -> None:
         first, second = make_eviction(name), make_eviction(name)
         assert first is not second
         assert first.name == name
-    assert all(a is not b for a, b in itertools.pairwise(EVICTION.values()))
+    assert all(a is not b for a, b in itertools.pairwise(map(EVICTIONS.find, EVICTION)))

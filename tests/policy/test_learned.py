@@ -15,9 +15,9 @@ from hypothesis import given
 
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.eviction import learned as module
-from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.learned import DECAY, DISCOUNT, FEATURES, HORIZONS, Learned, NextUse, untrained
-from smoe.policy.registry import LEARNED, EvictionSettings, make_eviction_for
+from smoe.policy.registry import LEARNED, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.routing import Phase, Routing
 from tests.policy.contract import COPIES, EXPERTS, LAYERS, TOP_K, Event, EvictionContract, histories, lived_through

@@ -9,19 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smoe.expert import EXACT, LOW, ExpertKey
-from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
 from smoe.policy.planner import layer_share
-from smoe.policy.registry import (
-    EVICTION,
-    ONLINE_EVICTION,
-    EvictionSettings,
-    make_eviction,
-    make_eviction_for,
-    make_pools,
-)
+from smoe.policy.registry import EVICTION, EVICTIONS, ONLINE_EVICTION, make_eviction, make_eviction_for, make_pools
 from smoe.policy.residency import PoolSize
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay, replay_by_layer
@@ -103,7 +96,7 @@ def test_slots_of_another_size_are_nobody_s_victims(
 def in_form_pools(name: str, events: Sequence[Event]) -> tuple[Eviction, set[ExpertKey]]:
     """What `make` makes, behind the pools of two formats."""
     future = [event for event in events if isinstance(event, Routing)]
-    pools = FormPools({form: EVICTION[name](*([future] if name == "belady" else [])) for form in (EXACT, LOW)})
+    pools = FormPools({form: EVICTIONS.find(name)(*([future] if name == "belady" else [])) for form in (EXACT, LOW)})
     return pools, lived_through(pools, events)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smoe.expert import EXACT, LOW, ExpertKey
-from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.plan import LayerPlan, Load, LoadReason, Serve
 from smoe.policy.plan_prefetch import plan_upgrades
 from smoe.policy.planner import plan_layer
-from smoe.policy.registry import EvictionSettings, make_eviction_for
+from smoe.policy.registry import make_eviction_for
 from smoe.policy.residency import PoolSize, SlotTable
 from smoe.routing import Phase, Routing
 from tests.policy.tables import EXPERTS, LAYERS, Executor, decode

@@ -21,7 +21,7 @@ from smoe.eval.tune_predictor import paths_of
 from smoe.load.fitted_predictor import remember
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH, HISTORY_PREFETCH
+from smoe.policy.registry import EXPERT_MLP, PREDICTORS, fitted_names
 from smoe.prediction.activation_matrix import ActivationMatrix, matrices_of
 from smoe.prediction.activation_path import NO_EXPERT, Paths, RoutedLayer, joined
 from smoe.prediction.affinity import Affinity, affinity_of
@@ -181,6 +181,9 @@ def fitted_on(path: Path, name: str) -> Fitted:
     return Fitted(name, layers, weights | {key: torch.from_numpy(of) for key, of in counts.items()}, 1)
 
 
+OF_HISTORY = [name for name in PREDICTORS.built_in if "prefetch_asked" in PREDICTORS.find(name).settings]
+
+
 class Listening:
     """Notes what a predictor hears and says."""
 
@@ -200,7 +203,7 @@ class Listening:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("name", HISTORY_PREFETCH)
+@pytest.mark.parametrize("name", OF_HISTORY)
 def test_engine_and_simulator_hear_and_say_the_same(
     name: str,
     asked: str,
@@ -210,7 +213,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = toy("mixtral")
-    if name in FITTED_PREFETCH:
+    if name in fitted_names():
         fitted = fitted_on(recorded, name)
         remember(folder, fitted)
     model = open_model(folder, "half", prefetch=name, prefetch_asked=asked)
@@ -223,7 +226,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
     assert model.offload.stats().prefetches > 0
     trace = Trace(recorded).routings()
     layers = tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in Trace(recorded).header.layers)
-    again = fitted.predictor() if name in FITTED_PREFETCH else PreviousToken(layers)
+    again = fitted.predictor() if name in fitted_names() else PreviousToken(layers)
     again.asked = ASKED[asked]
     simulator = Listening(again, monkeypatch)
     slots = model.offload.ledger.cache_slots

@@ -20,9 +20,8 @@ from smoe.memory.movers import SlotMover
 from smoe.models.scoring import answer_of
 from smoe.policy.plan import Load
 from smoe.policy.prediction import Sight
-from smoe.policy.registry import PREFETCH
+from smoe.policy.registry import PREDICTORS, PREFETCH
 from smoe.prediction.next_gate import NextGate
-from smoe.prediction.registry import PREDICTORS
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.routing import Phase, Routing
 from tests import oracle, zoo
@@ -48,7 +47,7 @@ def some_hidden(model: PreTrainedModel, rows: int) -> torch.Tensor:
 
 
 def test_every_name_has_its_predictor() -> None:
-    assert PREDICTORS.keys() == set(PREFETCH) - {"auto"}
+    assert set(PREDICTORS.built_in) == set(PREFETCH) - {"auto", "none"}
 
 
 @pytest.mark.parametrize(

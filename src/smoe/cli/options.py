@@ -16,6 +16,7 @@ from smoe.cli.console import output, print_json
 from smoe.cli.settings import asks_for_help, described, listing, settings_of, value_of
 from smoe.config import DEFAULT_ALPHA, EngineConfig
 from smoe.errors import ConfigError
+from smoe.plug_ins import PLACE
 from smoe.policy.balance import BALANCE
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, PREFETCH
 from smoe.presets import PRESETS, configure
@@ -125,7 +126,8 @@ class EngineOptions:
     eviction: Annotated[
         str | None,
         typer.Option(
-            help=f"Which resident expert is evicted first: {', '.join(ONLINE_EVICTION)}.", rich_help_panel=_ENGINE
+            help=f"Which resident expert is evicted first: {', '.join(ONLINE_EVICTION)}, or a plug-in's {PLACE}.",
+            rich_help_panel=_ENGINE,
         ),
     ] = None
     pools: Annotated[
@@ -138,7 +140,7 @@ class EngineOptions:
     prefetch: Annotated[
         str | None,
         typer.Option(
-            help=f"How the next experts are predicted and loaded early: {', '.join(PREFETCH)}.",
+            help=f"How the next experts are predicted and loaded early: {', '.join(PREFETCH)}, or a plug-in's {PLACE}.",
             rich_help_panel=_ENGINE,
         ),
     ] = None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from smoe.cli.options import Debug, Json
 from smoe.errors import ConfigError
-from smoe.policy.registry import EVICTION, LEARNED, POOLS, SCORED_EVICTION
+from smoe.plug_ins import PLACE
+from smoe.policy.eviction.base import EvictionSettings
+from smoe.policy.registry import EVICTION, EVICTIONS, LEARNED, POOLS, PREDICTORS
 from smoe.presets import configure
 from smoe.routing import Phase, Routing
 from smoe.units import parse_bytes, parse_share
@@ -19,6 +21,7 @@ from smoe.units import parse_bytes, parse_share
 if TYPE_CHECKING:
     from smoe.policy.eviction.base import Eviction
     from smoe.policy.eviction.learned import NextUse
+    from smoe.policy.prediction import Predictor
     from smoe.trace.record import TraceHeader
 
 EPILOG = """Examples:
@@ -39,9 +42,10 @@ def command(
     trace: Annotated[Path, typer.Argument(help="A trace written by smoe record.")],
     slots: Annotated[int | None, typer.Option(help="Number of experts that fit in memory.")] = None,
     resident: Annotated[str | None, typer.Option(help="Instead of --slots: a share of all experts, e.g. 40%.")] = None,
-    eviction: Annotated[str, typer.Option(help=f"Which resident expert is evicted first: {', '.join(EVICTION)}.")] = (
-        "auto"
-    ),
+    eviction: Annotated[
+        str,
+        typer.Option(help=f"Which resident expert is evicted first: {', '.join(EVICTION)}, or a plug-in's {PLACE}."),
+    ] = "auto",
     alpha: Annotated[
         float,
         typer.Option(
@@ -64,6 +68,13 @@ def command(
         float | None,
         typer.Option(help="With --profile: prefetch by a predictor that is right with this probability, 0 to 1."),
     ] = None,
+    prefetch: Annotated[
+        str | None,
+        typer.Option(
+            help="With --profile: prefetch by this predictor of routing history: previous-token, popularity, affinity, "
+            f"activation-matrix, expert-mlp, or a plug-in's {PLACE}."
+        ),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -75,13 +86,14 @@ def command(
     from smoe.cli.console import Patience, output, print_json
 
     _check(slots, resident, eviction, alpha, pools)
-    _check_clock(profile, expert_size, balance, foresight, pools)
+    clock = _Clock(profile, expert_size, balance, foresight, prefetch)
+    _check_clock(clock, pools)
     bar = Patience("replaying")
     bar.start()
     try:
         found = _replay(trace, slots, resident, eviction, alpha, pools)
-        if profile is not None and expert_size is not None:
-            found |= _on_clock(trace, found, profile, expert_size, balance or "none", foresight)
+        if profile is not None:
+            found |= _on_clock(trace, found, clock)
     finally:
         bar.stop()
     if json:
@@ -97,7 +109,7 @@ def command(
         output().print(f"time       {1e3 * found['seconds_per_step']:.1f} ms a step with {profile} (simulated)")
         output().print(
             f"of these   {found['loads']} loaded, {found['computed_by_host']} computed by the CPU (balance "
-            f"{found['balance']}), {found['prefetches']} prefetched"
+            f"{found['balance']}), {found['prefetches']} prefetched, of which {found['prefetches_used']} were used"
         )
 
 
@@ -114,24 +126,31 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
         raise ConfigError(message, setting="slots", given=slots, allowed="only without `resident`")
     if resident is not None:
         parse_share(resident, "resident")
-    if eviction not in EVICTION:
-        raise ConfigError.no_choice("eviction", eviction, EVICTION)
-    if eviction == "belady" and alpha > 0:
+    if "future" in EVICTIONS.find(eviction).settings and alpha > 0:
         message = (
-            "--eviction belady needs the model's own future choices, which --alpha changes; leave out one of the two"
+            f"--eviction {eviction} needs the model's own future choices, which --alpha changes; leave out one of "
+            "the two"
         )
-        raise ConfigError(message, setting="alpha", given=alpha, allowed="0 with `eviction` belady")
+        raise ConfigError(message, setting="alpha", given=alpha, allowed=f"0 with `eviction` {eviction}")
 
 
-def _check_clock(
-    profile: str | None, expert_size: str | None, balance: str | None, foresight: float | None, pools: str
-) -> None:
+class _Clock(NamedTuple):
+    """The options of a simulated time."""
+
+    profile: str | None
+    expert_size: str | None
+    balance: str | None
+    foresight: float | None
+    prefetch: str | None
+
+
+def _check_clock(clock: _Clock, pools: str) -> None:
     """Raise `ConfigError` where a simulated time lacks an option, or where an option would have no effect."""
     from smoe.memory.emulation import read_profile
     from smoe.report.replayed import BALANCE
 
-    idle = {"expert_size": expert_size, "balance": balance, "foresight": foresight}
-    for name, value in idle.items():
+    profile, expert_size, balance, foresight, prefetch = clock
+    for name, value in clock._asdict().items():
         if profile is None and value is not None:
             raise ConfigError.idle(name, value, "`profile`")
     if profile is not None and expert_size is None:
@@ -146,31 +165,37 @@ def _check_clock(
         raise ConfigError.no_choice("balance", balance, BALANCE)
     if foresight is not None and not 0 <= foresight <= 1:
         raise ConfigError.out_of_bounds("foresight", foresight, "a probability from 0 to 1")
+    if prefetch is not None and "prefetch_asked" not in PREDICTORS.find(prefetch).settings:
+        of_history = [name for name in PREDICTORS.built_in if "prefetch_asked" in PREDICTORS.find(name).settings]
+        raise ConfigError.no_choice("prefetch", prefetch, (*of_history, PLACE))
+    if prefetch is not None and foresight is not None:
+        message = f"--prefetch {prefetch} and --foresight {foresight:g} both predict; leave out one of the two"
+        raise ConfigError(message, setting="foresight", given=foresight, allowed="only without `prefetch`")
     if profile is not None:
         read_profile(profile)
 
 
-def _on_clock(
-    path: Path, found: dict[str, Any], profile: str, expert_size: str, balance: str, foresight: float | None
-) -> dict[str, Any]:
+def _on_clock(path: Path, found: dict[str, Any], clock: _Clock) -> dict[str, Any]:
     """Replay the run with the times of a device."""
     from smoe.memory.emulation import read_profile
     from smoe.policy.step import Switches
     from smoe.report.replayed import replayed_on
     from smoe.trace.file import Trace
 
-    eviction, alpha = found["eviction"], found["alpha"]
+    assert clock.profile is not None and clock.expert_size is not None, "checked"
+    eviction, alpha, balance = found["eviction"], found["alpha"], clock.balance or "none"
     trace = Trace(path)
-    routings = trace.routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION or balance != "none")
-    return replayed_on(
-        read_profile(profile),
-        parse_bytes(expert_size),
+    routings = trace.routings(with_scores=alpha > 0 or EVICTIONS.find(eviction).needs_scores or balance != "none")
+    return {"prefetch": clock.prefetch} | replayed_on(
+        read_profile(clock.profile),
+        parse_bytes(clock.expert_size),
         routings,
         found["slots"],
         _policy(eviction, routings, trace.header),
         Switches(alpha),
         balance,
-        foresight,
+        clock.foresight,
+        _predictor(clock.prefetch, trace.header) if clock.prefetch is not None else None,
     )
 
 
@@ -188,7 +213,7 @@ def _replay(
     trace = Trace(path)
     header = trace.header
     room = _slots(header, slots, resident, pools)
-    routings = trace.routings(with_scores=alpha > 0 or eviction in SCORED_EVICTION)
+    routings = trace.routings(with_scores=alpha > 0 or EVICTIONS.find(eviction).needs_scores)
     switches = Switches(alpha)
     if pools == "layer":
         counts = replay_by_layer(
@@ -231,22 +256,42 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 
 def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
-    """Return a policy by name; Belady gets the future, the learned policy its parameters for the model."""
+    """Return a policy by name, with the future, and with what was learned of the model if it needs that."""
     from smoe.routing import observation
 
-    if name == LEARNED:
-        return EVICTION[name](next_use_for(header))
-    return EVICTION[name](*([map(observation, future)] if name == "belady" else []))
+    kind = EVICTIONS.find(name)
+    next_use = next_use_for(header) if kind.is_trained else None
+    return kind.of_settings(EvictionSettings(name, next_use=next_use, future=map(observation, future)))
+
+
+def _predictor(name: str, header: TraceHeader) -> Predictor | None:
+    """Return a predictor by name, with what was fitted for the trace's model if it needs that."""
+    from smoe.prediction.history import HistoryInputs
+    from smoe.trace.paths import routed_layers
+
+    kind, fitted = PREDICTORS.find(name), None
+    if kind.is_fitted:
+        from smoe.load.fitted_predictor import fitted_of
+
+        fitted = fitted_of(_place_of(header, "prefetch", name), name)
+    return kind.make(HistoryInputs(routed_layers(header), fitted))
 
 
 def next_use_for(header: TraceHeader) -> NextUse:
     """Return the learned parameters of the eviction policy for a trace's model. Raises `ConfigError` where there are
     none."""
     from smoe.load.next_use import next_use_of
+
+    place = _place_of(header, "eviction", LEARNED)
+    return next_use_of(place, {layer.layer: layer.experts for layer in header.layers})[0]
+
+
+def _place_of(header: TraceHeader, setting: str, value: str) -> Path:
+    """Return the folder of a trace's model, for which `value` of a setting was learned."""
     from smoe.models.files import local_place
 
     place = local_place(header.model)
     if place is None:
-        message = f"`eviction` learned needs the recorded model, {header.model}, which is not on this machine"
-        raise ConfigError(message, setting="eviction", given=LEARNED, allowed="for traces of models on this machine")
-    return next_use_of(place, {layer.layer: layer.experts for layer in header.layers})[0]
+        message = f"`{setting}` {value} needs the recorded model, {header.model}, which is not on this machine"
+        raise ConfigError(message, setting=setting, given=value, allowed="for traces of models on this machine")
+    return place

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smoe.bounds import CORRECTED_GATES
 from smoe.cli.options import Debug, EngineOptions, Json, Model, perplexity_share, substituting
 from smoe.cli.tune_cache import STEPS, tune_cache
 from smoe.cli.tune_corrected_gates import TOKENS as LEARNED_TOKENS
@@ -18,7 +17,7 @@ from smoe.cli.tune_policies import forget_winners, tune_policies
 from smoe.cli.tune_predictor import tune_predictor
 from smoe.cli.tune_shares import TOKENS, tune_shares
 from smoe.errors import ConfigError
-from smoe.policy.registry import EXPERT_MLP, LEARNED
+from smoe.policy.registry import CORRECTED_GATES, EXPERT_MLP, LEARNED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from smoe.bounds import CORRECTED_GATES
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
-from smoe.policy.registry import FITTED_PREFETCH
+from smoe.plug_ins import PLACE
+from smoe.policy.registry import CORRECTED_GATES, PREDICTORS, fitted_names
 
 _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "forget": ("prefetch", "eviction"),
@@ -26,8 +26,6 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
 }
 """Every measurement, named by its option, with the other options that it uses."""
 _DEFAULT = "tpot"
-_FITTED = (CORRECTED_GATES, *FITTED_PREFETCH)
-"""Predictors that are trained."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,8 @@ class TuneOptions:
     predictor: Annotated[
         str | None,
         typer.Option(
-            help=f"Fit a predictor of experts, for --prefetch, on a text: {CORRECTED_GATES}; on a text or a trace: "
-            f"{', '.join(FITTED_PREFETCH)}."
+            help="Fit a predictor of experts, for --prefetch, on a text: corrected-gates; on a text or a trace: "
+            "popularity, affinity, activation-matrix, expert-mlp, or a plug-in's MODULE:CLASS."
         ),
     ] = None
     held_out: Annotated[
@@ -112,14 +110,23 @@ class TuneOptions:
                 given=str(given[asked[1]]),
                 allowed=f"only without `{asked[0]}`",
             )
-        if self.predictor is not None and self.predictor not in _FITTED:
-            raise ConfigError.no_choice("predictor", self.predictor, _FITTED)
+        if self.predictor is not None:
+            _check_predictor(self.predictor)
         found = asked[0] if asked else _DEFAULT
         for name in given:
             if name != found and name not in _LOOKED_AT[found]:
                 users = [f"`{measurement}`" for measurement, used in _LOOKED_AT.items() if name in used]
                 raise ConfigError.idle(name, str(given[name]), " or ".join(users))
         return found
+
+
+def _check_predictor(name: str) -> None:
+    """Raise `ConfigError` for what is no predictor that learns."""
+    if name == CORRECTED_GATES:
+        return
+    is_known = name in PREDICTORS.built_in or ":" in name
+    if not (is_known and PREDICTORS.find(name).is_fitted):
+        raise ConfigError.no_choice("predictor", name, (CORRECTED_GATES, *fitted_names(), PLACE))
 
 
 def _option(setting: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from smoe.cli.options import EngineOptions
 from smoe.errors import ConfigError
-from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH
+from smoe.policy.registry import EXPERT_MLP, fitted_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +42,10 @@ def tune_predictor(
     from smoe.load.fitted_predictor import place_of, remember
     from smoe.models.files import fetch
     from smoe.models.read_spec import read_spec
-    from smoe.prediction.registry import routed_layers
+    from smoe.prediction.fitted import fitted_kind
+    from smoe.prediction.inputs import routed_layers
 
-    if name not in FITTED_PREFETCH:
-        raise ConfigError.no_choice("predictor", name, FITTED_PREFETCH)
+    fitted_kind(name)
     if traces and text is not None:
         message = "--text and --trace both give the data to fit on; give one of them"
         raise ConfigError(message, setting="trace", given=str(traces[0]), allowed="only without `text`")
@@ -60,7 +60,7 @@ def tune_predictor(
                 "progress; the same command continues"
             )
         task = bars.add_task("training", total=MOST_EPOCHS, amount="", visible=name == EXPERT_MLP)
-        judging = bars.add_task("judging", total=len(FITTED_PREFETCH), amount="", visible=bool(held_out))
+        judging = bars.add_task("judging", total=len(fitted_names()), amount="", visible=bool(held_out))
         found = tuning.tune_predictor(
             name,
             recorded,

@@ -13,7 +13,8 @@ from smoe.load.cache_weights import cache_weights_of
 from smoe.load.learned_file import NotLearnedError
 from smoe.load.next_use import next_use_of
 from smoe.models.spec import LibrarySpec
-from smoe.policy.registry import LEARNED, MULTIDIMENSIONAL, ONLINE_EVICTION, SCORED_EVICTION, EvictionSettings
+from smoe.policy.eviction.base import EvictionSettings
+from smoe.policy.registry import ONLINE_EVICTION, eviction_kind
 from smoe.runtime.engine import Engine
 
 
@@ -52,13 +53,14 @@ def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionS
     engine: Engine = model.offload  # type: ignore[assignment]
     place = Path(spec.config.name_or_path)
     usual = engine.config.eviction_settings._replace(name=name)
-    if name in SCORED_EVICTION and not engine.rules:
+    kind = eviction_kind(name)
+    if kind.needs_scores and not engine.rules:
         scoring_rules(model, spec)  # says why there are none
         raise ConfigError(f"the model was loaded without scores; load it with `eviction` {name}", setting="eviction")
-    if name == LEARNED:
+    if kind.is_trained:
         next_use, _ = next_use_of(place, {site.layer: site.experts for site in spec.sites})
         return usual._replace(next_use=next_use)
-    if name == MULTIDIMENSIONAL and usual.cache_weights is None:
+    if "cache_weights" in kind.settings and usual.cache_weights is None:
         weights, _ = cache_weights_of(place)
         return usual._replace(cache_weights=weights)
     return usual

@@ -15,16 +15,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import CORRECTED_GATES
 from smoe.errors import ConfigError, UnsupportedModelError
 from smoe.load.gate_corrections import corrections_of
 from smoe.models.kv_cache import RowCache
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import LibrarySpec
-from smoe.policy.registry import PREFETCH_WHAT
+from smoe.policy.registry import CORRECTED_GATES, PREDICTORS, PREFETCH_WHAT
 from smoe.prediction.activation_path import NO_EXPERT
 from smoe.prediction.corrected_gates import CorrectedGates
-from smoe.prediction.registry import PREDICTORS, PredictorInputs, routed_layers
+from smoe.prediction.inputs import PredictorInputs, routed_layers
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.routing import Routing
 from smoe.runtime.observer import StepObserver
@@ -130,12 +129,12 @@ class RunListener(StepObserver):
         self._learned: Container[tuple[int, int]] = ()
         gates = corrected = None
         try:
-            gates = PREDICTORS["stacked-gates"](subject)
+            gates = PREDICTORS.find("stacked-gates").make(subject)
         except UnsupportedModelError as error:
             self.refused["gates"] = str(error)
         try:
             learned = corrections_of(Path(spec.config.name_or_path), spec, max(AHEAD)).corrections
-            corrected = PREDICTORS[CORRECTED_GATES](replace(subject, corrections=learned))
+            corrected = PREDICTORS.find(CORRECTED_GATES).make(replace(subject, corrections=learned))
             self._learned = learned
         except (ConfigError, UnsupportedModelError) as error:
             self.refused["corrected gates"] = str(error)

@@ -26,10 +26,11 @@ from smoe.models.router_matrix import RouterMatrix, matrices_of
 from smoe.models.scoring import ScoringRule
 from smoe.models.spec import ModelSpec
 from smoe.policy.prediction import Sight
+from smoe.policy.registry import PREDICTORS
 from smoe.policy.trial import WORTH
 from smoe.prediction.correction import Correction, fitted, with_confidence
+from smoe.prediction.inputs import PredictorInputs
 from smoe.prediction.ranking import margins
-from smoe.prediction.registry import PREDICTORS, PredictorInputs
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import StepObserver
@@ -214,7 +215,7 @@ def _mean(of: Sequence[Judged]) -> Judged:
 def _seconds_per_layer(subject: PredictorInputs, last: Mapping[int, Inputs]) -> float:
     """The median time of a prediction one layer ahead, of one row, on one thread as while decoding; what it keeps of
     every token included."""
-    predictor = PREDICTORS["corrected-gates"](subject)
+    predictor = PREDICTORS.find("corrected-gates").make(subject)
     assert predictor is not None
     experts, seconds = {site.layer: site.experts for site in subject.spec.sites}, []
     with threads(1):

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from smoe.expert import ExpertKey
 from smoe.metrics import Counters
-from smoe.policy.eviction.base import Eviction
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.prediction import Predictor
-from smoe.policy.registry import EvictionSettings, make_eviction_for
+from smoe.policy.registry import make_eviction_for
 from smoe.routing import Routing
 from smoe.runtime.engine import Engine
 from smoe.simulator.virtual_clock import StepTimes, Timed, replay_on_clock

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.errors import ConfigError, SmoeError
 from smoe.eval.eviction_entrants import Refused, evictions_of, refused_by
 from smoe.eval.replay_times import as_waited, on_clock, times_of
@@ -40,10 +40,11 @@ from smoe.load.gate_corrections import corrections_of
 from smoe.load.predictor_name import predictor_name
 from smoe.metrics import Counters
 from smoe.models.spec import LibrarySpec
+from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
-from smoe.policy.registry import FITTED_PREFETCH, PREFETCH, SHADOW, WHOLE_LAYER, EvictionSettings
+from smoe.policy.registry import CORRECTED_GATES, PREDICTORS
 from smoe.policy.step import Decision
-from smoe.prediction.registry import PREDICTORS, PredictorInputs
+from smoe.prediction.inputs import PredictorInputs
 from smoe.routing import Phase, Routing
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import StepObserver
@@ -64,9 +65,6 @@ they are not among them."""
 ALWAYS = {"prefetch": "none", "eviction": "auto"}
 LEAD = 0.02
 """A round is an entrant's where it was faster than the baseline by more than this share."""
-_NO_RIVALS = ("auto", WHOLE_LAYER, "look-ahead", SHADOW)
-"""What `auto` is to become; a baseline; what runs layers of the model itself, so that nothing else can observe them;
-and what takes memory that the others have for experts."""
 
 Tick = Callable[[int], None]
 
@@ -196,14 +194,15 @@ def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, 
         rules = scoring_rules(model, spec)
     except SmoeError:
         rules = {}
-    for name in PREFETCH:
-        if name in (*_NO_RIVALS, "none"):
+    for name in PREDICTORS.built_in:
+        kind = PREDICTORS.find(name)
+        if not kind.can_compete:
             continue
         try:
-            fitted = fitted_of(place, name) if name in FITTED_PREFETCH else None
+            fitted = fitted_of(place, name) if kind.is_fitted else None
             corrections = corrections_of(place, spec, depth).corrections if name == CORRECTED_GATES else None
             subject = PredictorInputs(model, spec, rules, engine.config.prefetch_what, depth, corrections, fitted)
-            predictor = PREDICTORS[name](subject)
+            predictor = kind.make(subject)
         except (SmoeError, KeyError, OSError) as error:
             refused[name] = refused_by(error)
             continue

@@ -14,10 +14,9 @@ from smoe.eval.train_eviction import LayersShape, train
 from smoe.load.next_use import TrainedNextUse
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import MIN_STAGING_SLOTS
-from smoe.policy.eviction.base import Eviction
-from smoe.policy.eviction.belady import Belady
-from smoe.policy.eviction.learned import Learned, NextUse
-from smoe.policy.registry import LEARNED, SCORED_EVICTION, make_eviction
+from smoe.policy.eviction.base import Eviction, EvictionSettings
+from smoe.policy.eviction.learned import NextUse
+from smoe.policy.registry import EVICTIONS, LEARNED
 from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import first_passes, replay
 from smoe.trace.file import Trace
@@ -108,7 +107,7 @@ def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tup
     plain = first_passes(trace.routings(), passes)
     counts = {}
     for name in RIVALS:
-        has_scores = name in SCORED_EVICTION and all(layer.rule is not None for layer in trace.header.layers)
+        has_scores = EVICTIONS.find(name).needs_scores and all(layer.rule is not None for layer in trace.header.layers)
         observed = first_passes(trace.routings(with_scores=True), passes) if has_scores else plain
         counts[name] = replay(observed, slots, MIN_STAGING_SLOTS, _policy(name, plain, next_use))
     return {name: count.misses for name, count in counts.items()}, counts[LEARNED].uses
@@ -135,6 +134,5 @@ class _Counting:
 
 
 def _policy(name: str, future: Sequence[Routing], next_use: NextUse) -> Eviction:
-    if name == LEARNED:
-        return Learned(next_use)
-    return Belady(map(observation, future)) if name == "belady" else make_eviction(name)
+    settings = EvictionSettings(name, next_use=next_use, future=map(observation, future))
+    return EVICTIONS.find(name).of_settings(settings)

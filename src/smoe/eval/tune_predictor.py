@@ -18,7 +18,7 @@ from smoe.errors import ConfigError
 from smoe.eval.model_traces import another_model_s
 from smoe.eval.train_expert_mlp import Training, train_expert_mlp
 from smoe.policy.prediction import Sight
-from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH
+from smoe.policy.registry import EXPERT_MLP, fitted_names
 from smoe.prediction.activation_path import Paths, RoutedLayer, joined
 from smoe.prediction.fitted import Fitted, counted
 from smoe.prediction.history import FromHistory
@@ -107,7 +107,7 @@ def tune_predictor(
     else:
         fitted = counted(name, paths)
     makers: dict[str, Callable[[], FromHistory]] = {"previous-token": lambda: PreviousToken(layers)}
-    makers |= {each: counted(each, paths).predictor for each in FITTED_PREFETCH if each not in (name, EXPERT_MLP)}
+    makers |= {each: counted(each, paths).predictor for each in fitted_names() if each not in (name, EXPERT_MLP)}
     makers[name] = fitted.predictor
     rates: dict[str, dict[str, PredictionRates]] = {trace: {} for trace in judged_on}
     for done, (each, make) in enumerate(makers.items(), start=1):

@@ -45,9 +45,10 @@ from smoe.policy.plan import HOST
 from smoe.policy.prediction import ASKED, Listener, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
+from smoe.policy.registry import predictor_kind
 from smoe.policy.residency import SlotTable
 from smoe.policy.trial import Trial
-from smoe.prediction.registry import PREDICTORS, PredictorInputs
+from smoe.prediction.inputs import PredictorInputs
 from smoe.routing import Phase
 from smoe.runtime.answer_costs import FIRST_BYTES_PER_SECOND, Answerer, LoadRate
 from smoe.runtime.arrivals import Arrivals
@@ -362,7 +363,7 @@ def _predictors(
     what = config.prefetch_what
     subject = PredictorInputs(model, spec, rules, what, depth, learned.corrections, learned.fitted, budget.shadow)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
-    decode = PREDICTORS[predictor_name(spec, config, device)](subject)
+    decode = predictor_kind(predictor_name(spec, config, device)).make(subject)
     if decode is not None and config.prefetch_asked is not None:
         decode.asked = ASKED[config.prefetch_asked]
     return found if decode is None else found | {Phase.DECODE: decode}

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from smoe.bounds import CORRECTED_GATES
 from smoe.errors import UnpreparedError
 from smoe.load.learned_file import NotLearnedError, Tensors, keep_learned, learned, path_of
 from smoe.models.spec import ModelSpec
+from smoe.policy.registry import CORRECTED_GATES
 from smoe.prediction.correction import Correction
 
 _FORMAT = 2

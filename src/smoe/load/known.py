@@ -13,7 +13,7 @@ from smoe.load.importance_profile import thresholds_by
 from smoe.load.priced_alpha import threshold_of
 from smoe.load.priced_answers import prices_of
 from smoe.policy.prices import PriceTable
-from smoe.policy.registry import MULTIDIMENSIONAL
+from smoe.policy.registry import eviction_kind
 
 
 class ResolvedSettings(NamedTuple):
@@ -39,7 +39,7 @@ def known_of(config: EngineConfig, place: Path, resident_share: float) -> Resolv
     if config.alpha_as_priced:
         alpha, reasons["alpha"] = threshold_of(place, resident_share)
         config = replace(config, alpha=alpha, alpha_as_priced=False)
-    if config.eviction == MULTIDIMENSIONAL and config.cache_weights is None:
+    if config.cache_weights is None and "cache_weights" in eviction_kind(config.eviction).settings:
         weights, reasons["cache_weights"] = cache_weights_of(place)
         config = replace(config, cache_weights=weights)
     prices = _prices(config, place) if config.prices_answers else None

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from smoe.bounds import CORRECTED_GATES
 from smoe.config import EngineConfig
 from smoe.models.spec import ModelSpec
 from smoe.policy.eviction.learned import NextUse
-from smoe.policy.registry import EXPERT_MLP, FITTED_PREFETCH, LEARNED
+from smoe.policy.registry import CORRECTED_GATES, eviction_kind, predictor_kind
 
 if TYPE_CHECKING:
     from smoe.prediction.correction import Correction
@@ -35,11 +34,7 @@ class LearnedValues(NamedTuple):
 
 def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the bytes of a configured predictor that has not been fitted yet; 0 if it stores only counts."""
-    if config.prefetch != EXPERT_MLP:
-        return 0
-    from smoe.load.learned_tensors import expert_mlp_bytes
-
-    return expert_mlp_bytes(spec)
+    return predictor_kind(config.prefetch).bytes_to_fit(spec)
 
 
 def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
@@ -47,7 +42,8 @@ def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[Lear
 
     Raises `ConfigError` if a required value has not been learned for these weights.
     """
-    if config.prefetch not in (*FITTED_PREFETCH, CORRECTED_GATES) and config.eviction != LEARNED:
+    is_learned = predictor_kind(config.prefetch).is_fitted or config.prefetch == CORRECTED_GATES
+    if not is_learned and not eviction_kind(config.eviction).is_trained:
         return LearnedValues(), {}
     from smoe.load.learned_tensors import read_learned  # requires torch
 

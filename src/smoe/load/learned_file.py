@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ class NotLearnedError(Exception):
 
 def path_of(kind: str, folder: Path) -> Path:
     """Return the path of learned values of the model in `folder`; `kind` names the type of values."""
-    path = of_model("learned", folder)
-    return path.with_name(f"{path.stem}-{kind}.safetensors")
+    path, plain = of_model("learned", folder), re.sub(r"[^\w-]", "_", kind)  # a plug-in's name has a path
+    return path.with_name(f"{path.stem}-{plain}.safetensors")
 
 
 def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, fields: Mapping[str, Any]) -> Path:

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.load.fitted_predictor import fitted_of
 from smoe.load.gate_corrections import corrections_of
 from smoe.load.learned import LearnedValues
 from smoe.load.next_use import next_use_of
 from smoe.models.spec import ModelSpec
-from smoe.policy.registry import FITTED_PREFETCH, LEARNED
-from smoe.prediction.expert_mlp import nbytes_of
-from smoe.prediction.registry import routed_layers
+from smoe.policy.registry import CORRECTED_GATES, eviction_kind, predictor_kind
 
 
 def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
     """Return the learned values that the configuration needs, as `learned_of` does."""
     reasons: dict[str, str] = {}
     fitted = corrections = next_use = None
-    if config.prefetch in FITTED_PREFETCH:
+    if predictor_kind(config.prefetch).is_fitted:
         fitted = fitted_of(place, config.prefetch)
     if config.prefetch == CORRECTED_GATES:
         found = corrections_of(place, spec, config.prefetch_depth or DEFAULT_PREFETCH_DEPTH)
         corrections, reasons["prefetch"] = found.corrections, str(found)
-    if config.eviction == LEARNED:
+    if eviction_kind(config.eviction).is_trained:
         next_use, reasons["eviction"] = next_use_of(place, {site.layer: site.experts for site in spec.sites})
     return LearnedValues(fitted, corrections, next_use), reasons
-
-
-def expert_mlp_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of a predictor by a neural network."""
-    return nbytes_of(routed_layers(spec))

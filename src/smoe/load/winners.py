@@ -29,7 +29,7 @@ NEAR = 1 / 3
 """The largest relative distance of the resident share from that of a winner's tournament."""
 _log = logging.getLogger(__name__)
 
-CHOICES = {"prefetch": PREFETCH, "eviction": tuple(ONLINE_EVICTION)}
+CHOICES = {"prefetch": PREFETCH, "eviction": ONLINE_EVICTION}
 """The settings that have tournaments, with the candidates."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, MOST_CORRECTED_LAYERS, STACKED_GATES
+from smoe.bounds import MOST_CORRECTED_LAYERS
 from smoe.config import EngineConfig
 from smoe.errors import CheckpointError
 from smoe.expert import EXACT, LOW
@@ -23,7 +23,7 @@ from smoe.models.file_bytes import FileBytes
 from smoe.models.outline import Anatomy, ExpertsSite, Outline
 from smoe.models.workspace import PIECE_ELEMENTS, workspace_of
 from smoe.policy.budget import MIN_STAGING_SLOTS, Demand, SlotClass, slot_classes
-from smoe.policy.registry import WHOLE_LAYER
+from smoe.policy.registry import predictor_kind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -157,12 +157,6 @@ class ModelSpec:
         numbers = experts * (2 * hidden + 2) + (len(self.sites) - 1) * sequences * hidden
         return numbers * self.dtype.itemsize
 
-    def _predictor_bytes(self, config: EngineConfig) -> int:
-        """Return the bytes that the configured predictor stores."""
-        if config.prefetch == CORRECTED_GATES:
-            return self.correction_bytes(config.prefetch_depth or DEFAULT_PREFETCH_DEPTH, config.max_sequences)
-        return self.router_bytes if config.prefetch == STACKED_GATES else 0
-
     def _expert_bytes(self, site: ExpertsSite) -> int:
         if self.stored_bytes is not None:
             return self.stored_bytes[site.layer]
@@ -190,7 +184,8 @@ class ModelSpec:
         if config.prefetch == "none":
             return slots._replace(passing=MIN_STAGING_SLOTS)
         widest = max(site.experts for site in self.sites if not slots.layers or site.layer in slots.layers)
-        return slots._replace(passing=1 + (widest if config.prefetch == WHOLE_LAYER else slots.top_k))
+        names_all = predictor_kind(config.prefetch).names_whole_layers
+        return slots._replace(passing=1 + (widest if names_all else slots.top_k))
 
     def demand(
         self, config: EngineConfig, slot_bytes: Mapping[int, int] | None = None, read_buffer_bytes: int = 0
@@ -217,7 +212,7 @@ class ModelSpec:
             + self.anatomy.state_bytes_per_sequence * config.max_sequences,
             classes=tuple(self._cached(each, config) for each in self._slot_classes(slot_bytes)),
             read_buffer_bytes=read_buffer_bytes,
-            predictor_bytes=self._predictor_bytes(config),
+            predictor_bytes=predictor_kind(config.prefetch).own_bytes(self, config),
             low=() if self.low is None else tuple(each._replace(form=LOW) for each in self.low._slot_classes(None)),
             low_share=config.low_share if self.low is not None else 0.0,
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from smoe.policy.importance import ALL_IMPORTANT, Thresholds
 from smoe.routing import Routing
@@ -72,10 +72,53 @@ class Listener(Protocol):
         """Drop predictions for this position and later ones: they belonged to another text."""
 
 
-class Predictor(ABC):
+class PredictorKind:
+    """The needs of a kind of predictor, which are known before one is made.
+
+    A predictor's class declares them. If its module imports torch, a class of `prediction/kinds.py` declares them
+    instead, for commands that load no torch.
+    """
+
+    asked: Moment = Moment.ROUTED
+    needs_scores: ClassVar[bool] = False
+    """Whether it needs the rule from router logits to a choice."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """The settings of `EngineConfig` that belong to it. `prefetch_asked` belongs to predictors that see only the
+    routers' choices: any thread may run them."""
+    is_fitted: ClassVar[bool] = False
+    """Whether it must first be fitted on traces of the model (`prediction/fitted.py`)."""
+    has_weights: ClassVar[bool] = False
+    """Whether it has weights whose size does not follow from the model's files."""
+    names_whole_layers: ClassVar[bool] = False
+    """Whether it can predict all experts of a layer, and not only as many as a token chooses."""
+    can_compete: ClassVar[bool] = True
+    """Whether it takes part in tournaments. Baselines do not, nor predictors that run layers of the model (no other one
+    can observe the model then), nor those with less memory for experts than others."""
+    usual_recall: ClassVar[float] = 0.5
+    """The share of the next layer's experts that it predicts, for forecasts (docs/log/forecasts.md)."""
+
+    @classmethod
+    def own_bytes(cls, spec: Any, config: Any) -> int:
+        """Return the bytes that it stores for a `ModelSpec` and an `EngineConfig`, without fitted values."""
+        del spec, config
+        return 0
+
+    @classmethod
+    def bytes_to_fit(cls, spec: Any) -> int:
+        """Return the bytes of fitted values before they exist; 0 for counts."""
+        del spec
+        return 0
+
+    @classmethod
+    def make(cls, inputs: Any) -> Predictor | None:
+        """Return a new predictor from `PredictorInputs`; None predicts nothing."""
+        del inputs
+        return None
+
+
+class Predictor(PredictorKind, ABC):
     """A predictor of later layers' experts. It must not affect the model's outputs."""
 
-    asked = Moment.ROUTED
     alpha: float = 0.0
     """The substitution threshold of the layers."""
     thresholds: Thresholds = ALL_IMPORTANT

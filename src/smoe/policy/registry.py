@@ -1,80 +1,45 @@
-"""The names of policies. A new policy is one file and one line here; unknown names raise an error that lists all
-names."""
+"""The names of policies, and where their classes are; the classes declare their needs.
+
+A new policy is one file and one line here. A class is imported when its name is looked up, so that `--help` imports
+neither NumPy nor torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
 
 from smoe.errors import ConfigError
 from smoe.expert import EXACT
-from smoe.policy.eviction.base import Eviction
-from smoe.policy.eviction.belady import Belady
-from smoe.policy.eviction.lfu import LFU
+from smoe.plug_ins import Catalogue
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
+from smoe.policy.prediction import PredictorKind
 from smoe.policy.residency import PoolSize
 
-if TYPE_CHECKING:
-    from smoe.policy.eviction.learned import NextUse
-
-
-def _score(window: int | None = None) -> Eviction:
-    from smoe.policy.eviction.score import WINDOW, ScoreWindow  # brings NumPy, which `smoe --help` can do without
-
-    return ScoreWindow(WINDOW if window is None else window)
-
-
-def _multidimensional(weights: Sequence[float] | None = None, records: str | None = None) -> Eviction:
-    from smoe.policy.eviction.multidimensional import WEIGHTS, Multidimensional  # NumPy, as above
-
-    return Multidimensional(weights or WEIGHTS, of_sequence=records != "model")
-
-
-def _random() -> Eviction:
-    from smoe.policy.eviction.random_choice import RandomChoice  # NumPy, as above
-
-    return RandomChoice()
-
-
-def _adaptive() -> Eviction:
-    from smoe.policy.eviction.auto import Adaptive  # NumPy, as above
-
-    return Adaptive()
-
-
-def _learned(next_use: NextUse | None = None) -> Eviction:
-    from smoe.policy.eviction.learned import Learned  # NumPy, as above
-
-    return Learned(next_use)
-
-
-MULTIDIMENSIONAL = "multidimensional"
-"""The policy that combines four others (HOBBIT)."""
+_LIVE = {
+    "auto": "smoe.policy.eviction.auto:Adaptive",
+    "lru": "smoe.policy.eviction.lru:LRU",
+    "lfu": "smoe.policy.eviction.lfu:LFU",
+    "score": "smoe.policy.eviction.score:ScoreWindow",
+    "multidimensional": "smoe.policy.eviction.multidimensional:Multidimensional",
+    "learned": "smoe.policy.eviction.learned:Learned",
+}
+_REPLAYED = {
+    "random": "smoe.policy.eviction.random_choice:RandomChoice",
+    "belady": "smoe.policy.eviction.belady:Belady",
+}
+EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, _LIVE | _REPLAYED)
+"""All policies: a replay can use any of them."""
+LIVE_EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, _LIVE)
+"""The policies that can serve live requests."""
+ONLINE_EVICTION = tuple(_LIVE)
+"""The names of the built-in policies that can serve live requests."""
+EVICTION = tuple(EVICTIONS.built_in)
+"""The names of all built-in policies, including those for comparisons in the simulator only."""
 LEARNED = "learned"
 """The policy that is trained on traces of the model."""
-
-ONLINE_EVICTION: dict[str, Callable[[], Eviction]] = {
-    "auto": _adaptive,
-    "lru": LRU,
-    "lfu": LFU,
-    "score": _score,
-    MULTIDIMENSIONAL: _multidimensional,
-    LEARNED: _learned,
-}
-"""Policies that can serve live requests."""
-
-SCORED_EVICTION = ("score",)
-"""The online policies that need every expert's score."""
-
-ORDERLESS_EVICTION = ("auto", "score", MULTIDIMENSIONAL, LEARNED)
-"""The online policies that depend only on the routers' choices, not on the order of loads."""
-
-EVICTION: dict[str, Callable[..., Eviction]] = {**ONLINE_EVICTION, "random": _random, "belady": Belady}
-"""All policies, including those for comparisons in the simulator only."""
-
-_OFFLINE = {"random": "is what others are compared with", "belady": "needs the future"}
 
 CACHE_RECORDS = ("sequence", "model")
 """The period over which the multidimensional cache counts uses: this sequence, or since the model was loaded."""
@@ -82,41 +47,40 @@ CACHE_RECORDS = ("sequence", "model")
 _ROUNDING = 1e-3
 """The amount by which cache weights may fail to sum to 1: people write 0.33."""
 
-WHOLE_LAYER = "whole-layer"
-"""The prefetch that loads all experts of the next layer."""
-
 EXPERT_MLP = "expert-mlp"
 """The network that is trained on recorded paths (DuoServe)."""
-
-FITTED_PREFETCH = ("popularity", "affinity", "activation-matrix", EXPERT_MLP)
-"""Predictors that see only the history of routing, and must be fitted on a trace of the model: how often a layer
-chooses an expert; which experts followed those of the layer before; the most similar past sequence; a network."""
-
+CORRECTED_GATES = "corrected-gates"
+"""The prefetch by routers of later layers with corrections that are learned from text."""
 SHADOW = "shadow"
 """The prefetch by a draft model, a copy of the model in fewer bits that decodes concurrently (OD-MoE)."""
 
-HISTORY_PREFETCH = ("previous-token", *FITTED_PREFETCH)
-"""Predictors that see only the routers' choices: any thread may run them."""
-
-PREFETCH = (
-    "auto",
-    "none",
-    "next-gate",
-    "look-ahead",
-    "stacked-gates",
-    "corrected-gates",
-    WHOLE_LAYER,
-    SHADOW,
-    *HISTORY_PREFETCH,
+PREDICTORS: Catalogue[PredictorKind] = Catalogue(
+    "prefetch",
+    "smoe.predictors",
+    PredictorKind,
+    {
+        "next-gate": "smoe.prediction.kinds:NextGateKind",
+        "look-ahead": "smoe.prediction.kinds:LookAheadKind",
+        "stacked-gates": "smoe.prediction.kinds:StackedGatesKind",
+        CORRECTED_GATES: "smoe.prediction.kinds:CorrectedGatesKind",
+        "whole-layer": "smoe.prediction.whole_layer:WholeLayer",
+        SHADOW: "smoe.prediction.kinds:ShadowKind",
+        "previous-token": "smoe.prediction.previous_token:PreviousToken",
+        "popularity": "smoe.prediction.popularity:Popularity",
+        "affinity": "smoe.prediction.affinity:Affinity",
+        "activation-matrix": "smoe.prediction.activation_matrix:ActivationMatrix",
+        EXPERT_MLP: "smoe.prediction.kinds:ExpertMLPKind",
+    },
 )
-"""Predictors for later layers in decode. none: no predictions; next-gate: the next layer's router on this layer's
-input; look-ahead: its attention and router on the output of the resident experts; stacked-gates: the routers of several
-layers on this layer's input; corrected-gates: the same with learned corrections; whole-layer: every expert of the next
-layer; shadow: a draft model; previous-token: the layer's choice for the last token; the fitted ones; auto: what is
-fastest."""
-
-SCORED_PREFETCH = ("stacked-gates", "corrected-gates", SHADOW)
-"""The predictors that need the rule from router logits to a choice."""
+"""Predictors for later layers in decode. next-gate: the next layer's router on this layer's input; look-ahead: its
+attention and router on the output of the resident experts; stacked-gates: the routers of several layers on this layer's
+input; corrected-gates: the same with learned corrections; whole-layer: every expert of the next layer; shadow: a draft
+model; previous-token: the layer's choice for the last token. Those that must be fitted on a trace of the model predict
+by how often a layer chooses an expert (popularity), by which experts followed those of the layer before (affinity), by
+the most similar past sequence (activation-matrix), by a network (expert-mlp)."""
+NO_PREDICTOR = ("auto", "none")
+"""Values of the setting that name no predictor. auto: what is fastest; none: no predictions."""
+PREFETCH = (*NO_PREDICTOR, *PREDICTORS.built_in)
 
 PREFETCH_WHAT = ("top-score", "chosen")
 """chosen: SMoE's first version; top-score: its second."""
@@ -136,16 +100,28 @@ def are_cache_weights(values: Sequence[float]) -> bool:
     return len(values) == 4 and are_numbers and abs(sum(values) - 1) < _ROUNDING
 
 
-class EvictionSettings(NamedTuple):
-    """The settings of `EngineConfig` that define an eviction policy; None: the default."""
+def eviction_kind(name: str) -> type[Eviction]:
+    """Return the class of a policy for live requests; raise `ConfigError` if there is none of that name."""
+    found = (EVICTIONS if name in _REPLAYED else LIVE_EVICTIONS).find(name)
+    if found.only_replayed:
+        live = LIVE_EVICTIONS.allowed
+        raise ConfigError(
+            f"`eviction` is {name!r} ({name} {found.only_replayed}: use it in the simulator); choose one of: {live}",
+            setting="eviction",
+            given=name,
+            allowed=live,
+        )
+    return found
 
-    name: str
-    pools: str = "global"
-    score_window: int | None = None
-    cache_weights: Sequence[float] | None = None
-    cache_records: str | None = None
-    next_use: NextUse | None = None
-    """The learned parameters of `learned` for the model; None: there are none."""
+
+def predictor_kind(prefetch: str) -> type[PredictorKind]:
+    """Return the class for a value of the setting `prefetch`; `auto` and `none` have the class without needs."""
+    return PredictorKind if prefetch in NO_PREDICTOR else PREDICTORS.find(prefetch)
+
+
+def fitted_names() -> tuple[str, ...]:
+    """Return the names of the built-in predictors that are fitted on traces of a model."""
+    return tuple(name for name in PREDICTORS.built_in if PREDICTORS.find(name).is_fitted)
 
 
 def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
@@ -187,16 +163,4 @@ def make_eviction(name: str) -> Eviction:
 
 
 def _make(wanted: EvictionSettings) -> Eviction:
-    name = wanted.name
-    if name not in ONLINE_EVICTION:
-        known = ", ".join(ONLINE_EVICTION)
-        hint = f" ({name} {_OFFLINE[name]}: use it in the simulator)" if name in _OFFLINE else ""
-        message = f"`eviction` is {name!r}{hint}; choose one of: {known}"
-        raise ConfigError(message, setting="eviction", given=name, allowed=known)
-    if name == "score":
-        return _score(wanted.score_window)
-    if name == MULTIDIMENSIONAL:
-        return _multidimensional(wanted.cache_weights, wanted.cache_records)
-    if name == LEARNED:
-        return _learned(wanted.next_use)
-    return ONLINE_EVICTION[name]()
+    return eviction_kind(wanted.name).of_settings(wanted)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from smoe.prediction.activation_path import NO_EXPERT, Paths, RoutedLayer, multi_hot
-from smoe.prediction.history import FromHistory
+from smoe.prediction.history import FittedPredictor
 from smoe.prediction.popularity import shares
 
 
@@ -26,13 +26,19 @@ def rows_of(affinity: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return found
 
 
-class Affinity(FromHistory):
+class Affinity(FittedPredictor):
     """Predicts the experts that most often follow those of the layer before: a Markov chain over the layers."""
+
+    usual_recall = 0.53
 
     def __init__(self, layers: Sequence[RoutedLayer], affinity: np.ndarray) -> None:
         """`affinity`: [L-1, E, E], as `affinity_of` returns it."""
         super().__init__(layers)
         self._affinity = affinity
+
+    @classmethod
+    def fit(cls, paths: Paths) -> dict[str, np.ndarray]:
+        return {"affinity": affinity_of(paths)}
 
     def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray:
         found: np.ndarray = rows_of(self._affinity[place - 1], path[:, -1]).sum(axis=1)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
-import numpy as np
 import torch
 
-from smoe.policy.registry import EXPERT_MLP
-from smoe.prediction.activation_matrix import ActivationMatrix, matrices_of
+from smoe.errors import ConfigError
+from smoe.plug_ins import PLACE
+from smoe.policy.registry import PREDICTORS, fitted_names
 from smoe.prediction.activation_path import Paths, RoutedLayer
-from smoe.prediction.affinity import Affinity, affinity_of
-from smoe.prediction.expert_mlp import ExpertMLP
-from smoe.prediction.history import FromHistory
-from smoe.prediction.popularity import Popularity, popularity_of
+from smoe.prediction.history import FittedPredictor, FromHistory
 
 Tensors = Mapping[str, torch.Tensor]
 
-_COUNTED: dict[str, Callable[[Paths], dict[str, np.ndarray]]] = {
-    "popularity": lambda paths: {"popularity": popularity_of(paths)},
-    "affinity": lambda paths: {"affinity": affinity_of(paths)},
-    "activation-matrix": lambda paths: {"matrices": matrices_of(paths)},
-}
-"""For each predictor without training, the function that counts its tensors."""
+
+def fitted_kind(name: str) -> type[FittedPredictor]:
+    """Return the class of a fitted predictor; raise `ConfigError` if there is none of that name."""
+    found = PREDICTORS.find(name)
+    if not found.is_fitted:
+        raise ConfigError.no_choice("predictor", name, (*fitted_names(), PLACE))
+    return cast("type[FittedPredictor]", found)
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Fitted:
     """The stored form of a fitted predictor."""
 
     name: str
-    """One of `policy.registry.FITTED_PREFETCH`."""
+    """A predictor of `policy.registry.PREDICTORS` with `is_fitted`."""
     layers: tuple[RoutedLayer, ...]
     tensors: Tensors
     tokens: int
@@ -43,22 +42,10 @@ class Fitted:
 
     def predictor(self) -> FromHistory:
         """Return a new predictor, without observations."""
-        return _MAKE[self.name](self.layers, self.tensors)
+        return fitted_kind(self.name).of_fit(self.layers, self.tensors)
 
 
 def counted(name: str, paths: Paths) -> Fitted:
     """Return a predictor that consists of counts."""
-    tensors = {key: torch.from_numpy(value) for key, value in _COUNTED[name](paths).items()}
+    tensors = {key: torch.from_numpy(value) for key, value in fitted_kind(name).fit(paths).items()}
     return Fitted(name, paths.layers, tensors, len(paths.chosen))
-
-
-def _expert_mlp(layers: tuple[RoutedLayer, ...], tensors: Tensors) -> FromHistory:
-    return ExpertMLP(layers, tensors["popularity"].numpy(), tensors["affinity"].numpy(), tensors)
-
-
-_MAKE: dict[str, Callable[[tuple[RoutedLayer, ...], Tensors], FromHistory]] = {
-    "popularity": lambda layers, tensors: Popularity(layers, tensors["popularity"].numpy()),
-    "affinity": lambda layers, tensors: Affinity(layers, tensors["affinity"].numpy()),
-    "activation-matrix": lambda layers, tensors: ActivationMatrix(layers, tensors["matrices"].numpy()),
-    EXPERT_MLP: _expert_mlp,
-}

@@ -10,17 +10,37 @@ scores.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from smoe.policy.prediction import Prediction, Predictor, Sight
-from smoe.prediction.activation_path import NO_EXPERT, RoutedLayer
+from smoe.prediction.activation_path import NO_EXPERT, Paths, RoutedLayer
 from smoe.routing import Phase, Routing
+
+if TYPE_CHECKING:
+    import torch
+
+    from smoe.prediction.fitted import Fitted
+    from smoe.prediction.inputs import PredictorInputs
+
+
+class HistoryInputs(NamedTuple):
+    """The inputs of predictors by routing history that a trace gives without a model, as in `PredictorInputs`."""
+
+    routed_layers: tuple[RoutedLayer, ...]
+    fitted: Fitted | None = None
 
 
 class FromHistory(Predictor):
     """A predictor that sees only the path of the current step. One thread at a time may use it."""
+
+    settings = ("prefetch_asked",)
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs | HistoryInputs) -> FromHistory:
+        return cls(inputs.routed_layers)
 
     def __init__(self, layers: Sequence[RoutedLayer]) -> None:
         self.layers = tuple(layers)
@@ -65,6 +85,27 @@ class FromHistory(Predictor):
         wide = np.full((len(chosen), self._top_k), NO_EXPERT, dtype=np.int64)
         wide[:, : chosen.shape[1]] = np.where(chosen == experts, NO_EXPERT, chosen)
         return wide
+
+
+class FittedPredictor(FromHistory):
+    """A predictor that is made from counts on recorded paths (`smoe tune --predictor`)."""
+
+    is_fitted = True
+
+    @classmethod
+    @abstractmethod
+    def fit(cls, paths: Paths) -> dict[str, np.ndarray]:
+        """Return the arrays to store for a model, by names of the constructor's arguments."""
+
+    @classmethod
+    def of_fit(cls, layers: Sequence[RoutedLayer], tensors: Mapping[str, torch.Tensor]) -> FromHistory:
+        """Return a new predictor from the arrays that `fit` returned."""
+        return cls(layers, **{name: tensor.numpy() for name, tensor in tensors.items()})
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs | HistoryInputs) -> FromHistory:
+        assert inputs.fitted is not None, "read before the budget is divided"
+        return inputs.fitted.predictor()
 
 
 def best_first(scores: np.ndarray, top_k: int) -> list[int]:

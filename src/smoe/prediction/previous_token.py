@@ -14,6 +14,8 @@ from smoe.routing import Phase
 class PreviousToken(FromHistory):
     """Predicts the experts chosen for the sequence's last token, in the router's order."""
 
+    usual_recall = 0.25
+
     def __init__(self, layers: Sequence[RoutedLayer]) -> None:
         super().__init__(layers)
         self._last: dict[int, np.ndarray] = {}

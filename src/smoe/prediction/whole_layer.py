@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from smoe.models.outline import ExpertsSite
 from smoe.policy.prediction import Prediction, Predictor, Sight
 
+if TYPE_CHECKING:
+    from smoe.prediction.inputs import PredictorInputs
+
 
 class WholeLayer(Predictor):
     """Predicts that all experts of the next MoE layer are needed."""
+
+    names_whole_layers = True
+    can_compete = False
+    usual_recall = 1.0
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs) -> WholeLayer:
+        return cls(inputs.spec.sites)
 
     def __init__(self, sites: Sequence[ExpertsSite]) -> None:
         self._following = {site.layer: after for site, after in itertools.pairwise(sites)}

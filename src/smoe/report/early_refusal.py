@@ -11,7 +11,7 @@ from smoe.models.files import local_place
 from smoe.models.model_sizes import by_arithmetic
 from smoe.models.plain_config import UndescribedError
 from smoe.policy.budget import minimum_bytes
-from smoe.policy.registry import EXPERT_MLP, SHADOW
+from smoe.policy.registry import predictor_kind
 
 
 def refuse_early(model: str, config: EngineConfig) -> None:
@@ -22,7 +22,7 @@ def refuse_early(model: str, config: EngineConfig) -> None:
     """
     device, place = planned_device(config), local_place(model)
     asks_for_more = config.cluster is not None or config.has_low or config.precision != "auto"
-    asks_for_more |= config.prefetch in (SHADOW, EXPERT_MLP)  # these take a part of the budget
+    asks_for_more |= predictor_kind(config.prefetch).has_weights  # these take a part of the budget
     if config.memory_bytes is None or asks_for_more or place is None:
         return
     if device != CPU or config.device == EMULATED:

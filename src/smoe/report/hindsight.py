@@ -20,7 +20,7 @@ from smoe.metrics import Counters
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
-from smoe.policy.registry import LEARNED, SHADOW, make_eviction_for
+from smoe.policy.registry import SHADOW, eviction_kind, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
 from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, work_of
@@ -99,7 +99,7 @@ def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
 def _skew_shown(engine: Engine, decode: Counters, prompt_tokens: int) -> float | None:
     """Return the skew of the routing; None where experts or residents did not depend on the routers alone."""
     config, ledger, of_layers = engine.config, engine.ledger, engine.store.layers
-    if config.alpha > 0 or config.has_low or config.prices_answers or config.eviction == LEARNED:
+    if config.alpha > 0 or config.has_low or config.prices_answers or eviction_kind(config.eviction).is_trained:
         return None
     layers = min(len(of_layers), MOST_LAYERS)
     experts = max(layer.experts for layer in of_layers.values())

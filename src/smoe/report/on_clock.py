@@ -16,7 +16,7 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-from smoe.bounds import CORRECTED_GATES, DEFAULT_PREFETCH_DEPTH, STACKED_GATES
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.expert import LOW
 from smoe.memory.disk import CHUNK_BYTES
@@ -24,10 +24,10 @@ from smoe.memory.emulation import DeviceProfile
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import Ledger
-from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor
+from smoe.policy.prediction import ASKED, Prediction, Predictor
 from smoe.policy.prices import PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget, nats_of_perplexity
-from smoe.policy.registry import WHOLE_LAYER, make_eviction_for
+from smoe.policy.registry import make_eviction_for, predictor_kind
 from smoe.policy.residency import PoolSize
 from smoe.report.pace import ALONE, UNKNOWN, Pace, crowded
 from smoe.routing import Phase, Routing
@@ -54,19 +54,6 @@ _PROMPT_EXPERT_SECONDS = 60e-6
 measured."""
 _UNPACKING = 1.25
 """How many times fewer bytes per second are computed of quantized experts than of bf16 ones, on a CPU."""
-_RECALL = {
-    "next-gate": 0.78,
-    STACKED_GATES: 0.78,
-    CORRECTED_GATES: 0.88,
-    "look-ahead": 0.82,
-    "previous-token": 0.25,
-    "popularity": 0.23,
-    "activation-matrix": 0.25,
-    "affinity": 0.53,
-    "expert-mlp": 0.65,
-}
-"""The recall of each predictor for the next layer's experts: on the embedded model and unseen stories
-(docs/log/forecasts.md); look-ahead: from SMoE (section VI-C)."""
 _IN_CHUNKS = 1.2
 """How many times longer a prefetched expert takes from a disk than one read at once (`memory/disk.py`)."""
 _LEAST_READING = 0.05
@@ -391,13 +378,13 @@ def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
     name, config, trace = scene.predictor, scene.config, drawn.trace
     if name == "none":
         return None
-    if name == WHOLE_LAYER:
+    kind = predictor_kind(name)
+    if kind.names_whole_layers:
         return Recorded([[Prediction(coming.layer, range(coming.experts))] for coming in [*trace[1:], trace[0]]])
-    depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if name in (STACKED_GATES, CORRECTED_GATES) else 1
-    asked = Moment.RESIDENTS_DONE if name == "look-ahead" else Moment.ROUTED
-    if config.prefetch_asked is not None:
-        asked = ASKED[config.prefetch_asked]
-    predictor = Foresight(trace, _RECALL[name], asked, depth=depth, guesses=drawn.guesses(_RECALL[name]))
+    depth = (config.prefetch_depth or DEFAULT_PREFETCH_DEPTH) if "prefetch_depth" in kind.settings else 1
+    asked = kind.asked if config.prefetch_asked is None else ASKED[config.prefetch_asked]
+    recall = kind.usual_recall
+    predictor = Foresight(trace, recall, asked, depth=depth, guesses=drawn.guesses(recall))
     predictor.alpha = config.alpha if config.prefetch_what == "top-score" else 0.0
     if trace[0].weights is not None:
         predictor.thresholds = substitution_of(config).switches.thresholds

@@ -21,7 +21,7 @@ from smoe.models.finish_spec import with_experts_of
 from smoe.models.packed import contents_in_precision
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Ledger, allocate
-from smoe.policy.registry import LEARNED
+from smoe.policy.registry import eviction_kind
 from smoe.presets import PRESETS
 from smoe.report.on_clock import (
     COMPARED_STEPS,
@@ -205,7 +205,9 @@ class Subject:
         """Return settings without open choices, and what is missing; without quality costs, misses are resolved
         exactly."""
         place, config = self.checkpoint.place, self.config
-        if config.eviction == LEARNED:  # learned parameters are for all layers, but only some are simulated
+        if eviction_kind(
+            config.eviction
+        ).is_trained:  # learned parameters are for all layers, but only some are simulated
             config = replace(config, eviction="auto")
         try:
             return known_of(config, place, ledger.resident_share), []

@@ -9,6 +9,7 @@ from smoe.memory.emulation import DeviceProfile
 from smoe.policy.balance import BALANCERS
 from smoe.policy.budget import MAX_STAGING_SLOTS
 from smoe.policy.eviction.base import Eviction
+from smoe.policy.prediction import Predictor
 from smoe.policy.step import Switches
 from smoe.routing import Routing
 from smoe.simulator.foresight import Foresight
@@ -39,10 +40,12 @@ def replayed_on(
     switches: Switches,
     balance: str = "none",
     foresight: float | None = None,
+    predictor: Predictor | None = None,
 ) -> dict[str, Any]:
-    """Return the seconds per decode step and their parts. `balance`: one of `BALANCE`; `foresight`: a recall from 0 to
-    1."""
-    predictor = None if foresight is None else Foresight(routings, foresight)
+    """Return the seconds per decode step and their parts. `balance`: one of `BALANCE`; `foresight`: the recall, from 0
+    to 1, of a simulated predictor in place of `predictor`."""
+    if foresight is not None:
+        predictor = Foresight(routings, foresight)
     timed = replay_on_clock(
         routings,
         slots,

@@ -31,8 +31,8 @@ from smoe.models.outline import Anatomy
 from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
-from smoe.policy.eviction.base import Eviction
-from smoe.policy.registry import EvictionSettings, make_eviction_for
+from smoe.policy.eviction.base import Eviction, EvictionSettings
+from smoe.policy.registry import make_eviction_for
 from smoe.routing import Phase, Routing
 from smoe.runtime.caches import Caches
 from smoe.runtime.cancellation import Cancellation

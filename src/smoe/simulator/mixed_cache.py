@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 from smoe.expert import EXACT, LOW
 from smoe.policy.budget import MIN_STAGING_SLOTS
-from smoe.policy.eviction.base import Eviction
-from smoe.policy.eviction.belady import Belady
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.multidimensional import Multidimensional
 from smoe.policy.eviction.pools import FormPools
-from smoe.policy.registry import EVICTION
+from smoe.policy.registry import EVICTIONS
 from smoe.policy.step import Switches
 from smoe.routing import Routing, observation
 from smoe.simulator.replay import replay
@@ -64,9 +63,8 @@ def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: M
 
 def named(name: str) -> Make:
     """A policy of the registry."""
-    if name == "belady":
-        return lambda trace: Belady(map(observation, trace))
-    return lambda trace: EVICTION[name]()
+    kind = EVICTIONS.find(name)
+    return lambda trace: kind.of_settings(EvictionSettings(name, future=map(observation, trace)))
 
 
 def multidimensional(weights: CacheWeights, records: str = "sequence") -> Make:

@@ -19,7 +19,8 @@ import numpy as np
 from smoe.errors import ConfigError
 from smoe.machine.processor import usable_cores
 from smoe.policy.budget import MIN_STAGING_SLOTS
-from smoe.policy.registry import EVICTION, LEARNED, ONLINE_EVICTION, SCORED_EVICTION
+from smoe.policy.eviction.base import EvictionSettings
+from smoe.policy.registry import EVICTIONS, LEARNED, ONLINE_EVICTION
 from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import ReplayCounts, first_passes, replay
 from smoe.simulator.sweep import sweep
@@ -158,7 +159,8 @@ def _policies(header: TraceHeader, next_use: NextUse | None) -> tuple[list[str],
     if next_use is None:
         left_out[LEARNED] = "nothing that was learned of this model is here"
     if any(layer.rule is None for layer in header.layers):
-        left_out |= dict.fromkeys(SCORED_EVICTION, "the routers follow no rule that smoe knows: no scores")
+        scored = (name for name in ONLINE_EVICTION if EVICTIONS.find(name).needs_scores)
+        left_out |= dict.fromkeys(scored, "the routers follow no rule that smoe knows: no scores")
     return [*(name for name in ONLINE_EVICTION if name not in left_out), BOUND], left_out
 
 
@@ -168,13 +170,10 @@ def _routings(path: Path, passes: int, has_scores: bool) -> list[Routing]:
 
 
 def _counts(point: _Point) -> ReplayCounts:
-    routings = _routings(point.path, point.passes, point.policy in SCORED_EVICTION)
-    knows: list[object] = []
-    if point.policy == BOUND:
-        knows = [map(observation, routings)]
-    elif point.policy == LEARNED:
-        knows = [point.next_use]
-    return replay(routings, point.slots, MIN_STAGING_SLOTS, EVICTION[point.policy](*knows))
+    kind = EVICTIONS.find(point.policy)
+    routings = _routings(point.path, point.passes, kind.needs_scores)
+    settings = EvictionSettings(point.policy, next_use=point.next_use, future=map(observation, routings))
+    return replay(routings, point.slots, MIN_STAGING_SLOTS, kind.of_settings(settings))
 
 
 class CurveBends(NamedTuple):

@@ -63,6 +63,7 @@ class Adaptive(Eviction):
     misses."""
 
     name = "auto"
+    is_orderless = True
 
     def __init__(self) -> None:
         self._width = 0

@@ -17,16 +17,50 @@ A policy receives events in the order in which they happen, and answers two quer
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from smoe.expert import ExpertKey
 from smoe.routing import Routing
+
+if TYPE_CHECKING:
+    from smoe.policy.eviction.learned import NextUse
+
+
+class EvictionSettings(NamedTuple):
+    """The settings of `EngineConfig` and the learned parameters that define an eviction policy; None: the default."""
+
+    name: str
+    pools: str = "global"
+    score_window: int | None = None
+    cache_weights: Sequence[float] | None = None
+    cache_records: str | None = None
+    next_use: NextUse | None = None
+    """The learned parameters of `learned` for the model; None: there are none."""
+    future: Iterable[Routing] = ()
+    """All routings that the policy will observe in a replay, in order."""
 
 
 class Eviction(ABC):
     """A ranking of one device's cache residents by how little they will be needed."""
 
     name: str
+    needs_scores: ClassVar[bool] = False
+    """Whether `observe` needs the router's scores of all experts."""
+    is_orderless: ClassVar[bool] = False
+    """Whether its ranking depends only on the routers' choices, not on the order of loads."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """The fields of `EvictionSettings` that `of_settings` uses."""
+    is_trained: ClassVar[bool] = False
+    """Whether it needs `next_use`, which must first be trained for the model."""
+    only_replayed: ClassVar[str] = ""
+    """The reason why it can only be replayed, as in "belady needs the future"; empty: it can serve live requests."""
+
+    @classmethod
+    def of_settings(cls, settings: EvictionSettings) -> Eviction:
+        """Return a new policy; a policy with `settings` overrides this."""
+        del settings
+        return cls()
 
     @property
     def rule(self) -> str:

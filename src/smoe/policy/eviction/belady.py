@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 
 from smoe.expert import ExpertKey
-from smoe.policy.eviction.base import Eviction, used_copies
+from smoe.policy.eviction.base import Eviction, EvictionSettings, used_copies
 from smoe.routing import Routing
 
 
@@ -23,6 +23,8 @@ class Belady(Eviction):
     """
 
     name = "belady"
+    settings = ("future",)
+    only_replayed = "needs the future"
 
     def __init__(self, future: Iterable[Routing] = ()) -> None:
         self._resident: set[ExpertKey] = set()
@@ -31,6 +33,10 @@ class Belady(Eviction):
         for step, routing in enumerate(future):
             for key in used_copies(routing):
                 self._uses[key].append(step)
+
+    @classmethod
+    def of_settings(cls, settings: EvictionSettings) -> Eviction:
+        return cls(settings.future)
 
     def insert(self, key: ExpertKey) -> None:
         self._resident.add(key)

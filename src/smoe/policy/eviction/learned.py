@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
@@ -104,6 +105,9 @@ class Learned(Ranked):
     step, whose rows together update the context."""
 
     name = "learned"
+    is_orderless = True
+    is_trained = True
+    settings = ("next_use",)
 
     def __init__(self, learned: NextUse | None = None) -> None:
         """`learned`: None for a model without training."""
@@ -119,6 +123,10 @@ class Learned(Ranked):
         """The layer observed last."""
         if layers:
             self._fit(layers - 1, width)
+
+    @classmethod
+    def of_settings(cls, settings: EvictionSettings) -> Eviction:
+        return cls(settings.next_use)
 
     def observe(self, routing: Routing) -> None:
         layer, experts = routing.layer, routing.experts

@@ -19,6 +19,7 @@ from collections.abc import Sequence, Set
 
 import numpy as np
 
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
@@ -36,6 +37,8 @@ class Multidimensional(Ranked):
     step; a decode step of a batch is one token."""
 
     name = "multidimensional"
+    is_orderless = True
+    settings = ("cache_weights", "cache_records")
 
     def __init__(self, weights: Sequence[float] = WEIGHTS, of_sequence: bool = True) -> None:
         """`of_sequence`: records restart with every prompt; otherwise they span the time since the model was loaded."""
@@ -51,6 +54,10 @@ class Multidimensional(Ranked):
         """l_i, the layer whose router has run last."""
         self._phase: Phase | None = None
         """The phase of the last observed routing."""
+
+    @classmethod
+    def of_settings(cls, settings: EvictionSettings) -> Eviction:
+        return cls(settings.cache_weights or WEIGHTS, of_sequence=settings.cache_records != "model")
 
     def observe(self, routing: Routing) -> None:
         layer, experts, phase, rows = routing.layer, routing.experts, routing.phase, routing.top_k_index

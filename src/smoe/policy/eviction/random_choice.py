@@ -15,6 +15,7 @@ class RandomChoice(Ranked):
     seed; `victims` draws none."""
 
     name = "random"
+    only_replayed = "is what others are compared with"
 
     def __init__(self, seed: int = SEED) -> None:
         super().__init__(numbers=1)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
@@ -27,12 +28,19 @@ class ScoreWindow(Ranked):
     comparable. `victims` costs O(L x E)."""
 
     name = "score"
+    needs_scores = True
+    is_orderless = True
+    settings = ("score_window",)
 
     def __init__(self, window: int = WINDOW) -> None:
         assert window >= 0, window
         super().__init__(numbers=1)
         self._steps = window + 1
         self._layers: dict[int, _Layer] = {}
+
+    @classmethod
+    def of_settings(cls, settings: EvictionSettings) -> Eviction:
+        return cls(WINDOW if settings.score_window is None else settings.score_window)
 
     def observe(self, routing: Routing) -> None:
         number, experts = routing.layer, routing.experts

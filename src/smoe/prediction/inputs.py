@@ -1,0 +1,59 @@
+"""The inputs that predictors are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedModel
+
+from smoe.models.scoring import ScoringRule
+from smoe.models.spec import ModelSpec
+from smoe.policy.prediction import Predictor
+from smoe.prediction.activation_path import RoutedLayer
+from smoe.prediction.correction import Correction
+from smoe.prediction.fitted import Fitted
+from smoe.prediction.next_gate import NextGate
+from smoe.prediction.ranking import Ranking
+
+
+def routed_layers(spec: ModelSpec) -> tuple[RoutedLayer, ...]:
+    """Return the sizes of a model's routers."""
+    return tuple(RoutedLayer(site.layer, site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites)
+
+
+@dataclass(frozen=True)
+class PredictorInputs:
+    """The inputs from which predictors of one model are made."""
+
+    model: PreTrainedModel
+    spec: ModelSpec
+    rules: Mapping[int, ScoringRule]
+    """The scoring rules of routers, by layer; empty where scores are not needed."""
+    what: str
+    """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
+    depth: int
+    """The most layers ahead, for predictors of more than one layer."""
+    corrections: Mapping[tuple[int, int], Correction] | None = None
+    """The corrections for the prefetch `corrected-gates`, by (current layer, predicted layer); None: none were
+    learned."""
+    fitted: Fitted | None = None
+    """The predictor fitted on traces of the model, where one is selected."""
+    shadow: Predictor | None = None
+    """The predictor that follows a draft model, where it is selected."""
+
+    @property
+    def routed_layers(self) -> tuple[RoutedLayer, ...]:
+        """The sizes of the model's routers."""
+        return routed_layers(self.spec)
+
+    @cached_property
+    def next_gate(self) -> NextGate:
+        """The next gate that all predictors share."""
+        return NextGate(self.model, self.spec.sites, self.spec.anatomy.gates, self.rules, self.what)
+
+    @property
+    def ranking(self) -> Ranking:
+        """The ranking of logits; requires the rules."""
+        return Ranking(self.rules, self.spec.anatomy.top_k, self.next_gate)

@@ -1,0 +1,135 @@
+"""The needs of predictors whose own modules import torch, for commands that load no torch, and how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
+from smoe.errors import ConfigError
+from smoe.policy.prediction import Moment, Predictor, PredictorKind
+from smoe.policy.registry import CORRECTED_GATES
+
+if TYPE_CHECKING:
+    import torch
+
+    from smoe.config import EngineConfig
+    from smoe.models.spec import ModelSpec
+    from smoe.prediction.activation_path import RoutedLayer
+    from smoe.prediction.history import FromHistory, HistoryInputs
+    from smoe.prediction.inputs import PredictorInputs
+
+
+class NextGateKind(PredictorKind):
+    """The kind of `next_gate.py`."""
+
+    usual_recall = 0.78
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs) -> Predictor:
+        return inputs.next_gate
+
+
+class LookAheadKind(PredictorKind):
+    """The kind of `look_ahead.py`; the recall is that of SMoE (section VI-C)."""
+
+    asked = Moment.RESIDENTS_DONE
+    can_compete = False
+    usual_recall = 0.82
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs) -> Predictor:
+        from smoe.prediction.look_ahead import LookAhead
+
+        return LookAhead(inputs.model, inputs.spec.sites, inputs.spec.anatomy.routers, inputs.next_gate)
+
+
+class StackedGatesKind(PredictorKind):
+    """The kind of `stacked_gates.py`."""
+
+    needs_scores = True
+    settings = ("prefetch_depth",)
+    usual_recall = 0.78
+
+    @classmethod
+    def own_bytes(cls, spec: ModelSpec, config: EngineConfig) -> int:
+        return spec.router_bytes
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs) -> Predictor:
+        """Raise `UnsupportedModelError` if a router cannot be stacked."""
+        from smoe.models.router_matrix import matrices_of
+        from smoe.prediction.stacked_gates import StackedGates
+
+        matrices, dtype = matrices_of(inputs.model, inputs.spec), inputs.spec.dtype.torch
+        return StackedGates(inputs.spec.sites, matrices, inputs.ranking, inputs.depth, dtype)
+
+
+class CorrectedGatesKind(PredictorKind):
+    """The kind of `corrected_gates.py`."""
+
+    needs_scores = True
+    settings = ("prefetch_depth",)
+    usual_recall = 0.88
+
+    @classmethod
+    def own_bytes(cls, spec: ModelSpec, config: EngineConfig) -> int:
+        return spec.correction_bytes(config.prefetch_depth or DEFAULT_PREFETCH_DEPTH, config.max_sequences)
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs) -> Predictor:
+        """Raise `ConfigError` if no corrections were learned; loading a model checks that earlier."""
+        from smoe.prediction.corrected_gates import CorrectedGates
+
+        if inputs.corrections is None:
+            raise ConfigError(
+                f"`prefetch` {CORRECTED_GATES}: no corrections have been learned, or none were handed over",
+                setting="prefetch",
+                given=CORRECTED_GATES,
+                allowed="for a model whose corrections have been learned",
+            )
+        device, dtype = next(inputs.model.parameters()).device, inputs.spec.dtype.torch
+        corrections = {layers: correction.to(device, dtype) for layers, correction in inputs.corrections.items()}
+        return CorrectedGates(inputs.spec.sites, corrections, inputs.ranking, inputs.depth)
+
+
+class ShadowKind(PredictorKind):
+    """The kind of the draft model (`runtime/running_ahead.py`)."""
+
+    needs_scores = True
+    settings = ("shadow_precision", "shadow_departure", "shadow_on", "shadow_spares")
+    has_weights = True
+    can_compete = False
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs) -> Predictor:
+        assert inputs.shadow is not None, "opened before the engine"
+        return inputs.shadow
+
+
+class ExpertMLPKind(PredictorKind):
+    """The kind of `expert_mlp.py`, which `eval/train_expert_mlp.py` trains."""
+
+    settings = ("prefetch_asked",)
+    is_fitted = True
+    has_weights = True
+    usual_recall = 0.65
+
+    @classmethod
+    def bytes_to_fit(cls, spec: ModelSpec) -> int:
+        from smoe.prediction.expert_mlp import nbytes_of
+        from smoe.prediction.inputs import routed_layers
+
+        return nbytes_of(routed_layers(spec))
+
+    @classmethod
+    def make(cls, inputs: PredictorInputs | HistoryInputs) -> Predictor:
+        assert inputs.fitted is not None, "read before the budget is divided"
+        return inputs.fitted.predictor()
+
+    @classmethod
+    def of_fit(cls, layers: Sequence[RoutedLayer], tensors: Mapping[str, torch.Tensor]) -> FromHistory:
+        """As `FittedPredictor.of_fit`."""
+        from smoe.prediction.expert_mlp import ExpertMLP
+
+        return ExpertMLP(layers, tensors["popularity"].numpy(), tensors["affinity"].numpy(), tensors)
