@@ -11,11 +11,11 @@ import sys
 from smoe.safe_path import drop_current_folder, is_program, is_run_by_name
 
 if is_run_by_name():
-    drop_current_folder()  # before any import that a file of the current folder could take the place of
+    drop_current_folder()  # before any import, because a file in the current folder could shadow an imported module
 if is_program():
     from smoe.early_interrupt import leave_on_interrupt
 
-    leave_on_interrupt()  # what follows takes a tenth of a second, in which a Ctrl-C would show a traceback
+    leave_on_interrupt()  # the imports below take a tenth of a second, in which Ctrl-C would print a traceback
 
 import importlib
 import logging
@@ -23,16 +23,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if "torch" not in sys.modules:
-    # Threads that wait without spinning leave the core to the thread that computes the other experts
-    # (docs/log/memory.md). The OpenMP runtime reads this when torch is first imported, so it can only be set here.
+    # OpenMP threads that sleep while they wait leave their core to the thread that computes the other experts
+    # (docs/log/memory.md). The OpenMP runtime reads this variable when torch is first imported, so it must be set here.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Every number of rows is a kernel of its own to oneDNN, which would keep 1024 of them, a quarter of a megabyte and more
-# each, and so would torch's layer above it, to no gain (docs/log/memory.md). Both are read at the first product in
-# bf16.
+# oneDNN, and torch's layer above it, cache one kernel per number of rows: by default 1024 kernels of at least a quarter
+# of a megabyte each, for no gain in speed (docs/log/memory.md). Both variables are read at the first bf16 product.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library is silent until its user asks
+# A library logs nothing until its user configures logging.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 if TYPE_CHECKING:
     from smoe.load.pretrained import from_pretrained
@@ -48,7 +48,7 @@ _PLACES = {
     "from_pretrained": "smoe.load.pretrained",
     "load_tokenizer": "smoe.load.tokenizer",
 }
-"""Where the exported names are, which are imported when they are first used."""
+"""The module of every exported name; a module is imported when its name is first used."""
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m smoe` is `smoe`."""
+"""The entry point of `python -m smoe`, which does the same as the command `smoe`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from smoe.safe_path import drop_current_folder
 
 
 def main() -> None:
-    """The program."""
+    """Run the command line."""
     drop_current_folder()
-    os.environ["USE_HUB_KERNELS"] = "NO"  # read when transformers is imported: it downloads no code for any model
-    leave_on_interrupt()  # where it was started in another way than by its name
+    os.environ["USE_HUB_KERNELS"] = "NO"  # transformers, which reads this when imported, then downloads no kernel code
+    leave_on_interrupt()  # has an effect only if the program was not started by its name
     from smoe.cli import main as run
 
     run()

@@ -1,4 +1,4 @@
-"""How far smoe's own CPU kernels may go: a limit from the environment."""
+"""The instruction sets that smoe's own CPU kernels may use, limited by the environment variable SMOE_MAX_CPU_ISA."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _LEVELS = {
 
 
 def family_of(machine: str, is_wide: bool = True) -> str:
-    """Whose instruction sets a machine has, by the operating system's name for it; one of 32 bits has none that we
-    know, and counts as `X86`, of which nothing will be found there."""
+    """Return the processor family, `X86` or `AARCH64`, for `platform.machine()`'s name of a machine. Machines that are
+    unknown, or not `is_wide` (64 bits), count as `X86`, where no instruction set will then be found."""
     return AARCH64 if is_wide and machine.lower() in ("aarch64", "arm64") else X86
 
 
 FAMILY = family_of(platform.machine(), sys.maxsize > 1 << 32)
 CPU_ISA = _LEVELS[FAMILY]
-"""Values of `SMOE_MAX_CPU_ISA` on this machine, each with what the one before it has."""
+"""The values of `SMOE_MAX_CPU_ISA` for this machine, ascending: each includes the instruction sets of those before
+it."""
 
 
 def max_cpu_isa() -> str:
-    """The vector extensions that smoe's own CPU kernels may use: the environment's `SMOE_MAX_CPU_ISA`, else all.
+    """Return the highest instruction set that smoe's own CPU kernels may use: the environment's `SMOE_MAX_CPU_ISA`,
+    else "all".
 
-    For comparisons and tests; torch, oneDNN and MKL have such limits of their own. Raises `ConfigError` for a value
-    that is none of `CPU_ISA`.
+    The limit is for comparisons and tests; torch, oneDNN and MKL have limits of their own. Raises `ConfigError` for a
+    value that is not in `CPU_ISA`.
     """
     value = os.environ.get("SMOE_MAX_CPU_ISA", "").strip().lower() or "all"
     if value not in CPU_ISA:

@@ -1,9 +1,10 @@
-"""Ctrl-C before the command line is there to answer it: one line and exit code 130, whatever is being imported.
+"""Handles Ctrl-C while smoe's modules are being imported: the process prints one line and exits with code 130.
 
-    Python's own start | smoe/__init__.py, the command line's imports | cli/interrupts.py
-    a traceback        | one line, by `leave_on_interrupt`            | an end in order
+    during Python's own start      a traceback
+    during smoe's imports          one line, by `leave_on_interrupt`
+    once the command line runs     an orderly end, by `cli/interrupts.py`
 
-Like `safe_path.py` this module imports only what is loaded by then.
+Like `safe_path.py`, this module imports only modules that Python has already loaded.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` without its enumerations, which take longer than all of this
@@ -12,13 +13,14 @@ import sys
 
 
 def leave_on_interrupt() -> None:
-    """From now on a Ctrl-C ends the process at once. One that is to be ignored stays ignored."""
+    """Make Ctrl-C end the process at once from now on, unless it is ignored."""
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _leave)
 
 
 def _leave(number: int, frame: object) -> None:
-    """No library is asked to write: it may be what was cut."""
+    """Print "interrupted" and exit with code 128 + `number`. `os.write` is used because other modules may be half
+    imported."""
     try:
         if sys.stderr is not None:
             os.write(2, b"interrupted\n")

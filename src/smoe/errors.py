@@ -1,27 +1,27 @@
-"""Everything smoe raises on purpose, in one tree.
+"""The exceptions that smoe raises on purpose, in one hierarchy.
 
     SmoeError
     |-- ConfigError            a setting is out of bounds or unknown
-    |   `-- UnpreparedError      it needs what is not there yet: a pack, prices, a trained predictor, workers, a device
-    |-- BudgetError            the memory budget cannot work; carries the ledger
+    |   `-- UnpreparedError      a setting needs something that does not exist yet, such as a pack or prices
+    |-- BudgetError            the memory budget is too small; the message has the ledger
     |-- ModelError             the model cannot be served
     |   |-- NotMoEError        it has no routed experts
-    |   |-- UnsupportedModelError  it has, but in a form that we cannot prove right
+    |   |-- UnsupportedModelError  it has experts in a form that cannot be proven to be computed exactly
     |   `-- CheckpointError    its files are missing, truncated or inconsistent
-    |       `-- ChatTemplateError  its chat template cannot write this conversation
-    |           `-- ChatTemplateLimitError  or not within its bounds of time and memory
+    |       `-- ChatTemplateError  its chat template cannot format this conversation
+    |           `-- ChatTemplateLimitError  its chat template exceeds the limits of time or memory
     |-- ContextError           the prompt does not fit the reserved context
-    |-- TransferError          reading an expert failed while generating
-    |-- DiskSpaceError         not enough free disk for what was asked
+    |-- TransferError          reading an expert failed during generation
+    |-- DiskSpaceError         there is not enough free disk space
     |-- TraceError             a routing trace cannot be read or written
-    |-- ClusterError           a cluster is unknown, or no worker came
-    |   `-- WorkerRefusedError     main does not let this worker in: nothing is gained by trying again
-    |-- EngineStateError       closed, forked, used with a foreign cache, or asked for what a live model cannot do
-    |-- EngineBusyError        another request is running, and waiting for it has a bound
-    `-- GenerationCancelledError  the running request was cancelled, or its engine closed
+    |-- ClusterError           a cluster is unknown, or no worker has connected
+    |   `-- WorkerRefusedError     the coordinator refuses this worker; trying again is useless
+    |-- EngineStateError       the engine was closed or forked, or cannot do this in its present state
+    |-- EngineBusyError        another request ran for longer than this one was allowed to wait
+    `-- GenerationCancelledError  the running request was cancelled, or its engine was closed
 
-Each message says what was given, what is allowed, and what to change. Settings stand in backticks, as Python spells
-them; the command line shows its own options in their place (`cli/console.py`).
+Every message says what was given, what is allowed, and what to change. Settings are in backticks, spelled as in Python;
+the command line replaces them by its own options (`cli/console.py`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from collections.abc import Iterable
 
 
 class SmoeError(Exception):
-    """Base of all errors that smoe raises on purpose.
+    """The base class of all exceptions that smoe raises on purpose.
 
-    Where one is about a setting, `setting`, `given` and `allowed` (in words) say so to programs. `setting` is a field
-    of `EngineConfig`, an argument of the function that was called, or an option of the command.
+    If the error concerns a setting, `setting` is its name, `given` its value and `allowed` a description of its valid
+    values, for programs. The name is a field of `EngineConfig`, an argument of the called function, or an option of the
+    command.
     """
 
     model: str | None = None
-    """The model that was given to the command line, which sets it."""
+    """The model that the command line was given; only the command line sets this."""
 
     def __init__(
         self, *args: object, setting: str | None = None, given: object = None, allowed: str | None = None
@@ -50,7 +51,7 @@ class SmoeError(Exception):
 
     @property
     def facts(self) -> dict[str, object]:
-        """Setting, given and allowed, where the error is about a setting: for JSON."""
+        """The attributes `setting`, `given` and `allowed`, ready for JSON; empty if the error concerns no setting."""
         if self.setting is None:
             return {}
         is_plain = isinstance(self.given, (str, int, type(None))) or (
@@ -64,36 +65,39 @@ class ConfigError(SmoeError, ValueError):
 
     @classmethod
     def out_of_bounds(cls, setting: str, given: object, allowed: str) -> ConfigError:
-        """`setting` is `given`; it must be `allowed`."""
+        """Return the error for a setting whose value is not `allowed`, a description that completes "it must be"."""
         return cls(f"`{setting}` is {given!r}; it must be {allowed}", setting=setting, given=given, allowed=allowed)
 
     @classmethod
     def no_choice(cls, setting: str, given: object, choices: Iterable[str]) -> ConfigError:
-        """`setting` is `given`, which is none of the `choices`."""
+        """Return the error for a setting whose value is not one of `choices`."""
         allowed = ", ".join(choices)
         return cls(f"`{setting}` is {given!r}; choose one of: {allowed}", setting=setting, given=given, allowed=allowed)
 
     @classmethod
     def too_few_tokens(cls, setting: str, tokens: int, least: int, purpose: str) -> ConfigError:
-        """What `setting` names, a text or a trace, has `tokens`, of which `purpose` needs at least so many."""
+        """Return the error for a text or trace that has only `tokens` tokens. `setting`: its argument; `least`: the
+        required number; `purpose`: completes "are needed"."""
         message = f"`{setting}` has {tokens} tokens, and at least {least} are needed {purpose}: give a longer one"
         return cls(message, setting=setting, given=tokens, allowed=f"at least {least} tokens")
 
     @classmethod
     def idle(cls, setting: str, given: object, owner: str) -> ConfigError:
-        """`setting` would have no effect, as it belongs to `owner`, which was not given."""
+        """Return the error for a setting that has no effect, because it belongs to `owner`, a setting that was not
+        given."""
         message = f"`{setting}` belongs to {owner}; add that, or leave it out"
         return cls(message, setting=setting, given=given, allowed=f"only with {owner}")
 
 
 class UnpreparedError(ConfigError):
-    """A setting needs what is not there yet: a pack, prices, a trained predictor, workers, a device.
+    """A setting needs something that does not exist yet: a pack, prices, a trained predictor, workers or a device.
 
-    The command line adds what to type (`cli/first_use.py`), for the `model` that its command was given."""
+    The command line adds the commands that create it (`cli/first_use.py`), for its `model`.
+    """
 
 
 class BudgetError(SmoeError):
-    """The memory budget cannot hold what it must; the message carries the ledger."""
+    """The memory budget is too small for what must fit; the message has the ledger."""
 
 
 class ModelError(SmoeError):
@@ -105,7 +109,7 @@ class NotMoEError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model has experts in a form whose exactness cannot be proven here."""
+    """The model has experts in a form for which exact results cannot be proven here."""
 
 
 class CheckpointError(ModelError):
@@ -113,19 +117,19 @@ class CheckpointError(ModelError):
 
 
 class ChatTemplateError(CheckpointError):
-    """The chat template cannot write this conversation; the message says why, in the template's words."""
+    """The chat template cannot format this conversation; the message quotes the template's reason."""
 
 
 class ChatTemplateLimitError(ChatTemplateError):
-    """The chat template does not end within its bounds of time and memory."""
+    """The chat template exceeds its limits of time or memory."""
 
 
 class ContextError(SmoeError, ValueError):
-    """The tokens asked for do not fit the context reserved in the budget."""
+    """The prompt and the requested tokens do not fit the context that the budget reserves."""
 
     @classmethod
     def far_too_long(cls, context_tokens: int) -> ContextError:
-        """A prompt so long that its tokens were not counted to the end."""
+        """Return the error for a prompt that is so long that its tokens were not all counted."""
         return cls(
             f"the prompt has many more than the {context_tokens} tokens that the context has room for; shorten it or "
             "raise `context_tokens`",
@@ -136,32 +140,34 @@ class ContextError(SmoeError, ValueError):
 
 
 class TransferError(SmoeError, OSError):
-    """Reading an expert failed; the request is lost, the engine stays usable."""
+    """Reading an expert failed: the request is lost, but the engine remains usable."""
 
 
 class DiskSpaceError(SmoeError, OSError):
-    """Not enough free disk space for a download, a pack, a trace or a widened model."""
+    """There is not enough free disk space for a download, a pack, a trace or a widened model."""
 
 
 class TraceError(SmoeError, ValueError):
-    """A routing trace is none, of another version, not whole, or without what is asked of it; or cannot be written."""
+    """A file is not a complete routing trace of this version, lacks the requested data, or cannot be written."""
 
 
 class ClusterError(SmoeError, ValueError):
-    """A cluster is unknown or damaged, an invitation is none, or no worker came; workers that fail raise nothing."""
+    """A cluster is unknown or damaged, an invitation is invalid, or no worker has connected. A worker that fails later
+    raises nothing."""
 
 
 class WorkerRefusedError(ClusterError):
-    """Main refuses this worker, for its weights, its bits, its smoe or its invitation."""
+    """The coordinator refuses this worker, because of its weights, its numeric results, its version of smoe or its
+    invitation."""
 
 
 class EngineStateError(SmoeError, RuntimeError):
-    """The engine is closed, was forked, was given a cache that is not its own, or cannot do this to a live model."""
+    """The engine was closed or forked, was given a foreign cache, or cannot do this to a loaded model."""
 
 
 class EngineBusyError(SmoeError, TimeoutError):
-    """It was another request's turn for longer than this one was to wait; nothing was computed."""
+    """Another request ran for longer than this one was allowed to wait; nothing was computed."""
 
 
 class GenerationCancelledError(SmoeError, RuntimeError):
-    """This request was cancelled, or closed its engine; after a cancellation the engine stays usable."""
+    """This request was cancelled, or its engine was closed. After a cancellation the engine remains usable."""

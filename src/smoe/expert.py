@@ -1,6 +1,6 @@
-"""What an expert is to the rest of the program: a key.
+"""The key that identifies an expert throughout the program.
 
-Weights never change, so an expert in a faster tier is a copy, and evicting it is forgetting it.
+Weights never change, so an expert in a faster tier is a copy, and evicting it means dropping the copy.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TypeAlias
 
 ExpertKey: TypeAlias = tuple[int, int, int]
-"""(layer, expert, format): one expert's weights in one form; what tables, plans and loads are keyed by.
+"""(layer, expert, format): the key of one expert's weights in one format, for tables, plans and loads.
 
-A plain tuple, as a step of a layer makes and compares dozens of them."""
+It is a plain tuple because every layer of every step makes and compares dozens.
+"""
 
 EXACT = 0
-"""The format of the checkpoint itself, the only one that lossless serving uses."""
+"""The checkpoint's own format, the only one that lossless serving uses."""
 
 LOW = 1
-"""The format of the lower copy that a missing expert of little importance may come in."""
+"""The format of the low-precision copies, which can replace missing experts of little importance."""

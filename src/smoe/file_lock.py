@@ -1,8 +1,8 @@
-"""Files and folders that one process at a time writes to, each system in its own way.
+"""Locks that let only one process at a time write a file or folder.
 
-POSIX      `flock` on the file or folder itself
-Windows    a byte of a file next to it (in it, of a folder), which goes with the lock: a folder cannot be opened there,
-           and no other process can read what is locked of a file
+POSIX: `flock` on the file or folder itself. Windows: a locked byte of a lock file, because folders cannot be opened
+there and other processes cannot read a locked byte. The lock file lies next to a file, or in a folder, and is deleted
+afterwards.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from types import TracebackType
 from typing import Any
 
 _HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
-"""What Windows' C library says where another process has the byte."""
+"""The error codes of Windows' C library when another process holds the lock."""
 
 
 class FileLock:
-    """`path`, a folder, or a file that is made where there is none, is this process's until `close`, or its end.
+    """A lock on a file or folder, held by this process until `close` or until the process ends. A missing file is
+    created.
 
-    Raises `BlockingIOError` where another process has it, `OSError`.
+    Raises `BlockingIOError` if another process holds the lock, and `OSError` for other failures.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,12 +39,13 @@ class FileLock:
             raise
 
     def close(self, ours: bool = True) -> None:
-        """Idempotent."""
+        """Release the lock; a second call does nothing. `ours`: whether this process held it, so that its lock file is
+        deleted."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             if self._lock_file is not None and ours:
-                with suppress(OSError):  # another process has it by now
+                with suppress(OSError):  # another process may have opened the lock file meanwhile
                     self._lock_file.unlink(missing_ok=True)
 
     def __enter__(self) -> FileLock:
@@ -61,7 +63,7 @@ def _take(descriptor: int) -> None:
         return
     import msvcrt
 
-    library: Any = msvcrt  # whose names are not there on other systems
+    library: Any = msvcrt  # typed Any because its names exist only on Windows
     try:
         library.locking(descriptor, library.LK_NBLCK, 1)
     except OSError as error:

@@ -1,10 +1,11 @@
-"""The process of a worker without torch: `main` here, in a Python of its own, reads its task from an open file.
+"""The process of a cluster worker that runs without torch: `main`, in a fresh Python, reads its task from an open file.
 
-`smoe cluster join --no-torch` becomes this process when it has understood its options: what the command line is made of
-takes 25 MiB, and a worker needs none of it. It keeps one heap (threads with heaps of their own keep what each has had
-at most) and gives back what it does not need.
+`smoe cluster join --no-torch` replaces itself by this process once it has parsed its options, because the command
+line's modules take 25 MiB that a worker does not need. It uses a single heap, since every thread's own heap would stay
+at its peak size, and returns free memory to the system.
 
-    smoe cluster join ...   options, keys --exec--> this: asks main what experts are, opens them, serves
+    smoe cluster join ...   options, keys --exec--> this process: asks the coordinator for the experts' description,
+                                                      opens the experts, serves
 """
 
 from __future__ import annotations
@@ -29,36 +30,39 @@ _INTERRUPTED, _TERMINATED, _REFUSED = 130, 143, 3
 
 
 class Task(NamedTuple):
-    """What such a worker is asked to be."""
+    """The task of a worker without torch."""
 
     place: str
-    """The model's folder."""
+    """The path of the model's folder."""
     memory_bytes: int | None
-    """Bytes for experts; None: room for so many `slots`."""
+    """The number of bytes for experts; None: as many as `slots` experts need."""
     slots: int | None
     threads: int | None
 
 
 def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
-    """Be that worker: by another program in this process's place, so this returns only where there is no such way."""
+    """Run the worker as a new program in place of this process, so that this call does not return. If the kernels'
+    machine code is not available here, the worker runs in this process, and the call returns."""
     if not machine_code.is_known():
         run(me, task, say, lambda end: None)
         return
     reading, writing = os.pipe()
     task = task._replace(place=str(Path(task.place).absolute()))
-    os.write(writing, json.dumps([asdict(me), task._asdict()]).encode())  # keys: no business of the process list
+    # through a pipe, because the keys must not appear in the process list
+    os.write(writing, json.dumps([asdict(me), task._asdict()]).encode())
     os.close(writing)
     os.set_inheritable(reading, True)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    environment = child_environment() | _ENVIRONMENT  # before the folder is another
+    environment = child_environment() | _ENVIRONMENT  # before the current folder changes
     os.chdir(WORKING_FOLDER)
     os.execve(sys.executable, module_line("smoe.light_worker", str(reading)), environment)
 
 
 def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[Callable[[], None]], None]) -> None:
-    """Run until Ctrl-C, or until the coordinator refuses. `say` hears, in words, how it goes, and `serving` how it is
-    ended from then on: what is raised meanwhile a library's callback may swallow."""
+    """Run the worker until Ctrl-C or until the coordinator refuses it. `say` receives progress messages. `serving`
+    receives the function that ends the worker: an exception raised meanwhile could be swallowed in a library's
+    callback."""
     from smoe.cluster.described import ask
     from smoe.cluster.worker import WorkerProcess
     from smoe.load.light_experts import fields_of, open_described
@@ -71,7 +75,7 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
 
     place = Path(task.place)
     fields = {"smoe": __version__, "name": me.name, "code": me.code} | fields_of(place)
-    say(f"worker {me.name}: waits for the coordinator at {me.address}, which says what its experts are")
+    say(f"worker {me.name}: waits for the coordinator at {me.address} to describe the model's experts")
     opened = open_described(place, ask(me, fields), task.memory_bytes, task.slots, task.threads)
     say(f"worker {me.name}: {opened.alone.slots} experts fit, in {format_bytes(opened.alone.nbytes)}")
     worker = WorkerProcess(me, opened, changed)
@@ -83,7 +87,7 @@ def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[C
 
 
 def main() -> NoReturn:
-    """Be the worker whose keys and task the open file has that the command line numbers."""
+    """Run the worker described in the open file whose descriptor is the first argument of the command line."""
     with os.fdopen(int(sys.argv[1]), encoding="utf8") as file:
         worker, task = json.load(file)
     me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})

@@ -1,4 +1,4 @@
-"""Named sets of switches, papers and baselines, and the way from names and switches to an `EngineConfig`."""
+"""Named combinations of settings (papers and baselines), and `configure`, which makes an `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -66,18 +66,22 @@ PRESETS: dict[str, dict[str, Any]] = {
         "skip_threshold": 0.9,
     },
 }
-"""Named sets of switches: papers and baselines. Those with an `alpha` or thresholds are lossy.
+"""Named combinations of settings, from papers or as baselines. Those with an `alpha` or thresholds are lossy.
 
-`static` (llama.cpp's and Fiddler's split): what prefill has left on the device stays there, the CPU computes the rest.
-`hybrimoe`: its score-aware cache, its schedule of CPU and device and a prefetch between layers (arXiv 2504.05897), as
-far as our own parts make them up.
-`duoserve` (DuoServe-MoE): the slots of one token's choice, a prompt that streams through two, in decode what a network
-guesses concurrently with the experts, once it is trained on the user's own traces. `accelerate`, `moesys`: its
-baselines (section 6.1), experts on demand, or all of the next layer's ahead.
-`od-moe` (OD-MoE): a cluster whose main machine keeps no experts; groups of workers take turns at the layers, and are
-informed in advance by a draft model in int8. `cluster`: ours; every expert where it is done first, and workers keep
-what a shadow in int4 expects next.
-`hobbit` (arXiv 2411.01433): its shares where the model has a profile, else the thresholds that it has for Mixtral."""
+`static` (the division of llama.cpp and Fiddler): experts that prefill has left on the device stay there, and the CPU
+computes the others. `hybrimoe` (arXiv 2504.05897): a score-aware cache, a schedule for CPU and device and a prefetch
+between layers, as far as smoe's own parts can imitate them.
+
+`duoserve` (DuoServe-MoE): slots for one token's choices only; a prompt uses two slots in turn; in decode a network,
+trained on the user's traces, predicts concurrently with the experts. `accelerate` and `moesys` are its baselines
+(section 6.1): experts on demand, or all experts of the next layer in advance.
+
+`od-moe` (OD-MoE): a cluster whose coordinator keeps no experts. Groups of workers take turns at the layers, and an int8
+draft model predicts for them. `cluster`: smoe's own; every expert is computed where it will be finished first, and
+workers keep the experts that an int4 draft model predicts.
+
+`hobbit` (arXiv 2411.01433): its shares if the model has an importance profile, else its thresholds for Mixtral.
+"""
 LOW_COPIES = (
     "low_precision",
     "low_share",
@@ -87,16 +91,17 @@ LOW_COPIES = (
     "low_meanwhile",
     "upgrade",
 )
-"""Settings by which missing experts of little importance come in fewer bits, or not at all."""
+"""The settings by which missing experts of little importance are served in fewer bits, or dropped."""
 
 
 def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
-    """A preset with single switches on top; switches that are None keep the preset's value.
+    """Return the configuration of a preset with some settings replaced; a setting that is None keeps the preset's
+    value.
 
-    An alpha that is given is meant as it is, whatever the model has been priced for, and so are thresholds of
-    importance, whatever its profile; shares that are given need a profile.
+    A given `alpha` or threshold takes precedence over values measured for the model. Given `precision_shares` need an
+    importance profile of the model. Raises `ConfigError`.
     """
-    max_cpu_isa()  # what cannot be understood is refused also where nothing would ask
+    max_cpu_isa()  # an invalid SMOE_MAX_CPU_ISA is refused even if nothing uses it
     if preset not in PRESETS:
         raise ConfigError.no_choice("preset", preset, PRESETS)
     for name in sorted(switches.keys() - SETTINGS):
@@ -105,8 +110,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     if given.get("activations") == "dtype":
         given["activations"] = BF16
     if "tpot_seconds" in given and "max_perplexity_increase" not in given:
-        given = {"max_perplexity_increase": None} | given  # the preset's
-    if "prefetch" in given:  # what the preset has for another one has no effect
+        given = {"max_perplexity_increase": None} | given  # instead of the preset's
+    if "prefetch" in given:  # the preset's settings for another predictor would have no effect
         others = [name for name in PRESETS[preset] if OWNERS.get(name) == "prefetch"]
         given = {name: None for name in others if not belongs_to(name, given["prefetch"])} | given
     if "alpha" in given:
@@ -128,5 +133,5 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
 
 
 def without_low_copies(config: EngineConfig) -> EngineConfig:
-    """The same, with every expert served by its own copy."""
+    """Return the configuration without low-precision copies."""
     return replace(config, **{name: getattr(EngineConfig, name) for name in LOW_COPIES})

@@ -1,8 +1,8 @@
-"""Shapes, fixed once for the whole program.
+"""The routing of one layer in one step, and the letters for array sizes in the whole program.
 
-    T  tokens in this step (real rows; padding is marked with the sentinel expert E)
-    K  experts chosen for a token (top-k)
-    E  routed experts of a layer; the index E itself means "no expert" (the library's own skip sentinel)
+    T  tokens of the step (padding tokens are routed to the sentinel expert E)
+    K  experts chosen per token (top-k)
+    E  routed experts of a layer; the index E itself means "no expert" (the library's own sentinel for skipped tokens)
     H  hidden size          I  inner size of one expert          L  layers
 
 A *route* is one (token, choice) pair; route r of a step is token r // K, choice r % K.
@@ -16,42 +16,44 @@ from itertools import islice
 from typing import NamedTuple
 
 LAST_TOKENS = 32
-"""How many last tokens of a prompt, or of the prompts of a batch together, decide which experts stay after prefill.
+"""The number of last prompt tokens, over all prompts of a batch, that decide which experts stay after prefill.
 
-Shared out they hit a little more than as many of each prompt (docs/log/prefill.md), and cost as much for any batch."""
+Sharing this number among the prompts hits slightly more than using as many of each prompt (docs/log/prefill.md), and
+the cost does not depend on the batch size.
+"""
 
 
 class Phase(Enum):
-    """The two regimes of generation; they share slots and nothing else."""
+    """The two phases of generation; they have nothing in common but the slots."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Routing(NamedTuple):
-    """What the router of one layer decided in one step: the input of `plan_layer`."""
+    """The routing of one layer in one step: the input of `plan_layer`."""
 
     layer: int
     phase: Phase
     experts: int
-    """E: how many routed experts the layer has; an index equal to it is a padding route."""
+    """E: the number of the layer's routed experts. An index equal to E marks a padding route."""
     top_k_index: Sequence[Sequence[int]]
-    """[T, K] expert indices, the model's own choice."""
+    """[T, K] indices of the experts that the model's router chose."""
     scores: Sequence[Sequence[float]] | None = None
-    """[T, E] choice scores of all experts (after softmax or sigmoid and the choice bias; minus infinity where masked),
-    in a prefill of the sequences' last tokens only (`last_rows`); None where no policy needs
-    them."""
+    """[T, E] selection scores of all experts: after softmax or sigmoid and the selection bias, minus infinity for
+    masked experts. A prefill has only the rows of `last_rows`. None if no policy needs scores."""
     sequences: int = 1
-    """How many sequences of equal length, padding included, the rows are, one after the other."""
+    """The number of sequences. The rows hold them one after another, with equal length including padding."""
     weights: Sequence[Sequence[float]] | None = None
-    """[T, K] routing weights of the chosen experts, every row's sum scaled to 1; None where no policy needs them."""
+    """[T, K] routing weights of the chosen experts, each row scaled to sum 1. None if no policy needs them."""
     low: frozenset[int] = frozenset()
-    """Experts whose importance asks for no more than a low copy in this step, whatever is resident
-    (`policy/importance.py`); the others ask for the model's own."""
+    """The experts for which a low-precision copy suffices in this step by their importance (`policy/importance.py`),
+    whether resident or not."""
 
 
 def observation(routing: Routing) -> Routing:
-    """What an eviction policy learns from a step: all of a decode step, the last tokens of a prefill."""
+    """Return the part of a step's routing that an eviction policy observes: all of a decode step, the last tokens of a
+    prefill."""
     if routing.phase is Phase.DECODE:
         return routing
     last = last_rows(routing)
@@ -60,16 +62,17 @@ def observation(routing: Routing) -> Routing:
 
 
 def real_rows(routing: Routing) -> list[int] | None:
-    """Rows that are no padding, nor of a sequence that has ended; None: all."""
+    """Return the rows that are neither padding nor of a finished sequence, or None if that is all rows."""
     rows = [row for row, chosen in enumerate(routing.top_k_index) if min(chosen) != routing.experts]
     return None if len(rows) == len(routing.top_k_index) else rows
 
 
 def last_rows(routing: Routing) -> list[int]:
-    """Rows of the last tokens of every sequence, padding left out; together `LAST_TOKENS`, and one of each at least.
+    """Return the rows of the last tokens of each sequence, without padding: `LAST_TOKENS` in total, but at least one
+    per sequence.
 
-    Oldest first and the sequences in turn, as if they had been decoded together: a policy that weighs the newest rows
-    most, or has room for a few, then treats all sequences alike.
+    The rows are sorted from the oldest, alternating between sequences, as if these had been decoded together. A policy
+    that prefers the newest rows, or has room for only a few, then treats all sequences alike.
     """
     rows, padding = routing.top_k_index, routing.experts
     length, share = len(rows) // routing.sequences, max(1, LAST_TOKENS // routing.sequences)

@@ -1,67 +1,67 @@
-"""From which folders a process of ours imports: never from the one that it was started in.
+"""Prevents imports from the current folder, in this process and in the processes that it starts.
 
 `python -m` and `python -c` put the current folder first on `sys.path`, so a file `json.py` next to a model's weights
-would be run in the place of the library's. Python 3.11 has `-P` and PYTHONSAFEPATH against it; Python 3.10 has only
-`-I`, which also drops PYTHONPATH and the user's own packages. So the folder is taken off the path before anything else
-is imported (`smoe/__init__.py`), and a child gets this process's path, and a folder of Python's own to work in, from
-its first line on:
+would be run in place of the standard library's. Python 3.11 prevents this by `-P` and PYTHONSAFEPATH; Python 3.10 has
+only `-I`, which also ignores PYTHONPATH and the user's own packages. So smoe removes the folder from `sys.path` before
+other imports (`smoe/__init__.py`). A child process gets this process's `sys.path` in its first line, and works in a
+folder of Python's own.
 
-    python -m smoe     runpy and what it imports | smoe/__init__.py: drop_current_folder() | everything else
+    python -m smoe     runpy and its imports | smoe/__init__.py: drop_current_folder() | all other imports
     a child            python -c "import sys; sys.path[:] = [...]; ..."
 
-What Python imports before our first line cannot be protected (`runpy`, and `site` where PYTHONPATH has an empty entry);
-the command `smoe`, and `python -P -m smoe`, have no such gap. This module imports only what is loaded by then, thus
-not even `__future__`.
+Modules that Python imports before smoe's first line are not protected: `runpy`, and `site` if PYTHONPATH has an empty
+entry. The command `smoe`, and `python -P -m smoe`, have no such gap. This module imports only modules that Python has
+already loaded, so not even `__future__`.
 """
 
 import os
 import sys
 
 WORKING_FOLDER = os.path.dirname(os.__file__)  # noqa: PTH120
-"""Where children work: the folder of the standard library, in which the first on the path is what it should be."""
+"""The current folder of child processes: the standard library's, from which imports are harmless."""
 _PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-"""The folder that this package was imported from."""
+"""The absolute path of the folder that contains the package `smoe`."""
 _FOLDERS = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_XET_CACHE", "TMPDIR")
-"""Variables that name folders; a relative one is of the parent's current folder."""
+"""The environment variables that name folders. A relative value refers to the parent's current folder."""
 
 
 def drop_current_folder() -> None:
-    """Take the folder that this process was started in off `sys.path`, in which Python and PYTHONPATH's empty entries
-    put it; from then on children (`multiprocessing`) get none either, from Python 3.11 on."""
+    """Remove the current folder from `sys.path`, where Python and empty entries of PYTHONPATH put it. From Python 3.11
+    on, child processes (`multiprocessing`) do not add it either."""
     sys.path[:] = _without_current_folder(sys.path)
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def is_run_by_name() -> bool:
-    """Whether this interpreter is about to run `python -m smoe`, or a module of it."""
+    """Return whether this interpreter is about to run `python -m smoe`, or a module of smoe."""
     if sys.argv[:1] != ["-m"]:
         return False
-    name = sys.orig_argv[-len(sys.argv)]  # `smoe`, or `-msmoe` where the two are one word
+    name = sys.orig_argv[-len(sys.argv)]  # `smoe`, or `-msmoe` if given as one word
     name = name.partition("m")[2] if name.startswith("-") else name
     return name.split(".")[0] == "smoe"
 
 
 def is_program() -> bool:
-    """Whether this interpreter is about to be the command `smoe`, by name or as the script that an installer made."""
+    """Return whether this interpreter is about to run the command `smoe`, by `python -m` or by an installed script."""
     script = os.path.basename(sys.argv[0] if sys.argv else "")  # noqa: PTH119
     return is_run_by_name() or script in ("smoe", "smoe.exe", "smoe-script.py")
 
 
 def module_line(module: str, *arguments: str) -> list[str]:
-    """A command line that calls `main` of a module of ours in a process of its own."""
+    """Return a command line that calls `main` of one of smoe's modules in a new process."""
     return code_line(f"from {module} import main; main()", *arguments)
 
 
 def code_line(code: str, *arguments: str) -> list[str]:
-    """A command line that runs this code in a process of its own, which imports from where this one does."""
+    """Return a command line that runs Python code in a new process with this process's import path."""
     path = [os.path.abspath(each) for each in _without_current_folder(sys.path)]  # noqa: PTH100
     path += [_PACKAGES] * (_PACKAGES not in path)
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment for a child in `WORKING_FOLDER`: what is relative to the current folder is made
-    absolute, and the current folder itself is not imported from."""
+    """Return this process's environment for a child process in `WORKING_FOLDER`. Relative paths are made absolute, and
+    the current folder is removed from PYTHONPATH."""
     found = {**os.environ, "PYTHONSAFEPATH": "1"}
     paths = found.pop("PYTHONPATH", "").split(os.pathsep)
     paths = [os.path.abspath(each) for each in _without_current_folder(paths)]  # noqa: PTH100
@@ -80,12 +80,13 @@ def _without_current_folder(path: list[str]) -> list[str]:
 def _is_current(folder: str) -> bool:
     try:
         return os.path.samefile(folder, os.curdir)  # noqa: PTH121
-    except OSError:  # one of the two is missing: nothing is imported from it
+    except OSError:  # one of the two folders does not exist, so nothing can be imported from it
         return False
 
 
 def _is_python_s_own(folder: str) -> bool:
-    """Who starts us in a folder of packages, or in a checkout's `src`, imports from it anyway."""
+    """Return whether a folder is one of installed packages, smoe's own or the standard library's, which are imported
+    from anyway."""
     name = os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119
     return name in ("site-packages", "dist-packages") or any(
         os.path.samefile(folder, own)  # noqa: PTH121

@@ -1,7 +1,7 @@
-"""Byte counts and durations as people type and read them, and what people call things as programs name them.
+"""Parses and formats byte counts, rates, durations and shares for people, and turns their names into keys for programs.
 
-Inside the program every quantity is a plain number with its unit in its name (`capacity_bytes`,
-`copy_seconds`); GB and GiB exist only here, at the border to people.
+Inside the program every quantity is a plain number with its unit in its name (`capacity_bytes`, `copy_seconds`). GB and
+GiB occur only here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int, setting: str | None = None) -> int:
-    """`"8GiB"`, `"512M"`, `"2GB"` or a plain number of bytes, as bytes; errors name the `setting` that it is for.
+    """Return the number of bytes of a text such as "8GiB", "512M", "2GB" or "1048576"; an int is returned unchanged.
 
-    `K`, `M`, `G`, `T` alone mean the binary units, as in `free` and most command lines. A plain number below 1024 has
-    lost its unit: `ConfigError`, as for whatever is no size.
+    `K`, `M`, `G` and `T` alone are binary units, as in `free` and most command lines. Raises `ConfigError`, which names
+    the `setting`, for a text that is not a size, and for a number below 1024, whose unit was probably forgotten.
     """
     if not isinstance(text, str):
         return text
@@ -38,7 +38,8 @@ def parse_bytes(text: str | int, setting: str | None = None) -> int:
 
 
 def parse_rate(text: str, setting: str | None = None) -> int:
-    """`"20MiB/s"` (or `"20MiB"`), as bytes a second, more than nothing; errors name the `setting` that it is for."""
+    """Return the bytes per second of a text such as "20MiB/s" or "20MiB". Raises `ConfigError`, which names the
+    `setting`, unless the rate is above 0."""
     rate = parse_bytes(text.strip().removesuffix("/s"), setting)
     if rate <= 0:
         raise _refusal(text, setting, "is nothing", "a rate above 0", "for example 20MiB/s")
@@ -49,7 +50,8 @@ _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG])bit(?:/s)?\s*", re.IGNORECASE)
 
 
 def parse_link(text: str, setting: str | None = None) -> float:
-    """`"1Gbit"` or `"100Mbit/s"`, as networks are named, in bytes a second; errors name the `setting`."""
+    """Return the bytes per second of a network rate such as "1Gbit" or "100Mbit/s". Raises `ConfigError`, which names
+    the `setting`, for other texts."""
     match = _BITS.fullmatch(text)
     bits = float(match[1]) * _POWERS[match[2].upper() + "B"] if match else 0.0
     if bits <= 0:
@@ -58,13 +60,13 @@ def parse_link(text: str, setting: str | None = None) -> float:
 
 
 def _refusal(text: str, setting: str | None, why: str, kind: str, examples: str) -> ConfigError:
-    """`text` is not of this kind: why, and what to write."""
+    """Return the error for a text that is not of a `kind`: `why`, and `examples` of valid texts."""
     what = f"{text!r} {why}" if setting is None else f"`{setting}` is {text!r}, which {why}"
     return ConfigError(f"{what}; write {examples}", setting=setting, given=text, allowed=f"{kind}, {examples}")
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for a reader: three significant digits and a binary unit (`1.50 GiB`)."""
+    """Return a number of bytes with three significant digits and a binary unit (`1.50 GiB`)."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1024 and len(units) > 1:
         value /= 1024
@@ -75,7 +77,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for a reader (`620 us`, `41.3 ms`, `2.10 s`, `3 min 20 s`)."""
+    """Return a duration with a suitable unit (`620 us`, `41.3 ms`, `2.10 s`, `3 min 20 s`)."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -86,7 +88,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_remaining(seconds: float) -> str:
-    """A guessed duration for a reader, no finer than it is known (`40 s`, `3 min`, `2 h 10 min`)."""
+    """Return an estimated duration, rounded to seconds or minutes (`40 s`, `3 min`, `2 h 10 min`)."""
     if seconds < 60:
         return f"{math.ceil(seconds)} s"
     minutes = round(seconds / 60)
@@ -97,7 +99,7 @@ _UNITS_OF_TIME = (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0), ("second
 
 
 def plain_duration(seconds: float) -> str:
-    """A guessed duration in words (`less than a second`, `20 seconds`, `a minute`, `2 hours`)."""
+    """Return an estimated duration in words (`less than a second`, `20 seconds`, `a minute`, `2 hours`)."""
     name, size = next(((name, size) for name, size in _UNITS_OF_TIME if seconds >= 0.92 * size), ("second", 0.0))
     if not size:
         return "less than a second"
@@ -108,7 +110,8 @@ def plain_duration(seconds: float) -> str:
 
 
 def plain_span(low: float, high: float) -> str:
-    """A guessed duration between two (`about a minute`, `20 seconds to 2 minutes`, `2 to 8 minutes`)."""
+    """Return a range of estimated durations in words (`about a minute`, `20 seconds to 2 minutes`, `2 to 8
+    minutes`)."""
     first, last = plain_duration(low), plain_duration(high)
     if first == last:
         return first if first.startswith("less") else f"about {first}"
@@ -117,25 +120,27 @@ def plain_span(low: float, high: float) -> str:
 
 
 def format_digits(value: float) -> str:
-    """A figure of a table whose heading has the unit: three significant digits (`0.35`, `41.3`, `4,130`)."""
+    """Return a number with three significant digits and no unit, for a table with units in its headings (`0.35`,
+    `41.3`, `4,130`)."""
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:,.{digits}f}"
 
 
 def format_rate(tokens_per_second: float) -> str:
-    """A speed for a reader (`3.27 tokens/s`, `148 tokens/s`, `43,100 tokens/s`)."""
+    """Return a speed with its unit (`3.27 tokens/s`, `148 tokens/s`, `43,100 tokens/s`)."""
     if tokens_per_second < 1000:
         return f"{tokens_per_second:.3g} tokens/s"
     return f"{float(f'{tokens_per_second:.3g}'):,.0f} tokens/s"
 
 
 def format_bytes_rate(bytes_per_second: float) -> str:
-    """A rate for a reader (`2.41 GB/s`)."""
+    """Return a data rate with its unit (`2.41 GB/s`)."""
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 def identifier(name: str) -> str:
-    """A name for people as a key for programs (`the CPU's experts` -> `cpu_experts`, `KV cache` -> `kv_cache`)."""
+    """Return a key for programs from a name for people (`the CPU's experts` -> `cpu_experts`, `KV cache` ->
+    `kv_cache`)."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower().replace("'s", "")).split()
     return "_".join(words[1:] if words[:1] == ["the"] else words)
 
@@ -144,7 +149,8 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 
 def parse_share(text: str, setting: str | None = None) -> float:
-    """`"40%"` or `"0.4"`, as a share: more than nothing, at most all; errors name the `setting` that it is for."""
+    """Return the share, above 0 and at most 1, of a text such as "40%" or "0.4". Raises `ConfigError`, which names the
+    `setting`, for other texts."""
     match = _SHARE.fullmatch(text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
@@ -159,7 +165,8 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*")
 
 
 def parse_seconds(text: str, setting: str | None = None) -> float:
-    """`"40ms"`, `"0.1s"` or `"500us"`, as seconds, more than nothing; errors name the `setting` that it is for."""
+    """Return the seconds of a text such as "40ms", "0.1s" or "500us". Raises `ConfigError`, which names the `setting`,
+    unless the time is above 0."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else 0.0
     if seconds <= 0:
@@ -169,5 +176,5 @@ def parse_seconds(text: str, setting: str | None = None) -> float:
 
 
 def format_count(count: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
+    """Return a number with its noun in singular or plural (`1 worker`, `2 workers`)."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The error for a setting that there is none of: the nearest one, or what does here what another library's does."""
+"""The error for an unknown setting. It suggests a similar name, or what replaces another library's argument."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from smoe.errors import ConfigError
 SETTINGS = frozenset(field.name for field in fields(EngineConfig))
 """The names of all settings."""
 _SHORT = {"memory_bytes": "memory", "resident_share": "resident", "host_memory_bytes": "host_memory"}
-"""What `from_pretrained` calls some settings."""
+"""The names of some settings as arguments of `from_pretrained`."""
 _NAMES = sorted({_SHORT.get(name, name) for name in SETTINGS} | {"preset", "revision"})
-"""What `from_pretrained` takes."""
+"""The arguments of `from_pretrained`."""
 _WHERE = "help(smoe.config.EngineConfig) and docs/python.md list all settings"
 _BITS = "give `precision` int4 once `smoe pack --precision int4` has written such experts."
 _CONTEXT = "did you mean `context_tokens`?"
@@ -43,11 +43,11 @@ _OTHERS = {
     "torch_dtype": "did you mean `dtype`?",
     "trust_remote_code": "leave it out; no code of a checkpoint is run.",
 }
-"""Arguments of other libraries, and what to do here."""
+"""Arguments of other libraries, each with a hint what to do instead."""
 
 
 def unknown_setting(name: str, given: object) -> ConfigError:
-    """`name` was given, and is no setting."""
+    """Return the error for an argument `name` that is no setting."""
     near = get_close_matches(name, _NAMES, n=1)
     hint = _OTHERS.get(name, f"did you mean `{near[0]}`?" if near else "no setting has a similar name.")
     return ConfigError(

@@ -1,6 +1,6 @@
-"""The user's cache folder, where measurements are stored from one command to the next: profile, prices, tunings.
+"""The user's cache folder, which stores measurements between commands: machine profiles, prices and tunings.
 
-It is never needed: where it cannot be written, what was measured is shown and not remembered.
+Everything works without it: if the folder cannot be written, measurements are shown but not stored.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from smoe.whole_file import whole_file
 
 PLACE = "XDG_CACHE_HOME"
-"""The environment variable that says where the folder lies, on every system."""
+"""The name of the environment variable that overrides the folder's location on every system."""
 
 _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """`smoe` in the folder that the user, or else the system, has for caches; it need not exist."""
+    """Return the folder `smoe` in the user's or the system's folder for caches; it may not exist yet."""
     if os.environ.get(PLACE):
         base = Path(os.environ[PLACE])
     elif sys.platform == "darwin":
@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 
 def check_writable() -> None:
-    """Raises `OSError` where nothing can be stored: before a minute of measuring, not after it."""
+    """Check that files can be stored, before minutes are spent on measurements. Raises `OSError` if not."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -44,13 +44,14 @@ def check_writable() -> None:
 
 
 def of_model(kind: str, folder: Path) -> Path:
-    """The file of something about the model in `folder`; `kind` names the sort of thing."""
+    """Return the path of the file that stores one `kind` of data about the model in `folder`."""
     key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return cache_folder() / kind / f"{key}.json"
 
 
 def read_stored(path: Path, form: int) -> dict[str, Any] | None:
-    """What was stored in a file under the number `format`, without it; None where there is nothing of that format."""
+    """Return the object stored in a file, without its key "format". Return None if the file is missing or "format" is
+    not `form`."""
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
     except (OSError, ValueError):
@@ -59,7 +60,8 @@ def read_stored(path: Path, form: int) -> dict[str, Any] | None:
 
 
 def keep(path: Path, content: dict[str, Any]) -> Path:
-    """Write an object to a file of the folder, whole or not at all; returns the path. Raises `OSError`."""
+    """Write an object to a file of the cache folder, completely or not at all, and return the path. Raises
+    `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())

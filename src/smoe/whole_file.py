@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the program."""
+"""Writes files completely or not at all, however the program ends."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import IO
 
 _IN_USE = (5, 32)
-"""Windows' errors of a file that another process has open: a reader, or a virus scanner."""
+"""The error codes of Windows for a file that another process has open, such as a reader or a virus scanner."""
 _TRIES = 10
 _FIRST_PAUSE_SECONDS = 0.002
 
 
 def partial_of(path: Path) -> Path:
-    """Where this process writes what will be `path`: next to it, so that renaming it is one step."""
+    """Return the path of this process's temporary file for `path`. It is in the same folder, so that one rename
+    completes it."""
     return path.with_name(f"{path.name}.partial-{os.getpid()}")
 
 
 def take_place(partial: Path, path: Path) -> None:
-    """Have a finished file, which is not open here, be `path`, in one step.
+    """Rename a finished, closed file to `path` in one step.
 
-    Windows lets no file replace one that is being read: readers are waited for, a second at most.
-    Raises `OSError`.
+    Windows cannot replace a file that is being read, so this waits up to a second for readers. Raises `OSError`.
     """
     for attempt in range(_TRIES):
         try:
@@ -38,7 +38,8 @@ def take_place(partial: Path, path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file open for writing that becomes `path`, on disk, where the block ends well, and else leaves nothing.
+    """Yield a file open for writing, which becomes `path` if the block ends without an exception and is deleted
+    otherwise.
 
     Raises `OSError`.
     """
