@@ -1,1 +1,1 @@
-"""What `smoe bench` measures."""
+"""The measurements of `smoe bench`."""

@@ -1,7 +1,7 @@
-"""The cells of the papers' tables: prompt length, answer length, batch; each run once on a warm engine.
+"""The cells of the papers' tables: prompt length, answer length, batch size; each is run once on a warm engine.
 
 16 and 128 prompt tokens, 64 and 256 new ones, one sequence and three, as in SMoE's evaluation. Answers have the full
-length (the end token is passed over), choices are greedy, prompts come from a seed: the same work every time.
+length (end tokens are ignored), the choice is greedy, and prompts come from a seed, so the work is always the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class TableCell:
-    """One square of the table."""
+    """One cell of a table: its lengths and batch size."""
 
     prompt_tokens: int
     new_tokens: int
@@ -37,7 +37,7 @@ QUICK_CELLS = [TableCell(16, 64, 1), TableCell(16, 64, 3)]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A cell and what came out."""
+    """A cell and its result."""
 
     cell: TableCell
     report: RunReport
@@ -60,7 +60,7 @@ class Measurement:
 
 
 def fitting(cells: list[TableCell], context_tokens: int) -> list[TableCell]:
-    """The cells whose text fits the context."""
+    """Return the cells whose text fits the context."""
     return [cell for cell in cells if cell.prompt_tokens + cell.new_tokens <= context_tokens]
 
 
@@ -72,7 +72,7 @@ def measure_cells(
     on_start: Callable[[TableCell], None],
     on_end: Callable[[Measurement], None],
 ) -> list[Measurement]:
-    """All cells in order, after a few tokens of warming up. An interrupt keeps the cells that are done."""
+    """Measure all cells in order, after a warm-up of a few tokens. After an interrupt, return the finished cells."""
     measurements: list[Measurement] = []
     _run(model, tokenizer, TableCell(16, WARM_UP_TOKENS, 1), seed)
     engine: Engine = model.offload  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Prompts of an exact length, made from a seed: plain English where the tokenizer can read it."""
+"""Makes prompts of an exact length from a seed, in plain English."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACES = ("in the garden", "near the river", "behind the house", "at school", "
 
 
 def prompt_ids(tokenizer: Any, tokens: int, seed: int) -> list[int]:
-    """`tokens` token ids of simple sentences."""
+    """Return `tokens` token ids of simple sentences."""
     generator = random.Random(seed)
     ids = list(tokenizer(_sentence(generator))["input_ids"])
     while len(ids) < tokens:

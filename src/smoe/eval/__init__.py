@@ -1,1 +1,1 @@
-"""What a lossy option costs: quality and time, measured token by token."""
+"""Measurements of lossy settings: quality and time, token by token; and tuning."""

@@ -1,20 +1,21 @@
-"""What each answer to a missing expert costs, measured on text: the table that a plan with several answers is made by.
+"""Measures the quality cost of each resolution of a miss on text. The table is the input of plans that choose
+resolutions.
 
-    row 0     the window as it is                       the exact distributions
-    row 1     the same, experts left out in layer 0     one route of every token, by chance not its first
+    row 0     the window unchanged                      the exact distributions
+    row 1     the same, experts dropped in layer 0      one route of every token, drawn, not its first
     row 2     the same, substitutes in layer 0
     row 3     the same, low copies in layer 0
-    row 4     the same, experts left out in layer 1 ...
+    row 4     the same, experts dropped in layer 1 ...
 
-One pass of the model serves all rows, so a model that comes from disk is read once for as many trials as a step has
-room for; every pass has another window of the text. What a row's distributions diverge from the first row's, over all
-positions, is the price of its changed routes.
+One pass of the model computes all rows, so a model on disk is read once for as many trials as a step has room for;
+every pass has another window of the text. The divergence of a row's distributions from those of row 0, summed over
+positions, is the quality cost of its changed routes.
 
-In a layer it is proportional to the square of what changes in the experts' output, by one factor for all answers
-(docs/log/substitution.md). So the divergences of all trials give the layer's factor, and the changes, which are nearly
-free of noise, share it out among the answers, by the weights of the routes (`policy/prices.py`). Low copies
-change so little that the rounding of 16 bits, which any change sets off in the layers behind, drowns their own
-divergence; they have no part in the factor. What that rounding alone costs is measured, too, and taken off.
+Within a layer the cost is proportional to the square of the change of the experts' output, with one factor for all
+resolutions (docs/log/substitution.md). So the divergences of all trials give the layer's factor, and the changes, which
+have little noise, divide it among the resolutions, by the weights of the routes (`policy/prices.py`). Low copies change
+so little that rounding to 16 bits, which any change causes in later layers, hides their own divergence; they do not
+count for the factor. The cost of that rounding alone is measured too, and subtracted.
 """
 
 from __future__ import annotations
@@ -34,62 +35,64 @@ from smoe.runtime.rerouting import Scored
 from smoe.runtime.stand_in import LayerExperts, answered_by
 
 WINDOW_TOKENS = 128
-"""Long enough for what a change does to later tokens: nearly all of it is within some dozens."""
+"""The length of a window: nearly all effects of a change on later tokens are within some dozens."""
 TRIALS = 8
-"""Trials of every layer and resolution, each on another window."""
+"""The number of trials of every layer and resolution, each on another window."""
 _SUBSTITUTES = 8
-"""A substitute is one of so many experts behind the chosen ones, as chance has it: so are those that are resident."""
+"""The number of experts ranked after the chosen ones among which a substitute is drawn; residents are distributed
+similarly."""
 _LOGITS = 2**23
-"""Numbers of logits at a time."""
+"""The most logits that are computed at a time."""
 _TINY = 1e-30
 _TOLERANCE = 0.02
-"""The tolerance of logits made from the output head's input against the model's own."""
+"""The tolerance between logits computed from the output head's input and the model's own."""
 
 
 class RouteTrial(NamedTuple):
-    """One row of a pass: in one layer, one route of every token but the first is answered so."""
+    """One row of a pass: in one layer, one route of every token except the first has this resolution."""
 
     layer: int
     answer: Resolution | None
-    """None: the layer's output changes in its last bits only, for what that alone sets off behind it."""
+    """The resolution; None: only the last bits of the layer's output change, to measure what that causes in later
+    layers."""
 
 
 @dataclass
 class Shown:
-    """What the trials of one layer and answer have shown, an entry for each."""
+    """The results of the trials of one layer and resolution, one entry for each trial."""
 
     nats: list[float] = field(default_factory=list)
-    """Divergence from the exact distributions, summed over the window."""
+    """Divergence from the exact distributions in nats, summed over the window."""
     units: list[float] = field(default_factory=list)
-    """The price at a coefficient of 1, summed over the window."""
+    """The quality cost for a coefficient of 1, summed over the window."""
     changes: list[float] = field(default_factory=list)
-    """Square of the change of the experts' output, summed over the window."""
+    """The square of the change of the experts' output, summed over the window."""
 
 
 @dataclass(frozen=True)
 class AnswerPrices:
-    """What was measured."""
+    """The measured quality costs of a model."""
 
     table: PriceTable
     errors: PriceTable
     """Standard errors of the table's figures."""
     rounding: dict[int, float]
-    """Nats a token that a change in the last bits of a layer sets off; taken off what was measured."""
+    """Nats per token that a change in the last bits of a layer's output causes; already subtracted."""
     tokens: int
-    """Tokens of text."""
+    """The tokens of the text."""
     has_low: bool
-    """Whether there were low copies to measure; if not, they are priced like leaving out."""
+    """Whether low copies were measured; otherwise they have the cost of dropping."""
     shown: Mapping[RouteTrial, Shown]
-    """What it was made from."""
+    """The results of all trials."""
 
 
 def measure(
     model: PreTrainedModel, ids: Sequence[int], tick: Callable[[int], None], trials: int = TRIALS, seed: int = 0
 ) -> AnswerPrices:
-    """The prices of a model's answers on the text `ids`; `tick` hears how many passes are done.
+    """Measure the quality costs of a model's resolutions on the text `ids`; `tick` is called after each pass.
 
     Raises `ConfigError` where a step has no room for two rows, or the text is too short, and `UnsupportedModelError`
-    for a model without a known router's rule, or whose output head is not the last thing that makes its logits.
+    for a model with an unknown router rule, or whose logits are not its output head's times a constant.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     if not engine.rules:
@@ -117,7 +120,8 @@ def measure(
 
 
 def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
-    """Rows of a pass, the exact one among them, and tokens of a row; raises `ConfigError` where there is no room."""
+    """Return (rows of a pass, including the exact one; tokens of a row). Raises `ConfigError` where there is no
+    room."""
     config = engine.config
     room = min(config.prefill_tokens, engine.context_tokens * config.max_sequences)
     width = min(WINDOW_TOKENS, engine.context_tokens, room // 2)
@@ -127,24 +131,24 @@ def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
 
 
 def passes_of(engine: Engine, ids: Sequence[int], trials: int = TRIALS) -> int:
-    """Passes that `measure` will make."""
+    """Return the number of passes of `measure`."""
     return -(-len(_schedule(engine, trials)) // (shape_of(engine, ids)[0] - 1))
 
 
 def _schedule(engine: Engine, trials: int) -> list[RouteTrial]:
-    """All trials, round by round."""
+    """Return all trials, round by round."""
     answers = [Resolution.SKIP, Resolution.SUBSTITUTE, None, *([Resolution.LOW] if engine.config.has_low else [])]
     return [RouteTrial(layer, answer) for layer in sorted(engine.store.layers) for answer in answers] * trials
 
 
 def _window(ids: Sequence[int], number: int, width: int) -> Sequence[int]:
-    """A pass's part of the text, from the start again where it is used up."""
+    """Return a pass's window of the text, which is used again from the start when it is exhausted."""
     begin = number % (len(ids) // width) * width
     return ids[begin : begin + width]
 
 
 class _Answering:
-    """The stand-in of one pass: carries out its trials, and keeps what each changes in its layer."""
+    """The stand-in of one pass: carries out its trials, and records what each changes in its layer."""
 
     def __init__(self, trials: Sequence[RouteTrial], generator: torch.Generator) -> None:
         self.trials = trials
@@ -178,7 +182,7 @@ class _Answering:
 
 
 def _output(experts: LayerExperts, index: torch.Tensor, weights: torch.Tensor, is_low: torch.Tensor) -> torch.Tensor:
-    """Each route by the copy that it is for."""
+    """Return the experts' output with each route's copy."""
     if not bool(is_low.any()):
         return experts.own(index, weights)
     own, low = (index.masked_fill(others, experts.no_expert) for others in (is_low, ~is_low))
@@ -186,24 +190,25 @@ def _output(experts: LayerExperts, index: torch.Tensor, weights: torch.Tensor, i
 
 
 def _in_last_bits(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Every number with half a chance the next larger of its type, by size."""
+    """Return the output with each number replaced, with probability one half, by the next larger in magnitude."""
     chosen = torch.rand(output.shape, generator=generator).to(output.device) < 0.5
     return torch.where(chosen, output * (1 + torch.finfo(output.dtype).eps), output)
 
 
 class _Routes(NamedTuple):
-    """One row's routes [T, K]: views of the pass's, changed in place."""
+    """One row's routes [T, K]: views of the pass's tensors, which are changed in place."""
 
     top_k_index: torch.Tensor
     top_k_weights: torch.Tensor
     is_low: torch.Tensor
 
     def change(self, answer: Resolution, scored: Scored, generator: torch.Generator) -> float:
-        """Answer one route of every token but the first so; returns the price at a coefficient of 1.
+        """Give one route of every token except the first this resolution. Return the quality cost for a coefficient of
+        1.
 
-        The first route, of the highest weight, is left alone unless it is the only one: hardly a plan gives it up, and
-        in the first layers it is worth more than the square of its weight says. So is the first token, which many
-        models keep to lean on.
+        The first route, of the highest weight, is left unchanged unless it is the only one: almost no plan drops it,
+        and in the first layers it costs more than the square of its weight indicates. The first token is left unchanged
+        because many models rely on it.
         """
         index, weights, is_low = self
         tokens, top_k = index.shape
@@ -225,7 +230,7 @@ class _Routes(NamedTuple):
     def _substitute(
         self, token: torch.Tensor, choice: torch.Tensor, scored: Scored, generator: torch.Generator
     ) -> torch.Tensor:
-        """Put a substitute in the place of each token's choice; returns the gaps between their scores."""
+        """Replace each token's choice by a substitute. Return the gaps between their scores."""
         index, weights, _ = self
         scores = scored.rule.choice(scored.scores)[token]
         most = min(_SUBSTITUTES, scores.shape[-1] - index.shape[-1])
@@ -233,7 +238,7 @@ class _Routes(NamedTuple):
         behind = scores.scatter(-1, index[token], float("-inf")).topk(max(1, most), -1)
         drawn = torch.randint(0, max(1, most), (len(token), 1), generator=generator).to(index.device)
         score, expert = (found.gather(-1, drawn)[:, 0] for found in behind)
-        is_there = score > float("-inf")  # else all have been chosen, or the others' groups are left out
+        is_there = score > float("-inf")  # otherwise all have been chosen, or the other groups are masked
         index[token[is_there], choice[is_there]] = expert[is_there]
         changed = token[is_there]
         weights[changed] = scored.rule.weights(scored.scores[changed], index[changed], weights.dtype)
@@ -242,10 +247,11 @@ class _Routes(NamedTuple):
 
 
 def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> list[float]:
-    """The divergences of every row but the first: nats from the first's distributions, summed over the window.
+    """Return, for every row but the first, the divergence in nats from the first row's distributions, summed over the
+    window.
 
-    Logits of all positions would be many times the rest of a pass, so they are made a few positions at a time, of what
-    the output head was given.
+    Logits of all positions would be much larger than the rest of a pass, so they are computed from the output head's
+    input, a few positions at a time.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     head = model.get_output_embeddings()
@@ -270,14 +276,14 @@ def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> li
             log_p = (head(piece).float() * scale).log_softmax(-1)
             exact = log_p[:1]
             short = exact - log_p[1:]
-            # the sum of p expm1(-short) is 0, and with it what log_softmax rounds counts by its square alone
+            # the sum of p expm1(-short) is 0; adding it makes rounding of log_softmax count by its square only
             total += (short.neg().expm1_().add_(short).mul_(exact.exp())).sum((1, 2), dtype=torch.float64).cpu()
     return total.tolist()
 
 
 def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
-    """The factor by which a model multiplies what its output head gives; raises `UnsupportedModelError` where it does
-    more."""
+    """Return the factor by which a model multiplies its output head's result. Raises `UnsupportedModelError` where it
+    does more."""
     scale = float((logits * of_head).sum() / of_head.square().sum().clamp_min(1e-30))
     error = float((logits - scale * of_head).norm() / logits.norm().clamp_min(1e-30))
     if error > _TOLERANCE:
@@ -289,7 +295,8 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
 
 
 def _priced(engine: Engine, shown: dict[RouteTrial, Shown], width: int, tokens: int) -> AnswerPrices:
-    """For every layer what a change of its output costs, and by how much each answer changes it."""
+    """Return the quality costs: for every layer, the cost of a change of its output times the change by each
+    resolution."""
     layers, errors, rounding = dict[int, LayerPrices](), dict[int, LayerPrices](), dict[int, float]()
     has_low = engine.config.has_low
     for layer in sorted(engine.store.layers):
@@ -310,7 +317,7 @@ def _change_per_unit(shown: Shown) -> float:
 
 
 def _factor(shown: Sequence[Shown], floor: float) -> tuple[float, float]:
-    """Nats above `floor` for each unit of squared change, none below zero, and the quotient's standard error."""
+    """Return (nats above `floor` per unit of squared change, at least 0; the standard error of this quotient)."""
     trials = [pair for each in shown for pair in zip(each.nats, each.changes, strict=True)]
     changes = max(sum(change for _, change in trials), _TINY)
     factor = sum(nats - floor for nats, _ in trials) / changes

@@ -1,4 +1,4 @@
-"""A text read by a model for the inputs of its experts, which packing in fewer bits can take into account."""
+"""Records the inputs of a model's experts on a text, which packing in fewer bits can take into account."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 LEAST_TOKENS = 1000
-"""Fewer say nothing of most experts."""
+"""The least number of tokens: fewer give no information on most experts."""
 
 
 def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list[int]:
-    """The first tokens of the documents, one behind the other. Raises `ConfigError` where they are too few."""
+    """Return the first `most` tokens of the concatenated documents. Raises `ConfigError` where they are too few."""
     ids = list(tokenizer("\n\n".join(documents))["input_ids"])[:most]
     if len(ids) < LEAST_TOKENS:
         raise ConfigError(
@@ -34,14 +34,14 @@ def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list
 
 
 def listen(model: PreTrainedModel, ids: Sequence[int], calibration: Calibration, tick: Callable[[int], None]) -> None:
-    """Let the model read `ids`, and keep what its experts are given; `tick` hears how many were read."""
+    """Let the model read `ids`, and record the experts' inputs; `tick` receives the number of tokens read."""
     engine: Engine = model.offload  # type: ignore[assignment]
     with engine.observed_by(_ExpertInputCollector(calibration)):
         read_through(model, ids, tick)
 
 
 class _ExpertInputCollector(StepObserver):
-    """Keeps what every layer's experts are given."""
+    """Records the inputs of every layer's experts."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration

@@ -1,4 +1,4 @@
-"""Which evictions take part in a tournament, each made as loading the model with it would make it."""
+"""The eviction policies that take part in a tournament, each made as loading the model with it would make it."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ from smoe.runtime.engine import Engine
 
 
 class Refused(NamedTuple):
-    """Why an entrant could not take part."""
+    """The reason why a candidate cannot take part."""
 
     why: str
     lacking: str = ""
-    """What is wrong with what it had to learn first; empty where it is something else."""
+    """What is missing that must be learned first; empty for other reasons."""
 
 
 def refused_by(error: Exception) -> Refused:
-    """The reason, as an error of loading gives it."""
+    """Return the reason in an error of loading."""
     cause = error.__cause__
     return Refused(str(error), str(cause) if isinstance(cause, NotLearnedError) else "")
 
 
 def evictions_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, EvictionSettings], dict[str, Refused]]:
-    """(what each eviction that can take part is made from, why the others cannot).
+    """Return (settings of each policy that can take part, reasons for the others).
 
-    `learned` goes by the estimate that was trained for the model, `multidimensional` by the weights that were fitted
-    for it, where there are any.
+    `learned` uses the estimate trained for the model, `multidimensional` the weights fitted for it, if there are any.
     """
     found: dict[str, EvictionSettings] = {}
     refused: dict[str, Refused] = {}
     for name in ONLINE_EVICTION:
         try:
             found[name] = _settings(name, model, spec)
-        except (SmoeError, OSError) as error:  # a folder that cannot be looked into costs those who need it their part
+        except (SmoeError, OSError) as error:  # an unreadable folder excludes the policies that need it
             refused[name] = refused_by(error)
     return found, refused
 
 
 def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionSettings:
-    """Raises `SmoeError` where the model, as it is loaded, cannot be served by this eviction."""
+    """Return the settings of a policy. Raises `SmoeError` where the loaded model cannot use it."""
     engine: Engine = model.offload  # type: ignore[assignment]
     place = Path(spec.config.name_or_path)
     usual = engine.config.eviction_settings._replace(name=name)

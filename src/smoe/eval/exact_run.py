@@ -1,8 +1,8 @@
-"""One exact greedy run after a prompt, stored so that draft models can be replayed against it; and what predictors
-without a draft model would have predicted for it.
+"""Records one exact greedy run after a prompt, with which draft models are compared later; and what predictors without
+a draft model would have predicted for it.
 
-    routed                 previous token, popularity: from what this router has chosen before
-    computed, layer l      next gates: what the routers of l+1, l+2, l+4 say of l's router input
+    routed                 previous token, popularity: from this router's earlier choices
+    computed, layer l      next gates: the routers of l+1, l+2, l+4 on l's router input
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from smoe.runtime.shadow import Greedy
 from smoe.runtime.step import Step
 
 AHEAD = (1, 2, 4)
-"""Layers between asking a gate and its own."""
+"""Distances in layers between a gate's input and its own layer."""
 SPARES = 4
-"""Experts named in addition to those a layer chooses, where it has so many."""
+"""The number of predicted experts in addition to a layer's top-k, where the layer has so many."""
 PREVIOUS, POPULAR, GATE, CORRECTED = "previous token", "popularity", "gate", "corrected gate"
 
 Tick = Callable[[int], None]
 
 
 def ahead(name: str, depth: int) -> str:
-    """What a gate that is asked so many layers before its own is called."""
+    """Return the name of a gate that predicts `depth` layers ahead."""
     return f"{name} {depth} ahead"
 
 
 @dataclass(frozen=True)
 class ExactRun:
-    """What the model did after one prompt."""
+    """The recorded run of the model after one prompt."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """[n] what it decoded: the inputs of its steps after the prompt."""
+    """[n] decoded tokens, the inputs of the steps after the prompt."""
     chosen: np.ndarray
-    """[n, L, K] what its routers chose, `NO_EXPERT` beyond a layer's own K."""
+    """[n, L, K] the routers' choices, with `NO_EXPERT` beyond a layer's own K."""
     named: dict[str, np.ndarray]
-    """[n, L, K + spares] each predictor's prediction, best first; `NO_EXPERT` where it has none."""
+    """[n, L, K + spares] each predictor's predictions, best first; `NO_EXPERT` where it has none."""
     cache: RowCache
-    """Keys and values of all positions, until the model begins another text."""
+    """The keys and values of all positions, valid until the model begins another text."""
 
 
 class RunListener(StepObserver):
-    """Hears one run: keeps the routers' choices and asks the predictors."""
+    """Observes one run: records the routers' choices and runs the predictors."""
 
     def __init__(self, model: PreTrainedModel, spec: LibrarySpec, rules: dict[int, ScoringRule]) -> None:
         self.layers = routed_layers(spec)
         self.refused: dict[str, str] = {}
-        """Predictors that could not be asked, and why."""
+        """Predictors that could not be used, with the reasons."""
         self._rules = rules
         self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
         self._wide = max(layer.top_k for layer in self.layers)
         self._counts = [np.zeros(layer.experts, dtype=np.int64) for layer in self.layers]
-        """Uses of every expert in all observations so far: popularity as known at this token."""
+        """The uses of every expert so far, from which popularity is predicted."""
         self._last: dict[int, np.ndarray] = {}
-        """[K] by place: what the layer chose for the token before."""
+        """[K] each layer's choice for the token before, by place."""
         self._gates, self._corrected = self._asked(model, spec)
         asked = [name for name, gates in ((GATE, self._gates), (CORRECTED, self._corrected)) if gates is not None]
         depths = [depth for depth in AHEAD if depth < len(self.layers)]
@@ -81,13 +81,13 @@ class RunListener(StepObserver):
         self.begin()
 
     def begin(self) -> None:
-        """Another text is about to be read."""
+        """Prepare for another text."""
         self._is_reading = True
         self._chosen: list[np.ndarray] = []
         self._named: list[dict[str, np.ndarray]] = []
 
     def next_token(self) -> None:
-        """The prompt has been read, or a token decoded, and another one is about to be."""
+        """Prepare for the next decoded token, after the prompt or the last token."""
         self._is_reading = False
         self._chosen.append(self._no_experts(self._wide))
         self._named.append({name: self._no_experts(self._wide + SPARES) for name in self.predictors})
@@ -119,12 +119,12 @@ class RunListener(StepObserver):
                 self._say(ahead(CORRECTED, depth), after, self._best(after, better))
 
     def run(self, prompt: Sequence[int], tokens: Sequence[int], cache: RowCache) -> ExactRun:
-        """Observations since `begin`."""
+        """Return what was recorded since `begin`."""
         named = {name: np.stack([names[name] for names in self._named]) for name in self.predictors}
         return ExactRun(tuple(prompt), tuple(tokens), np.stack(self._chosen), named, cache)
 
     def _asked(self, model: PreTrainedModel, spec: LibrarySpec) -> tuple[StackedGates | None, CorrectedGates | None]:
-        """The predictors by routers that this model can have."""
+        """Return the predictors by routers that this model supports."""
         subject = PredictorInputs(model, spec, self._rules, PREFETCH_WHAT[0], max(AHEAD))
         self._learned: Container[tuple[int, int]] = ()
         gates = corrected = None
@@ -143,7 +143,7 @@ class RunListener(StepObserver):
         return gates, corrected
 
     def _best(self, place: int, logits: torch.Tensor) -> np.ndarray:
-        """The best experts by a router with these logits [1, E]."""
+        """Return the best experts by a router with these logits [1, E]."""
         layer = self.layers[place]
         rule = self._rules[layer.layer]
         most = min(layer.top_k + SPARES, layer.experts)
@@ -158,9 +158,10 @@ class RunListener(StepObserver):
 
 
 def record(text: Greedy, listener: RunListener, prompt: Sequence[int], tokens: int, tick: Tick) -> ExactRun | None:
-    """Let the model behind `text`, observed by `listener`, continue a prompt: by at most `tokens`, or to an end token.
+    """Let the model of `text`, observed by `listener`, continue a prompt by at most `tokens` tokens, or to an end
+    token.
 
-    `tick` hears of every token. None where the prompt is all there is.
+    `tick` is called for every token. Return None where the first new token is an end token.
     """
     ends, decoded = _end_tokens(text.model), list[int]()
     listener.begin()

@@ -1,8 +1,8 @@
-"""Tasks of the Language Model Evaluation Harness (`lm_eval`), answered token by token.
+"""Runs tasks of the Language Model Evaluation Harness (`lm_eval`) token by token.
 
-The harness would feed contexts and answers in wide batches, in which every expert comes in and none is replaced. Here
-its requests are answered as in generation, so that a threshold costs what it costs its users. Needs `lm_eval`, which is
-optional: `pip install 'smoe[lm-eval]'`. Tasks bring their own data, which the harness downloads.
+The harness would process contexts and answers in wide batches, in which every expert is loaded and none is replaced.
+Here its requests are processed as in generation, so that a threshold has the effect that users see. Needs the optional
+package `lm_eval`: `pip install 'smoe[lm-eval]'`. The harness downloads the tasks' data.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smoe.eval.questions import Reader, Tick, answer
 from smoe.generation.choices import end_tokens
 
 _METRICS = ("exact_match", "acc", "em")
-"""Those that say of a single answer whether it is right; the first that a task has."""
+"""Metrics that tell whether a single answer is right; the first that a task has is used."""
 _ANSWER_TOKENS = 256
 
 
 class StepwiseLM(LM):  # type: ignore[misc]
-    """The harness's view of a model: log likelihoods and continuations of its requests."""
+    """The harness's interface to a model: log likelihoods and continuations of its requests."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> None:
         super().__init__()
@@ -41,12 +41,13 @@ class StepwiseLM(LM):  # type: ignore[misc]
         return [reader.likelihood(context or start, continuation) for context, continuation in _arguments(requests)]
 
     def _end(self) -> str:
-        """The end token's text where the tokenizer names none: what stands before a text that begins with nothing."""
+        """Return the end token's text, which starts an empty context where the tokenizer names no start token."""
         ends = sorted(end_tokens(self._model, self._tokenizer))
         return str(self._tokenizer.decode(ends[:1]))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Text beyond the context is cut into pieces, each predicted from its own first token on."""
+        """Return log likelihoods of whole texts; a text longer than the context is divided into pieces, each predicted
+        from its own first token on."""
         reader = Reader(self._model, self._tokenizer, self._tick)
         most = self._model.offload.context_tokens  # type: ignore[union-attr]
         found = []
@@ -68,10 +69,10 @@ class StepwiseLM(LM):  # type: ignore[misc]
 
 
 class Harness:
-    """An exam made of the harness's tasks, at most `most` questions of each."""
+    """An exam of the harness's tasks, with at most `most` questions of each."""
 
     def __init__(self, tasks: Sequence[str], folder: Path | None, most: int) -> None:
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm_eval warns of every default of a task
         self._tasks = list(tasks)
         self._most = most
         self._manager = TaskManager(include_path=str(folder) if folder is not None else None)
@@ -81,7 +82,7 @@ class Harness:
             raise ConfigError(message, setting="tasks", given=unknown[0], allowed="tasks that lm_eval ls tasks lists")
 
     def __call__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> list[bool]:
-        """For each question, task after task, whether it was answered rightly."""
+        """Return for each question, task after task, whether the answer was right."""
         found = simple_evaluate(
             StepwiseLM(model, tokenizer, tick),
             tasks=self._tasks,

@@ -1,10 +1,10 @@
-"""Learning the corrections of a model's routers from a text that it reads, and judging them on the rest of that text.
+"""Learns corrections of a model's routers from a text that it reads, and measures them on the rest of that text.
 
-    | 80 % of the tokens: regression | 10 %: how sure guesses are | 10 %: judged |
+    | 80 % of the tokens: regression | 10 %: confidence | 10 %: measured |
 
-What a router is given depends on the text alone, so the text is read as prompts are, in pieces as long as the context.
-All inputs of the routers are stored meanwhile: layers x tokens x hidden size, in the model's dtype. The same
-text gives the same corrections; nothing is drawn by chance.
+A router's input depends on the text only, so the text is read as prompts are, in pieces as long as the context. All
+inputs of the routers are stored meanwhile: layers x tokens x hidden size, in the model's dtype. Equal texts give equal
+corrections; nothing is random.
 """
 
 from __future__ import annotations
@@ -37,52 +37,52 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 LEAST_TOKENS = 500
-"""Fewer teach nothing: the corrections guess worse than the routers alone."""
+"""The least number of tokens: with fewer, the corrections predict worse than the routers alone."""
 _FITTED, _CALIBRATED = 0.8, 0.9
-"""Where the parts of the text end."""
+"""The ends of the first two parts of the text, as shares."""
 _TIMED = 40
-"""Predictions of every layer that are timed."""
+"""The number of timed predictions of every layer."""
 
 
 class Judged(NamedTuple):
-    """Guesses so many layers ahead, on the last tenth of the text, means over the layers."""
+    """The results of predictions `distance` layers ahead, on the last tenth of the text; means over the layers."""
 
     distance: int
     next_gate: float
-    """Share of the experts chosen that the later router names on this layer's input."""
+    """The share of the chosen experts that the later router predicts from this layer's input."""
     corrected: float
-    """The same, corrected; as many guesses as are chosen."""
+    """The same with the correction; as many predictions as chosen experts."""
     precision: float
-    """Share that is right of the corrected guesses that are worth a load."""
+    """The share of right ones among the corrected predictions that are worth a load."""
     recall: float
-    """Share of the experts chosen that these are."""
+    """The share of the chosen experts that are among these predictions."""
 
 
 @dataclass(frozen=True)
 class FittedCorrections:
-    """What a text has taught."""
+    """The corrections learned from a text, with their results."""
 
     corrections: Mapping[tuple[int, int], Correction]
-    """Corrections by (the layer of the input, the predicted layer), in the model's dtype."""
+    """Corrections by (layer of the input, predicted layer), in the model's dtype."""
     judged: tuple[Judged, ...]
     """Results by distance, the nearest first."""
     tokens: int
-    """Read, all parts together."""
+    """The number of tokens read, all parts together."""
     seconds_per_layer: float
-    """The median of what the next layer's prediction takes for one token, ranking included."""
+    """The median seconds of a prediction of the next layer for one token, including ranking."""
 
 
 class Inputs(NamedTuple):
-    """What one layer's router was given and chose, token by token."""
+    """The inputs and choices of one layer's router, token by token."""
 
     hidden: torch.Tensor
-    """[T, H]"""
+    """[T, H] router inputs"""
     top_k_index: torch.Tensor
-    """[T, K]"""
+    """[T, K] chosen experts"""
 
 
 def pairs_of(spec: ModelSpec) -> list[tuple[int, int]]:
-    """All pairs of layers that are learned: asked at, asked for."""
+    """Return all pairs (layer of the input, predicted layer) that are learned."""
     layers = [site.layer for site in spec.sites]
     return [(layer, after) for n, layer in enumerate(layers, 1) for after in layers[n : n + MOST_CORRECTED_LAYERS]]
 
@@ -94,10 +94,10 @@ def learn(
     on_read: Callable[[int], None],
     on_fitted: Callable[[int], None],
 ) -> FittedCorrections:
-    """Read `ids` and learn; `on_read` hears how many tokens were read, `on_fitted` how many pairs of layers are done.
+    """Read `ids` and learn; `on_read` receives the number of tokens read, `on_fitted` that of finished pairs of layers.
 
-    Raises `ConfigError` where the text is too short, and `UnsupportedModelError` where a router is no plain product.
-    The model's routers must be observed (`EngineConfig.needs_scores`).
+    Raises `ConfigError` for a short text, and `UnsupportedModelError` for a router that is not a plain product. The
+    model's routers must be observed (`EngineConfig.needs_scores`).
     """
     check_enough(len(ids))
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -128,14 +128,14 @@ def learn(
 
 
 def check_enough(tokens: int) -> None:
-    """Raise `ConfigError` for a text that teaches nothing."""
+    """Raise `ConfigError` for a text that is too short."""
     if tokens < LEAST_TOKENS:
         purpose = "to learn what layers do to their routers' input, better some thousands"
         raise ConfigError.too_few_tokens("text", tokens, LEAST_TOKENS, purpose)
 
 
 class _Pair:
-    """Two layers: what is known at the one, and what the other's router then chose."""
+    """Two layers: the inputs at the first, and the choices of the second's router."""
 
     def __init__(
         self, hidden: torch.Tensor, later: Inputs, has_before: torch.Tensor, matrix: RouterMatrix, rule: ScoringRule
@@ -154,7 +154,7 @@ class _Pair:
         self._judged = slice(int(_CALIBRATED * tokens), tokens)
 
     def learned(self) -> Correction:
-        """Learn corrections from the first part of the text, and their confidence from the second."""
+        """Learn the correction from the first part of the text, and its confidence from the second."""
         of = self._fitted
         known = (self._hidden[of].cpu(), self._before[of].cpu(), self._has_before[of].cpu())
         correction = fitted(*known, self._logits[of].cpu(), self._matrix.weight.cpu())
@@ -163,7 +163,7 @@ class _Pair:
         return with_confidence(correction, margin, self._chosen(of).cpu())
 
     def judged(self, correction: Correction, distance: int) -> Judged:
-        """Results on the last part of the text."""
+        """Return the results on the last part of the text."""
         of = self._judged
         wanted = self._chosen(of)
         guessed = self._guessed(correction, of)
@@ -179,7 +179,7 @@ class _Pair:
         )
 
     def _guessed(self, correction: Correction, of: slice) -> torch.Tensor:
-        """[T, E] logits, with the token before where there is one, as in a running sequence."""
+        """Return [T, E] predicted logits, using the token before where there is one, as in a running sequence."""
         hidden = self._hidden[of]
         correction = correction.to(hidden.device, correction.weight.dtype)
         hidden = hidden.to(correction.weight.dtype)
@@ -190,13 +190,13 @@ class _Pair:
         return margins(self._rule, self._index.shape[1], logits)
 
     def _chosen(self, of: slice) -> torch.Tensor:
-        """[T, E]: whether each expert was chosen."""
+        """Return [T, E], whether each expert was chosen."""
         wanted = torch.zeros(len(self._index[of]), self._logits.shape[1], dtype=torch.bool, device=self._index.device)
         return wanted.scatter_(1, self._index[of].long(), True)
 
 
 class _RouterInputCollector(StepObserver):
-    """Keeps what every layer's router was given and chose."""
+    """Records the inputs and choices of every layer's router."""
 
     def __init__(self) -> None:
         self.hidden: dict[int, list[torch.Tensor]] = {}
@@ -208,13 +208,13 @@ class _RouterInputCollector(StepObserver):
 
 
 def _mean(of: Sequence[Judged]) -> Judged:
-    """The mean of the layers at one distance."""
+    """Return the mean over the layers at one distance."""
     return Judged(of[0].distance, *(sum(values) / len(of) for values in list(zip(*of, strict=True))[1:]))
 
 
 def _seconds_per_layer(subject: PredictorInputs, last: Mapping[int, Inputs]) -> float:
-    """The median time of a prediction one layer ahead, of one row, on one thread as while decoding; what it keeps of
-    every token included."""
+    """Return the median seconds of a prediction one layer ahead for one row, on one thread as in decoding, including
+    the storage of the token's inputs."""
     predictor = PREDICTORS.find("corrected-gates").make(subject)
     assert predictor is not None
     experts, seconds = {site.layer: site.experts for site in subject.spec.sites}, []

@@ -1,4 +1,4 @@
-"""The confidence interval of a difference that was measured on the same blocks of text, or the same questions."""
+"""Confidence intervals of differences measured on the same blocks of text, or the same questions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Change:
-    """A difference from alpha 0 with its interval of 95 %."""
+    """A difference from alpha 0, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -21,9 +21,9 @@ class Change:
 
 
 def bootstrapped(statistic: Callable[[np.ndarray], float], count: int) -> Change:
-    """`statistic` of all `count` samples, and its quantiles over samples drawn with replacement (seeded).
+    """Return `statistic` of all `count` samples, with quantiles over samples drawn with replacement (seeded).
 
-    `statistic` is given indices [count] of samples; both sides of a pair are drawn together.
+    `statistic` gets indices [count] of samples; both sides of a pair are drawn together.
     """
     generator = np.random.default_rng(0)
     drawn = [statistic(generator.integers(0, count, count)) for _ in range(RESAMPLES)]

@@ -1,6 +1,6 @@
-"""The price of a threshold, or of fewer bits: quality lost for time won, with confidence, resumable.
+"""The quality cost and gain of time of thresholds or lower precisions, with confidence intervals; resumable.
 
-Every one is compared with the model itself on the same tokens, so the noise of the text cancels; the interval comes
+Every setting is compared with the model itself on the same tokens, so the noise of the text cancels. The interval comes
 from resampling blocks of tokens (and questions) together for both.
 """
 
@@ -26,35 +26,35 @@ from smoe.whole_file import whole_file
 _log = logging.getLogger(__name__)
 
 _LEAST_SAMPLES = 10
-"""Blocks of tokens, or questions: fewer say nothing about the uncertainty."""
+"""The fewest blocks of tokens, or questions, for a confidence interval."""
 
 RESULTS = "quality.json"
-"""The file that has what was measured, after the first threshold; next to it are the exact model's distributions."""
+"""The file with the results, written after every threshold; next to it are the exact model's distributions."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """One line of the table."""
+    """One row of the table: a setting's figures compared with the model itself."""
 
     quality: Quality
     perplexity: Change
-    """Relative: 0.01 is one per cent more; of alpha 0 itself, nothing."""
+    """The relative change of the perplexity: 0.01 is one per cent more."""
     accuracy: Change | None
-    """Absolute: -0.01 is one point less; None without questions."""
+    """The absolute change of the accuracy: -0.01 is one point less; None without questions."""
 
     @property
     def is_base(self) -> bool:
-        """Whether this is what all others are compared with: an interval against itself says nothing."""
+        """Whether this is the setting with which all others are compared, so that an interval is meaningless."""
         return self.quality.is_base
 
     @property
     def has_enough_tokens(self) -> bool:
-        """Whether the interval of the perplexity says anything."""
+        """Whether there are enough tokens for the perplexity's interval."""
         return len(self.quality.block_nats) >= _LEAST_SAMPLES
 
     @property
     def has_enough_questions(self) -> bool:
-        """Whether the interval of the accuracy says anything."""
+        """Whether there are enough questions for the accuracy's interval."""
         return len(self.quality.right) >= _LEAST_SAMPLES
 
     def as_json(self) -> dict[str, Any]:
@@ -94,10 +94,10 @@ def sweep(
     circumstances: dict[str, Any],
     on_alpha: Callable[[float], Tick],
 ) -> list[Price]:
-    """Measure every threshold, 0 first; what `folder` holds from an earlier run in the same circumstances is used.
+    """Measure every threshold, 0 first; results in `folder` of an earlier run with equal circumstances are used.
 
-    Of a model with anything in fewer bits (experts, activations, what comes for missing ones), every threshold is
-    compared with the model itself, which must have been measured into `folder` before.
+    For a model with low precision (experts, activations, low copies), every threshold is compared with the model
+    itself, which must have been measured into `folder` before.
     """
     config: EngineConfig = model.offload.config  # type: ignore[union-attr,assignment]
     numbers = numbers_of(config)
@@ -120,28 +120,29 @@ def sweep(
 
 
 def largest_within(prices: Sequence[Price], allowed: float) -> Price:
-    """The price of the largest alpha whose perplexity, at the upper bound, has risen by no more than `allowed`.
+    """Return the price of the largest alpha whose perplexity, at the interval's upper bound, has risen by at most
+    `allowed`.
 
-    `prices` has alpha 0 among them, which costs nothing.
+    `prices` must include alpha 0, which costs nothing.
     """
     return max((p for p in prices if p.perplexity.high <= allowed), key=lambda price: price.quality.alpha)
 
 
 def price_of(quality: Quality, base: Quality) -> Price:
-    """`quality` against `base` (the model itself), measured on the same tokens and questions."""
+    """Compare `quality` with `base` (the model itself), measured on the same tokens and questions."""
     counts = np.array(base.block_tokens, dtype=float)
     nats = np.array(quality.block_nats) - np.array(base.block_nats)
     perplexity = bootstrapped(lambda rows: float(np.expm1(nats[rows].sum() / counts[rows].sum())), len(nats))
     if not base.right:
         return Price(quality, perplexity, None)
     right = np.array(quality.right, dtype=float) - np.array(base.right, dtype=float)
-    if quality is not base and not right.any():  # what has not happened in n trials may have a chance of 3 in n
+    if quality is not base and not right.any():  # unobserved in n trials: up to 3 / n
         return Price(quality, perplexity, Change(0.0, max(-1.0, -3 / len(right)), min(1.0, 3 / len(right))))
     return Price(quality, perplexity, bootstrapped(lambda rows: float(right[rows].mean()), len(right)))
 
 
 class _Results:
-    """What has been measured, on disk after every threshold."""
+    """The results so far, stored on disk after every threshold."""
 
     def __init__(self, path: Path, circumstances: dict[str, Any]) -> None:
         self._path = path
@@ -163,7 +164,7 @@ class _Results:
 
     @property
     def base(self) -> Quality | None:
-        """The model itself."""
+        """The figures of the model itself; None where it has not been measured."""
         return self.get(EXACT, 0.0)
 
     def get(self, numbers: Numbers, alpha: float) -> Quality | None:

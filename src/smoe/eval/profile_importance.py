@@ -1,4 +1,4 @@
-"""How important the choices of a text's tokens are: what thresholds of importance are taken from."""
+"""Profiles the importance of the choices of a text's tokens, from which importance thresholds are computed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 LEAST_TOKENS = 100
-"""Fewer say little: a layer's choices of a hundred tokens are some hundreds."""
+"""The least number of tokens: a layer has some hundred choices for a hundred tokens."""
 
 
 def profile_reading(
     model: PreTrainedModel, ids: Sequence[int], text: str, tick: Callable[[int], None]
 ) -> ImportanceProfile:
-    """The profile of a text that the model reads; `tick` hears how many tokens were read.
+    """Return the profile of a text that the model reads; `tick` receives the number of tokens read.
 
-    In pieces as long as the context: what a router says of a token depends on the text alone. Raises `ConfigError`
-    where the text is too short.
+    The text is read in pieces as long as the context, because a router's output depends on the text only. Raises
+    `ConfigError` for a short text.
     """
     check_enough(len(ids), "text")
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -36,8 +36,8 @@ def profile_reading(
 
 
 def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfile:
-    """The profile of a recorded run, prompts included; `routings` must have weights. Raises `ConfigError` where it is
-    too short."""
+    """Return the profile of a recorded run, including prompts; `routings` must have weights. Raises `ConfigError` for a
+    short run."""
     values, tokens = list[float](), dict[int, int]()
     for routing in routings:
         assert routing.weights is not None
@@ -51,13 +51,13 @@ def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfil
 
 
 def check_enough(tokens: int, setting: str) -> None:
-    """Raise `ConfigError` for a text, or a trace, that says too little."""
+    """Raise `ConfigError` for a text, or a trace, that is too short."""
     if tokens < LEAST_TOKENS:
         raise ConfigError.too_few_tokens(setting, tokens, LEAST_TOKENS, "to know how important choices are")
 
 
 class _ImportanceCollector(StepObserver):
-    """Keeps the unimportance of every choice."""
+    """Records the unimportance of every choice."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

@@ -1,12 +1,12 @@
 """Questions with known answers: read from lines of JSON, asked token by token, scored.
 
-How a question is asked and scored is its `format`:
+A question's `format` determines how it is asked and scored:
 
     short      prompt                                the first line is one of the answers
-    letter     prompt, options inside                the first lone capital letter
+    letter     prompt, options inside                the first single capital letter
     number     prompt                                the last number of the output
     choice     prompt, then each of the choices      the likeliest choice
-    cloze      the same; or the `suffix` after each  the likeliest per character; or the suffix likeliest
+    cloze      the same; or the `suffix` after each  the likeliest per character; or the likeliest suffix
 
 Nothing of a data set is ever executed, so `code` cannot be scored here.
 """
@@ -31,41 +31,42 @@ from smoe.models.files import DEMO_FOLDER
 from smoe.models.kv_cache import RowCache
 
 Tick = Callable[[int], None]
-"""Hears how many tokens have been done."""
+"""A function that receives the number of tokens done."""
 
 FORMATS = ("short", "letter", "number", "choice", "cloze")
 _SETTING = "questions"
-"""What the file is given for."""
+"""The setting for which the file is given."""
 _ANSWER_TOKENS = {"short": 12, "letter": 12, "number": 256}
 _LEAST_ANSWER_TOKENS = 12
-"""Room in the context without which a question is not asked."""
+"""The least room in the context for an answer, in tokens."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt whose right answer is known."""
+    """A prompt with a known right answer."""
 
     prompt: str
     answers: tuple[str, ...]
-    """Each of them is right; with choices, the letter of the right one (A is the first)."""
+    """All right answers; with choices, the letter of the right one (A is the first)."""
     format: str = "short"
     choices: tuple[str, ...] = ()
     suffix: str = ""
-    """What follows a choice, where that is scored instead of the choice."""
+    """Text after a choice, which is scored instead of the choice, if given."""
 
     @property
     def longest(self) -> str:
-        """The most text that asking feeds to the model, answers of its own aside."""
+        """The longest text that the model reads for this question, without its own answer."""
         endings = [f" {choice}{self.suffix}" for choice in self.choices]
         return self.prompt + max(endings, key=len, default="")
 
 
 def read_questions(path: Path | None) -> list[Question]:
-    """Questions of a `.jsonl` file with `prompt`, `answer` and where needed `format`, `choices`, `suffix`, `aliases`.
+    """Return the questions of a `.jsonl` file with `prompt`, `answer` and where needed `format`, `choices`, `suffix`,
+    `aliases`.
 
-    None: the demo's. Lines without an answer are left out.
+    `path`: None: the demo's questions. Lines without an answer are skipped.
     """
     path = path or DEMO_FOLDER / "questions.jsonl"
     found = [_question(record, path) for record in records(path, _SETTING) if record.get("answer") is not None]
@@ -92,7 +93,7 @@ def _question(record: dict[str, Any], path: Path) -> Question:
 
 
 class Questions:
-    """An exam of questions one after the other."""
+    """An exam that asks questions one after the other."""
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self._questions = questions
@@ -102,7 +103,7 @@ class Questions:
 
 
 def fitting(questions: Sequence[Question], tokenizer: Any, context_tokens: int) -> list[Question]:
-    """Those that leave room for an answer in the context."""
+    """Return the questions that leave room for an answer in the context."""
 
     def needed(question: Question) -> int:
         return len(tokenizer(question.longest)["input_ids"]) + (0 if question.choices else _LEAST_ANSWER_TOKENS)
@@ -111,7 +112,7 @@ def fitting(questions: Sequence[Question], tokenizer: Any, context_tokens: int) 
 
 
 def ask(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) -> bool:
-    """Whether the model's answer is right."""
+    """Return whether the model's answer to a question is right."""
     if question.choices:
         return string.ascii_uppercase[_choose(model, tokenizer, question, tick)] == question.answers[0]
     end = "\n\n" if question.format == "number" else "\n"
@@ -120,9 +121,9 @@ def ask(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) 
 
 
 def is_right(text: str, question: Question) -> bool:
-    """Whether a model's reply is right.
+    """Return whether a model's reply is right.
 
-    A short one but for case, punctuation and articles, on its first line.
+    A short reply must match on its first line, except for case, punctuation and articles.
     """
     if question.format == "number":
         numbers = [_value(found) for found in _NUMBER.findall(text)]
@@ -144,7 +145,8 @@ def _normal(reply: str) -> str:
 
 
 def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops: Sequence[str], tick: Tick) -> str:
-    """The greedy continuation, at most `most` tokens, until one of `stops` comes after its first word.
+    """Return the greedy continuation of at most `most` tokens, which ends when one of `stops` comes after its first
+    word.
 
     Raises `ContextError` for a prompt that fills the context.
     """
@@ -173,7 +175,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
 
 
 def _choose(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) -> int:
-    """The number of the likeliest choice."""
+    """Return the number of the likeliest choice."""
     scores = []
     reader = Reader(model, tokenizer, tick)
     for choice in question.choices:
@@ -186,7 +188,7 @@ def _choose(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Ti
 
 
 class Reader:
-    """Log likelihoods of continuations, token by token; what two contexts have in common is read once."""
+    """Computes log likelihoods of continuations, token by token; the common beginning of two contexts is read once."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> None:
         self._model = model
@@ -194,19 +196,19 @@ class Reader:
         self._tick = tick
         self._cache: RowCache = model.offload.new_cache()  # type: ignore[operator]
         self._read: list[int] = []
-        """What the cache holds."""
+        """The tokens in the cache."""
         self._last_scores: tuple[int, torch.Tensor] = (0, torch.empty(0))
-        """So many tokens of it, and the log probabilities [V] of what follows them."""
+        """A number of tokens in the cache, and the log probabilities [V] of the next token after them."""
 
     def likelihood(self, context: str, continuation: str) -> tuple[float, bool]:
-        """(log probability of `continuation` after `context`, whether every token of it was the likeliest)"""
+        """Return (log probability of `continuation` after `context`, whether each of its tokens was the likeliest)."""
         before, whole = self._ids(context), self._ids(context + continuation)
-        if whole[: len(before)] != before or len(whole) == len(before):  # where a token spans the border
+        if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
             whole = before + self._tokenizer(continuation, add_special_tokens=False)["input_ids"]
         return self.likelihood_of(before or whole[:1], whole[len(before) or 1 :])
 
     def likelihood_of(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
-        """The same for tokens; `before` has at least one."""
+        """Do the same for tokens; `before` must have at least one."""
         nats, is_likeliest = 0.0, True
         log_p = self._after(before)
         for token, following in zip(after, [*after[1:], None], strict=True):
@@ -220,7 +222,8 @@ class Reader:
         return list(self._tokenizer(text)["input_ids"]) if text else []
 
     def _after(self, before: Sequence[int]) -> torch.Tensor:
-        """Log probabilities [V] of what follows these tokens, which alone are in the cache then."""
+        """Return log probabilities [V] of the next token after `before`; the cache then contains exactly these
+        tokens."""
         pairs = enumerate(zip(before, self._read, strict=False))
         shared = next((n for n, (wanted, had) in pairs if wanted != had), min(len(before), len(self._read)))
         if not self._cache.can_rewind and shared < len(self._read):
@@ -239,7 +242,7 @@ class Reader:
             del self._read[length:]
 
     def _feed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Log probabilities [V] of what follows the last of `ids`."""
+        """Read `ids`. Return log probabilities [V] of the next token."""
         last = torch.empty(0)
         for token, (logits, _) in zip(ids, forced(self._model, ids, self._cache), strict=True):
             self._read.append(token)

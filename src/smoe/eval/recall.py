@@ -1,8 +1,9 @@
-"""How often the experts that were named are those that were chosen: recall by OD-MoE's equations 2 and 3, and more.
+"""The recall of predicted experts by OD-MoE's equations 2 and 3, and further measures.
 
-    Q prompts, N tokens, L layers, k chosen of each; c(q, n, l) of them were named; A(q, n): there is such a token
+    Q prompts, N tokens, L layers, k experts chosen in each
+    c(q, n, l): how many of them were predicted; A(q, n): whether prompt q has a token n
 
-*Whole layer* is the share of layers of which all k were named: one that is missing stalls a layer as several do.
+*Whole layer* is the share of layers with all k experts predicted: one missing expert delays a layer as several do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _DIGITS = 6
 
 
 def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:
-    """Equation 2: recall(n) [N] for c [Q, N, L], A [Q, N] and `wanted` = k L; NaN where no prompt has a token n."""
+    """Return equation 2: recall(n) [N] for c [Q, N, L], A [Q, N] and `wanted` = k L; NaN where no prompt has a token
+    n."""
     counted = exists.sum(axis=0) * wanted
     found = (right * exists[..., None]).sum(axis=(0, 2))
     share: np.ndarray = np.divide(found, counted, out=np.full(len(counted), np.nan), where=counted > 0)
@@ -28,14 +30,14 @@ def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:
 
 
 def overall(right: np.ndarray, exists: np.ndarray, wanted: int) -> float:
-    """Equation 3: recall over all tokens, for c [Q, N, L], A [Q, N] and `wanted` = k L."""
+    """Return equation 3: recall over all tokens, for c [Q, N, L], A [Q, N] and `wanted` = k L."""
     return float((right * exists[..., None]).sum() / (wanted * exists.sum()))
 
 
 def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """c [N, L]: how many of `chosen` [N, L, K] are among the first `most` [L] of `named` [N, L, M].
+    """Return c [N, L]: how many of `chosen` [N, L, K] are among the first `most` [L] of `named` [N, L, M].
 
-    `NO_EXPERT` in either is no expert. No expert is named twice.
+    `NO_EXPERT` in either counts as no expert. No expert may be predicted twice.
     """
     is_real = (np.arange(named.shape[-1]) < most[:, None]) & (named != NO_EXPERT)  # [N, L, M]
     hit = (named[..., :, None] == chosen[..., None, :]).any(axis=-1) & is_real
@@ -45,37 +47,37 @@ def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.n
 
 @dataclass(frozen=True)
 class Recall:
-    """How one guesser did."""
+    """The results of one predictor."""
 
     right: np.ndarray
-    """[S + 1, Q, N, L] c of equations 2 and 3, with 0 to S experts named in addition to those the layer chooses."""
+    """[S + 1, Q, N, L] c of equations 2 and 3, with 0 to S experts predicted beyond the layer's top-k."""
     exists: np.ndarray
     """[Q, N] A of equations 2 and 3."""
     top_k: np.ndarray
-    """[L]"""
+    """[L] the experts that each layer chooses."""
     guessed: np.ndarray
     """[L], True for layers with a prediction; the others do not count."""
     has_spares: bool
-    """False of a guesser that can name no more than a layer chooses."""
+    """False for a predictor that cannot predict more than a layer's top-k."""
 
     @property
     def overall(self) -> float:
-        """Equation 3."""
+        """The recall by equation 3."""
         return self.overall_by_spares[0]
 
     @property
     def whole_layer(self) -> float:
-        """Share of tokens and layers all of whose experts were named."""
+        """The share of tokens and layers whose experts were all predicted."""
         return self.whole_layer_by_spares[0]
 
     @property
     def overall_by_spares(self) -> list[float]:
-        """Equation 3 with 0, 1, ... S more experts named."""
+        """The recall by equation 3 with 0, 1, ... S more experts predicted."""
         return [overall(right[..., self.guessed], self.exists, self._wanted) for right in self._rights]
 
     @property
     def whole_layer_by_spares(self) -> list[float]:
-        """`whole_layer` with 0, 1, ... S more experts named."""
+        """`whole_layer` with 0, 1, ... S more experts predicted."""
         pairs = self.exists.sum() * self.guessed.sum()
         return [
             float(((right == self.top_k)[..., self.guessed] * self.exists[..., None]).sum() / pairs)
@@ -84,12 +86,12 @@ class Recall:
 
     @property
     def by_token(self) -> np.ndarray:
-        """Equation 2: [N]."""
+        """[N] the recall by equation 2."""
         return by_token(self.right[0][..., self.guessed], self.exists, self._wanted)
 
     @property
     def by_layer(self) -> list[float | None]:
-        """[L]; None for layers without predictions."""
+        """[L] the recall of each layer; None for layers without predictions."""
         counted = self.exists.sum() * self.top_k
         found = (self.right[0] * self.exists[..., None]).sum(axis=(0, 1))
         return [
@@ -98,7 +100,7 @@ class Recall:
 
     @property
     def by_prompt(self) -> list[float]:
-        """Equation 3 for every prompt: how far they lie apart."""
+        """The recall by equation 3 for every prompt, which shows the variation."""
         return [
             overall(right[None][..., self.guessed], exists[None], self._wanted)
             for right, exists in zip(self.right[0], self.exists, strict=True)
@@ -126,10 +128,10 @@ class Recall:
 
 
 class Tally:
-    """Takes in what was named, prompt by prompt."""
+    """Collects predictions prompt by prompt."""
 
     def __init__(self, top_k: Sequence[int], tokens: int, spares: int) -> None:
-        """`top_k` of every layer; `tokens`: N, of a prompt at most; `spares`: S."""
+        """`top_k`: of every layer; `tokens`: N, the most of a prompt; `spares`: S."""
         self._top_k = np.array(top_k)
         self._tokens = tokens
         self._spares = spares
@@ -139,9 +141,10 @@ class Tally:
         self._has_spares = False
 
     def add(self, chosen: np.ndarray, named: np.ndarray) -> None:
-        """The next prompt: what was `chosen` [n, L, K] and `named`, best first [n, L, K + S]; `NO_EXPERT` fills up.
+        """Add the next prompt: the experts `chosen` [n, L, K] and `named` (predicted, best first) [n, L, K + S];
+        `NO_EXPERT` fills up.
 
-        n is at least 1.
+        n must be at least 1.
         """
         right = np.zeros((self._spares + 1, self._tokens, len(self._top_k)), dtype=np.int16)
         for spares in range(self._spares + 1):
@@ -153,7 +156,7 @@ class Tally:
         self._has_spares |= bool((is_predicted.sum(axis=-1) > self._top_k).any())
 
     def finished(self) -> Recall:
-        """What came of it; at least one prompt must have been added."""
+        """Return the recall; at least one prompt must have been added."""
         right, exists = np.stack(self._right, axis=1), np.stack(self._exists)
         return Recall(right, exists, self._top_k, self._guessed, self._has_spares)
 

@@ -1,4 +1,4 @@
-"""Recall of shadows as pictures: over the tokens, by alignment (OD-MoE, figure 3), and by periods (figure 6)."""
+"""Draws the recall of draft models: by token and alignment (OD-MoE, figure 3), and by periods (figure 6)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from smoe.eval.shadow_recall import RecallComparison, ShadowRecall
 
 _COLOURS = ("#2f6d8c", "#b3423a", "#d99a3d", "#6a8f4e", "#7d5a94", "#8c9aa5")
 _SMOOTH_TOKENS = 8
-"""Tokens that a point of a curve is the mean of: few prompts make single ones jump."""
+"""The number of tokens in the moving average of a curve: with few prompts, single tokens vary strongly."""
 _MOST_LINES = 5
 _PANEL_INCHES = 4.2
 _LEAST_INCHES = 8.0
-"""The least width of a picture: titles and legends are no shorter for one panel."""
+"""The least width of a picture: titles and legends need it for one panel too."""
 
 
 def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
-    """Recall against the number of the token, a panel for each precision, with the extremes of both periods."""
+    """Draw the recall against the token number, one panel for each precision, for the shortest and longest periods."""
     by_precision = _by_precision(found)
     figure = Figure(figsize=(max(_LEAST_INCHES, 0.8 + _PANEL_INCHES * len(by_precision)), 3.8), layout="constrained")
     panels = figure.subplots(1, len(by_precision), sharey=True, squeeze=False)[0]
@@ -41,7 +41,7 @@ def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
 
 
 def draw_by_periods(found: RecallComparison, title: str, path: Path) -> None:
-    """Recall by both periods, a panel for each precision; the colours of each have a scale of their own."""
+    """Draw the recall by both periods, one panel for each precision; each has its own colour scale."""
     by_precision = _by_precision(found)
     width = max(_LEAST_INCHES, 0.8 + 0.8 * _PANEL_INCHES * len(by_precision))
     figure = Figure(figsize=(width, 3.6), layout="constrained")
@@ -74,7 +74,7 @@ def _by_precision(found: RecallComparison) -> dict[str, list[ShadowRecall]]:
 
 
 def _extremes(shadows: list[ShadowRecall]) -> list[ShadowRecall]:
-    """Where each period is the shortest or the longest: the lines of figure 3; all where there are few."""
+    """Return the draft models with the shortest or longest periods, the lines of figure 3; all if there are few."""
     if len(shadows) <= _MOST_LINES:
         return shadows
     tokens = sorted({shadow.alignment.token for shadow in shadows}, key=_rarely)
@@ -84,7 +84,7 @@ def _extremes(shadows: list[ShadowRecall]) -> list[ShadowRecall]:
 
 
 def _rarely(period: int) -> float:
-    """Ascending, never last."""
+    """Return a sort key: ascending by period, with "never" last."""
     return period or float("inf")
 
 
@@ -93,7 +93,7 @@ def _period(period: int) -> str:
 
 
 def _smooth(curve: np.ndarray) -> np.ndarray:
-    """Means of a window that ends at each token, shorter at the beginning; NaN counts for nothing."""
+    """Return means over a window that ends at each token, shorter at the beginning; NaN values are ignored."""
     begins = [max(0, n + 1 - _SMOOTH_TOKENS) for n in range(len(curve))]
     return np.array([_mean(curve[begin : n + 1]) for n, begin in enumerate(begins)])
 

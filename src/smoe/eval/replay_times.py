@@ -1,10 +1,9 @@
-"""What a replay on the virtual clock takes to be this machine: the times of the observed run, as the engine counted
-them.
+"""The times of this machine for replays on the virtual clock: those of the observed run, from the engine's counters.
 
-Two things a clock alone does not know. *Waiting*: where reads share the processor with what is computed, or are handed
-from thread to thread, an expert is waited for longer than it is read. So a load takes as long as makes the replay of
-the observed run wait as long as the engine did. *Choosing*: an eviction is Python of its own in every layer; what it
-takes is measured while it is replayed, in place of the time of the eviction that ran then.
+A clock alone does not know two things. *Waiting*: where reads compete with computing for the processor, or pass between
+threads, waiting for an expert takes longer than reading it. So the time of a load is chosen such that the replay of the
+observed run waits as long as the engine did. *Deciding*: an eviction policy is Python code that runs in every layer;
+its time is measured during the replay, and replaces that of the policy in the observed run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _HALVINGS = 8
 
 
 def times_of(engine: Engine, counted: Counters) -> StepTimes:
-    """What the pieces of a token took on this machine, as counted while it read."""
+    """Return the seconds of a token's parts on this machine, from the counters of a run."""
     passes = max(1, counted.forward_passes) * len(engine.store.layers)
     loads = max(1, counted.loads + counted.prefetches)
     expert, layer = counted.compute_seconds / max(1, counted.decode_uses), counted.dense_seconds / passes
@@ -41,10 +40,11 @@ def times_of(engine: Engine, counted: Counters) -> StepTimes:
 
 
 def as_waited(engine: Engine, trace: Sequence[Routing], times: StepTimes, waited_seconds: float) -> StepTimes:
-    """`times` with loads that are waited for as long as the engine did, and without its eviction's part of deciding.
+    """Return `times` with a load time that gives the engine's waiting, and without its eviction policy's part of
+    deciding.
 
-    `trace`, of decode steps alone, was served by the engine's own eviction, without prefetch, in `waited_seconds` of
-    waiting.
+    `trace`, of decode steps only, was computed with the engine's own eviction policy, without prefetch, with
+    `waited_seconds` of waiting.
     """
 
     def replayed(load: float) -> float:
@@ -69,7 +69,7 @@ def as_waited(engine: Engine, trace: Sequence[Routing], times: StepTimes, waited
 def on_clock(
     engine: Engine, trace: Sequence[Routing], eviction: EvictionSettings, times: StepTimes, by: Predictor | None
 ) -> float:
-    """Seconds a token once the cache has filled, the eviction's own Python included."""
+    """Return seconds per token once the cache is full, including the eviction policy's own Python code."""
     timed, watched = _replayed(engine, trace, eviction, times, by)
     steps = timed.step_seconds[int(len(timed.step_seconds) * WARM_SHARE) :]
     return sum(steps) / len(steps) + watched.seconds / len(timed.step_seconds)
@@ -89,7 +89,7 @@ OBSERVED, ASKED = "layer heard", "question"
 
 
 class TimedEviction(Eviction):
-    """An eviction policy and the processor time that it has taken."""
+    """An eviction policy with a measurement of its processor time."""
 
     def __init__(self, policy: Eviction) -> None:
         self.name = policy.name
@@ -98,11 +98,11 @@ class TimedEviction(Eviction):
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """The policy's seconds in all."""
         return sum(map(sum, self._took.values()))
 
     def microseconds(self) -> dict[str, float]:
-        """On average, for each layer observed and for each question for victims."""
+        """Return the mean microseconds per observed layer and per query for victims."""
         return {what: round(1e6 * sum(took) / max(1, len(took)), 1) for what, took in self._took.items()}
 
     @property

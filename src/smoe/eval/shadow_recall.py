@@ -1,4 +1,5 @@
-"""Shadows replayed against recorded exact runs: what they name, by precision and by alignment (OD-MoE, section 3.2)."""
+"""Compares draft models with recorded exact runs: their predictions, by precision and alignment (OD-MoE, section
+3.2)."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
 
 @dataclass(frozen=True)
 class ShadowRecall:
-    """How one shadow did with one alignment."""
+    """The result of one draft model with one alignment."""
 
     precision: str
     alignment: Alignment
     recall: Recall
     own_token: float
-    """Share of tokens that it had predicted itself before it got them."""
+    """The share of tokens that the draft model had predicted before it received them."""
 
     def as_json(self) -> dict[str, Any]:
         entry = {"precision": self.precision, "token_period": self.alignment.token, "kv_period": self.alignment.kv}
@@ -36,20 +37,20 @@ class ShadowRecall:
 
 @dataclass(frozen=True)
 class RecallComparison:
-    """All shadows, and the predictors that need none, on the same runs."""
+    """The results of all draft models, and of predictors that need none, on the same runs."""
 
     shadows: tuple[ShadowRecall, ...]
     predictors: Mapping[str, Recall]
     refused: Mapping[str, str]
-    """Predictors that could not be asked, and why."""
+    """Predictors that could not be used, with the reasons."""
     prompt_tokens: tuple[int, ...]
-    """The tokens of every prompt that was continued."""
+    """The tokens of every continued prompt."""
     tokens: tuple[int, ...]
-    """Decoded after each."""
+    """The tokens decoded after each prompt."""
 
     @property
     def best_gate(self) -> tuple[str, Recall] | None:
-        """The best of those that ask a later layer's router, by recall."""
+        """The predictor with the best recall among those by a later layer's router; None where there is none."""
         gates = {name: recall for name, recall in self.predictors.items() if name.startswith((GATE, CORRECTED))}
         return max(gates.items(), key=lambda named: named[1].overall) if gates else None
 
@@ -72,11 +73,12 @@ def compare(
     alignments: Sequence[Alignment],
     tick: Tick,
 ) -> RecallComparison:
-    """Record `model` going on after each of `prompts` by `tokens` at most, and replay `shadows` (by precision) on it.
+    """Record `model` continuing each of `prompts` by at most `tokens`, and compare `shadows` (draft models by
+    precision) with it.
 
-    Keys and values of one prompt are in memory at a time. `tick` is called for every token that any of them decodes; of
-    those after an end token at once. Raises `ConfigError` where a KV period cannot be had or nothing was decoded, and
-    `UnsupportedModelError` for routers whose rule is not known.
+    The keys and values of one prompt are in memory at a time. `tick` is called for every token that any model decodes,
+    and at once for tokens after an end token. Raises `ConfigError` for an impossible KV period or where nothing was
+    decoded, and `UnsupportedModelError` for routers with an unknown rule.
     """
     rules = scoring_rules(model, spec)
     listener, text = RunListener(model, spec, rules), Greedy(model)
@@ -120,7 +122,8 @@ def compare(
 
 
 def replay(shadow: Shadow, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:
-    """(what `shadow` names for every token of `run`, [n, L, K + spares]; how many of the tokens it guessed itself)."""
+    """Return (the predictions of `shadow` for every token of `run` [n, L, K + spares]; the number of tokens it
+    predicted itself)."""
     steps, layers, top_k = run.chosen.shape
     named, agreed = np.full((steps, layers, top_k + SPARES), NO_EXPERT, dtype=np.int64), 0
     shadow.read(run.prompt)

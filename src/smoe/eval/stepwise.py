@@ -1,7 +1,6 @@
-"""Quality measured the way a user meets it: token by token, with the cache in the state that generation leaves it in.
+"""Measures quality as users experience it: token by token, with the cache in the state of generation.
 
-One wide forward pass over a text would bring every expert in and replace none; the price of substitution would look
-like nothing.
+One wide forward pass over a text would load every expert and replace none, so substitution would seem to cost nothing.
 """
 
 from __future__ import annotations
@@ -23,35 +22,37 @@ from smoe.generation.teacher_forcing import forced
 from smoe.runtime.engine import Engine
 
 BLOCK_TOKENS = 64
-"""Neighbouring tokens are alike, so confidence is computed from blocks of so many."""
+"""The number of tokens in a block: neighbouring tokens are similar, so confidence is computed from blocks."""
 
 Exam = Callable[[PreTrainedModel, Any, Tick], list[bool]]
-"""Asks (model, tokenizer, tick) its questions, always the same, and says for each whether the answer was right."""
+"""A function that asks (model, tokenizer, tick) its questions, always the same, and returns for each whether the answer
+was right."""
 
 
 class Numbers(NamedTuple):
-    """The number formats: bits of the experts' weights, the activations that they meet, and what is missing."""
+    """The precisions of a setting: the experts' weights, the activations, and missing experts."""
 
     precision: str = "auto"
-    """`EngineConfig.precision`"""
+    """The weights' precision (`EngineConfig.precision`)."""
     activations: str = BF16
-    """`EngineConfig.activations`"""
+    """The activations' precision (`EngineConfig.activations`)."""
     low: str = ""
-    """What missing experts of little importance come as, and which; empty: all come as themselves."""
+    """The precision of missing experts of little importance, and which these are; empty: full copies."""
 
     def __str__(self) -> str:
-        """What is less than the model's own: `int4`, `x int8`, `int4 x int8`, `+int4`; of the model itself, nothing."""
+        """Return what is below the model's own precision: `int4`, `x int8`, `int4 x int8`, `+int4`; empty for the model
+        itself."""
         weights = "" if self.precision == EXACT.precision else self.precision
         shown = weights if self.activations == BF16 else f"{weights} x {self.activations}".lstrip()
         return shown + (f"+{self.low.split()[0]}" if self.low else "")
 
 
 EXACT = Numbers()
-"""Those of the model itself."""
+"""The precisions of the model itself."""
 
 
 def numbers_of(config: EngineConfig) -> Numbers:
-    """What a configuration serves."""
+    """Return the precisions of a configuration."""
     parts = []
     if config.prices_answers:
         increase, seconds = config.max_perplexity_increase, config.tpot_seconds
@@ -63,39 +64,39 @@ def numbers_of(config: EngineConfig) -> Numbers:
     parts += [name for name in ("low_meanwhile", "upgrade") if getattr(config, name)]
     if config.skip_threshold < 1:
         parts.append(f"none above {config.skip_threshold:g}")
-    rounded = INT8 if config.activations == INT8 else BF16  # auto is the model itself, up to rounding
+    rounded = INT8 if config.activations == INT8 else BF16  # auto equals the model itself, up to rounding
     return Numbers(config.precision, rounded, ", ".join(parts))
 
 
 @dataclass
 class Quality:
-    """One setting's figures."""
+    """The figures of one setting."""
 
     alpha: float
     tokens: int = 0
     block_nats: list[float] = field(default_factory=list)
-    """Negative log likelihood, summed over each block."""
+    """Negative log likelihood in nats, summed over each block."""
     block_tokens: list[int] = field(default_factory=list)
     kl: float = 0.0
-    """Mean divergence of the next token's distribution from the exact model's, nats."""
+    """The mean divergence of the next token's distribution from the exact model's, in nats."""
     top1_agreement: float = 1.0
-    """Share of tokens for which both think the same next token the most likely."""
+    """The share of tokens for which both models have the same likeliest next token."""
     right: list[bool] = field(default_factory=list)
     """For each question, whether the answer was right."""
     median_seconds: float = 0.0
-    """Per token."""
+    """The median seconds per token."""
     hit_ratio: float = 1.0
     substituted: float = 0.0
-    """Share of routes served by a substitute."""
+    """The share of routes computed by a substitute."""
     low_score: float = 0.0
     bytes_per_token: float = 0.0
     precision: str = EXACT.precision
     activations: str = EXACT.activations
     low: str = EXACT.low
     low_served: float = 0.0
-    """Share of expert uses that low copies served."""
+    """The share of expert uses computed with low copies."""
     left_out: float = 0.0
-    """Share of them that were dropped, for their little importance."""
+    """The share of expert uses that were dropped for their little importance."""
 
     @property
     def numbers(self) -> Numbers:
@@ -103,7 +104,7 @@ class Quality:
 
     @property
     def is_base(self) -> bool:
-        """Whether this is the model itself, which all others are compared with."""
+        """Whether this is the model itself, with which all others are compared."""
         return self.alpha == 0 and self.numbers == EXACT
 
     @property
@@ -116,7 +117,7 @@ class Quality:
 
 
 class ExactDistributions:
-    """The exact model's log probabilities of every token [N, V], stored on disk for the comparison."""
+    """The exact model's log probabilities for every token [N, V], stored on disk for the comparison."""
 
     def __init__(self, path: Path, tokens: int, vocabulary: int, *, is_written: bool) -> None:
         mode: Any = "r+" if is_written else "w+"
@@ -141,9 +142,9 @@ def measure(
     exact: ExactDistributions,
     tick: Tick,
 ) -> Quality:
-    """Feed all documents (token ids) and ask all questions at one threshold, from a cold cache.
+    """Read all documents (token ids) and ask all questions at one threshold, from a cold cache.
 
-    The distributions of the model itself go into `exact`, all others are compared with it.
+    The distributions of the model itself are stored in `exact`; all others are compared with them.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(alpha)

@@ -1,4 +1,4 @@
-"""Text that quality is measured on, and lines of JSON."""
+"""Reads texts on which quality is measured, and lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _ALLOWED = {"questions": "a .jsonl file with 'prompt' and 'answer' in every line
 
 
 def read_documents(path: Path | None, setting: str = "text") -> list[str]:
-    """Documents of a text file (one) or a `.jsonl` file (`text` or `prompt` of each line); None: the demo's stories.
+    """Return the documents of a text file (one) or of a `.jsonl` file (`text` or `prompt` of each line); None: the
+    demo's stories.
 
-    Errors name the `setting` that the file was given for.
+    Errors name the `setting` for which the file was given.
     """
     path = path or DEMO_FOLDER / "stories.jsonl"
     if path.suffix != ".jsonl":
@@ -29,7 +30,7 @@ def read_documents(path: Path | None, setting: str = "text") -> list[str]:
 
 
 def records(path: Path, setting: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one a line."""
+    """Yield the objects of a file with one JSON object in each line."""
     for number, line in enumerate(_read(path, setting).splitlines(), start=1):
         if not line.strip():
             continue
@@ -54,13 +55,13 @@ def _read(path: Path, setting: str) -> str:
 
 
 def unread(path: Path, setting: str, error: OSError | UnicodeDecodeError) -> ConfigError:
-    """A file of the user's cannot be read: why, and what to give."""
+    """Return the error for a user's file that cannot be read, with the reason and what to give."""
     why = error.strerror or error if isinstance(error, OSError) else f"its byte {error.start} is not UTF-8"
     return unusable(path, setting, f"cannot read `{setting}` {path}: {why}; give a file with text in UTF-8")
 
 
 def unusable(path: Path, setting: str, why: str) -> ConfigError:
-    """A file of the user's is not what it should be."""
+    """Return the error for a user's file with wrong content."""
     return ConfigError(
         why, setting=setting, given=str(path), allowed=_ALLOWED.get(setting, "a file with text in UTF-8")
     )

@@ -1,19 +1,18 @@
-"""Predictors and evictions against each other on a user's own text, in time saved: simulated, then the best ones run.
+"""A tournament of predictors and eviction policies on a user's text, by time: all are simulated, then the best are run.
 
-    read the text once -> what routers chose, what every predictor would have predicted, what each thing took
-                       -> every entrant on the virtual clock, at these times -> seconds a token
-                       -> the first ones, and the baseline, in turns on this machine -> the winner
+    read the text once -> the routers' choices, every predictor's predictions, all times
+                       -> every candidate on the virtual clock, with these times -> seconds per token
+                       -> the best ones, and the baseline, in turns on this machine -> the winner
 
-The simulation is of the engine's own plans. It does not know what a prefetch costs those who compute meanwhile: the
-clock has the last word, and `none` and the baselines are always among those that it judges.
+The simulation executes the engine's own plans. It does not know how much a prefetch slows concurrent computing, so real
+time decides, and `none` and the baselines are always among the finalists.
 
-A baseline is what serves without a tournament. It wins ties: another takes its place only where it was faster by more
-than `LEAD` in every round. Of two that are equally fast up to noise, one is so in three rounds by chance less than one
-time in eight.
+A baseline is what is used without a tournament. It wins ties: another candidate replaces it only where it was faster by
+more than `LEAD` in every round. Of two candidates that are equally fast up to noise, one achieves that in three rounds
+by chance with a probability below one in eight.
 
-Evictions are judged first, without any prefetch; the winner is used while predictors are judged, in the simulation and
-in the finals: the two winners have run together. Where predictors alone are judged, the eviction that the engine was
-loaded with serves.
+Eviction policies compete first, without prefetch; the winner is then used for the predictors, in the simulation and in
+the finals, so that the two winners have run together. For predictors alone, the engine's own eviction policy is used.
 """
 
 from __future__ import annotations
@@ -53,33 +52,33 @@ from smoe.simulator.foresight import Recorded
 from smoe.simulator.virtual_clock import StepTimes
 
 LEAST_TOKENS = 96
-"""Fewer say little: a third of them only fills the cache (`WARM_SHARE`)."""
+"""The least number of tokens: a third of them only fills the cache (`WARM_SHARE`)."""
 TURN_WARM, TURN_TIMED = 16, 32
-"""Tokens of a turn that are not timed, and those that are."""
+"""The numbers of untimed and timed tokens of a turn."""
 ROUNDS, MOST_ROUNDS = 3, 7
-"""Rounds by which an entrant must lead to take the baseline's place, and turns of each finalist at most: more than the
+"""The rounds by which a candidate must lead to replace the baseline, and the most turns of each finalist: more than the
 first where the fastest has not won all of these."""
 FINALISTS = 3
-"""The finalists of each kind: the best of the simulation, with `ALWAYS` and the baseline in the last ones' place where
-they are not among them."""
+"""The number of finalists of each kind: the best of the simulation. `ALWAYS` and the baseline replace the last ones
+where they are not among them."""
 ALWAYS = {"prefetch": "none", "eviction": "auto"}
 LEAD = 0.02
-"""A round is an entrant's where it was faster than the baseline by more than this share."""
+"""A candidate wins a round where it was faster than the baseline by more than this share."""
 
 Tick = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One way to prefetch, or to evict, and how it did."""
+    """A predictor or an eviction policy with its results."""
 
     name: str
     simulated_seconds: float
-    """A token, on the virtual clock."""
+    """Seconds per token on the virtual clock."""
     measured_seconds: tuple[float, ...] = ()
-    """A token, the median of every turn, by rounds; empty: it was not among the finalists."""
+    """The median seconds per token of every turn, by rounds; empty: not a finalist."""
     asking_seconds: float = 0.0
-    """One question to the predictor."""
+    """Seconds of one prediction."""
     recall: float | None = None
     """The share of the next layer's experts that was predicted."""
     precision: float | None = None
@@ -87,15 +86,15 @@ class Entrant:
 
     @property
     def seconds(self) -> float:
-        """A token, as measured, or else as simulated."""
+        """Seconds per token, measured or else simulated."""
         return median(self.measured_seconds) if self.measured_seconds else self.simulated_seconds
 
     def beats(self, baseline: Entrant) -> bool:
-        """Whether `ROUNDS` rounds more were its own than were not: with so many all of them."""
+        """Return whether it won at least `ROUNDS` rounds more than it lost."""
         return 2 * self.won(baseline) - len(self.measured_seconds) >= ROUNDS
 
     def won(self, baseline: Entrant) -> int:
-        """Rounds in which it was faster by more than `LEAD`."""
+        """Return the number of rounds in which it was faster by more than `LEAD`."""
         rounds = zip(self.measured_seconds, baseline.measured_seconds, strict=True)
         return sum(own < (1 - LEAD) * other for own, other in rounds)
 
@@ -105,17 +104,18 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Tournament:
-    """Entrants of one kind, the winner first."""
+    """The candidates of one kind, the winner first."""
 
     kind: str
-    """`prefetch` or `eviction`: the setting."""
+    """The setting: `prefetch` or `eviction`."""
     baseline: str
-    """The entrant that the others have to beat: the default without a tournament; None where it cannot take part."""
+    """The candidate that the others must beat: the default without a tournament, or none where that cannot take
+    part."""
     serves: str
-    """Who serves without a tournament."""
+    """What is used without a tournament."""
     entrants: tuple[Entrant, ...]
     refused: Mapping[str, Refused]
-    """Who could not take part."""
+    """The candidates that could not take part, with the reasons."""
 
     @property
     def winner(self) -> Entrant:
@@ -123,7 +123,7 @@ class Tournament:
 
     @property
     def stays(self) -> bool:
-        """Whether who serves without a tournament has won it, so that nothing is decided."""
+        """Whether the default without a tournament has won, so that nothing changes."""
         return self.winner.name == self.serves
 
     def as_json(self) -> dict[str, Any]:
@@ -136,20 +136,20 @@ class Tournament:
 
 
 class _RoutingCollector(StepObserver):
-    """Stores every routing, and each predictor's prediction when its layer's experts were done."""
+    """Records every routing, and each predictor's prediction after its layer's experts."""
 
     def __init__(self, predictors: Mapping[str, Predictor], now: Callable[[], float]) -> None:
-        """`now`: the engine's clock, by which it counts what it takes."""
+        """`now`: the engine's clock, for the time of observing."""
         self.trace: list[Routing] = []
         self.predictions: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
         self.asking: dict[str, list[float]] = {name: [] for name in predictors}
         self._predictors = predictors
         self._now = now
         self._planned_seconds = self._computed_seconds = 0.0
-        """What listening took of the engine's planning, and of its time between the experts."""
+        """Seconds of observing within the engine's planning, and between the experts."""
 
     def less_listening(self, counted: Counters) -> Counters:
-        """The counters without the time of observing."""
+        """Return the counters without the time of observing."""
         return replace(
             counted,
             plan_seconds=counted.plan_seconds - self._planned_seconds,
@@ -185,7 +185,7 @@ def _on_host(answer: Prediction) -> Prediction:
 
 
 def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, Predictor], dict[str, Refused]]:
-    """(the predictors that can take part, why the others cannot)."""
+    """Return (the predictors that can take part, reasons for the others)."""
     engine: Engine = model.offload  # type: ignore[assignment]
     depth = engine.config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     place, found = Path(spec.config.name_or_path), dict[str, Predictor]()
@@ -212,7 +212,7 @@ def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, 
 
 
 def serving_prefetch(model: PreTrainedModel, spec: LibrarySpec) -> str:
-    """What the `prefetch` auto stands for where no tournament was held."""
+    """Return the predictor that `prefetch` auto means without a tournament."""
     engine: Engine = model.offload  # type: ignore[assignment]
     return predictor_name(spec, replace(engine.config, prefetch="auto"), model.device)
 
@@ -225,10 +225,11 @@ def hold(
     kinds: Sequence[str],
     tick: Tick,
 ) -> list[Tournament]:
-    """A tournament of each of `kinds` (`prefetch`, `eviction`) on the text `ids`; `tick` hears of every token.
+    """Hold a tournament of each of `kinds` (`prefetch`, `eviction`) on the text `ids`; `tick` is called for every
+    token.
 
-    Evictions come first, and the engine goes on with the winners. Raises `ConfigError` for a text that is too short,
-    and where every expert fits.
+    Eviction policies come first, and the engine keeps the winners. Raises `ConfigError` for a short text, and where
+    every expert fits.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     _check(engine, len(ids))
@@ -262,7 +263,7 @@ def hold(
 
 
 def tokens_of(length: int, kinds: Sequence[str]) -> int:
-    """Tokens that `hold` runs, at most."""
+    """Return the most tokens that `hold` runs."""
     return length + len(kinds) * FINALISTS * MOST_ROUNDS * (TURN_WARM + TURN_TIMED)
 
 
@@ -300,7 +301,7 @@ def _guess(
 
 
 def hits(trace: Sequence[Routing], predictions: Sequence[Sequence[Prediction]]) -> tuple[float, float]:
-    """(recall, precision) of the predictions for the layer that came next."""
+    """Return (recall, precision) of the predictions for the next layer."""
     chosen = guessed = right = 0
     for number, answers in enumerate(predictions[:-1]):
         after = trace[number + 1]
@@ -324,13 +325,13 @@ def _by_eviction(engine: Engine, settings: EvictionSettings) -> None:
 
 
 class _Turns(NamedTuple):
-    """How finalists are run."""
+    """The inputs of the finalists' runs."""
 
     model: PreTrainedModel
     ids: Sequence[int]
     tick: Tick
     set_up: Callable[[str], None]
-    """Lets the engine continue with another entrant."""
+    """Sets up the engine for another candidate."""
 
 
 def _finish(
@@ -341,7 +342,7 @@ def _finish(
     refused: Mapping[str, Refused],
     turns: _Turns,
 ) -> Tournament:
-    """Run the finalists of a simulation in turns; the winner stays in the engine."""
+    """Run the finalists of a simulation in turns; the engine keeps the winner."""
     ranked = sorted(entrants, key=lambda entrant: entrant.simulated_seconds)
     finalists = finalists_of(ranked, {ALWAYS[kind], baseline})
     rest = [entrant for entrant in ranked if entrant not in finalists]
@@ -351,7 +352,7 @@ def _finish(
         if number >= ROUNDS and is_decided(measured, baseline):
             turns.tick((MOST_ROUNDS - number) * len(finalists) * (TURN_WARM + TURN_TIMED))
             break
-        for entrant in finalists if number % 2 == 0 else finalists[::-1]:  # a drift of the machine falls on all
+        for entrant in finalists if number % 2 == 0 else finalists[::-1]:  # a drift of the machine affects all
             turns.set_up(entrant.name)
             took[entrant.name].append(_turn(turns.model, turns.ids, number, turns.tick))
         measured = [replace(entrant, measured_seconds=tuple(took[entrant.name])) for entrant in finalists]
@@ -361,21 +362,22 @@ def _finish(
 
 
 def finalists_of(ranked: Sequence[Entrant], always: Container[str]) -> list[Entrant]:
-    """Who runs, of entrants with the best of the simulation first: `always` some."""
+    """Return the finalists, given the candidates ordered by simulated time; those in `always` are included."""
     others = [entrant.name for entrant in ranked if entrant.name not in always]
     first = others[: FINALISTS - (len(ranked) - len(others))]
     return [entrant for entrant in ranked if entrant.name in always or entrant.name in first]
 
 
 def is_decided(finalists: Sequence[Entrant], baseline: str) -> bool:
-    """Whether the fastest so far has won, be it as the baseline."""
+    """Return whether the fastest so far has won or is the baseline."""
     fastest = min(finalists, key=lambda entrant: entrant.seconds)
     usual = next(entrant for entrant in finalists if entrant.name == baseline)
     return fastest is usual or fastest.beats(usual)
 
 
 def placed_of(finalists: Sequence[Entrant], baseline: str) -> list[Entrant]:
-    """The winner, then the others by their times: the fastest of those who beat the baseline, or else the baseline."""
+    """Return the winner, then the others by their times. The winner is the fastest that beats the baseline, or else the
+    baseline."""
     fastest = sorted(finalists, key=lambda entrant: entrant.seconds)
     usual = next(entrant for entrant in fastest if entrant.name == baseline)
     winner = next((entrant for entrant in fastest if entrant.beats(usual)), usual)
@@ -383,7 +385,7 @@ def placed_of(finalists: Sequence[Entrant], baseline: str) -> list[Entrant]:
 
 
 def _turn(model: PreTrainedModel, ids: Sequence[int], number: int, tick: Tick) -> float:
-    """A token's median time from a cold cache, warmed up on some tokens of the text."""
+    """Return a token's median seconds from a cold cache, after a warm-up on some tokens of the text."""
     engine: Engine = model.offload  # type: ignore[assignment]
     need = TURN_WARM + TURN_TIMED
     begin = number * need % max(1, len(ids) - need + 1)

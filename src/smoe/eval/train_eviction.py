@@ -1,11 +1,11 @@
-"""Trains the estimate of the next use that `--eviction learned` goes by, on recorded traces.
+"""Trains the estimate of the next use for `--eviction learned`, on recorded traces.
 
-Both parts are fitted to D^n, n the tokens until an expert's next use (`policy/eviction/learned.py`), at every token of
-the traces and not only where something is forgotten: how good an estimate is does not depend on the cache. The first
-part is a logistic regression by Newton's method. The second is a ridge regression from the choices of all layers to
-what the first gets wrong, in units of its spread; of its solution the `RANK` directions that explain most remain
-(reduced-rank regression: A. J. Izenman, Journal of Multivariate Analysis 5, 1975). Nothing is drawn by lot: the same
-traces give the same estimate.
+Both parts are fitted to D^n, with n the tokens until an expert's next use (`policy/eviction/learned.py`), at every
+token of the traces and not only at evictions: the quality of an estimate does not depend on the cache. The first part
+is a logistic regression by Newton's method. The second is a ridge regression from the choices of all layers to the
+first part's error, in units of its standard deviation; the `RANK` directions of its solution that explain most are used
+(reduced-rank regression: A. J. Izenman, Journal of Multivariate Analysis 5, 1975). Nothing is random: equal traces give
+equal estimates.
 
 Memory: four matrices of all experts squared; the longest step is the eigenvectors of one of them.
 """
@@ -22,20 +22,20 @@ from smoe.policy.eviction.learned import DECAY, DISCOUNT, FADING, FEATURES, Next
 from smoe.routing import Phase, Routing
 
 RANK = 64
-"""R, at most: 32 miss 0.5 % more, 128 no less (embedded model)."""
+"""The largest R: 32 miss 0.5 % more, 128 no less (embedded model)."""
 PENALTY = 1000.0
-"""The penalty of the ridge regression, in tokens: what rests on much fewer does not count."""
+"""The penalty of the ridge regression, in tokens: results from much fewer tokens do not count."""
 LEAST_TOKENS = 200
-"""The least tokens of all traces."""
+"""The least number of tokens of all traces."""
 _UNSEEN = 20
-"""Last tokens of a trace that nothing is fitted to: their next use is not known."""
+"""The number of last tokens of a trace that are not fitted to: their next use is unknown."""
 _MOMENTS = 4
-"""Layers of a token after which the second part is asked, in training: evenly spread."""
+"""The number of evenly spread layers of a token after which the second part is evaluated in training."""
 _ROWS = 500_000
-"""About so many estimates the first part is fitted to."""
+"""The approximate number of estimates to which the first part is fitted."""
 _NEWTON = 8
 _RIDGE = 0.1
-"""Keeps Newton's method from weights without bounds."""
+"""The penalty that bounds the weights of Newton's method."""
 
 Traces = Sequence[Sequence[Routing]]
 Tick = Callable[[int, int], None]
@@ -47,24 +47,24 @@ class _History(NamedTuple):
     uses: np.ndarray
     """[T, L, E] 1 where a token used an expert."""
     target: np.ndarray
-    """[T, L, E] D^n from here on, 0 where an expert is never used again."""
+    """[T, L, E] D^n from each token on; 0 where an expert is never used again."""
 
 
 class LayersShape(NamedTuple):
     """The layers with experts of a model."""
 
     layers: Sequence[int]
-    """Their numbers, ascending."""
+    """The layers' numbers, ascending."""
     experts: int
-    """E of the widest."""
+    """E of the widest layer."""
     top_k: int
-    """K of the widest."""
+    """K of the widest layer."""
 
 
 def train(traces: Traces, shape: LayersShape, tick: Tick = lambda done, total: None) -> NextUse:
-    """What `traces` of one model say of its experts' next uses. `tick` hears how many of how many steps are done.
+    """Return the estimate trained on `traces` of one model; `tick` receives the numbers of steps done and in all.
 
-    Raises `ConfigError` where they have too few tokens.
+    Raises `ConfigError` for traces with too few tokens.
     """
     histories = [_history(trace, shape) for trace in traces]
     tokens = sum(len(history.uses) for history in histories)
@@ -96,7 +96,8 @@ class _TokenProgress:
 
 
 def _history(trace: Sequence[Routing], shape: LayersShape) -> _History:
-    """Prompts as tokens one after the other, as the policy takes them, a step of a batch as one."""
+    """Return the history of a trace. Each token of a prompt is a step, a decode step of a batch is one, as in the
+    policy."""
     row_of = {layer: row for row, layer in enumerate(shape.layers)}
     steps: list[list[list[int]]] = [[] for _ in shape.layers]
     for routing in trace:
@@ -118,7 +119,7 @@ def _history(trace: Sequence[Routing], shape: LayersShape) -> _History:
 
 
 def _features(history: _History, rate: float, progress: _TokenProgress) -> Iterator[np.ndarray]:
-    """[L, E, F] after every token."""
+    """Yield [L, E, F] after every token."""
     fading = np.zeros((len(FADING), *history.uses.shape[1:]))
     uses = np.zeros(history.uses.shape[1:])
     for token, used in enumerate(history.uses):
@@ -130,7 +131,7 @@ def _features(history: _History, rate: float, progress: _TokenProgress) -> Itera
 
 
 def _first_part(histories: Sequence[_History], rate: float, stride: int, progress: _TokenProgress) -> np.ndarray:
-    """[F] weights, from every `stride`-th token."""
+    """Return [F] weights, from every `stride`-th token."""
     rows, values = [], []
     for history in histories:
         last = len(history.uses) - _UNSEEN
@@ -148,16 +149,16 @@ def _first_part(histories: Sequence[_History], rate: float, stride: int, progres
 
 
 class _Second(NamedTuple):
-    """The second part, layers by their place among those with experts."""
+    """The second part's parameters, with layers by their place among those with experts."""
 
     source: np.ndarray
-    """[L, E, R]"""
+    """[L, E, R] vectors that a chosen expert adds to the context"""
     usual: np.ndarray
-    """[L, R]"""
+    """[L, R] the mean addition of a token"""
     target: np.ndarray
-    """[L, E, R]"""
+    """[L, E, R] vectors that read the context"""
     offset: np.ndarray
-    """[L, E]"""
+    """[L, E] constants"""
 
 
 def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray, progress: _TokenProgress) -> _Second:
@@ -193,8 +194,8 @@ def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray
 def _context_and_missing(
     history: _History, mean: np.ndarray, rate: float, weights: np.ndarray, progress: _TokenProgress
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[T, L, E] each, last tokens left out: fading choices as they differ from the mean, and what the first part is
-    off by, in units of its spread."""
+    """Return two arrays [T, L, E] without the last tokens: fading choices as differences from the mean, and the first
+    part's error in units of its standard deviation."""
     tokens = max(0, len(history.uses) - _UNSEEN)
     context, missing = np.zeros((2, tokens, *mean.shape), dtype=np.float32)
     now = np.zeros_like(mean)
@@ -208,7 +209,7 @@ def _context_and_missing(
 
 
 def _by_number(second: _Second, shape: LayersShape, rate: float, weights: np.ndarray) -> NextUse:
-    """The array with rows of zeros for layers without experts."""
+    """Return the parameters with layers by number, with rows of zeros for layers without experts."""
     spread_out = []
     for part in second:
         rows = np.zeros((shape.layers[-1] + 1, *part.shape[1:]), dtype=np.float32)

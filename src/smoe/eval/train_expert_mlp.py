@@ -1,8 +1,8 @@
-"""Training DuoServe's ExpertMLP on recorded paths (sections 4.2 and 6.4): seeded, and gone on with after an interrupt.
+"""Trains DuoServe's ExpertMLP on recorded paths (sections 4.2 and 6.4): seeded, and continued after an interrupt.
 
-A sample is one layer of one token: the state before it, and which experts it chose. The last tenth of the tokens is not
-trained on: what the network loses there says when to stop, and which epoch's weights are used. The paper names neither
-optimiser nor batch: Adam at 0.001, 256 samples.
+A sample is one layer of one token: the state before it, and the experts it chose. The last tenth of the tokens is held
+back: its loss determines when to stop, and which epoch's weights are used. The paper names neither optimiser nor batch
+size: Adam at 0.001, 256 samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from smoe.whole_file import whole_file
 
 LEAST_EPOCHS, MOST_EPOCHS = 15, 45
 _PATIENCE = 3
-"""Epochs without a better loss on the last tenth after which training ends."""
+"""The number of epochs without a better held-back loss after which training ends."""
 HELD_BACK = 0.1
 _BATCH = 256
 _RATE = 1e-3
@@ -41,19 +41,19 @@ class Training:
 
     fitted: Fitted
     losses: list[tuple[float, float]]
-    """The losses of every epoch: on what is trained on, and on the last tenth."""
+    """The losses of every epoch: on the training part, and on the held-back tenth."""
     core_seconds: float
-    """That all epochs took of one core."""
+    """The seconds of one core for all epochs."""
 
     @property
     def best_epoch(self) -> int:
-        """The best epoch, from 1; its weights are used."""
+        """The number of the best epoch, from 1; its weights are used."""
         return 1 + min(range(len(self.losses)), key=lambda epoch: self.losses[epoch][1])
 
 
 @dataclass
 class _TrainingState:
-    """What an interrupted training goes on from."""
+    """The state from which an interrupted training continues."""
 
     network: dict[str, Any]
     optimizer: dict[str, Any]
@@ -69,11 +69,10 @@ def train_expert_mlp(
     tick: Callable[[int], None] = lambda epochs: None,
     most_epochs: int | None = None,
 ) -> Training:
-    """Train on `paths`, at least ten tokens of two layers. The same paths and seed give the same bytes, interrupted or
-    not.
+    """Train on `paths`, at least ten tokens of two layers. Equal paths and seeds give equal bytes, interrupted or not.
 
-    `checkpoint`: where every epoch is stored, until the last; a file of other paths or another seed is started again.
-    `tick` hears how many epochs are done; `most_epochs` is `MOST_EPOCHS` where it is not given. Raises `OSError` where
+    `checkpoint`: the file in which every epoch is stored until the last; one of other paths or another seed is ignored.
+    `tick` receives the number of finished epochs; `most_epochs`: default `MOST_EPOCHS`. Raises `OSError` where
     `checkpoint` cannot be written.
     """
     with threads(1), torch.random.fork_rng(devices=[]):
@@ -140,10 +139,10 @@ class _Trainer:
         return sum(found) / len(found)
 
     def _loss(self, paths: Paths, tokens: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """Equation 6, as a mean: of the layers at `places` [B] of `tokens` [B]."""
+        """Return equation 6 as a mean over the layers at `places` [B] of `tokens` [B]."""
         given = np.empty((len(tokens), state_width(paths.layers)), dtype=np.float32)
         wanted = np.empty((len(tokens), self._widest), dtype=np.float32)
-        counts = np.zeros_like(wanted)  # a layer with fewer experts says nothing of the others
+        counts = np.zeros_like(wanted)  # a layer with fewer experts does not count for the others
         for place in np.unique(places):
             here = places == place
             path = paths.chosen[tokens[here]]
@@ -157,7 +156,7 @@ class _Trainer:
         return loss / float(counts.sum())
 
     def _mark(self) -> str:
-        """What tells this training from others."""
+        """Return a mark that identifies this training."""
         digest = hashlib.sha256(repr((self._seed, self._all.layers, _BATCH, _RATE, torch.__version__)).encode())
         digest.update(self._all.chosen.tobytes())
         return digest.hexdigest()
@@ -172,7 +171,7 @@ class _Trainer:
     def _resume(self, checkpoint: Path, mark: str) -> None:
         try:
             stored = torch.load(checkpoint, weights_only=True)
-        except Exception:  # of any kind for a damaged file: then it is started again
+        except Exception:  # the file is damaged: training starts again
             return
         if stored.pop("mark", None) == mark:
             self._progress = _TrainingState(**stored)
@@ -181,7 +180,7 @@ class _Trainer:
 
 
 def _is_over(losses: list[float], most_epochs: int) -> bool:
-    """Whether no better epoch is to be expected."""
+    """Return whether a better epoch is not to be expected."""
     if len(losses) < min(LEAST_EPOCHS, most_epochs):
         return False
     since_best = len(losses) - 1 - losses.index(min(losses))

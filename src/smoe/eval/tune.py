@@ -1,8 +1,8 @@
-"""From a time per token to a threshold: measured on this machine, on real text, and remembered.
+"""Finds the threshold for a time per token: measured on this machine, on real text, and stored.
 
-Thresholds take turns in short rounds, so that a slow minute of the machine falls on all of them; how far the rounds
-differ is the noise, without which no figure is to be believed. Where experts come from disk, times are given for one
-rate of reading (`policy/tuning.py`).
+Thresholds are run in turn in short rounds, so that a slow minute of the machine affects all of them; the variation
+between rounds is the noise, without which no figure is meaningful. Where experts come from disk, times are stated for
+one read rate (`policy/tuning.py`).
 """
 
 from __future__ import annotations
@@ -40,49 +40,49 @@ from smoe.user_cache import cache_folder, keep
 
 _ROUNDS = 3
 _WARM_TOKENS = TURNS * TURN + 8
-"""The cache fills, and prefetch tries itself."""
+"""The tokens in which the cache fills and prefetch tests itself."""
 _TIMED_TOKENS = 24
 _TOLERANCE = 0.1
-"""A budget is met where a fresh measurement is longer by no more than this share."""
+"""A budget is met where a new measurement exceeds it by at most this share."""
 _FIRST_TOKENS = 3
-"""A look at the disk: tokens from a cold cache, whose experts are nearly all read."""
+"""The number of tokens from a cold cache that measure the disk; nearly all of their experts are read."""
 _FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The time per token of one model inside one budget on this machine, by alpha."""
+    """The time per token of one model with one budget on this machine, by alpha."""
 
     circumstances: dict[str, Any]
     alphas: list[float]
     rounds: list[list[Timing]]
     """One entry for each round and alpha."""
     bytes_per_second: float | None
-    """The rate of reading that all times are given for; None: they do not depend on it."""
+    """The read rate for which all times are stated; None: they do not depend on it."""
 
     @property
     def seconds(self) -> list[list[float]]:
-        """Seconds a token, for each round and alpha, at the one rate."""
+        """Seconds per token for each round and alpha, at `bytes_per_second`."""
         return [[timing.at_rate(self.bytes_per_second) for timing in timings] for timings in self.rounds]
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """(alpha, median of the rounds' seconds a token)"""
+        """(alpha, median of the rounds' seconds per token)"""
         return [(alpha, median(times)) for alpha, *times in zip(self.alphas, *self.seconds, strict=True)]
 
     @property
     def measured_seconds(self) -> list[float]:
-        """The median of the rounds of every alpha, as the clock showed it."""
+        """The median of the measured seconds per token for every alpha, not converted to one read rate."""
         return [median(timing.seconds for timing in timings) for timings in zip(*self.rounds, strict=True)]
 
     @property
     def rates(self) -> list[float]:
-        """Bytes per second of every turn that read."""
+        """The read rate of every turn that read, in bytes per second."""
         return [t.bytes_per_second for timings in self.rounds for t in timings if t.bytes_per_second is not None]
 
     @property
     def half_range_seconds(self) -> list[float]:
-        """For every alpha half of the difference between its fastest and its slowest round."""
+        """For every alpha, half of the difference between its fastest and its slowest round, in seconds."""
         return half_ranges(self.seconds)
 
     @property
@@ -91,25 +91,26 @@ class Tuning:
 
     @property
     def is_flat(self) -> bool:
-        """Whether alpha changes nothing that can be distinguished from noise."""
+        """Whether the effect of alpha cannot be distinguished from noise."""
         return is_flat(self.alphas, self.seconds)
 
     @property
     def flat_seconds(self) -> float:
-        """Where alpha changes nothing: the time per token whatever it is."""
+        """The time per token for any alpha, where alpha has no effect."""
         return median(seconds for _, seconds in self.points)
 
     def as_first_read(self, bytes_per_second: float) -> Tuning:
-        """Given for the rate at which a short look, like the first tokens of every turn, finds the disk."""
+        """Return the tuning for the disk's current rate, given the rate of a short measurement like the first tokens of
+        every turn."""
         then = middle_rate([timing.first_bytes_per_second for timings in self.rounds for timing in timings])
         if then is None or self.bytes_per_second is None:
             return self
         return replace(self, bytes_per_second=self.bytes_per_second * bytes_per_second / then)
 
     def alpha_for(self, seconds: float) -> float:
-        """The smallest alpha that meets the budget; raises `ConfigError` where none that was measured does.
+        """Return the smallest alpha that meets the budget. Raises `ConfigError` where no measured alpha does.
 
-        Where alpha changes nothing, that is 0: what a fit through noise calls the smallest would be noise.
+        Where alpha has no effect, the result is 0: the smallest alpha of a fit through noise would be noise.
         """
         if self.is_flat:
             if self.flat_seconds > (1 + _TOLERANCE) * seconds:
@@ -136,7 +137,7 @@ class Tuning:
         return alpha
 
     def predicted_seconds(self, alpha: float) -> float:
-        """What a token is expected to take."""
+        """Return the expected seconds per token."""
         return self.flat_seconds if self.is_flat else predicted_seconds(self.points, alpha)
 
     def _when_read(self) -> str:
@@ -157,30 +158,30 @@ class Tuning:
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The alpha for a time per token, and what a fresh measurement says about it."""
+    """The alpha for a time per token, and the result of a new measurement."""
 
     tpot_seconds: float
     alpha: float
     lowest_alpha: float
-    """The choice, were the budget longer by the noise."""
+    """The alpha for a budget that is longer by the noise."""
     highest_alpha: float | None
-    """The choice, were the budget shorter by the noise; None: it would be out of reach."""
+    """The alpha for a budget that is shorter by the noise; None: it cannot be met."""
     is_within_noise: bool
     predicted_seconds: float
     measured_seconds: float
-    """Seconds as the clock showed them."""
+    """The measured seconds per token."""
     measured_bytes_per_second: float | None
-    """The rate of reading meanwhile."""
+    """The read rate during the measurement."""
     rescaled_seconds: float
-    """The measurement at the rate that the prediction is for."""
+    """The measured seconds, converted to the read rate of the prediction."""
     is_met: bool
-    """Within 10 %, as measured and rescaled."""
+    """Whether the converted time is within 10 % of the budget."""
 
 
 def measure_times(
     model: PreTrainedModel, alphas: Sequence[float], ids: Sequence[int], circumstances: dict[str, Any], tick: Tick
 ) -> Tuning:
-    """The time per token of every alpha, in rounds that go through all of them."""
+    """Measure the time per token of every alpha, in rounds that pass through all of them."""
     context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
     if context_tokens < turn_tokens():
         raise ConfigError(
@@ -197,7 +198,7 @@ def measure_times(
 
 
 def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence[int], tick: Tick) -> AlphaChoice:
-    """The smallest alpha that meets the budget, measured once more; raises `ConfigError` where none does."""
+    """Return the smallest alpha that meets the budget, measured once more. Raises `ConfigError` where none does."""
     points, noise, alpha = tuning.points, tuning.noise_seconds, tuning.alpha_for(seconds)
     measured = _turn(model, alpha, ids, _ROUNDS, tick)
     rescaled = measured.at_rate(tuning.bytes_per_second)
@@ -216,9 +217,10 @@ def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence
 
 
 def look_at_reading(model: PreTrainedModel) -> float | None:
-    """Bytes per second at which experts are read just now, by a few tokens from a cold cache; None where none are.
+    """Return the current read rate of experts in bytes per second, from a few tokens with a cold cache; None where none
+    are read.
 
-    By tokens and not by reads alone: what a processor has to do meanwhile can double the rate, or halve it.
+    Tokens are measured and not only reads: the processor's other work can double the rate, or halve it.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(engine.config.alpha)
@@ -226,9 +228,9 @@ def look_at_reading(model: PreTrainedModel) -> float | None:
 
 
 def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int, tick: Tick) -> Timing:
-    """A token's times from a cold cache, warmed up on some tokens of the text, timed on those that follow.
+    """Return a token's times from a cold cache, after a warm-up on some tokens of the text, timed on the next ones.
 
-    `number` says which part of the text; the first where there are not so many.
+    `number`: the part of the text; the first part is used where there are not so many.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     need = turn_tokens()
@@ -249,7 +251,7 @@ def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int,
 
 
 def _tokens(model: PreTrainedModel, ids: Sequence[int], tick: Tick) -> list[tuple[float, Counters]]:
-    """(seconds, what was counted meanwhile) of every token."""
+    """Return (seconds, counters) of every token."""
     engine: Engine = model.offload  # type: ignore[assignment]
     tokens, before = [], engine.stats()
     for _, took in forced(model, ids, engine.new_cache()):
@@ -261,33 +263,33 @@ def _tokens(model: PreTrainedModel, ids: Sequence[int], tick: Tick) -> list[tupl
 
 
 def _rate(tokens: Sequence[tuple[float, Counters]]) -> float | None:
-    """The middle token's bytes per second while a read was running; None where nothing was read."""
+    """Return the median of the tokens' read rates, in bytes per second; None where nothing was read."""
     return middle_rate([c.bytes_read / c.read_busy_seconds for _, c in tokens if c.bytes_read and c.read_busy_seconds])
 
 
 def _depends_on_disk(engine: Engine) -> bool:
-    """Whether what is waited for is the disk: no device's link, and not with every expert here."""
+    """Return whether waiting is waiting for the disk: not for a device's link, and not with every expert resident."""
     is_all_here = engine.ledger.cache_slots >= engine.ledger.demand.total_experts
     return engine.executor.device.type == "cpu" and not engine.pacing.is_emulated and not is_all_here
 
 
 def steps_of(alphas: Sequence[float]) -> int:
-    """Tokens that `measure_times` will run."""
+    """Return the number of tokens that `measure_times` runs."""
     return _ROUNDS * len(alphas) * turn_tokens()
 
 
 def turn_tokens() -> int:
-    """Tokens of one alpha in one round, and of the fresh measurement of a choice."""
+    """Return the number of tokens of one alpha in one round, and of the new measurement of a choice."""
     return _WARM_TOKENS + _TIMED_TOKENS
 
 
 def store(tuning: Tuning) -> Path:
-    """Remember a tuning for `generate --tpot`; returns where. Raises `OSError`."""
+    """Store a tuning for `generate --tpot`. Return the file's path. Raises `OSError`."""
     return keep(_path(tuning.circumstances), {"format": _FORMAT} | asdict(tuning))
 
 
 def recall(circumstances: dict[str, Any]) -> Tuning:
-    """The tuning of exactly these circumstances; raises `ConfigError` where there is none."""
+    """Return the tuning with equal circumstances. Raises `ConfigError` where there is none."""
     path = _path(circumstances)
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
@@ -306,7 +308,7 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
 
 
 def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
-    """What the time of an alpha depends on, as far as it can be written down."""
+    """Return the known circumstances on which the time of an alpha depends."""
     config = engine.config
     return {
         "model": model,

@@ -1,4 +1,4 @@
-"""The weights of the multidimensional cache for one model: fitted on recorded traces, judged on others."""
+"""Fits the weights of the multidimensional cache for one model on recorded traces, and measures them on others."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Traces = Sequence[Sequence[Routing]]
 
 @dataclass(frozen=True)
 class CacheTuning:
-    """What was found for one size of the cache."""
+    """The result for one size of the cache."""
 
     cache: MixedCache
     resident_share: float
     records: str
     weights: CacheWeights
     decode_steps: int
-    """The decode steps of the traces that the weights were fitted on."""
+    """The decode steps of the traces to which the weights were fitted."""
     penalties: dict[str, float]
-    """Penalties by policy on these traces: misses in loads of the model's own copies."""
+    """The penalty of each policy on these traces: misses in loads of full copies."""
     held_out: dict[str, float] | None
-    """The same on the others; None: there were none."""
+    """The same on the held-out traces; None: there were none."""
 
     def as_json(self) -> dict[str, Any]:
         thresholds = self.cache.switches.thresholds
@@ -67,10 +67,10 @@ def tune_cache(
     passes: int,
     tick: Callable[[int, int], None],
 ) -> CacheTuning:
-    """Fit on the first `passes` of each trace, and count what every policy costs there and on the others.
+    """Fit to the first `passes` of each trace, and count the cost of every policy on these and on the held-out traces.
 
-    `tick` as for `best_weights`. Raises `ConfigError` for a cache that holds every expert, and for traces of another
-    model, `TraceError` for files that are none.
+    `tick` is as for `best_weights`. Raises `ConfigError` for a cache that holds every expert, and for traces of another
+    model, `TraceError` for files that are not traces.
     """
     spec = read_spec(model, config, revision)
     cache, share = _cache_of(spec, config)
@@ -89,8 +89,8 @@ def tune_cache(
 
 
 def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]:
-    """The slots that an engine of this configuration would have; where layers have slots of several sizes, taken for
-    one pool."""
+    """Return the slots of an engine with this configuration, and the share of resident experts. Slots of several sizes
+    count as one pool."""
     ledger = ledger_of_cache(spec, config)
     low_slots = sum(pool.cache for pool in ledger.pools) - ledger.cache_slots
     low_cost = spec.low.expert_bytes / spec.expert_bytes if spec.low is not None else 1.0
@@ -98,7 +98,7 @@ def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]
 
 
 def _read(path: Path, spec: ModelSpec, passes: int) -> list[Routing]:
-    """The beginning of a trace, with what policies and importance need."""
+    """Return the beginning of a trace, with the scores and weights that policies and importance need."""
     return first_passes(trace_of(path, spec).routings(with_scores=True, with_weights=True), passes)
 
 

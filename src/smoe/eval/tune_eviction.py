@@ -1,4 +1,5 @@
-"""The learned eviction for one model: trained on recorded traces, compared with the other policies on others."""
+"""Trains the learned eviction policy for one model on recorded traces, and compares it with other policies on
+others."""
 
 from __future__ import annotations
 
@@ -24,28 +25,28 @@ from smoe.trace.record import TraceHeader
 
 RIVALS = ("lru", "lfu", "score", "auto", "multidimensional", LEARNED, "belady")
 ALL = 1 << 62
-"""Passes: as many as there are."""
+"""A number of passes that means all."""
 COUNTED = 1000
-"""Passes of a trace on which policies are compared, at most."""
+"""The most passes of a trace on which policies are compared."""
 
 Tick = Callable[[str, int, int], None]
-"""Hears what is being done, and how many of how many steps are."""
+"""A function that receives the current activity, and the numbers of steps done and in all."""
 
 
 @dataclass(frozen=True)
 class EvictionTuning:
-    """What was learned, and what it is worth in one size of the cache."""
+    """The trained estimate, and its misses for one size of the cache."""
 
     trained: TrainedNextUse
     slots: int
     resident_share: float
     uses: int
-    """Uses in the counted decode steps of the traces that it was trained on."""
+    """The uses in the counted decode steps of the training traces."""
     misses: dict[str, int]
-    """Misses by policy on these traces."""
+    """The misses of each policy on these traces."""
     held_out_uses: int
     held_out: dict[str, int] | None
-    """Misses on the others; None: there were none."""
+    """The misses on the held-out traces; None: there were none."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -68,11 +69,11 @@ def tune_eviction(
     passes: int | None,
     tick: Tick,
 ) -> EvictionTuning:
-    """Train on the first `passes` of each trace (None: all), and count what every policy misses in the first
-    `COUNTED` of them and of the others, each trace from an empty cache.
+    """Train on the first `passes` of each trace (None: all), and count the misses of every policy in the first
+    `COUNTED` passes of these and of the held-out traces, each from an empty cache.
 
-    Raises `ConfigError` for a cache that holds every expert, and for traces of another model or
-    too short ones, `TraceError` for files that are none.
+    Raises `ConfigError` for a cache that holds every expert, for traces of another model and for short ones,
+    `TraceError` for files that are not traces.
     """
     spec = read_spec(model, config, revision)
     ledger = ledger_of_cache(spec, config)
@@ -96,14 +97,14 @@ def tune_eviction(
 
 
 def shape_of(header: TraceHeader) -> LayersShape:
-    """The layers with experts of the model that was recorded."""
+    """Return the layers with experts of the recorded model."""
     layers = header.layers
     widest = max(layer.experts for layer in layers)
     return LayersShape([layer.layer for layer in layers], widest, max(layer.top_k for layer in layers))
 
 
 def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tuple[dict[str, int], int]:
-    """Misses of every policy on the first passes of one trace, and their uses."""
+    """Return (misses of every policy on the first passes of one trace, the number of uses)."""
     plain = first_passes(trace.routings(), passes)
     counts = {}
     for name in RIVALS:
@@ -122,7 +123,7 @@ class _Counting:
         self._done, self._total = 0, total
 
     def __call__(self, traces: Sequence[Trace]) -> tuple[dict[str, int], int]:
-        """The misses of `traces` together, by policy, and their uses."""
+        """Return (misses of each policy on all `traces`, the number of uses)."""
         misses, uses = dict.fromkeys(RIVALS, 0), 0
         for trace in traces:
             found, used = miss_counts(trace, self._slots, self._next_use, self._passes)

@@ -1,7 +1,7 @@
-"""Predictors that see the history of routing alone: fitted on recorded traces, judged on others token by token.
+"""Fits predictors that use only the history of routing to recorded traces, and measures them on others token by token.
 
-Rates are those of DuoServe's table 3. *exact*: all experts of the layer that comes were named, among as many as it
-chooses; *at least one*: some of them were. Every layer but the first counts, for every token.
+Rates are those of DuoServe's table 3. *exact*: all experts of the next layer were among the predicted ones, as many as
+it chooses; *at least one*: some of them were. Every layer but the first counts, for every token.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ PAPER = {
 }
 """The paper's table 3: exact and at-least-one rates of ExpertMLP, two of eight experts."""
 LEAST_TOKENS = 40
-"""Fewer tell nothing, and leave too few to see when to stop."""
+"""The least number of tokens: fewer leave too few to decide when to stop."""
 _JUDGED_TOKENS = 1000
-"""The judged tokens of every trace: a network takes about a millisecond a layer."""
+"""The number of measured tokens of every trace: a network takes about a millisecond for each layer."""
 _TIMED = 200
-"""Predictions by which the time of one is measured."""
+"""The number of predictions from which the time of one is measured."""
 
 
 @dataclass(frozen=True)
 class PredictionRates:
-    """How often a predictor was right."""
+    """The rates of right predictions of one predictor."""
 
     exact: float
     at_least_one: float
@@ -57,11 +57,11 @@ class PredictionRates:
 
 @dataclass(frozen=True)
 class PredictorTuning:
-    """What was fitted, and what it and the others are worth."""
+    """The fitted predictor, and the rates of all predictors."""
 
     fitted: Fitted
     training: Training | None
-    """None for a predictor that is counted."""
+    """None for a predictor of counts."""
     rates: dict[str, dict[str, PredictionRates]]
     """Rates by trace, then by predictor."""
 
@@ -90,11 +90,12 @@ def tune_predictor(
     tick_judged: Callable[[int], None] = lambda predictors: None,
     most_epochs: int | None = None,
 ) -> PredictorTuning:
-    """Fit the predictor `name` on the first `tokens` (None: all) of each trace of a model with these `layers`, and
-    judge it on the others, with every one that needs no training.
+    """Fit the predictor `name` to the first `tokens` (None: all) of each trace of a model with these `layers`, and
+    measure it on the held-out traces, with all predictors that need no training.
 
-    `checkpoint`, `tick` and `most_epochs` as for `train_expert_mlp`; `tick_judged` hears how many predictors have been
-    judged. Raises `ConfigError` for traces of another model or of too few tokens, `TraceError` for files that are none.
+    `checkpoint`, `tick` and `most_epochs` are as for `train_expert_mlp`; `tick_judged` receives the number of measured
+    predictors. Raises `ConfigError` for traces of another model or with too few tokens, `TraceError` for files that are
+    not traces.
     """
     paths = joined([paths_of(path, layers, tokens, "trace") for path in traces])
     if len(paths.chosen) < LEAST_TOKENS:
@@ -118,9 +119,9 @@ def tune_predictor(
 
 
 def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, setting: str) -> Paths:
-    """The paths of a trace's first `tokens`, prompts included, padding left out.
+    """Return the paths of a trace's first `tokens`, including prompts, without padding.
 
-    Raises `ConfigError`, for the `setting` that the trace was given for, where it is of other layers, and `TraceError`.
+    Raises `ConfigError` for a trace with other layers, given for `setting`, and `TraceError`.
     """
     trace = Trace(path)
     if routed_layers(trace.header) != layers:
@@ -129,7 +130,7 @@ def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, se
 
 
 def judge(make: Callable[[], FromHistory], paths: Paths) -> PredictionRates:
-    """The rates of a predictor that hears sequence after sequence, each from its beginning, and every token alone."""
+    """Return the rates of a predictor that observes each sequence from its beginning, every token alone."""
     exact = some = named_right = wanted_all = count = 0
     times: list[float] = []
     for chosen in paths.of_sequences():
