@@ -1,1 +1,1 @@
-"""Routing traces: what the routers chose in a run, as a file that NumPy reads and the simulator replays."""
+"""Routing traces: the routers' choices in a run, as a file that NumPy reads and the simulator replays."""

@@ -1,8 +1,8 @@
-"""Miss-ratio curves: what every eviction policy would have missed at every size of the cache, and where more memory
-stops paying.
+"""Miss-ratio curves: the misses of every eviction policy at every size of the cache, and where more memory stops
+paying.
 
-Every point is what `replay` counts for that size, from an empty cache and without prefetch, so `smoe replay` gives the
-same. Points are computed in processes of their own where that is worth their start.
+Every point is the count of `replay` for that size, from an empty cache and without prefetch, as in `smoe replay`.
+Points are computed in separate processes where that is worth their start.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ if TYPE_CHECKING:
     from smoe.policy.eviction.learned import NextUse
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""The shares of all experts in the cache; besides as many as one layer and as one token want."""
+"""Cache sizes as shares of all experts, in addition to those of one layer's choice and one token's."""
 BOUND = "belady"
 """The policy that knows the future."""
 MOST_PROCESSES = 8
-"""Each takes some hundred megabytes."""
+"""The most processes; each takes some hundred megabytes."""
 LITTLE = 0.02
-"""The share of the uses: what more memory saves beyond the plateau at most."""
+"""The share of the uses that memory beyond the plateau saves at most."""
 _BEND = 0.05
-"""The part of its height by which a curve must hang below its chord to have a knee."""
+"""The least distance of a knee below the curve's chord, as a share of the curve's height."""
 _INLINE_ROUTINGS = 40_000
-"""Replayed by this process alone: some seconds, as long as others take to start."""
+"""The most routings that this process replays alone, in some seconds, as long as other processes take to start."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Misses of the decode steps."""
+    """The misses of a trace's decode steps, by policy and cache size."""
 
     slots: tuple[int, ...]
-    """Sizes of the cache, ascending; the last holds all experts."""
+    """Cache sizes in ascending order; the last holds all experts."""
     experts: int
-    """The experts of all layers."""
+    """The number of experts in all layers."""
     steps: int
-    """Decode steps."""
+    """The number of decode steps."""
     uses: int
     misses: dict[str, tuple[int, ...]]
-    """Misses by policy, at every size; `BOUND` is the last."""
+    """The misses of each policy at every size; `BOUND` is the last."""
     steps_are_tokens: bool
-    """Every step has one token."""
+    """Whether every step has one token."""
     left_out: dict[str, str]
-    """Policies that could not be replayed, and why."""
+    """Policies that could not be replayed, with the reasons."""
 
     @property
     def shares(self) -> list[float]:
@@ -69,7 +69,7 @@ class Curves:
         return [slots / self.experts for slots in self.slots]
 
     def per_step(self, policy: str) -> list[float]:
-        """Misses of a decode step at every size."""
+        """Return the misses per decode step at every size."""
         return [count / self.steps for count in self.misses[policy]]
 
 
@@ -90,10 +90,11 @@ def curves(
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
 ) -> Curves:
-    """The curves of the first `passes` steps of every trace, each from an empty cache; all are of one model.
+    """Return the curves of the first `passes` steps of every trace, each from an empty cache; all must be of one model.
 
-    `next_use`: what `learned` has learned of it; None leaves that policy out. `tick` hears how many points are done.
-    `processes`: so many at most; None: one for each core. Raises `ConfigError` where no trace has decode steps.
+    `next_use`: the parameters of `learned` for the model; None leaves that policy out. `tick` receives the number of
+    points done. `processes`: the most processes; None: one for each core. Raises `ConfigError` where no trace has
+    decode steps.
     """
     header, shape = traces[0].header, [_decode_rows(trace, passes) for trace in traces]
     if not any(len(rows) for rows in shape):
@@ -137,15 +138,15 @@ def curves(
 
 
 def sizes_of(header: TraceHeader) -> tuple[int, ...]:
-    """Slots, ascending: of one layer's choice, of one token's, and of every one of `SHARES` that is more than the
-    first."""
+    """Return numbers of slots in ascending order: for one layer's choice, for one token's, and for every larger one of
+    `SHARES`."""
     least, token = max(layer.top_k for layer in header.layers), sum(layer.top_k for layer in header.layers)
     sizes = {int(header.experts * share) for share in SHARES} | {token}
     return tuple(sorted({least, *(size for size in sizes if size > least)}))
 
 
 def _decode_rows(trace: Trace, passes: int) -> np.ndarray:
-    """Tokens of every decode step of the first `passes` steps."""
+    """Return the number of tokens of every decode step among the first `passes` steps."""
     rows, first = trace.rows, trace.header.layers[0].layer
     steps = rows["step"]
     counted = (rows["layer"] == first) & (rows["phase"] == PHASES.index(Phase.DECODE))
@@ -154,7 +155,7 @@ def _decode_rows(trace: Trace, passes: int) -> np.ndarray:
 
 
 def _policies(header: TraceHeader, next_use: NextUse | None) -> tuple[list[str], dict[str, str]]:
-    """Those that can be replayed, the bound last; the others with the reason."""
+    """Return (the policies that can be replayed, the bound last; reasons for the others)."""
     left_out = {}
     if next_use is None:
         left_out[LEARNED] = "nothing that was learned of this model is here"
@@ -177,16 +178,16 @@ def _counts(point: _Point) -> ReplayCounts:
 
 
 class CurveBends(NamedTuple):
-    """Where a curve bends, as places among its sizes: steep up to the knee, then slow, flat from the plateau on."""
+    """Where a curve bends, as indices of its sizes: steep before the knee, flat from the plateau on."""
 
     knee: int | None
-    """None: it falls evenly."""
+    """The knee; None where the curve falls evenly."""
     plateau: int
-    """The first size from which on more memory saves at most `LITTLE` of the uses."""
+    """The first size from which more memory saves at most `LITTLE` of the uses."""
 
 
 def turns(found: Curves, policy: str) -> CurveBends:
-    """The plateau of a policy's curve, and the point before it that is furthest below the line to there."""
+    """Return the plateau of a policy's curve, and the knee: the point before it that is furthest below the chord."""
     shares, misses = found.shares, found.misses[policy]
     plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= LITTLE * found.uses)
     width, height = shares[plateau] - shares[0], misses[0] - misses[plateau]
@@ -198,10 +199,10 @@ def turns(found: Curves, policy: str) -> CurveBends:
 
 
 def in_words(found: Curves, policy: str, experts_bytes: int | None = None) -> str:
-    """What more memory saves, as one sentence.
+    """Describe what more memory saves, in one sentence.
 
     `auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 3.00 GiB); from ...`
-    `experts_bytes`: what all experts take; None: unknown.
+    `experts_bytes`: the size of all experts; None: unknown.
     """
     turn, misses, shares = turns(found, policy), found.per_step(policy), found.shares
     unit, rest = "token" if found.steps_are_tokens else "step", misses[turn.plateau] - misses[-1]

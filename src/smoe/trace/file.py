@@ -1,11 +1,11 @@
-"""Traces on disk: written row by row, read without being loaded. Layout: `docs/traces.md`.
+"""Traces on disk: written row by row, and memory-mapped for reading. Layout: `docs/traces.md`.
 
     offset 0    8 bytes magic, format version (4 bytes), length of the JSON text (4), number of rows (8)
     then        JSON text, zeros up to the next page
     then        the rows
 
-A file gets its name only when it is whole, and the number of rows is written last: until then it says "unfinished".
-So neither an interrupted writing nor a copy cut short is ever taken for a trace.
+A file gets its name only when it is complete, and the number of rows is written last: until then it says "unfinished".
+So neither an interrupted recording nor a truncated copy is taken for a trace.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PAGE = 4096
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise `ConfigError` where there is something already."""
+    """Raise `ConfigError` where the file exists."""
     if path.exists():
         raise ConfigError(
             f"{path} is there already; choose another `out`, or replace it with `force`",
@@ -52,10 +52,10 @@ def refuse_existing(path: Path) -> None:
 
 
 class TraceWriter:
-    """Writes a trace to `path`, row by row. As a context manager: whole at the end, or, after an error, not there.
+    """Writes a trace to `path`, row by row. As a context manager it leaves a complete file, or none after an error.
 
-    Raises `ConfigError` where there is a file and `replace` is off, `DiskSpaceError` when the disk is full,
-    `TraceError` for other failures of writing.
+    Raises `ConfigError` for an existing file without `replace`, `DiskSpaceError` for a full disk, `TraceError` for
+    other errors of writing.
     """
 
     def __init__(self, path: Path, header: TraceHeader, *, replace: bool = False) -> None:
@@ -64,9 +64,9 @@ class TraceWriter:
         text = json.dumps(header.as_json()).encode()
         self.header = header
         self.count = 0
-        """Rows of whole steps."""
+        """The number of rows of complete steps."""
         self._pending = 0
-        """Rows of a step that may still fail."""
+        """The number of rows of a step that may still fail."""
         self._path = path
         self._partial = partial_of(path)
         self._start = _page_ceil(_HEAD.size + len(text))
@@ -84,21 +84,21 @@ class TraceWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file so far."""
+        """The bytes of the file so far."""
         return self._start + (self.count + self._pending) * self.header.row.itemsize
 
     def append(self, rows: np.ndarray) -> None:
-        """Rows ([n], `header.row`) of a step that has not ended."""
+        """Append rows ([n], `header.row`) of a step that has not ended."""
         with self._writing():
             self._file.write(rows.tobytes())
         self._pending += len(rows)
 
     def keep(self) -> None:
-        """The step has ended: its rows belong to the trace."""
+        """Add the rows of the current step to the trace, because the step has ended."""
         self.count, self._pending = self.count + self._pending, 0
 
     def drop(self) -> None:
-        """The step has failed: its rows are forgotten."""
+        """Remove the rows of the current step, because the step has failed."""
         if self._pending:
             self._pending = 0
             with self._writing():
@@ -106,7 +106,7 @@ class TraceWriter:
                 self._file.truncate()
 
     def finish(self) -> None:
-        """Give the file its number of rows and its name; the rows of a step that has not ended are left out."""
+        """Write the number of rows and give the file its name; rows of a step that has not ended are removed."""
         self.drop()
         with self._writing():
             self._file.seek(_COUNT_OFFSET)
@@ -117,8 +117,8 @@ class TraceWriter:
             take_place(self._partial, self._path)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
-        with suppress(OSError):  # what a full disk did not take does not matter any more
+        """Delete the unfinished file."""
+        with suppress(OSError):  # data that a full disk did not take is deleted anyway
             self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -152,9 +152,9 @@ class TraceWriter:
 
 
 class Trace:
-    """A trace on disk. `rows` is mapped into memory: what is not looked at is not read.
+    """A trace on disk. `rows` is memory-mapped: only what is accessed is read.
 
-    Raises `TraceError` for a file that is none, is of another version, or is not whole.
+    Raises `TraceError` for a file that is not a trace, has another version, or is incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,27 +166,27 @@ class Trace:
             message = f"{path} is truncated or damaged: {size} bytes, its header says {whole}; copy or record it again"
             raise _no_trace(message, path)
         self.rows: np.ndarray = np.memmap(path, row, "r", start, (count,)) if count else np.zeros(0, row)
-        """[rows] with the fields of `TraceHeader.row`, in the order in which the routers spoke."""
+        """[rows] with the fields of `TraceHeader.row`, in the order in which the routers ran."""
 
     def of_layer(self, layer: TracedLayer, tokens: int | None = None) -> np.ndarray:
-        """[T] rows of one layer, padding left out: those of the first `tokens`, or all."""
+        """Return [T] rows of one layer without padding: those of the first `tokens`, or all."""
         places = np.flatnonzero(self.rows["layer"] == layer.layer)
         chosen = self.rows["top_k_index"][places, 0] < layer.experts
         found: np.ndarray = self.rows[places[chosen][:tokens]]
         return found
 
     def routings(self, *, with_scores: bool = False, with_weights: bool = False) -> Sequence[Routing]:
-        """The trace as the simulator takes it, one `Routing` for each layer and step, each made when it is asked for.
+        """Return the trace in the simulator's form: one `Routing` for each layer and step, made when accessed.
 
-        `with_scores`: choice scores from the logits by each router's own rule, as the engine gives them; imports torch.
-        `with_weights`: routing weights, every row's scaled to sum 1.
-        Raises `TraceError` where a layer's rule is not known.
+        `with_scores`: add choice scores, computed from the logits by each router's rule as in the engine; imports
+        torch. `with_weights`: add routing weights, with every row scaled to sum 1. Raises `TraceError` for a layer with
+        an unknown rule.
         """
         return _Routings(self, _rules(self) if with_scores else {}, with_weights)
 
 
 class _Routings(Sequence[Routing]):
-    """Runs of rows with the same step and layer."""
+    """Routings from runs of rows with the same step and layer."""
 
     def __init__(self, trace: Trace, rules: dict[int, ScoringRule], with_weights: bool) -> None:
         self._rows, self._rules, self._with_weights = trace.rows, rules, with_weights
@@ -216,7 +216,7 @@ class _Routings(Sequence[Routing]):
         return routing._replace(scores=self._scores(layer, routing, rows["router_logits"]))
 
     def _scores(self, layer: TracedLayer, routing: Routing, logits: np.ndarray) -> list[list[float]] | None:
-        """Choice scores of a step, as in the engine: of a prefill only its last tokens'."""
+        """Return the choice scores of a step, as in the engine: for a prefill only those of its last tokens."""
         rule = self._rules.get(layer.layer)
         if rule is None:
             return None
@@ -243,7 +243,7 @@ def _rules(trace: Trace) -> dict[int, ScoringRule]:
 
 
 def _read_header(path: Path) -> tuple[TraceHeader, int, int]:
-    """(header, offset of the rows, number of rows)"""
+    """Return (header, offset of the rows, number of rows)."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD.size)

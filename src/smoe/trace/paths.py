@@ -1,4 +1,4 @@
-"""A trace as the paths of its tokens, which predictors are fitted on (`smoe.prediction.activation_path`)."""
+"""Converts a trace to the paths of its tokens, to which predictors are fitted (`smoe.prediction.activation_path`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from smoe.trace.record import TraceHeader
 
 
 def routed_layers(header: TraceHeader) -> tuple[RoutedLayer, ...]:
-    """The layers of a trace, as predictors know them."""
+    """Return the sizes of a trace's layers."""
     return tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in header.layers)
 
 
 def paths_in(trace: Trace, tokens: int | None = None) -> Paths:
-    """The paths of a trace's first `tokens`, prompts included, padding left out."""
+    """Return the paths of a trace's first `tokens`, including prompts, without padding."""
     layers = routed_layers(trace.header)
     layer_of = np.asarray(trace.rows["layer"])
     places = [np.flatnonzero(layer_of == each.layer) for each in layers]

@@ -1,4 +1,5 @@
-"""The pictures of `smoe trace plot`: one figure a question, its title the answer. Needs matplotlib."""
+"""Draws the pictures of `smoe trace plot`: one figure for each question, with the answer as its title. Needs
+matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from smoe.units import format_bytes
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f"
 )  # fmt: skip
-"""Okabe and Ito's colours, which the colour-blind tell apart."""
+"""Okabe and Ito's colours, which the colour-blind can distinguish."""
 _POLICIES = {
     "auto": (BLUE, "-", "o"),
     "lru": (RED, "--", "s"),
@@ -28,15 +29,15 @@ _POLICIES = {
     "learned": (SKY, "-", "P"),
     BOUND: ("black", "-", ""),
 }
-"""Colour, line and marker: no two share any two."""
+"""Colour, line and marker of each policy: no two policies share any two."""
 LEADER = "auto"
-"""The policy whose bends are marked: the default."""
+"""The policy whose knee and plateau are marked: the default."""
 _MOST_SEQUENCES = 24
-"""Rows of a picture."""
+"""The most rows of a picture."""
 
 
 def reuse_by_rank(survey: TraceSurvey) -> Figure | None:
-    """How soon an expert is chosen again, by its rank (SMoE, figure 6)."""
+    """Draw how soon an expert is chosen again, by its rank (SMoE, figure 6)."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
         return None
@@ -54,7 +55,7 @@ def reuse_by_rank(survey: TraceSurvey) -> Figure | None:
 
 
 def score_concentration(survey: TraceSurvey) -> Figure | None:
-    """How the scores of a token spread over the ranks (SMoE, figure 4)."""
+    """Draw how a token's scores are distributed over the ranks (SMoE, figure 4)."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
         return None
@@ -72,7 +73,7 @@ def score_concentration(survey: TraceSurvey) -> Figure | None:
 
 
 def activation_by_sequence(survey: TraceSurvey) -> Figure | None:
-    """What one token shares with the next, and what sequences prefer (HOBBIT, figure 10)."""
+    """Draw what consecutive tokens share, and what sequences prefer (HOBBIT, figure 10)."""
     reuse, sequences = survey.next_token, survey.by_sequence
     if reuse is None:
         return None
@@ -96,7 +97,7 @@ def activation_by_sequence(survey: TraceSurvey) -> Figure | None:
 
 
 def _draw_sequences(figure: Any, found: BySequence, layers: Sequence[int]) -> None:
-    """The first, the middle and the last layer, one row a sequence."""
+    """Draw the first, the middle and the last layer, with one row for each sequence."""
     drawn = sorted({0, len(layers) // 2, len(layers) - 1})
     squares = np.atleast_1d(figure.subplots(len(drawn), 1, sharex=True))
     values = found.times_even[:_MOST_SEQUENCES, drawn]
@@ -112,7 +113,7 @@ def _draw_sequences(figure: Any, found: BySequence, layers: Sequence[int]) -> No
 
 
 def affinity(survey: TraceSurvey) -> Figure | None:
-    """Which experts are popular, and which follow which (DuoServe, figure 2)."""
+    """Draw which experts are popular, and which follow one another (DuoServe, figure 2)."""
     found, layers = survey.affinity, _layers(survey)
     figure: Any = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2) if found is not None else (figure.subplots(), None)
@@ -136,7 +137,7 @@ def affinity(survey: TraceSurvey) -> Figure | None:
 
 
 def entropy(survey: TraceSurvey) -> Figure | None:
-    """How evenly experts are used, layer by layer."""
+    """Draw how evenly experts are used, layer by layer."""
     found, layers = survey.entropy, _layers(survey)
     figure, axes = _figure()
     look: dict[str, Any] = {"markersize": _dots(len(layers))}
@@ -154,7 +155,7 @@ def entropy(survey: TraceSurvey) -> Figure | None:
 
 
 def miss_ratio(survey: TraceSurvey) -> Figure | None:
-    """What every policy misses at every size of the cache."""
+    """Draw the misses of every policy at every size of the cache."""
     found = survey.curves
     if found is None:
         return None
@@ -185,7 +186,7 @@ def miss_ratio(survey: TraceSurvey) -> Figure | None:
 
 
 def _second_scale(add: Callable[..., Any], side: str, factor: float) -> Any:
-    """An axis with the same numbers in another unit."""
+    """Add an axis with the same numbers in another unit."""
 
     def there(value: Any) -> Any:
         return value * factor
@@ -197,7 +198,7 @@ def _second_scale(add: Callable[..., Any], side: str, factor: float) -> Any:
 
 
 def _mark_turns(axes: Any, found: Curves) -> str:
-    """Lines at the knee and the plateau of the default policy; the finding in words."""
+    """Mark the knee and the plateau of the default policy. Return the finding in words."""
     turn, misses, shares = turns(found, LEADER), found.per_step(LEADER), found.shares
     unit = "token" if found.steps_are_tokens else "step"
     marks = [(turn.plateau, "plateau", 0.91)] if 0 < turn.plateau < len(shares) - 1 else []
@@ -237,11 +238,11 @@ PICTURES: dict[str, Callable[[TraceSurvey], Figure | None]] = {
     "affinity": affinity,
     "entropy": entropy,
 }
-"""The pictures by file name, without its ending."""
+"""The drawing functions by file name without ending."""
 
 
 def drawn(survey: TraceSurvey, form: str) -> dict[str, bytes]:
-    """Every picture that can be drawn, as the file's content; `form` is png, svg or pdf."""
+    """Return the file contents of every picture that can be drawn; `form` is png, svg or pdf."""
     found = {}
     for name, draw in PICTURES.items():
         figure = draw(survey)
@@ -258,7 +259,7 @@ def _figure() -> tuple[Figure, Any]:
 
 
 def _finished(figure: Figure, title: str, survey: TraceSurvey, columns: int = 4) -> Figure:
-    """Legend and caption below, the finding above."""
+    """Add the legend, the caption and the title to a figure."""
     for axes in figure.axes:
         _plain_frame(axes)
     caption = f"{survey.header.model}: {survey.size}"
@@ -282,7 +283,7 @@ def _finished(figure: Figure, title: str, survey: TraceSurvey, columns: int = 4)
 
 
 def _all_axes(figure: Figure) -> list[Any]:
-    """The axes of a figure and of the figures in it."""
+    """Return the axes of a figure and of its subfigures."""
     found = [axes for inner in figure.subfigs for axes in inner.axes]
     return [*(axes for axes in figure.axes if axes not in found), *found]
 
@@ -314,11 +315,11 @@ def _layers(survey: TraceSurvey) -> list[int]:
 
 
 def _dots(count: int) -> float:
-    """Smaller markers where there are many."""
+    """Return the size of markers, which is smaller where there are many."""
     return 4.0 if count <= 40 else 2.5
 
 
 def _scale(nbytes: int) -> tuple[str, int]:
-    """The unit in which a size has few digits."""
+    """Return the unit in which a size has few digits, with its bytes."""
     unit = format_bytes(nbytes).split()[1]
     return unit, 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)

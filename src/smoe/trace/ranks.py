@@ -1,4 +1,4 @@
-"""What a routing trace says about ranks.
+"""Statistics of ranks in a routing trace.
 
 A rank is an expert's place among all experts of its layer by choice score, for one token; ranks 1 to k are the chosen.
 """
@@ -17,24 +17,25 @@ from smoe.trace.file import Trace
 from smoe.trace.record import TracedLayer
 
 AHEAD = 3
-"""Tokens within which an expert counts as used again."""
+"""The number of tokens within which an expert counts as used again."""
 
 
 class Stretch(NamedTuple):
     """One sequence in one layer, token after token."""
 
     layer: int
-    """The model's own number."""
+    """The layer's number in the model."""
     shares: np.ndarray
-    """[T, E] of the scores of all experts, which add up to 1; by expert."""
+    """[T, E] each expert's share of the scores, by expert; rows sum to 1."""
     order: np.ndarray
-    """[T, E] experts by rank."""
+    """[T, E] the experts by rank."""
     active: np.ndarray
-    """[T, E] whether an expert was chosen; by expert."""
+    """[T, E] whether an expert was chosen, by expert."""
 
 
 def width(trace: Trace) -> tuple[int, int]:
-    """(E, K) of all layers; raises `ConfigError` where they differ, as ranks then have no common meaning."""
+    """Return (E, K) of all layers. Raises `ConfigError` where they differ, because ranks then have no common
+    meaning."""
     found = {(layer.experts, layer.top_k) for layer in trace.header.layers}
     if len(found) != 1:
         raise ConfigError(f"layers of {trace.path} differ in their experts or choices: {sorted(found)}")
@@ -42,9 +43,9 @@ def width(trace: Trace) -> tuple[int, int]:
 
 
 def stretches(trace: Trace, tokens: int | None = None) -> Iterator[Stretch]:
-    """All sequences in all layers, of the first `tokens` or of all; padding is left out.
+    """Yield all sequences in all layers, of the first `tokens` or of all, without padding.
 
-    Raises `ConfigError` where a router follows no known rule.
+    Raises `ConfigError` for a router with an unknown rule.
     """
     for layer in trace.header.layers:
         if layer.rule is None:
@@ -55,7 +56,8 @@ def stretches(trace: Trace, tokens: int | None = None) -> Iterator[Stretch]:
 
 
 def _stretch(rows: np.ndarray, layer: TracedLayer, rule: ScoringRule) -> Stretch:
-    """Where rounding has made scores equal, the chosen go first: they have the ranks 1 to k in any case."""
+    """Return one sequence of a layer. Where rounding has made scores equal, the chosen experts come first, so that they
+    have the ranks 1 to k."""
     scores = rule.scores(torch.from_numpy(rows["router_logits"][:, : layer.experts].copy()))
     choice = rule.choice(scores).numpy()
     active = np.zeros(choice.shape, dtype=bool)
@@ -65,12 +67,13 @@ def _stretch(rows: np.ndarray, layer: TracedLayer, rule: ScoringRule) -> Stretch
 
 
 def shares_by_rank(parts: Iterable[Stretch]) -> np.ndarray:
-    """[T, E] shares of all tokens in all layers, the column 0 being rank 1."""
+    """Return [T, E] shares of all tokens in all layers; column 0 is rank 1."""
     return np.concatenate([np.take_along_axis(part.shares, part.order, axis=1) for part in parts])
 
 
 def reuse_by_rank(parts: Iterable[Stretch], ahead: int = AHEAD) -> np.ndarray:
-    """[E] how often the expert of a rank is chosen within the next `ahead` tokens; tokens that have fewer are no case.
+    """Return [E] how often the expert of a rank is chosen within the next `ahead` tokens; tokens with fewer do not
+    count.
 
     Raises `ConfigError` where no sequence is long enough.
     """

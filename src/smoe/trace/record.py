@@ -1,7 +1,7 @@
-"""What a routing trace is made of: a header that says what was recorded, and one row for each token and layer.
+"""The format of a routing trace: a header that describes the recording, and one row for each token and layer.
 
-All rows have the same size. Where layers differ, a row is as wide as the widest: what a layer does not have is filled
-with logits of minus infinity, its index E ("no expert") and weights of zero. The layout to the byte: `docs/traces.md`.
+All rows have the same size. Where layers differ, a row is as wide as the widest layer: the rest has logits of minus
+infinity, the index E ("no expert") and weights of zero. `docs/traces.md` describes the layout to the byte.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from smoe import __version__
 from smoe.routing import Phase
 
 PHASES = (Phase.PREFILL, Phase.DECODE)
-"""A row's phase is the place in this list."""
+"""The phases; a row stores the index in this list."""
 
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """One layer's router."""
+    """The router of one layer."""
 
     layer: int
     experts: int
-    """E"""
+    """E, the number of experts."""
     top_k: int
-    """K"""
+    """K, the experts chosen for each token."""
     rule: dict[str, Any] | None = None
-    """How its logits become scores, as `ScoringRule.as_json` writes it; None where no known rule is its own."""
+    """The rule from logits to scores, as `ScoringRule.as_json` writes it; None where it is unknown."""
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What was recorded, and with what."""
+    """The description of what was recorded."""
 
     model: str
     """The model's name, as the user gave it."""
     model_type: str
     alpha: float
-    """The substitution threshold of the run; above 0 the routers saw what substitutes had computed."""
+    """The substitution threshold of the run; above 0 the routers' inputs include what substitutes computed."""
     layers: tuple[TracedLayer, ...]
-    """Layers with routed experts, ascending."""
+    """The layers with routed experts, ascending."""
     smoe: str = __version__
-    """The version that wrote the trace."""
+    """The version of smoe that wrote the trace."""
     expert_bytes: tuple[int, ...] | None = None
-    """Memory that a resident expert takes, layer by layer; None: unknown."""
+    """The memory of a resident expert in bytes, by layer; None: unknown."""
 
     @property
     def experts(self) -> int:
-        """Routed experts of all layers."""
+        """The number of routed experts in all layers."""
         return sum(layer.experts for layer in self.layers)
 
     @cached_property
     def row(self) -> np.dtype[np.void]:
-        """One row: little-endian, no gaps."""
+        """The NumPy type of a row: little-endian, without gaps."""
         experts, top_k = max(layer.experts for layer in self.layers), max(layer.top_k for layer in self.layers)
         return np.dtype(
             [
@@ -71,18 +71,19 @@ class TraceHeader:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The header as the file has it; `row` there is what `numpy.dtype` takes, its entries made tuples."""
+        """Return the header in its file form; `row` there is the description of a `numpy.dtype`, with tuples for its
+        entries."""
         return {**asdict(self), "row": self.row.descr}
 
     def blank_rows(self, layer: TracedLayer, count: int) -> np.ndarray:
-        """[count] rows of a layer in which nothing has been chosen."""
+        """Return [count] rows of a layer without any choice."""
         rows = np.zeros(count, self.row)
         rows["layer"], rows["top_k_index"], rows["router_logits"] = layer.layer, layer.experts, -np.inf
         return rows
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TraceHeader:
-        """The header of a file; raises `KeyError`, `TypeError` or `ValueError` where it is damaged."""
+        """Return the header of a file. Raises `KeyError`, `TypeError` or `ValueError` for a damaged one."""
         layers = tuple(TracedLayer(**layer) for layer in value["layers"])
         sizes = value.get("expert_bytes")
         known = None if sizes is None else tuple(map(int, sizes))

@@ -1,12 +1,12 @@
-"""Listening to a running model and writing down what its routers say.
+"""Records the routers' outputs of a running model in a trace.
 
     from smoe.trace.recorder import recording
 
     with recording(model, Path("run.trace")):
         model.generate(...)
 
-The routers' logits come by forward hooks, which are there only while something is recorded; nothing that is computed
-changes. A layer of a step costs a copy of its logits to the host and a write: some 0.1 ms in decode.
+The routers' logits are obtained by forward hooks, which exist only during a recording; results do not change. Each
+layer of a step costs a copy of its logits to the host and a write: some 0.1 ms in decode.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 def recording(
     model: PreTrainedModel, path: Path, *, name: str | None = None, replace: bool = False
 ) -> Iterator[Recorder]:
-    """Inside, every pass of `model` (one of `smoe.from_pretrained`) is written to `path`; after an error nothing is.
+    """Record every pass of `model` (a result of `smoe.from_pretrained`) to `path` for the duration of the `with` block;
+    after an error no file is left.
 
-    `name`: what the header calls the model. Raises `UnsupportedModelError` for routers whose logits cannot be observed,
-    and what `TraceWriter` raises.
+    `name`: the model's name in the header. Raises `UnsupportedModelError` for routers whose logits cannot be observed,
+    and the errors of `TraceWriter`.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     if any(isinstance(observer, Recorder) for observer in engine.executor.observers):
@@ -49,16 +50,16 @@ def recording(
 
 
 class Recorder(StepObserver):
-    """Writes down what it hears."""
+    """Observes a model and writes its routings to a trace."""
 
     def __init__(self, engine: Engine, writer: TraceWriter) -> None:
         self.writer = writer
         self.steps = 0
-        """Whole steps written."""
+        """The number of complete steps written."""
         self.sequences = 0
-        """Sequences observed."""
+        """The number of sequences observed."""
         self.first_sequence = 0
-        """Number, in the trace, of the sequence in row 0 of the passes to come."""
+        """The number, in the trace, of the sequence in row 0 of the next passes."""
         self._engine = engine
         self._layers = {layer.layer: layer for layer in writer.header.layers}
         self._passes = engine.executor.counters.forward_passes
@@ -66,7 +67,7 @@ class Recorder(StepObserver):
     def routed(self, step: Step) -> None:
         layer, logits, sequences = step.layer, step.logits, step.sequences
         if layer == self.writer.header.layers[0].layer:
-            self.settle()  # a pass begins, so the one before has ended or failed
+            self.settle()  # a pass begins, so the last one has ended or failed
         traced, count = self._layers[layer], step.top_k_index.shape[0]
         if logits is None or logits.shape != (count, traced.experts):
             given = "nothing" if logits is None else f"{list(logits.shape)} numbers"
@@ -84,7 +85,7 @@ class Recorder(StepObserver):
         self.writer.append(rows)
 
     def settle(self) -> None:
-        """Keep the rows of the last pass if it has ended, else forget them."""
+        """Add the rows of the last pass to the trace if the pass has ended; otherwise remove them."""
         passes = self._engine.executor.counters.forward_passes
         if passes != self._passes:
             self.writer.keep()
@@ -111,7 +112,7 @@ def _header(model: PreTrainedModel, engine: Engine, name: str) -> TraceHeader:
 
 
 def _rule(model: PreTrainedModel, engine: Engine, layer: int, experts: int) -> ScoringRule | None:
-    """The router's rule, or None: a trace is of use without scores too."""
+    """Return the router's rule; None where it is unknown: a trace is useful without scores too."""
     modules, name = dict(model.named_modules()), engine.anatomy.routers[layer]
     hidden, block = model.config.get_text_config().hidden_size, modules[name.rpartition(".")[0]]
     try:

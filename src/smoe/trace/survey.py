@@ -1,4 +1,4 @@
-"""All that `smoe trace plot` draws, as numbers: of one trace, or of several of one model together."""
+"""All figures that `smoe trace plot` draws: of one trace, or of several traces of one model."""
 
 from __future__ import annotations
 
@@ -32,47 +32,48 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 _ROUTINGS = 24_000
-"""Looked at of a trace where the user does not say: what makes curves in a minute on a few cores."""
+"""The default number of routings of a trace that are analysed: curves then take a minute on a few cores."""
 _TOKENS = 1000
-"""So many tokens at most, then."""
+"""The most tokens of that default."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """[E] each, rank 1 first."""
+    """Statistics by rank, [E] each, rank 1 first."""
 
     share: np.ndarray
     """The mean share of the router's scores over tokens and layers (SMoE, figure 4)."""
     low: np.ndarray
-    """Its 10th percentile."""
+    """The 10th percentile of this share."""
     high: np.ndarray
-    """Its 90th percentile."""
+    """The 90th percentile of this share."""
     reuse: np.ndarray
-    """How often the expert is chosen within the next `ahead` tokens (SMoE, figure 6)."""
+    """The probability that the expert is chosen within the next `ahead` tokens (SMoE, figure 6)."""
     ahead: int
     reuse_by_chance: float
-    """The same if experts were chosen at random."""
+    """That probability if experts were chosen at random."""
 
 
 @dataclass(frozen=True)
 class TraceSurvey:
-    """None where a value is missing; `left_out` then has the reason, by the field's name."""
+    """The figures of one or several traces. A missing value is None; `left_out` then has the reason, by the field's
+    name."""
 
     header: TraceHeader
     """The header of the first trace."""
     files: tuple[str, ...]
     names: tuple[str, ...]
-    """What the traces call the model: one name, or several for the same layers."""
+    """The names of the model in the traces: one, or several for the same layers."""
     alpha: float
     """The largest substitution threshold of the runs."""
     tokens: int
     recorded: int
-    """Tokens that the traces have; above `tokens` where only the first were looked at."""
+    """The number of tokens in the traces; above `tokens` where only the first were analysed."""
     sequences: int
     experts_bytes: int | None
-    """Memory that all experts take; None where no trace says."""
+    """The memory of all experts in bytes; None where no trace states it."""
     times_even: np.ndarray
-    """[L, E]: an expert's share in its layer's choices, in multiples of 1 / E; NaN beyond a layer's own experts."""
+    """[L, E]: an expert's share of its layer's choices, in multiples of 1 / E; NaN beyond a layer's own experts."""
     entropy: Entropy
     ranks: Ranks | None
     next_token: NextToken | None
@@ -83,7 +84,7 @@ class TraceSurvey:
 
     @property
     def size(self) -> str:
-        """Layers, experts and tokens, for a caption."""
+        """A phrase with the numbers of layers, experts and tokens, for a caption."""
         layers = self.header.layers
         widths, choices = sorted({layer.experts for layer in layers}), sorted({layer.top_k for layer in layers})
         of = f"{' or '.join(map(str, widths))} experts, {' or '.join(map(str, choices))} chosen"
@@ -93,7 +94,7 @@ class TraceSurvey:
         return f"{_counted(len(layers), 'layer')} of {of}; {tokens}, {_counted(self.sequences, 'sequence')}"
 
     def as_json(self) -> dict[str, Any]:
-        """Every number that is drawn."""
+        """Return every number that is drawn, for JSON."""
         layers = [{"layer": each.layer, "experts": each.experts, "top_k": each.top_k} for each in self.header.layers]
         found: dict[str, Any] = {
             "traces": list(self.files),
@@ -116,7 +117,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold; six digits, and null for what is no number."""
+    """Return a value in JSON's types, with six digits, and null for NaN and infinity."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(part) for name, part in asdict(value).items()}
     if isinstance(value, np.ndarray):
@@ -138,11 +139,11 @@ def survey(
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
 ) -> TraceSurvey:
-    """A survey of the first `tokens` of every trace, and of so many steps where misses are counted; None: 1000, or
-    fewer where there are many layers.
+    """Analyse the first `tokens` of every trace, and as many steps for misses; None: 1000, or fewer where there are
+    many layers.
 
-    `experts_bytes`: what all experts take; None: as the traces say. The rest as for `curves`. Raises `ConfigError` for
-    traces of different models, and for traces without a token.
+    `experts_bytes`: the size of all experts; None: as the traces state. Other arguments are as for `curves`. Raises
+    `ConfigError` for traces of different models, and for traces without a token.
     """
     _check_one_model(traces)
     header, left_out = traces[0].header, dict[str, str]()
@@ -194,14 +195,15 @@ def _ranks(traces: Sequence[Trace], parts: Sequence[Stretch]) -> Ranks:
 
 
 def _recorded(trace: Trace) -> int:
-    """Tokens of a trace, padding left out."""
+    """Return the number of tokens of a trace without padding."""
     first = trace.header.layers[0]
     real = (trace.rows["layer"] == first.layer) & (trace.rows["top_k_index"][:, 0] < first.experts)
     return int(np.count_nonzero(real))
 
 
 def _experts_bytes(traces: Sequence[Trace]) -> int | None:
-    """None where no trace says, or two differ: the model was run in two precisions."""
+    """Return the size of all experts; None where no trace states it, or two differ because the model was run in two
+    precisions."""
     known = {trace.header.expert_bytes for trace in traces} - {None}
     if len(known) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Which experts a recorded run used: how evenly, how soon again, in which sequence, and after which others."""
+"""The use of experts in a recorded run: how evenly, how soon again, in which sequences, and after which others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from smoe.trace.file import Trace
 from smoe.trace.ranks import Stretch
 
 LEAST_TOKENS = 16
-"""Fewer say nothing about what follows what."""
+"""The least number of tokens for statistics of successors."""
 PARTS = 16
-"""Into so many parts a trace of one sequence is cut, to be compared with each other."""
+"""The number of parts into which a trace of one sequence is divided, to be compared with one another."""
 _LEAST_PART = 16
-"""Tokens of the shortest part."""
+"""The tokens of the shortest part."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class Entropy:
     """How evenly experts are used, in bits; log2 E where all are used alike. [L] each."""
 
     used: np.ndarray
-    """The distribution of an expert's share in its layer's choices."""
+    """The entropy of the experts' shares of a layer's choices."""
     of_a_token: np.ndarray | None
-    """Of the router's scores, the mean over tokens; None where they are not known."""
+    """The mean entropy of the router's scores over tokens; None where they are unknown."""
     most: np.ndarray
-    """log2 E"""
+    """log2 E, the largest possible entropy."""
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """What of a token's experts its successor uses again (HOBBIT, figure 10a). [L] each."""
+    """How many of a token's experts the next token uses again (HOBBIT, figure 10a). [L] each."""
 
     heaviest: np.ndarray
-    """Share of tokens whose expert of the largest weight is used again."""
+    """The share of tokens whose expert of the largest weight is used again."""
     share: np.ndarray
     """The share of a token's experts that is used again."""
     some: np.ndarray
-    """Share of tokens of which at least one expert is used again."""
+    """The share of tokens with at least one expert used again."""
     chance: np.ndarray
     """`heaviest` and `share` if experts were chosen at random: K / E."""
     chance_of_some: np.ndarray
@@ -55,52 +55,55 @@ class BySequence:
     """How often each sequence used each expert (HOBBIT, figure 10b)."""
 
     has_parts: bool
-    """The trace has one sequence: these are parts of it."""
+    """Whether the trace has one sequence, which is divided into parts."""
     tokens: np.ndarray
-    """[S]"""
+    """[S] the tokens of each sequence."""
     times_even: np.ndarray
-    """[S, L, E]: an expert's share in a sequence's choices, in multiples of its even share 1 / E."""
+    """[S, L, E]: an expert's share of a sequence's choices, in multiples of its even share 1 / E."""
 
 
 @dataclass(frozen=True)
 class Affinities:
-    """What tells the next layer's experts better: the experts of this one, or their popularity (DuoServe, figure 2)."""
+    """A comparison of two predictions of the next layer's experts: by this layer's experts, and by popularity
+    (DuoServe, figure 2)."""
 
     by_affinity: np.ndarray
-    """[L-1]: share of a layer's choices among the K likeliest after the experts of the layer before."""
+    """[L-1]: the share of a layer's choices among the K likeliest after the experts of the layer before."""
     by_popularity: np.ndarray
-    """[L-1]: the same for its K most popular experts. Both learned from the first half, judged on the second."""
+    """[L-1]: the same for its K most popular experts. Both are learned from the first half and measured on the
+    second."""
     strongest: int
-    """Place of the layer from which affinity gains most, in `by_affinity`."""
+    """The index in `by_affinity` of the layer from which affinity gains most."""
     follows: np.ndarray
-    """[E, E] of that layer and the next: share of the next one's choices, where this one chose the row's expert."""
+    """[E, E] for that layer and the next: shares of the next layer's choices, where this one chose the row's expert."""
 
     @property
     def gain(self) -> float:
-        """Mean over the layers."""
+        """The mean gain over the layers."""
         return float(np.mean(self.by_affinity - self.by_popularity))
 
 
 def times_even(paths: Paths) -> np.ndarray:
-    """[L, E] an expert's share in its layer's choices, in multiples of 1 / E; NaN beyond a layer's own experts."""
+    """Return [L, E], an expert's share of its layer's choices, in multiples of 1 / E; NaN beyond a layer's own
+    experts."""
     return _in_multiples(popularity_of(paths), paths.layers)
 
 
 def _in_multiples(shares: np.ndarray, layers: Sequence[RoutedLayer]) -> np.ndarray:
-    """[..., L, E] shares -> multiples of the even share."""
+    """Convert [..., L, E] shares to multiples of the even share."""
     experts = np.array([layer.experts for layer in layers])[:, None]
     found: np.ndarray = np.where(np.arange(shares.shape[-1]) < experts, shares * experts, np.nan)
     return found
 
 
 def bits(shares: np.ndarray) -> np.ndarray:
-    """[..., E] shares that add up to 1 -> their entropy in bits."""
+    """Convert [..., E] shares that sum to 1 to their entropy in bits."""
     found: np.ndarray = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
     return found
 
 
 def entropy(paths: Paths, parts: Iterable[Stretch] | None) -> Entropy:
-    """`parts`: the same tokens with their scores, or None."""
+    """Return the entropies. `parts`: the same tokens with their scores, or None."""
     used = bits(popularity_of(paths).astype(np.float64))
     most = np.log2([layer.experts for layer in paths.layers])
     if parts is None:
@@ -114,7 +117,8 @@ def entropy(paths: Paths, parts: Iterable[Stretch] | None) -> Entropy:
 
 
 def next_token(traces: Sequence[Trace], tokens: int | None = None) -> NextToken:
-    """The figures of the first `tokens` of every trace; raises `ConfigError` where no sequence has two."""
+    """Return the figures of the first `tokens` of every trace. Raises `ConfigError` where no sequence has two
+    tokens."""
     layers = traces[0].header.layers
     sums, pairs = np.zeros((3, len(layers))), np.zeros(len(layers))
     for trace in traces:
@@ -137,7 +141,8 @@ def next_token(traces: Sequence[Trace], tokens: int | None = None) -> NextToken:
 
 
 def by_sequence(paths: Paths) -> BySequence:
-    """Sequences in their order; one alone is cut into `PARTS`. Raises `ConfigError` where it is too short for two."""
+    """Return the figures of all sequences in their order; a single one is divided into `PARTS`. Raises `ConfigError`
+    where it is too short for two."""
     found = list(paths.of_sequences())
     has_parts = len(found) == 1
     if has_parts:
@@ -152,7 +157,7 @@ def by_sequence(paths: Paths) -> BySequence:
 
 
 def affinities(paths: Paths) -> Affinities:
-    """Raises `ConfigError` for a single layer, or for fewer than `LEAST_TOKENS`."""
+    """Return the comparison. Raises `ConfigError` for a single layer, or for fewer than `LEAST_TOKENS` tokens."""
     if len(paths.layers) < 2:
         raise ConfigError("a single layer has experts: none follows it")
     if len(paths.chosen) < LEAST_TOKENS:
@@ -172,12 +177,13 @@ def affinities(paths: Paths) -> Affinities:
 
 
 def _two(paths: Paths, place: int) -> np.ndarray:
-    """[N, 2, K] of a layer and the next."""
+    """Return [N, 2, K] of a layer and the next."""
     found: np.ndarray = paths.chosen[:, place : place + 2]
     return found
 
 
 def _named(scores: np.ndarray, wanted: np.ndarray, top_k: int) -> float:
-    """The share of the wanted experts [N, E] that is among the K of the highest scores [N, E]; ties by number."""
+    """Return the share of the wanted experts [N, E] that are among the K of the highest scores [N, E]; ties by
+    number."""
     best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
     return float(np.take_along_axis(wanted, best, axis=1).sum() / wanted.sum())
