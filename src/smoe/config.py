@@ -128,7 +128,7 @@ class EngineConfig:
     """For a cluster: who computes which of them; None: finish."""
     cluster_workers: int = 1
     """For a cluster: how many must be there before the first token; more may come later."""
-    cluster_timeout_seconds: float = 15.0
+    cluster_timeout_seconds: float = 60.0
     """For a cluster: how long they are waited for."""
     cluster_verify: float = 0.0
     """For a cluster: the share of the experts that workers compute which is recomputed here, when there is time; a
