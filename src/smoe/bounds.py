@@ -1,4 +1,4 @@
-"""What each setting of `EngineConfig` can be, and which go with which: names, numbers, switches."""
+"""The allowed values of every setting of `EngineConfig`, and the settings that need another one."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from smoe.policy.registry import (
 )
 
 MOST_THREADS = 1024
-"""Computing threads; the largest machines have fewer cores, and torch ends the process where it cannot start them."""
+"""The limit of computing threads. The largest machines have fewer cores, and torch ends the process if it cannot start
+its threads."""
 MOST_IO_THREADS = 64
-"""Reading threads; two saturate a disk."""
+"""The limit of reading threads; two saturate a disk."""
 MOST_PREFETCH_DEPTH = 16
-"""Layers ahead; the papers guess up to three."""
+"""The limit of layers to predict in advance; the papers use up to three."""
 DEFAULT_PREFETCH_DEPTH = 2
 MOST_CORRECTED_LAYERS = 4
-"""Layers ahead that corrections are learned for."""
+"""The number of layers in advance for which corrections are learned."""
 DEFAULT_LOW_SHARE = 0.15
 DEFAULT_SHADOW = "int4"
-"""The precision of a shadow."""
+"""The default precision of the draft model."""
 DEPARTURE = ("at-once", "late")
-"""When a shadow begins the next token: from its own guess as soon as it is done, or once the model has chosen it."""
+"""When the draft model begins the next token: at once, from its own prediction, or late, once the model has sampled
+it."""
 SHADOW_ON = ("main", "cluster")
-"""Where a shadow runs: on a thread of main, or on a machine of the cluster."""
+"""Where the draft model runs: on a thread of the coordinator ("main"), or on a machine of the cluster."""
 MOST_SHADOW_SPARES = 64
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
@@ -51,7 +53,7 @@ AUTO, INT8, BF16 = ACTIVATIONS = ("auto", "int8", "bf16")
 SUBSTITUTES = ("replace", "drop")
 SUBSTITUTE_WEIGHTS = ("own", "inherited")
 COUNTS = ("budget", "process")
-"""What `memory_bytes` is the size of: the budget, or the whole process, interpreter and libraries included."""
+"""What `memory_bytes` limits: the budget, or the whole process with interpreter and libraries."""
 CHOICES: dict[str, tuple[str, ...]] = {
     "count": COUNTS,
     "dtype": DTYPES,
@@ -78,7 +80,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "substitutes": SUBSTITUTES,
     "substitute_weights": SUBSTITUTE_WEIGHTS,
 }
-"""What the settings that are names can be."""
+"""The allowed values of settings that are strings."""
 LIMITS: dict[str, tuple[int, int | None]] = {
     "memory_bytes": (1, None),
     "host_memory_bytes": (1, None),
@@ -94,7 +96,7 @@ LIMITS: dict[str, tuple[int, int | None]] = {
     "cluster_workers": (0, 1000),
     "shadow_spares": (0, MOST_SHADOW_SPARES),
 }
-"""The least and the most of the settings that are counted."""
+"""The least and greatest values (None: no limit) of settings that are integers."""
 NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "resident_share": ("a number above 0 and at most 1", lambda value: 0 < value <= 1),
     "dilation": ("a number of at least 1", lambda value: value >= 1),
@@ -114,8 +116,8 @@ NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 KINDS: dict[str, Callable[[str], type[Any]]] = {"eviction": eviction_kind, "prefetch": predictor_kind}
-"""The settings whose values name classes, of which plug-ins add some, and the function that finds a value's class. The
-`settings` of a class are those that belong to it."""
+"""For settings whose values name classes, the function that returns a value's class. Plug-ins add values. The attribute
+`settings` of a class lists the settings that apply to it."""
 OWNERS = {
     "dilation": "device",
     "emulated_expert_bytes": "device",
@@ -128,7 +130,7 @@ OWNERS = {
     "cache_weights": "eviction",
     "cache_records": "eviction",
 }
-"""Settings that have no effect unless another setting, their owner, has certain values."""
+"""The settings that have an effect only with certain values of another setting, their owner."""
 
 
 def belongs_to(setting: str, value: str) -> bool:
@@ -154,11 +156,11 @@ SWITCHES = (
     "upgrade",
     "reproducible",
 )
-"""Settings that are true or false."""
+"""The settings that are true or false."""
 
 
 def allowed_of(setting: str) -> str:
-    """What a setting of `EngineConfig` can be, in words."""
+    """Return a description of the allowed values of a setting of `EngineConfig`."""
     if setting in CHOICES:
         return ", ".join(CHOICES[setting])
     if setting in LIMITS:
@@ -169,7 +171,8 @@ def allowed_of(setting: str) -> str:
 
 
 def is_allowed(setting: str, value: Any) -> bool:
-    """Whether a setting of `EngineConfig` can be this; None is its default's to allow."""
+    """Return whether a setting of `EngineConfig` may have a value. Whether None is allowed depends on the setting's
+    default, which is not checked here."""
     if setting in CHOICES:
         return value in CHOICES[setting]
     if setting in SWITCHES:

@@ -1,6 +1,6 @@
-"""The one configuration tree: frozen, units in names, bounds checked, unknown keys refused.
+"""The settings of an engine, in one immutable class that checks them.
 
-What is found at run time (free bytes, slots) is a new value in the ledger and never written back here.
+Names contain units. Values found at run time (free bytes, slots) are in the ledger and never written back here.
 """
 
 from __future__ import annotations
@@ -33,207 +33,225 @@ from smoe.policy.registry import ONLINE_EVICTION, SHADOW, eviction_kind, predict
 from smoe.units import format_bytes
 
 DEFAULT_ALPHA = 0.3
-"""The alpha of a model without a measured quality cost: the papers use 0.25 to 0.35."""
+"""The default `alpha` for a model whose quality cost was not measured; the papers use 0.25 to 0.35."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is served."""
+    """The settings by which a model is served."""
 
     memory_bytes: int | None = None
-    """Device memory for weights, workspace, KV cache, staging and slots; None: what is free less a margin."""
+    """The bytes of device memory for weights, workspace, KV cache, staging and slots. None: the free memory less a
+    margin."""
     count: str = "budget"
-    """What `memory_bytes` counts: the budget alone, or the whole process on a CPU, of which the budget is what
-    interpreter and libraries, measured at the start, leave."""
+    """What `memory_bytes` limits: budget: the budget; process: the whole process, on a CPU. In the second case the
+    memory of interpreter and libraries is measured at the start and subtracted."""
     resident_share: float | None = None
-    """In place of `memory_bytes`: the share of the routed experts that stays in device memory, above 0 and at most 1;
-    the budget is then what that takes."""
+    """The share of the routed experts to keep in device memory, above 0 and at most 1, from which the budget is
+    computed. It excludes `memory_bytes`."""
     host_memory_bytes: int | None = None
-    """Pinned host memory on a GPU machine; None: what is free less a margin. Unused on a CPU."""
+    """The bytes of pinned host memory on a machine with a GPU. None: the free memory less a margin. Unused on a CPU."""
     context_tokens: int | None = None
-    """Positions reserved for every sequence; None: 4096, or as many as the model was made for if that is fewer."""
+    """The number of positions reserved per sequence. None: 4096, or the model's maximum if that is less."""
     max_sequences: int = 1
-    """Sequences that run together."""
+    """The number of sequences that run together."""
     prefill_tokens: int = 2048
-    """Tokens of all sequences in one step; longer prompts are read in chunks (their grade then is E1, not E0)."""
+    """The number of tokens, over all sequences, that one step processes. Longer prompts are processed in chunks, and
+    their results have grade E1 instead of E0."""
     lend_reserve: bool = True
-    """Memory that is reserved for activations and positions holds experts while it is not used, on a CPU under Linux;
-    not where `resident_share` says how many experts there are."""
+    """Whether experts use the memory reserved for activations and positions while it is free (on a CPU under Linux; not
+    with `resident_share`)."""
     threads: int | None = None
-    """Computing threads of every request; None: torch's number, at most the CPUs that the process may use."""
+    """The number of computing threads per request. None: torch's number, limited to the CPUs that the process may
+    use."""
     io_threads: int = 2
-    """Reading threads; two saturate a disk with requests of 4 MB. On a single CPU the default becomes one."""
+    """The number of reading threads; two saturate a disk with requests of 4 MB. On a single CPU the default is one."""
     dtype: str = "auto"
-    """Element type of weights and activations; auto: the checkpoint's own."""
+    """The data type of weights and activations. auto: the checkpoint's."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, ...; auto: the first GPU if there is one. `emulated`: a test bench on the CPU with
-    the times of the device of `profile`."""
+    """`cpu`, `cuda`, `cuda:1` and so on. auto: the first GPU, else the CPU. `emulated`: the CPU, with the timing of the
+    device that `profile` describes, for tests."""
     profile: str = "rtx-a6000"
-    """For the device `emulated`: a profile that comes with the program, or a JSON file."""
+    """The profile of the device `emulated`: the name of a built-in one, or a JSON file."""
     dilation: float | None = None
-    """For the device `emulated`: how much slower than reported it really runs; None: as this machine needs."""
+    """The factor by which the device `emulated` runs slower than it reports. None: as much as this machine needs."""
     emulated_expert_bytes: int | None = None
-    """For the device `emulated`: pace link, device and CPU as if every expert had this size; None: its own."""
+    """The size of an expert in bytes by which the device `emulated` times transfers and computation. None: its real
+    size."""
     eviction: str = "auto"
-    """Which resident expert is forgotten first; auto: by whichever of several rules misses least at present."""
+    """The eviction policy, which chooses the resident expert to evict. auto: the policy of several that has the fewest
+    misses at present."""
     score_window: int = 64
-    """For the eviction `score`: steps before the present one over which scores are averaged (the papers' n)."""
+    """For the eviction `score`: the number of earlier steps over which scores are averaged (the papers' n)."""
     cache_weights: tuple[float, ...] | None = None
-    """For the eviction `multidimensional`: what last use (lru), uses (lfu), uses in high precision (lhu) and distance
-    of the layer (fld) count; None: what `smoe tune --cache` has found for this model, else the usual."""
+    """For the eviction `multidimensional`: the weights of the last use (lru), the uses (lfu), the uses in high
+    precision (lhu) and the distance to the layer (fld). None: those that `smoe tune --cache` found for this model, else
+    the usual ones."""
     cache_records: str | None = None
-    """For the eviction `multidimensional`: whose uses count, this sequence's (the default) or all since the start."""
+    """For the eviction `multidimensional`: whether uses are counted in this sequence (the default) or since the
+    start."""
     expert_cache: str = "budget"
-    """How many experts stay: as many as the budget allows; or `top-k`, no more than one token wants of one layer, and
-    what is under way, whatever the budget (DuoServe-MoE, section 5.1)."""
+    """How many experts stay resident. budget: as many as fit; top-k: as many as one token chooses in one layer, besides
+    those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
     pools: str = "global"
-    """Whose slots a layer may take: anybody's, or those of its own share."""
+    """Which slots a layer may use. global: all; layer: its own share."""
     prefetch: str = "auto"
-    """What brings experts in before their layer runs in decode; auto: for experts of 1 MiB and more, as long as it is
-    found to pay, next-gate on a CPU, and look-ahead on a machine with a device, where the next layer's attention costs
-    little."""
+    """The predictor whose experts are loaded before their layer runs, in decode. auto, for experts of at least 1 MiB
+    and while measured times show a gain: next-gate on a CPU; look-ahead on a device, where the next layer's attention
+    costs little."""
     prefetch_trial: bool | None = None
-    """Prefetch in decode only while a clock finds that it pays; None: with `prefetch` auto."""
+    """Whether to prefetch in decode only while measured times show a gain. None: only if `prefetch` is auto."""
     prefetch_asked: str | None = None
-    """When a predictor is asked in decode that sees nothing but what routers have chosen: once the router has spoken,
-    before the experts (the default); concurrently, on a thread of its own; or so, but what it names begins to load only
-    when the first of them is done (first-expert: DuoServe-MoE, section 5.3)."""
+    """When a predictor runs that uses only the routers' choices. before: between router and experts (the default);
+    beside: concurrently with the experts, on another thread; first-expert: likewise, but its loads begin when the first
+    expert is done (DuoServe-MoE, section 5.3)."""
     prefetch_what: str = "top-score"
-    """Which predicted experts are worth a load: those predicted to be top-score by `alpha` (all, where it is 0), or all
-    that are predicted to be chosen."""
+    """Which predicted experts are loaded. top-score: those predicted to be top-score by `alpha` (all if it is 0);
+    chosen: all that are predicted to be chosen."""
     prefetch_depth: int | None = None
-    """For the prefetch `stacked-gates` or `corrected-gates`: how many layers ahead is looked at most for experts to
-    bring in (HOBBIT's p); None: `DEFAULT_PREFETCH_DEPTH`. A layer is looked at where those before it have all that is
-    predicted for them."""
+    """For the prefetch `stacked-gates` or `corrected-gates`: the greatest number of layers to predict in advance
+    (HOBBIT's p). None: `DEFAULT_PREFETCH_DEPTH`. A layer is predicted only once all predicted experts of the layers
+    before it are in memory."""
     shadow_precision: str | None = None
-    """For the prefetch `shadow`: the precision of the copy that runs ahead, from the file that `smoe pack --precision`
-    wrote; None: int4."""
+    """For the prefetch `shadow`: the precision of the draft model, whose experts are in a file that `smoe pack
+    --precision` wrote. None: int4."""
     shadow_departure: str | None = None
-    """For the prefetch `shadow`: whether it begins the next token from its own guess (at-once, the default), or once
-    the model has chosen it (late: OD-MoE, section 3.2)."""
+    """For the prefetch `shadow`: whether the draft model begins the next token from its own prediction (at-once, the
+    default) or once the model has sampled it (late: OD-MoE, section 3.2)."""
     shadow_on: str | None = None
-    """For the prefetch `shadow`: where it runs, on a thread of main, or on a machine of the `cluster`; None: there,
-    where one belongs to it, else on main."""
+    """For the prefetch `shadow`: whether the draft model runs on a thread of the coordinator (main) or on a machine of
+    the `cluster`. None: in the cluster if one of its machines has a draft model, else on the coordinator."""
     shadow_spares: int | None = None
-    """For the prefetch `shadow`: experts of a layer that it names in addition to those that it has chosen; None:
-    none."""
+    """For the prefetch `shadow`: the number of experts predicted per layer in addition to those that the draft model
+    chooses. None: 0."""
     balance: str = "none"
-    """Which missing experts the CPU computes, on a machine with a device (SMoE's CPU-load balancer); such
-    a layer's result has grade E2."""
+    """How to choose the missing experts that the CPU computes, on a machine with a device (SMoE's CPU-load balancer).
+    Layers that use it have results of grade E2."""
     balance_order: str = "score"
-    """Which of them are loaded first."""
+    """Which missing experts are loaded first: those of the highest score, or of the most tokens."""
     cluster: str | None = None
-    """The name of a cluster of machines whose workers compute experts that are missing here (`smoe cluster`)."""
+    """The name of a cluster, whose workers compute experts that are not in this machine's memory (`smoe cluster`)."""
     placement: str | None = None
-    """For a cluster: who computes which of them; None: finish."""
+    """For a cluster: the method that assigns experts to machines. None: finish."""
     cluster_workers: int = 1
-    """For a cluster: how many must be there before the first token; more may come later."""
+    """For a cluster: the number of workers that must have connected before the first token; more may connect later."""
     cluster_timeout_seconds: float = 60.0
-    """For a cluster: how long they are waited for."""
+    """For a cluster: the seconds to wait for these workers."""
     cluster_verify: float = 0.0
-    """For a cluster: the share of the experts that workers compute which is recomputed here, when there is time; a
-    worker whose bits differ is put out."""
+    """For a cluster: the share of the workers' results that this machine recomputes when it has time. A worker whose
+    bits differ is excluded."""
     recent_costs: int = RECENT
-    """Measured loads and CPU computations that the balancer's costs are the means of (the papers' p)."""
+    """The number of recent loads and CPU computations whose mean is the balancer's cost (the papers' p)."""
     prefill_balance: bool = True
-    """Where the CPU computes missing experts, it also computes those of a prompt's that have few tokens, as many as
-    shorten the layer."""
+    """Whether the CPU also computes missing experts of prompts: those with few tokens, as long as that shortens the
+    layer."""
     prefill_keep: str = "last-uses"
-    """Which experts of a prompt stay in the cache: those that its last tokens use most, in each layer; or those that
-    the eviction policy ranks above residents, in whichever layer."""
+    """Which experts stay in the cache after a prompt. last-uses: in each layer those that its last tokens use most;
+    eviction: those that the eviction policy prefers, over all layers."""
     direct_io: str = "auto"
-    """Bypass the page cache; auto: unless free RAM outside the budget holds the whole model."""
+    """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
 
     preload: bool | None = None
-    """Read every expert once the model is loaded, in the background and behind what is asked for; None: where the
-    budget holds them all."""
+    """Whether every expert is read in the background once the model is loaded, after all other reads. None: if the
+    budget holds all experts."""
     precision: str = "auto"
-    """The routed experts in fewer bits, from the file that `smoe pack --precision` wrote (lossy); auto: as the
-    checkpoint has them."""
+    """The precision of the routed experts, from a file that `smoe pack --precision` wrote (lossy). auto: the
+    checkpoint's."""
     low_precision: str = "none"
-    """Lower copies of the experts, from the file that `smoe pack --precision` wrote, for missing experts of little
-    importance (HOBBIT, arXiv 2411.01433); none: there are no such copies."""
+    """The precision of additional copies, from a file that `smoe pack --precision` wrote, which replace missing experts
+    of little importance (HOBBIT, arXiv 2411.01433). none: no such copies."""
     low_share: float = DEFAULT_LOW_SHARE
-    """The share of the slots' bytes for low copies."""
+    """The share of the slots' bytes that holds low-precision copies."""
     low_threshold: float = 1.0
-    """HOBBIT's T1: a missing expert comes as its low copy where the routing weights that are larger than its own, of
-    the token's choices, sum up to more than this share. 1: never. Lossy below it."""
+    """HOBBIT's T1: a missing expert is replaced by its low-precision copy if the token's larger routing weights sum to
+    more than this (lossy). 1: never."""
     skip_threshold: float = 1.0
-    """HOBBIT's T2: above this share a missing expert is left out. 1: never. Lossy below it."""
+    """HOBBIT's T2: a missing expert is dropped if the token's larger routing weights sum to more than this (lossy). 1:
+    never."""
     precision_shares: tuple[float, ...] | None = None
-    """In place of both: shares in per cent of a token's choices that ask for their own copy, for the low one and for
-    none; the thresholds are those of the model's profile (`load/importance_profile.py`), else as they are given."""
+    """The percentages of a token's choices to serve by full copies, by low-precision copies, and not at all. The
+    model's importance profile (`load/importance_profile.py`) converts them to thresholds; without one, the given
+    thresholds apply."""
     low_meanwhile: bool = False
-    """A low copy that is in memory serves an expert that asks for its own, which is brought in meanwhile. Lossy."""
+    """Whether a low-precision copy in memory serves a missing expert that deserves its full copy, which is loaded
+    meanwhile. Lossy."""
     max_perplexity_increase: float | None = None
-    """Answer every miss by what costs least within so much more perplexity, as a share (0.01 is one per cent): a
-    resident substitute, a low copy, the expert itself, the CPU, or dropping it, at the prices that the model has been
-    found to have (`smoe tune --prices`). Lossy; None: misses are answered as the other switches say."""
+    """The increase of perplexity, as a share (0.01 is one per cent), within which every miss is resolved in the fastest
+    way. The ways are a resident substitute, a low-precision copy, a load, the CPU, or dropping the expert. Their
+    quality costs come from `smoe tune --prices`. Lossy. None: other settings decide about misses."""
     tpot_seconds: float | None = None
-    """The same for a time per token: as little quality as it takes is given up."""
+    """The seconds per token within which misses are resolved at the least quality cost, otherwise as for
+    `max_perplexity_increase`."""
     upgrade: bool = False
-    """While nothing else is read, experts that low copies have served are brought in themselves."""
+    """Whether full copies of experts that low-precision copies have served are loaded while nothing else is read."""
     activations: str = AUTO
-    """What activations are rounded to before quantised weights multiply them on a CPU. bf16 (or dtype): not at all.
-    int8: to 8 bits, with a scale for 16 to 128 numbers. auto: int8 where kernels for it are proven, else bf16."""
+    """The precision of activations that quantized weights multiply on a CPU. bf16 (or dtype): not rounded; int8: 8
+    bits, with a scale per 16 to 128 values; auto: int8 if kernels for it are proven here, else bf16."""
     dense_precision: str = "as-stored"
-    """Quantised non-expert weights: as the file has them, or unpacked to `dtype` when they are loaded."""
+    """The precision of quantized weights other than experts: as stored in the file, or converted to `dtype` when they
+    are loaded."""
     kernels: str = "auto"
-    """What multiplies few rows by a matrix and what attends with one token on a CPU, in bf16. torch: the library.
-    native: our kernels, where they were found to give torch's bits. own-order: our kernels in an order of sums of their
-    own, equal to torch's up to rounding (grade E1). auto: the faster of torch and native; where torch's bits cannot be
-    had, as without AVX-512 BF16, own-order if it is a tenth faster. On a GPU, what takes few tokens through experts:
-    torch, or our kernels where they are proven (native), and no slower (auto), in bf16, fp16 and fp32 alike."""
+    """The kernels for matrix products with few rows and for attention of one token, on a CPU in bf16.
+
+    torch: the library. native: smoe's kernels where they were found to give torch's bits. own-order: smoe's kernels,
+    which add in another order and equal torch up to rounding (grade E1). auto: the faster of torch and native; if
+    torch's bits cannot be had, as without AVX-512 BF16, own-order if it is a tenth faster.
+
+    On a GPU, in bf16, fp16 and fp32: the kernels for experts with few tokens. torch: the library; native: smoe's where
+    they are proven; auto: smoe's if they are also not slower.
+    """
     alpha: float = 0.0
-    """Substitution threshold (SMoE): experts chosen with scores below (1 + alpha) times that of rank k+1 may be
-    replaced by resident ones with scores above (1 - alpha) times it. 0: never. Lossy where it is not 0; `smoe eval`
-    prices it."""
+    """SMoE's substitution threshold (lossy). Experts chosen with scores below (1 + alpha) times that of rank k+1 may
+    be replaced by resident ones with scores above (1 - alpha) times it. 0: never. `smoe eval` measures its quality
+    cost."""
     alpha_as_priced: bool = False
-    """Take the alpha that this model has been priced for (`load/priced_alpha.py`), `alpha` only where it has none."""
+    """Whether to use the alpha whose quality cost was measured for this model (`load/priced_alpha.py`); `alpha` applies
+    only without one."""
     substitutes: str = "replace"
-    """What becomes of a missing low-score expert: replaced by a resident one, or dropped without a replacement."""
+    """How a missing low-score expert is resolved: replace: by a resident expert; drop: without a replacement."""
     substitute_weights: str = "own"
-    """What a substitute weighs: its own score by the router's rule, or what the expert that it replaces would have."""
+    """The routing weight of a substitute: own: by its own score and the router's rule; inherited: that of the expert
+    that it replaces."""
     share_substitutes: bool = True
-    """In a batch, prefer substitutes that serve several of its sequences."""
+    """Whether a batch prefers substitutes that serve several of its sequences."""
 
     turn_timeout_seconds: float | None = None
-    """How long a request waits for one of another thread to end, from 0 (not at all); None: as long as it takes."""
+    """The seconds that a request waits for another thread's request to end; 0: not at all. None: without limit."""
     reproducible: bool = False
-    """The same text every time, also where experts are substituted: what is resident then never depends on timing, for
-    which decode goes without prefetch. Exact serving is reproducible anyway, but where `kernels` auto may take our own
-    order of sums by measuring it: with this it keeps torch's bits."""
+    """Whether every run gives the same text, also if experts are substituted. Residency then never depends on timing,
+    so decode does not prefetch. Without substitution the text is the same anyway, unless `kernels` auto chooses
+    own-order by measured times; with this setting it uses torch's bits."""
 
     @property
     def needs_scores(self) -> bool:
-        """Whether a policy asks for every expert's score, not only for the choice, or a predictor makes scores."""
+        """Whether a policy or predictor needs the scores of all experts, not only the chosen ones."""
         if self.alpha > 0 or self.prices_answers:
             return True
         return eviction_kind(self.eviction).needs_scores or predictor_kind(self.prefetch).needs_scores
 
     @property
     def prices_answers(self) -> bool:
-        """Whether every miss is answered by what costs least within a budget."""
+        """Whether every miss is resolved by quality cost, within a limit of perplexity or time."""
         return self.max_perplexity_increase is not None or self.tpot_seconds is not None
 
     @property
     def has_low(self) -> bool:
-        """Whether there are low copies."""
+        """Whether missing experts may be replaced by low-precision copies."""
         return self.low_precision != "none"
 
     @property
     def keeps_experts(self) -> bool:
-        """Whether main does, while workers are there: not where these take turns at all of them."""
+        """Whether the coordinator keeps experts while workers are connected; with round-robin placement it does not."""
         return self.placement != "round-robin"
 
     @property
     def eviction_settings(self) -> EvictionSettings:
-        """What an eviction policy is made from."""
+        """The settings from which the eviction policy is made."""
         return EvictionSettings(self.eviction, self.pools, self.score_window, self.cache_weights, self.cache_records)
 
     @property
     def lossy(self) -> list[str]:
-        """What makes the text differ from the unmodified model's, by more than rounding."""
+        """Descriptions of the settings that change the text by more than rounding."""
         low, by_shares = f"missing experts in {self.low_precision}", self.precision_shares is not None
         reasons = {
             f"alpha {self.alpha:g}": self.alpha > 0,
@@ -242,10 +260,10 @@ class EngineConfig:
             f"{low} beyond {self.low_threshold:g}": self.has_low and self.low_threshold < 1 and not by_shares,
             f"none beyond {self.skip_threshold:g}": self.skip_threshold < 1 and not by_shares,
             f"low copies meanwhile ({self.low_precision})": self.low_meanwhile,
-            f"misses answered for {100 * (self.max_perplexity_increase or 0):.3g} % of perplexity at most": (
+            f"misses resolved within {100 * (self.max_perplexity_increase or 0):.3g} % more perplexity": (
                 self.max_perplexity_increase is not None
             ),
-            f"misses answered for {self.tpot_seconds} s a token": self.tpot_seconds is not None,
+            f"misses resolved within {self.tpot_seconds} s a token": self.tpot_seconds is not None,
             f"activations in {self.activations}": self.activations == INT8,
         }
         return [reason for reason, applies in reasons.items() if applies]
@@ -257,7 +275,7 @@ class EngineConfig:
             if is_left_out or is_allowed(name, value):
                 continue
             if name in KINDS and isinstance(value, str):
-                KINDS[name](value)  # a plug-in, or refused
+                KINDS[name](value)  # raises for a name that is no class or plug-in
                 continue
             if name in CHOICES:
                 raise ConfigError.no_choice(name, value, CHOICES[name])
@@ -265,7 +283,7 @@ class EngineConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Settings that go only, or not at all, with others."""
+        """Raise `ConfigError` for settings that exclude each other or need another."""
         if self.memory_bytes is not None and self.resident_share is not None:
             raise ConfigError(
                 f"a budget of {format_bytes(self.memory_bytes)} and {100 * self.resident_share:.3g}% of the experts "
@@ -318,7 +336,7 @@ class EngineConfig:
             )
 
     def _check_cluster(self) -> None:
-        """Who shares misses out is one alone."""
+        """Raise `ConfigError` if `cluster` is combined with another setting that decides about missing experts."""
         if self.cluster is None:
             return
         others = {
@@ -337,20 +355,21 @@ class EngineConfig:
             )
 
     def _check_shadow(self) -> None:
-        """It has fewer bits than the model."""
+        """Raise `ConfigError` unless the draft model has a lower precision than the model."""
         fewer = PRECISION[PRECISION.index(self.precision) + 1 :]
         wanted = self.shadow_precision or DEFAULT_SHADOW
         if self.prefetch == SHADOW and wanted not in fewer:
             raise ConfigError(
-                f"`shadow_precision` {wanted} is no lower than `precision` {self.precision}; choose one of: "
-                f"{', '.join(fewer) or 'none is'}",
+                f"`shadow_precision` {wanted} is not lower than `precision` {self.precision}; choose one of: "
+                f"{', '.join(fewer) or '(there is none)'}",
                 setting="shadow_precision",
                 given=self.shadow_precision,
                 allowed=", ".join(fewer),
             )
 
     def _check_low(self) -> None:
-        """What is for low copies needs some, of fewer bits than the others; T1 is no larger than T2."""
+        """Raise `ConfigError` for settings of low-precision copies without such copies, for copies that do not have
+        fewer bits, or if T1 is above T2."""
         for name in ("low_threshold", "precision_shares", "low_meanwhile", "upgrade", "low_share"):
             if getattr(self, name) != getattr(EngineConfig, name) and not self.has_low:
                 raise ConfigError.idle(name, getattr(self, name), "`low_precision` int4, or another")
@@ -360,7 +379,7 @@ class EngineConfig:
         lower = PRECISION[PRECISION.index(self.precision) + 1 :]
         if self.low_precision not in lower:
             raise ConfigError(
-                f"`low_precision` {self.low_precision} is no lower than `precision` {self.precision}; choose one of: "
+                f"`low_precision` {self.low_precision} is not lower than `precision` {self.precision}; choose one of: "
                 f"{', '.join(('none', *lower))}",
                 setting="low_precision",
                 given=self.low_precision,
@@ -369,7 +388,7 @@ class EngineConfig:
         if self.low_threshold > self.skip_threshold:
             raise ConfigError(
                 f"`low_threshold` {self.low_threshold:g} is above `skip_threshold` {self.skip_threshold:g}: experts "
-                "would be left out that are too important for a low copy; give at most that, or a higher "
+                "would be dropped that are too important for a low-precision copy; give at most that, or a higher "
                 "`skip_threshold`",
                 setting="low_threshold",
                 given=self.low_threshold,
@@ -377,7 +396,8 @@ class EngineConfig:
             )
 
     def _check_answers(self) -> None:
-        """A budget decides what others would decide, and by measured times."""
+        """Raise `ConfigError` if a limit of perplexity or time is combined with other settings that decide about
+        misses."""
         if not self.prices_answers:
             return
         budget = "max_perplexity_increase" if self.max_perplexity_increase is not None else "tpot_seconds"
@@ -399,7 +419,7 @@ class EngineConfig:
             )
 
     def _check_activations(self) -> None:
-        """Only our kernels for CPUs round activations, and they compute in bf16."""
+        """Raise `ConfigError` if int8 activations are combined with a device, kernels or dtype that cannot use them."""
         if self.activations != INT8:
             return
         allowed: dict[str, tuple[str, ...]] = {

@@ -51,7 +51,7 @@ def test_options_are_settings():
         ({"preset": "smoe", "low_precision": "int4"}, "low_threshold", "int4 would have no effect"),
         ({"preset": "hobbit", "low_threshold": 0.9}, "low_threshold", "give a lower `low_threshold` such as 0.6"),
         ({"preset": "hobbit", "low_share": "0"}, "low_share", "`low_share` is '0'"),
-        ({"precision": "int3", "low_precision": "int4"}, "low_precision", "no lower .* choose one of: none, int2$"),
+        ({"precision": "int3", "low_precision": "int4"}, "low_precision", "not lower .* choose one of: none, int2$"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(given, setting, says):

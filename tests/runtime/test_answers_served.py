@@ -105,4 +105,4 @@ def test_a_time_takes_the_place_of_the_preset_s_perplexity(folder: Path, open_mo
     model = open_model(folder, "half", **SWITCHES, tpot_seconds=1e6)
     oracle.greedy(model, new_tokens=8)
     assert model.offload.config.max_perplexity_increase is None
-    assert model.offload.config.lossy == ["misses answered for 1000000.0 s a token"]
+    assert model.offload.config.lossy == ["misses resolved within 1000000.0 s a token"]

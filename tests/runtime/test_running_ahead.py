@@ -300,7 +300,7 @@ def test_what_it_cannot_follow_is_refused(toy: Callable[..., Path], folder: Path
         open_model(toy("lfm2_moe"), "half", prefetch="shadow")
     with pytest.raises(ConfigError, match=r"a draft model in int4 needs its experts packed.*`shadow_precision`"):
         open_model(folder, "half", prefetch="shadow")
-    with pytest.raises(ConfigError, match="`shadow_precision` int4 is no lower than `precision` int4"):
+    with pytest.raises(ConfigError, match="`shadow_precision` int4 is not lower than `precision` int4"):
         open_model(folder, "half", prefetch="shadow", precision="int4")
     with pytest.raises(ConfigError, match="emulated"):
         open_model(folder, "half", prefetch="shadow", shadow_precision="int2", device="emulated")
