@@ -14,7 +14,8 @@ from smoe.conversation.chat_template import ChatTemplate
 from smoe.conversation.conversation import Conversation
 from smoe.conversation.template_file import read_template
 from smoe.errors import ConfigError
-from smoe.server.tool_calls import form_of
+from smoe.server.output.families import format_of
+from smoe.server.output.json_calls import JsonCalls
 from tests.toy import TEMPLATE, ascii_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/serve.md"
@@ -53,7 +54,7 @@ def test_the_page_s_template_offers_tools_and_writes_calls(tmp_path: Path) -> No
     path = tmp_path / "tools.jinja"
     (template,) = re.findall(r"^```jinja\n(.*?)^```", PAGE.read_text(encoding="utf8"), re.S | re.M)
     path.write_text(template)
-    assert form_of(read_template(path)) == "hermes"
+    assert isinstance(format_of(read_template(path)).calls, JsonCalls)
     written = ChatTemplate(ascii_tokenizer(template))
     try:
         plain = written.write(Conversation([{"role": "user", "content": "Hi"}]))

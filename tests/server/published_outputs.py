@@ -7,6 +7,7 @@ that cases are made of: strings, lists, the named messages and the functions tha
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +23,8 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.S)
 _PLAIN = {"n": "\n", "t": "\t", "r": "\r", "0": "\0"}
 _TESTER = re.compile(r"auto (?P<name>tst\d?) *= peg_tester\((?P<path>\"[^\"]*\"|\w+)")
+_TOOL = re.compile(r"static common_chat_tool (\w+)(?=\s*\{)")
+_TEXT = re.compile(r"^ *(?:static )?const std::string (\w+)\s*=", re.M)
 _PATHS = re.compile(r"for \(const (?:auto|char) [&*] (?P<name>\w+) :\s*(?P<list>\{|std::vector<std::string>\{)")
 
 
@@ -29,6 +32,19 @@ _PATHS = re.compile(r"for \(const (?:auto|char) [&*] (?P<name>\w+) :\s*(?P<list>
 class Call:
     name: str
     arguments: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    description: str
+    parameters: str
+
+    @property
+    def for_chat(self) -> dict[str, Any]:
+        """As chat completions have it."""
+        function = {"name": self.name, "description": self.description, "parameters": json.loads(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,11 @@ def cases(folder: Path) -> tuple[list[Case], list[str]]:
     """All cases of an archive, and of those that could not be read the line and why."""
     source = (folder / "tests" / "test-chat.cpp").read_text(encoding="utf8")
     names: dict[str, Any] = {"true": True, "false": False}
+    for found in _TOOL.finditer(source):
+        names[found[1]] = Tool(*_Reader(source, found.end(), names).value()[:3])
+    for found in _TEXT.finditer(source):
+        with suppress(UnreadError):
+            names[found[1]] = _Reader(source, found.end(), names).value()
     for found in re.finditer(r"^ *(?:static |const )*(?:auto|common_chat_msg) (\w+)\s*=", source, re.M):
         with suppress(UnreadError):  # others than cases have some of their own
             value = _Reader(source, found.end(), names).value()

@@ -10,19 +10,24 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from smoe.server.thinking import BEGIN, END, Thinking, may_think
-from smoe.server.tool_calls import PARSERS, Parser, PlainText, form_of
-from tests.server.published_outputs import Call, Case, Expected, cases
+from smoe.conversation.chat_template import ChatTemplate
+from smoe.conversation.conversation import Conversation
+from smoe.errors import ChatTemplateError
+from smoe.server.output.families import format_of
+from smoe.server.output.output_format import At
+from smoe.server.output.output_reader import OutputReader
+from tests.server.published_outputs import Call, Case, Expected, Tool, cases
+from tests.toy import ascii_tokenizer
 
 _FOLDER = Path(os.environ.get("SMOE_LLAMA_CPP", "/nonexistent"))
 needs_archive = pytest.mark.skipif(
     not (_FOLDER / "tests" / "test-chat.cpp").exists(), reason="SMOE_LLAMA_CPP names no source tree of llama.cpp"
 )
-CALLS, REASONING = 42, 67
+CALLS, REASONING = 306, 168
 """Cases of the archive of llama-cpp-python 0.3.36 that are read as expected, of 307 and 171."""
 
 
@@ -40,22 +45,61 @@ def published() -> list[Case]:
     return [case for case in read if not case.options.get("is_partial")]
 
 
+@cache
+def template_of(path: str) -> ChatTemplate:
+    tokenizer = ascii_tokenizer((_FOLDER / path).read_text(encoding="utf8"))
+    tokenizer.bos_token = "<s>"
+    return ChatTemplate(tokenizer)
+
+
+def tools_of(case: Case) -> list[dict[str, Any]]:
+    tools = [tool if isinstance(tool, Tool) else Tool(*tool) for tool in case.options.get("tools", [])]
+    return [tool.for_chat for tool in tools]
+
+
+@cache
+def prompt_end(path: str, thinks: bool, tools: str) -> str:
+    """What a template writes at the end of a prompt."""
+    question = {"role": "user", "content": "Hey there!"}
+    variables = {"enable_thinking": thinks, "thinking": thinks}
+    for given in (json.loads(tools) or None, None):
+        try:
+            return template_of(path).write(Conversation([question], given), variables)[-100:]
+        except ChatTemplateError:
+            continue
+    return ""
+
+
+def place_of(case: Case) -> At:
+    """Where the case's prompt ends."""
+    goes_on = case.options.get("continue_final_message")
+    if goes_on is not None:
+        return "within reasoning" if goes_on == "COMMON_CHAT_CONTINUATION_REASONING" else "answer"
+    thinks = case.options.get("enable_thinking", True)
+    end = prompt_end(case.template, thinks, json.dumps(tools_of(case)))
+    return format_of(template_of(case.template).source).place_of(end)
+
+
 def found_in(case: Case, pieces: list[str]) -> Found:
-    """What the server's readers find in a text that comes in pieces."""
-    template = (_FOLDER / case.template).read_text(encoding="utf8")
-    text = "".join(pieces)
-    thinking = Thinking(is_begun=END in text and BEGIN not in text) if may_think(template) else None
-    form = form_of(template)
-    parser: Parser = PlainText() if form is None else PARSERS[form]({call.name for call in case.expected.calls})
+    """What the server's reader finds in a text that comes in pieces, after what the case's last message has."""
+    form = format_of(template_of(case.template).source)
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools_of(case)}
+    reader = OutputReader(form.reads(place_of(case), bool(tools)), tools)
     reasoning, content, calls = "", "", []
-    for piece in [*pieces, None]:
-        thought, said = "", piece or ""
-        if thinking is not None:
-            thought, said = thinking.flush() if piece is None else thinking.push(piece)
-        shown, more = parser.push(said)
-        reasoning, content, calls = reasoning + thought, content + shown, [*calls, *more]
-    shown, more = parser.flush()
-    return Found(reasoning, content + shown, tuple(Call(call.name, call.arguments) for call in [*calls, *more]))
+    if case.options.get("continue_final_message"):
+        before = case.options["messages"][-1]
+        reasoning, content = before.reasoning, before.content
+    for part in [*(part for piece in pieces for part in reader.push(piece)), *reader.flush()]:
+        match part.kind:
+            case "reasoning":
+                reasoning += part.text
+            case "answer":
+                content += part.text
+            case "call":
+                calls.append(Call(part.text, ""))
+            case "arguments":
+                calls[-1] = Call(calls[-1].name, calls[-1].arguments + part.text)
+    return Found(reasoning, content, tuple(calls))
 
 
 def meaning(calls: tuple[Call, ...]) -> list[tuple[str, object]]:

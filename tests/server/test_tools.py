@@ -4,7 +4,7 @@ reach the model, and calls that never reach the client."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from smoe import from_pretrained
 from smoe.server import answers
+from smoe.server.output.families import format_of
 from tests.server.conftest import Running, served
 from tests.toy import save_toy
 
@@ -22,6 +23,8 @@ FORMS = {
     "hermes": "<tool_call>{name, arguments}</tool_call>",
     "mistral": "[TOOL_CALLS]",
     "llama": "<|python_tag|>",
+    "qwen": "<tool_call><function=x><parameter=y>",
+    "gpt-oss": "<|start|><|channel|><|message|>",
 }
 ADDED: dict[str, list[AddedToken]] = {
     "hermes": [],
@@ -30,6 +33,8 @@ ADDED: dict[str, list[AddedToken]] = {
     "mistral": [],
     "mistral, added": [AddedToken("[TOOL_CALLS]", special=True)],
     "llama": [],
+    "qwen": [],
+    "gpt-oss": [AddedToken(f"<|{text}|>", special=True) for text in ("start", "channel", "message", "end", "call")],
 }
 """Tokens of the form that the tokenizer has. Those of Qwen3 are added ones that are not special: texts show them."""
 TEMPLATE = (
@@ -101,8 +106,13 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )
     model = from_pretrained(folder, memory="16MiB", context_tokens=1024, max_sequences=2)
     with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
-        assert running.serving.prompts.tool_form == form
+        assert running.serving.prompts.takes_tools
         yield running
+
+
+def form_of(running: Running) -> str:
+    """The form of the model that is served."""
+    return next(form for form, text in FORMS.items() if format_of(text) == running.serving.prompts.format)
 
 
 def ask(running: Running, **fields: Any) -> Any:
@@ -121,61 +131,98 @@ def test_a_model_can_be_made_to_call(running: Running) -> None:
         assert call.type == "function" and call.id
 
 
+def calls_of(deltas: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The calls of a stream, put together as clients do."""
+    calls: list[tuple[str, str]] = []
+    for part in [call for delta in deltas for call in delta.tool_calls or ()]:
+        if part.index == len(calls):
+            assert part.id and part.type == "function"
+            calls.append((part.function.name, ""))
+        assert part.index == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + part.function.arguments)
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
 def test_a_call_comes_in_a_stream(running: Running) -> None:
     whole = ask(running, tool_choice="required", seed=1).choices[0].message.tool_calls[0].function
     deltas = [chunk.choices[0] for chunk in ask(running, tool_choice="required", seed=1, stream=True)]
-    calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
-    assert [(call.index, call.function) for call in calls] == [(0, calls[0].function)]
-    assert (calls[0].function.name, calls[0].function.arguments) == (whole.name, whole.arguments)
+    assert calls_of([choice.delta for choice in deltas]) == [(whole.name, json.loads(whole.arguments))]
     assert "".join(choice.delta.content or "" for choice in deltas) == ""
     assert deltas[-1].finish_reason == "tool_calls"
 
 
-WRITTEN = {
-    "hermes": ["<tool_call>\n{}\n</tool_call>", "\n<tool_call>\n{}\n</tool_call>"],
-    "mistral": ["[TOOL_CALLS][{}]", "[TOOL_CALLS][{}]"],
-    "llama": ["<|python_tag|>{}", "; {}"],
-}
+def test_a_call_that_is_cut_off_is_a_call(running: Running) -> None:
+    """Would catch a forced call that reaches the client as text where `max_tokens` ends it."""
+    must = {"type": "function", "function": {"name": "time"}}
+    whole = running.chat("How warm is it?", tools=TOOLS, max_tokens=120, tool_choice=must).usage.completion_tokens
+    ending = {"hermes": "\n</tool_call>", "qwen": "\n</parameter>\n</function>\n</tool_call>"}.get(form_of(running), "")
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": must, "max_tokens": whole - len(ending) - 4}
+    answer = running.chat("How warm is it?", **fields).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("length", None)
+    assert [call.function.name for call in answer.message.tool_calls] == ["time"]
+    deltas = [chunk.choices[0] for chunk in running.chat("How warm is it?", **fields, stream=True)]
+    assert "".join(choice.delta.content or "" for choice in deltas) == "" and deltas[-1].finish_reason == "length"
+
+
+def written(form: str, calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as a model writes them."""
+    texts = [
+        json.dumps({"name": name, "parameters" if form == "llama" else "arguments": given}) for name, given in calls
+    ]
+    match form:
+        case "llama":
+            return "<|python_tag|>" + "; ".join(texts)
+        case "mistral":
+            return "".join(f"[TOOL_CALLS][{text}]" for text in texts)
+        case "gpt-oss":
+            heads = [f"<|start|>assistant<|channel|>commentary to=functions.{name}<|message|>" for name, _ in calls]
+            given = [json.dumps(arguments) for _, arguments in calls]
+            return (
+                "<|end|>" + "<|call|>".join(head + text for head, text in zip(heads, given, strict=True)) + "<|call|>"
+            )
+        case "qwen":
+            return "\n".join(
+                f"<tool_call><function={name}>\n<parameter=city>\n{given['city']}\n</parameter>\n</function></tool_call>"
+                for name, given in calls
+            )
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+
+
+def framed(form: str, before: str, calls: Sequence[tuple[str, Any]], after: str) -> str:
+    """A text with calls in it."""
+    if form != "gpt-oss":
+        return f"{before}{written(form, calls)}{after}"
+    final = "<|channel|>final<|message|>"
+    return f"{final}{before}{written(form, calls)}<|start|>assistant{final}{after}"
 
 
 def test_text_around_calls_stays(running: Running, script: Callable[[str], None]) -> None:
-    """Whole, and token by token: the second call has the marks of every form in a string."""
-    form = running.serving.prompts.tool_form
-    odd = "".join(FORMS.values()) + '</tool_call>"}]}\\'
+    """Whole, and token by token: the second call has the marks of other forms in a string."""
+    form = form_of(running)
+    odd = "".join(FORMS[name] for name in ("mistral", "llama")) + '"}]}\\'
     calls = [("warmth", {"city": "Oslo"}), ("time", {"city": odd})]
-    key = "parameters" if form == "llama" else "arguments"
-    text = "".join(
-        frame.format(json.dumps({"name": name, key: arguments}))
-        for frame, (name, arguments) in zip(WRITTEN[form or ""], calls, strict=True)
-    )
-    script(f"I see.{text}\nSo.")
+    script(framed(form, "I see.", calls, "\nSo."))
     answer = running.chat("How warm is it?", tools=TOOLS, max_tokens=400).choices[0]
     assert (answer.message.content, answer.finish_reason) == ("I see.\nSo.", "tool_calls")
     found = [call.function for call in answer.message.tool_calls]
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
     deltas = [chunk.choices[0].delta for chunk in running.chat(tools=TOOLS, max_tokens=400, stream=True)]
     assert "".join(delta.content or "" for delta in deltas) == "I see.\nSo."
-    streamed = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [(call.index, call.function.name, json.loads(call.function.arguments)) for call in streamed] == [
-        (number, *call) for number, call in enumerate(calls)
-    ]
+    assert calls_of(deltas) == calls
 
 
 def test_an_answer_has_one_call_where_parallel_ones_are_not_wanted(
     running: Running, script: Callable[[str], None]
 ) -> None:
-    form = running.serving.prompts.tool_form or ""
-    key = "parameters" if form == "llama" else "arguments"
-    calls = [json.dumps({"name": name, key: {"city": "Oslo"}}) for name in ("warmth", "time")]
-    written = "".join(frame.format(call) for frame, call in zip(WRITTEN[form], calls, strict=True))
-    script(f"I see.{written}\nSo.")
+    form = form_of(running)
+    script(framed(form, "I see.", [(name, {"city": "Oslo"}) for name in ("warmth", "time")], "\nSo."))
     fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 400, "parallel_tool_calls": False}
     answer = running.chat(**fields).choices[0]
     assert (answer.message.content, answer.finish_reason) == ("I see.", "tool_calls")
     assert [call.function.name for call in answer.message.tool_calls] == ["warmth"]
     chunks = [chunk.choices[0] for chunk in running.chat(**fields, stream=True)]
-    streamed = [call.function.name for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    assert (streamed, chunks[-1].finish_reason) == (["warmth"], "tool_calls")
+    assert calls_of([chunk.delta for chunk in chunks]) == [("warmth", {"city": "Oslo"})]
+    assert chunks[-1].finish_reason == "tool_calls"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I see."
     response = running.client.responses.create(
         model="demo", input="x", tools=FLAT, max_output_tokens=400, parallel_tool_calls=False
@@ -187,7 +234,7 @@ def test_an_answer_has_one_call_where_parallel_ones_are_not_wanted(
 
 def test_an_answer_that_is_json_is_no_call(running: Running, script: Callable[[str], None]) -> None:
     text = '{"name": "Alice", "age": 7}'
-    script(text)
+    script(f"<|channel|>final<|message|>{text}" if form_of(running) == "gpt-oss" else text)
     answer = running.chat(tools=TOOLS, max_tokens=100).choices[0]
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == (text, None, "stop")
 

@@ -157,8 +157,19 @@ class ChatCompletion(Completed):
     usage: Usage
 
 
-class CallDelta(Call):
+class FunctionDelta(ResponseModel):
+    name: str = ""
+    """Only in the first part of a call."""
+    arguments: str
+
+
+class CallDelta(ResponseModel):
+    """A part of a call: the first has its id and name, all together its arguments."""
+
     index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
 
 
 class ChatDelta(ResponseModel):
@@ -262,7 +273,7 @@ class OutputCall(ResponseModel):
     name: str
     arguments: str
     """JSON."""
-    status: Literal["in_progress", "completed"]
+    status: Literal["in_progress", "completed", "incomplete"]
 
 
 class ResponseCached(CachedTokens):

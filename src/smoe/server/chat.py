@@ -9,14 +9,13 @@ from starlette.responses import Response
 
 from smoe.conversation.conversation import Ending
 from smoe.server.answer import EndpointAnswer, Form, head_of
-from smoe.server.choice import ChoiceText, Delta, usage_of
+from smoe.server.choice import ChoiceText, Delta, ToolCall, usage_of
 from smoe.server.events import event
 from smoe.server.fields import ChatAsked, ResponseFormat
 from smoe.server.problem import refused
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, Talk, prepare
 from smoe.server.texts import Texts
-from smoe.server.tool_calls import ToolCall
 
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
@@ -106,15 +105,7 @@ class _ChatAnswer(EndpointAnswer):
     def _added(self, index: int, delta: Delta) -> bytes:
         choice, chunk = self._choices[index], b""
         if not delta.is_empty:
-            added: dict[str, Any] = {}
-            if delta.thought:
-                added["reasoning_content"] = delta.thought
-            if delta.text or not (delta.calls or delta.thought):
-                added["content"] = delta.text
-            if delta.calls:
-                before = len(choice.calls) - len(delta.calls)
-                added["tool_calls"] = [{"index": before + n, **_call(call)} for n, call in enumerate(delta.calls)]
-            chunk = self._chunk(index, added, self._logprobs(delta.chances))
+            chunk = self._chunk(index, _added(choice, delta), self._logprobs(delta.chances))
         if choice.finish_reason is not None:
             chunk += self._chunk(index, {}, None, choice.finish_reason)
         return chunk
@@ -145,6 +136,29 @@ class _ChatAnswer(EndpointAnswer):
         if not self._form.has_logprobs:
             return None
         return {"content": [each.in_words(self._tokens) for each in chunk], "refusal": None}
+
+
+def _added(choice: ChoiceText, delta: Delta) -> dict[str, Any]:
+    """Return what a text gains, as a stream has it: the first part of a call has its name."""
+    begun = sum(part.kind == "call" for part in delta.parts)
+    number = len(choice.calls) - begun - 1
+    added: dict[str, Any] = {}
+    for part in delta.parts:
+        match part.kind:
+            case "reasoning":
+                added["reasoning_content"] = added.get("reasoning_content", "") + part.text
+            case "answer":
+                added["content"] = added.get("content", "") + part.text
+            case "call":
+                number += 1
+                call = {"index": number, **_call(ToolCall(part.id, part.text))}
+                added.setdefault("tool_calls", []).append(call)
+            case "arguments":
+                calls = added.setdefault("tool_calls", [])
+                if not calls:
+                    calls.append({"index": number, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += part.text
+    return added or {"content": ""}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from smoe.generation.request import End, EndReason, Piece, Request
+from smoe.server.output.output_reader import OutputReader, Part, plain_text
 from smoe.server.problem import over
-from smoe.server.thinking import Thinking
 from smoe.server.token_text import TokenTexts
-from smoe.server.tool_calls import Parser, PlainText, ToolCall
 
 
 class TokenChances(NamedTuple):
@@ -28,14 +27,22 @@ class TokenChances(NamedTuple):
 class Delta(NamedTuple):
     """What one event adds to a choice."""
 
-    text: str
-    calls: list[ToolCall]
+    parts: list[Part]
     chances: list[TokenChances]
-    thought: str = ""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.calls or self.chances or self.thought)
+        return not (self.parts or self.chances)
+
+
+@dataclass
+class ToolCall:
+    """A call of a tool, as far as it has come."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    """A JSON object, unless the text is cut off within it or the model writes no JSON."""
 
 
 @dataclass
@@ -43,13 +50,13 @@ class ChoiceText:
     """Assembles one choice: `take` processes an event and returns what it adds."""
 
     request: Request
-    parser: Parser = field(default_factory=PlainText)
+    reader: OutputReader = field(default_factory=lambda: OutputReader(plain_text))
     markers: dict[int, str] = field(default_factory=dict)
-    """Texts of special tokens that decoding leaves out and that `parser` and `thinking` need, by token."""
+    """Texts of special tokens that decoding leaves out and that `reader` needs, by token."""
     ends: frozenset[int] = frozenset()
     """End tokens, which are not part of the text."""
-    thinking: Thinking | None = None
-    """Separates reasoning from the answer; None: all text is the answer."""
+    counts_reasoning: bool = False
+    """Whether the model may write reasoning."""
     text: str = ""
     thought: str = ""
     thought_tokens: int = 0
@@ -67,35 +74,30 @@ class ChoiceText:
             if what.reason is EndReason.CANCELLED:
                 raise over()
             self.reason = what.reason
-            return self._keep(self._read(what.text, [], is_last=True))
-        if self.parser.is_full:  # tokens that came before the text could end
-            return Delta("", [], [])
+            return self._keep(Delta([*self.reader.push(what.text), *self.reader.flush()], []))
+        if self.reader.is_full:  # tokens that came before the text could end
+            return Delta([], [])
         chances = []
         if what.logprob is not None and what.token not in self.ends:
             chances.append(
                 TokenChances(what.token, what.logprob, tuple((each.token, each.logprob) for each in what.top))
             )
-        added = self._keep(self._read(self.markers.get(what.token, "") + what.text, chances))
-        self.request.has_enough = self.parser.is_full
+        self.thought_tokens += self.reader.is_reasoning
+        added = self._keep(Delta(self.reader.push(self.markers.get(what.token, "") + what.text), chances))
+        self.request.has_enough = self.reader.is_full
         return added
 
-    def _read(self, text: str, chances: list[TokenChances], is_last: bool = False) -> Delta:
-        thought = ""
-        if self.thinking is not None:
-            self.thought_tokens += self.thinking.is_thinking and not is_last
-            thought, text = self.thinking.push(text)
-            if is_last:
-                thought, text = (some + rest for some, rest in zip((thought, text), self.thinking.flush(), strict=True))
-        shown, calls = self.parser.push(text)
-        if is_last:
-            rest, more = self.parser.flush()
-            shown, calls = shown + rest, calls + more
-        return Delta(shown, calls, chances, thought)
-
     def _keep(self, delta: Delta) -> Delta:
-        self.text += delta.text
-        self.thought += delta.thought
-        self.calls += delta.calls
+        for part in delta.parts:
+            match part.kind:
+                case "reasoning":
+                    self.thought += part.text
+                case "answer":
+                    self.text += part.text
+                case "call":
+                    self.calls.append(ToolCall(part.id, part.text))
+                case "arguments":
+                    self.calls[-1].arguments += part.text
         self.chances += delta.chances
         return delta
 
@@ -104,7 +106,7 @@ class ChoiceText:
         """The reason in OpenAI's terms; None while the text continues."""
         if self.reason is None:
             return None
-        if self.reason is EndReason.LENGTH and not self.parser.is_full:
+        if self.reason is EndReason.LENGTH and not self.reader.is_full:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
@@ -122,7 +124,7 @@ def usage_of(choices: list[ChoiceText]) -> dict[str, Any]:
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-    if any(choice.thinking is not None for choice in choices):
+    if any(choice.counts_reasoning for choice in choices):
         thought = sum(choice.thought_tokens for choice in choices)
         usage["completion_tokens_details"] = {"reasoning_tokens": thought}
     return usage

@@ -73,7 +73,8 @@ class _CompletionAnswer(EndpointAnswer):
         if delta.is_empty and choice.reason is None:
             return b""
         usage = {"usage": None} if self._form.wants_usage else {}
-        return event({**self._head, "choices": [self._choice(index, delta.text, delta.chances, choice)], **usage})
+        text = "".join(part.text for part in delta.parts)
+        return event({**self._head, "choices": [self._choice(index, text, delta.chances, choice)], **usage})
 
     def _last(self) -> bytes:
         return event({**self._head, "choices": [], "usage": usage_of(self._choices)}) if self._form.wants_usage else b""

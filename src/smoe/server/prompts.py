@@ -11,9 +11,9 @@ from smoe.conversation.conversation import NEW_ANSWER, Conversation, Ending
 from smoe.conversation.prompt import ConversationPrompts, Written
 from smoe.errors import ChatTemplateError, ContextError
 from smoe.generation.generate import encode
+from smoe.server.output.families import format_of
+from smoe.server.output.output_format import At
 from smoe.server.problem import ApiError, refused
-from smoe.server.thinking import is_begun, may_think
-from smoe.server.tool_calls import form_of
 
 _LAST_TOKENS = 16
 """The number of last prompt tokens that contain the marker that begins reasoning (one or several tokens) and the space
@@ -43,11 +43,9 @@ class Prompts:
         self.has_template = self._conversations.template.exists
         self._not_given = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         """Variables that a request may not give to the template, because the library itself uses them."""
-        source = self._conversations.template.source
         self.takes_tools = self.has_template and self._shows_tools()
-        self.tool_form = form_of(source) if self.takes_tools else None
-        """The model's format of tool calls; None: unknown."""
-        self._thinks = may_think(source)
+        self.format = format_of(self._conversations.template.source)
+        """The model's format of reasoning and tool calls."""
 
     @property
     def template_state(self) -> str:
@@ -58,12 +56,9 @@ class Prompts:
         """Render no more conversations; one in progress fails. Any thread may call this."""
         self._conversations.template.close()
 
-    def has_begun_to_think(self, ids: Sequence[int]) -> bool | None:
-        """Return whether a conversation's prompt ends within reasoning; None where the model has no known form of
-        reasoning."""
-        if not self._thinks:
-            return None
-        return is_begun(self._tokenizer.decode(list(ids[-_LAST_TOKENS:]), skip_special_tokens=False))
+    def place_of(self, ids: Sequence[int]) -> At:
+        """Return where a conversation's prompt ends: within reasoning, or before it."""
+        return self.format.place_of(self._tokenizer.decode(list(ids[-_LAST_TOKENS:]), skip_special_tokens=False))
 
     def of_text(self, text: str) -> list[int]:
         """Return the tokens of a text to be continued, with the tokenizer's initial tokens. Raises `ConfigError` for a

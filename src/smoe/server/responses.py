@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from smoe.generation.request import EndReason
 from smoe.server.answer import EndpointAnswer
 from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import event, to_json
 from smoe.server.fields import ResponseAsked
+from smoe.server.output.output_reader import Part
 from smoe.server.problem import ApiError
 from smoe.server.response_input import talk_of
 from smoe.server.response_store import ResponseStore
 from smoe.server.serving import Serving
 from smoe.server.talk import Prepared, prepare
 from smoe.server.texts import Texts
-from smoe.server.tool_calls import ToolCall
 
 _PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("output_text", {"logprobs": []}),
@@ -124,21 +123,35 @@ class _ResponsesAnswer(EndpointAnswer):
         return self._event("response.failed", response=self._response() | {"status": "failed", "error": error})
 
     def _items(self, delta: Delta) -> Iterator[bytes]:
-        if delta.thought:
-            yield from self._write("reasoning", delta.thought)
-        if delta.text:
-            yield from self._write("message", delta.text)
-        for call in delta.calls:
-            yield self._close()
-            yield from self._call(call)
+        for part in delta.parts:
+            match part.kind:
+                case "reasoning":
+                    yield from self._write("reasoning", part.text)
+                case "answer":
+                    yield from self._write("message", part.text)
+                case "call":
+                    yield self._close()
+                    yield from self._open_call(part)
+                case "arguments":
+                    yield from self._write_arguments(part.text)
 
     def _close(self) -> bytes:
-        return b"".join(self._close_text())
+        if not self._output or self._output[-1].get("status") != "in_progress":
+            return b""
+        is_call = self._output[-1]["type"] == "function_call"
+        return b"".join(self._close_call() if is_call else self._close_text())
 
     @property
-    def _place(self) -> dict[str, Any]:
-        item = self._output[-1]
-        return {"item_id": item["id"], "output_index": len(self._output) - 1, "content_index": 0}
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._choice.finish_reason == "length"
+
+    @property
+    def _part_place(self) -> dict[str, Any]:
+        return {**self._item_place, "content_index": 0}
 
     def _write(self, kind: str, text: str) -> Iterator[bytes]:
         if not self._output or self._output[-1]["type"] != kind:
@@ -146,7 +159,7 @@ class _ResponsesAnswer(EndpointAnswer):
             yield from self._open(kind)
         self._output[-1]["content"][0]["text"] += text
         name, more = _PARTS[kind]
-        yield self._event(f"response.{name}.delta", **self._place, delta=text, **more)
+        yield self._event(f"response.{name}.delta", **self._part_place, delta=text, **more)
 
     def _open(self, kind: str) -> Iterator[bytes]:
         name, more = _PARTS[kind]
@@ -159,29 +172,31 @@ class _ResponsesAnswer(EndpointAnswer):
         self._output.append(item | {"content": []})
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
         self._output[-1]["content"].append({"type": name, "text": "", **part, **more})
-        yield self._event("response.content_part.added", **self._place, part=self._output[-1]["content"][0])
+        yield self._event("response.content_part.added", **self._part_place, part=self._output[-1]["content"][0])
 
     def _close_text(self) -> Iterator[bytes]:
-        if not self._output or self._output[-1].get("status") != "in_progress":
-            return
         item = self._output[-1]
         part, (name, more) = item["content"][0], _PARTS[item["type"]]
-        item["status"] = "incomplete" if self._choice.reason is EndReason.LENGTH else "completed"
-        yield self._event(f"response.{name}.done", **self._place, text=part["text"], **more)
-        yield self._event("response.content_part.done", **self._place, part=part)
+        item["status"] = "incomplete" if self._is_cut_off else "completed"
+        yield self._event(f"response.{name}.done", **self._part_place, text=part["text"], **more)
+        yield self._event("response.content_part.done", **self._part_place, part=part)
         yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call.id, "name": call.name}
-        index = len(self._output)
-        self._output.append({**item, "arguments": call.arguments, "status": "completed"})
-        yield self._event(
-            "response.output_item.added", output_index=index, item={**item, "arguments": "", "status": "in_progress"}
-        )
-        place = {"item_id": item["id"], "output_index": index}
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
-        yield self._event("response.output_item.done", output_index=index, item=self._output[index])
+    def _open_call(self, call: Part) -> Iterator[bytes]:
+        item = {"id": "fc_" + secrets.token_hex(12), "type": "function_call", "call_id": call.id, "name": call.text}
+        self._output.append(item | {"arguments": "", "status": "in_progress"})
+        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+
+    def _write_arguments(self, text: str) -> Iterator[bytes]:
+        self._output[-1]["arguments"] += text
+        yield self._event("response.function_call_arguments.delta", **self._item_place, delta=text)
+
+    def _close_call(self) -> Iterator[bytes]:
+        item = self._output[-1]
+        item["status"] = "incomplete" if self._is_cut_off else "completed"
+        done = {"name": item["name"], "arguments": item["arguments"]}
+        yield self._event("response.function_call_arguments.done", **self._item_place, **done)
+        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _event(self, type: str, **what: Any) -> bytes:
         self._events += 1
@@ -189,7 +204,7 @@ class _ResponsesAnswer(EndpointAnswer):
 
     def _finished(self) -> dict[str, Any]:
         """Return the finished response, and store it unless `store` is false."""
-        request, is_cut = self._choice.request, self._choice.reason is EndReason.LENGTH
+        request, is_cut = self._choice.request, self._is_cut_off
         prompt, new = len(request.ids), len(request.new_ids)
         response = self._response() | {
             "status": "incomplete" if is_cut else "completed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,14 +12,14 @@ from smoe.generation.request import Request
 from smoe.server.choice import ChoiceText
 from smoe.server.fields import RequestFields
 from smoe.server.grammar import Grammar
+from smoe.server.output.output_format import At
+from smoe.server.output.output_reader import OutputReader, plain_text
+from smoe.server.output.rules import Rules
 from smoe.server.problem import refused
 from smoe.server.prompts import text_of
 from smoe.server.sampled import another, sampling_of
 from smoe.server.serving import Serving
 from smoe.server.texts import TextRequest
-from smoe.server.thinking import TOKENS, Thinking, is_open
-from smoe.server.tool_calls import PARSERS, Parser, PlainText
-from smoe.server.tool_rules import must_call
 
 
 @dataclass
@@ -49,21 +49,17 @@ class Prepared:
     """The texts to generate, and how to parse them."""
 
     wanted: list[TextRequest]
-    parser: Callable[[], Parser]
+    reader: Callable[[], OutputReader]
     ends_early: bool
     """Whether parsing may end a text early, so that each token must be parsed as it comes."""
     markers: dict[int, str]
     ends: frozenset[int]
-    has_begun_to_think: bool | None
-    """Whether the prompt ends within reasoning; None: this model or this response has no reasoning."""
+    has_reasoning: bool
+    """Whether the response may contain reasoning."""
 
     def choices(self, requests: Sequence[Request]) -> list[ChoiceText]:
         """Return the choices of `requests`, which were made from `wanted`."""
-        begun = self.has_begun_to_think
-        return [
-            ChoiceText(request, self.parser(), self.markers, self.ends, None if begun is None else Thinking(begun))
-            for request in requests
-        ]
+        return [ChoiceText(request, self.reader(), self.markers, self.ends, self.has_reasoning) for request in requests]
 
 
 def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str, str]) -> Prepared:
@@ -74,29 +70,53 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     room = serving.room_for(ids)
     sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
     serving.check(TextRequest(ids, sampling), fields)
-    form = serving.prompts.tool_form if offered else None
-    own = _added(serving.tokenizer, PARSERS[form].tokens) if form is not None else {}
-    markers = _left_out(serving.tokenizer, own)
-    grammar: Grammar | None = None
-    if must:
-        grammar = must_call(serving.grammars, form, own, must)
-    elif talk.schema is not None:
-        grammar = serving.grammars.of_schema(talk.schema, talk.schema_field)
+    own = _added_within(serving.tokenizer, serving.prompts.format.texts)
+    grammar = _grammar(serving, talk, must, own)
     grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
     wanted = [TextRequest(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
-    begun = _has_begun_to_think(serving, talk, ids) if grammar is None else None  # constrained output has no reasoning
-    if begun is not None:
-        markers |= _left_out(serving.tokenizer, _added(serving.tokenizer, TOKENS))
-    ends_early = form is not None and talk.is_single_call
-    return Prepared(wanted, _parser(form, offered, talk.is_single_call), ends_early, markers, serving.ends, begun)
+    markers = _left_out(serving.tokenizer, own)
+    return Prepared(
+        wanted,
+        _reader(serving, talk, ids, offered, markers.values(), must_call=bool(must)),
+        ends_early=bool(offered) and talk.is_single_call,
+        markers=markers,
+        ends=serving.ends,
+        has_reasoning=grammar is None and serving.prompts.format.reasons,
+    )
 
 
-def _has_begun_to_think(serving: Serving, talk: Talk, ids: Sequence[int]) -> bool | None:
-    """Return whether the response begins within reasoning; None where the model has no known form of reasoning."""
-    begun = serving.prompts.has_begun_to_think(ids)
-    if begun is None or not talk.ending.continue_final_message:
-        return begun
-    return is_open(text_of(talk.messages[-1].get("content"), "messages"))
+def _grammar(serving: Serving, talk: Talk, must: Sequence[dict[str, Any]], own: Mapping[str, int]) -> Grammar | None:
+    """Return the grammar that the response must match; None: there is none."""
+    if must:
+        if not serving.prompts.format.has_calls:
+            message = "this model's format of tool calls is not known; give 'tool_choice' auto"
+            raise refused(message, "tool_choice", "unsupported_parameter")
+        rules = serving.prompts.format.must_call(Rules(own), [tool["function"] for tool in must])
+        return serving.grammars.of_lark(rules, "tools")
+    return None if talk.schema is None else serving.grammars.of_schema(talk.schema, talk.schema_field)
+
+
+def _reader(
+    serving: Serving,
+    talk: Talk,
+    ids: Sequence[int],
+    offered: Sequence[dict[str, Any]],
+    special: Collection[str],
+    *,
+    must_call: bool,
+) -> Callable[[], OutputReader]:
+    """Return a constructor of the response's reader. A response that must match a grammar has no reasoning."""
+    form = serving.prompts.format
+    at: At = serving.prompts.place_of(ids)
+    if talk.ending.continue_final_message:
+        at = form.place_within(text_of(talk.messages[-1].get("content"), "messages"))
+    if must_call and at != "beginning":
+        at = "answer"
+    reads = plain_text if talk.schema is not None and not must_call else form.reads(at, bool(offered))
+    tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered}
+    return partial(
+        OutputReader, reads, tools, is_single=talk.is_single_call, calls_only=must_call, hidden=tuple(special)
+    )
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -119,18 +139,13 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     )
 
 
-def _parser(form: str | None, offered: Sequence[dict[str, Any]], is_single: bool) -> Callable[[], Parser]:
-    """Return a constructor of the parser for these tools' calls; of `PlainText` for an unknown format."""
-    if form is None:
-        return PlainText
-    return partial(PARSERS[form], [tool["function"]["name"] for tool in offered], is_single)
-
-
-def _added(tokenizer: Any, texts: Sequence[str]) -> dict[str, int]:
-    """Return those texts that are added tokens of the tokenizer, with their ids."""
-    added = tokenizer.added_tokens_decoder
-    tokens = {text: tokenizer.convert_tokens_to_ids(text) for text in texts}
-    return {text: token for text, token in tokens.items() if token in added and added[token].content == text}
+def _added_within(tokenizer: Any, texts: str) -> dict[str, int]:
+    """Return the added tokens of the tokenizer that `texts` contains, with their ids."""
+    return {
+        added.content: token
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if len(added.content) > 1 and added.content in texts
+    }
 
 
 def _left_out(tokenizer: Any, tokens: Mapping[str, int]) -> dict[int, str]:

@@ -1,10 +1,9 @@
-"""Thoughts and answers, however a text is cut into pieces. Would catch a thought that is shown as the answer, an answer
-that is taken for a thought, a text that is lost."""
+"""Reasoning through the API: beside the answer, in streams and in responses. Would catch reasoning that is shown as the
+answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -12,46 +11,8 @@ from transformers import AutoTokenizer
 
 from smoe import from_pretrained
 from smoe.server import answers
-from smoe.server.thinking import Thinking, is_begun, may_think
 from tests.server.conftest import Running, served
 from tests.toy import save_toy
-
-TEXTS = [
-    (False, "Yes.", "", "Yes."),
-    (False, " Yes.", "", " Yes."),
-    (False, "<think>\nI see.\n</think>\n\nYes. </think>", "I see.", "Yes. </think>"),
-    (False, "\n<think> a < b </thin </think> <think>", "a < b </thin", "<think>"),
-    (False, "<think>cut off </thi", "cut off </thi", ""),
-    (False, "<think>\n\n</think>\n\nYes.", "", "Yes."),
-    (False, "<thin", "", "<thin"),
-    (False, "So: <think>x</think>", "", "So: <think>x</think>"),
-    (True, "\nI see.\n</think>\nYes.\n", "I see.", "Yes.\n"),
-    (True, "cut off ", "cut off", ""),
-    (False, "", "", ""),
-]
-
-
-@pytest.mark.parametrize(("begun", "text", "thought", "said"), TEXTS, ids=range(len(TEXTS)))
-def test_thoughts_are_told_wherever_a_text_is_cut(begun: bool, text: str, thought: str, said: str) -> None:
-    for a, b in combinations(range(len(text) + 2), 2):
-        thinking, found = Thinking(begun), ["", ""]
-        for part in (text[:a], text[a:b], text[b:]):
-            found = [some + more for some, more in zip(found, thinking.push(part), strict=True)]
-        found = [some + more for some, more in zip(found, thinking.flush(), strict=True)]
-        assert found == [thought, said], (text[:a], text[a:b], text[b:])
-
-
-def test_neither_part_is_held_back() -> None:
-    thinking = Thinking(False)
-    assert thinking.push("<think>I see") == ("I see", "") and thinking.is_thinking
-    assert thinking.push(" you.</think>Yes") == (" you.", "Yes") and not thinking.is_thinking
-    assert Thinking(False).push("Yes") == ("", "Yes")
-
-
-def test_who_thinks_is_told_by_templates_and_prompts() -> None:
-    assert may_think("{{ content.split('</think>')[-1] }}") and not may_think("{{ content }}")
-    assert is_begun("assistant\n<think>\n") and not is_begun("<think>\n\n</think>\n\n")
-
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -85,7 +46,7 @@ def test_a_continued_message_may_end_within_a_thought(running: Running, script: 
     script(" see.\n</think>\n\nYes.")
     question = {"role": "user", "content": "Is it?"}
     go_on = {"extra_body": {"continue_final_message": True}, "max_tokens": 100}
-    for begun, thought, said in (("<think>I", "see.", "Yes."), ("<think>a</think>I", None, " see.\n</think>\n\nYes.")):
+    for begun, thought, said in (("<think>I", " see.", "Yes."), ("<think>a</think>I", None, " see.\n</think>\n\nYes.")):
         answer = running.chat(messages=[question, {"role": "assistant", "content": begun}], **go_on).choices[0].message
         assert (getattr(answer, "reasoning_content", None), answer.content) == (thought, said)
 

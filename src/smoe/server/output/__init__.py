@@ -1,0 +1,1 @@
+"""Formats of model output: reasoning, answers and tool calls, as each model family writes them."""

@@ -1,0 +1,253 @@
+"""The formats of what models write: reasoning, answer and calls of tools, each family's own. The chat template shows
+which it is.
+
+    <think>I look it up.</think>Wait.<tool_call>{"name": "warmth", "arguments": {"city": "Oslo"}}</tool_call>
+    reasoning                   answer call
+
+A call within reasoning that does not end is a call: reasoning that ends later has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import regex
+
+from smoe.server.output.json_calls import CallSyntax
+from smoe.server.output.output_reader import OutputReader, ReadsFrom, Steps
+from smoe.server.output.rules import Rules
+
+At = Literal["beginning", "reasoning", "within reasoning", "answer"]
+"""Where a prompt ends: before anything, where reasoning begins, within it, or within an answer."""
+
+
+class Marks(NamedTuple):
+    """What is around a part of a text."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """What models of one family write, in general: reasoning, then an answer with calls in it."""
+
+    reasoning: Marks | None = None
+    calls: CallSyntax | None = None
+    left_out: tuple[str, ...] = ()
+    """Marks around answers."""
+    opening: str = ""
+    """What an answer may begin with and does not contain."""
+    reasons_again: bool = False
+    """Whether reasoning may follow an answer."""
+
+    def reads(self, at: At, has_tools: bool) -> ReadsFrom:
+        """Return the generator that reads a text."""
+        calls = self.calls if has_tools else None
+
+        def read(reader: OutputReader) -> Steps[None]:
+            if self.reasoning is not None and at != "answer":
+                yield from self._read_reasoning(reader, calls, at)
+            yield from self._read_answer(reader, calls)
+
+        return read
+
+    @property
+    def texts(self) -> str:
+        """All texts that the format gives a meaning."""
+        return "\n".join([*(self.reasoning or ()), *self.left_out, "" if self.calls is None else self.calls.texts])
+
+    @property
+    def reasons(self) -> bool:
+        """Whether there may be reasoning."""
+        return self.reasoning is not None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether it is known how calls are written."""
+        return self.calls is not None
+
+    def place_of(self, prompt: str) -> At:
+        """Return where a prompt ends, by its last characters."""
+        is_reasoning = self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
+        return "reasoning" if is_reasoning else "beginning"
+
+    def place_within(self, text: str) -> At:
+        """Return where an answer ends that is continued."""
+        if self.reasoning is None or text.rfind(self.reasoning.begin) <= text.rfind(self.reasoning.end):
+            return "answer"
+        return "within reasoning"
+
+    def must_call(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> str:
+        """Return the grammar of a call of one of some functions."""
+        assert self.calls is not None, "a format without calls has no grammar of them"
+        return rules.lark([self.calls.rules(rules, function) for function in functions])
+
+    def _read_reasoning(self, reader: OutputReader, calls: CallSyntax | None, at: At) -> Steps[None]:
+        assert self.reasoning is not None, "this is called for formats with reasoning"
+        if at == "beginning" and not (yield from self._begins_reasoning(reader)):
+            return
+        reader.is_reasoning = True
+        if at != "within reasoning":
+            yield from reader.blanks()
+        end = self.reasoning.end
+        marks = (end, *(calls.marks if calls is not None else ()))
+        while (mark := (yield from reader.until(marks, reader.reasoning, strips=True))) not in (end, None):
+            while end not in reader.rest and not reader.is_over:
+                yield
+            if end in reader.rest:
+                marks = (end,)
+            elif (yield from self._ends_by_call(reader, calls)):
+                break
+        reader.is_reasoning = False
+        if mark == end:
+            yield from reader.blanks()
+            reader.take(len(end))
+            yield from reader.blanks()
+
+    def _ends_by_call(self, reader: OutputReader, calls: CallSyntax | None) -> Steps[bool]:
+        """Take calls within reasoning that does not end; where there are none, the mark is part of the reasoning."""
+        blank = yield from reader.blanks()
+        if calls is not None and (yield from calls.read(reader)):
+            return True
+        reader.reasoning(blank + reader.take(1))
+        return False
+
+    def _begins_reasoning(self, reader: OutputReader) -> Steps[bool]:
+        """Take what begins reasoning, blanks before it included; nothing where the text does not begin with it."""
+        assert self.reasoning is not None, "this is called for formats with reasoning"
+        pattern = rf"\s*(?:(?P<begin>{regex.escape(self.reasoning.begin)})|(?P<end>{regex.escape(self.reasoning.end)}))"
+        found = yield from reader.match(regex.compile(pattern))
+        if found is None or not found[0]:
+            return False
+        reader.take(found.end() if found["begin"] else found.start("end"))
+        return True
+
+    def _read_answer(self, reader: OutputReader, calls: CallSyntax | None) -> Steps[None]:
+        again = (self.reasoning.begin, self.reasoning.end) if self.reasons_again and self.reasoning else ()
+        marks = (*again, *self.left_out, *(calls.marks if calls is not None else ()))
+        if self.opening and (yield from reader.begins_with((self.opening,))):
+            reader.take(len(self.opening))
+        is_first = True
+        while not reader.is_full:
+            if calls is not None and (is_first or reader.calls):
+                yield from self._read_calls(reader, calls, is_first)
+            is_first = False
+            mark = None if reader.is_full else (yield from reader.until(marks, reader.answer))
+            if mark is None:
+                return
+            if again and mark == again[0]:
+                yield from self._read_reasoning(reader, calls, "beginning")
+            elif mark in again or mark in self.left_out:
+                reader.take(len(mark))
+            elif calls is not None and not (yield from self._read_calls(reader, calls, False)):
+                reader.answer(reader.take(len(mark)))
+
+    def _read_calls(self, reader: OutputReader, calls: CallSyntax, is_first: bool) -> Steps[bool]:
+        """Take calls that follow each other, with the blanks between and after them."""
+        blank, found = (yield from reader.blanks(calls.separators)) if is_first else "", False
+        while not reader.is_full:
+            mark = yield from reader.begins_with(calls.marks)
+            is_call = mark is not None or ((is_first or found) and calls.begins(reader.rest))
+            if not is_call or not (yield from calls.read(reader)):
+                break
+            found = True
+            blank = yield from reader.blanks(calls.separators)
+        if not reader.is_full and (reader.rest or not found):
+            reader.answer(blank)
+        return found
+
+
+@dataclass(frozen=True)
+class Channels(OutputFormat):
+    """Messages of the model to the user, to itself and to tools. A header before each says to whom.
+
+    <|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant to=functions.warmth<|message|>{...}<|call|>
+    header             mark       body         end     header
+    """
+
+    mark: str = "<|message|>"
+    """What ends a header."""
+    ends: tuple[str, ...] = ()
+    """What ends a message."""
+    header: regex.Pattern[str] = field(default=regex.compile(""))
+    """Of a header what says to whom: the groups `tool` and `reasoning`; neither: to the user."""
+    begins: tuple[str, ...] = ()
+    """What a header begins with."""
+    written: tuple[str, str] = ("", "")
+    """The texts of the grammar before and after the arguments of a call; {name} is the function's name."""
+
+    @property
+    def reasons(self) -> bool:
+        return True
+
+    @property
+    def has_calls(self) -> bool:
+        return True
+
+    @property
+    def texts(self) -> str:
+        return "\n".join([super().texts, self.mark, *self.ends, *self.begins, *self.written])
+
+    def reads(self, at: At, has_tools: bool) -> ReadsFrom:
+        def read(reader: OutputReader) -> Steps[None]:
+            if at == "beginning":
+                yield from reader.blanks("\n")
+                if (yield from reader.begins_with(self.begins)) is None:
+                    yield from reader.until(self.begins, reader.answer)  # a text without headers
+            elif (yield from self._read_body(reader, "", at != "answer")) is None:
+                return
+            while not reader.is_full and (yield from self._read_message(reader)) is not None:
+                pass
+
+        return read
+
+    def place_of(self, prompt: str) -> At:
+        return "beginning"
+
+    def place_within(self, text: str) -> At:
+        return "answer"
+
+    def _read_message(self, reader: OutputReader) -> Steps[str | None]:
+        """Take a header and a body; what has ended the body, or None at the end."""
+        header: list[str] = []
+        if (yield from reader.until((self.mark,), header.append)) is None:
+            return None
+        reader.take(len(self.mark))
+        found = self.header.search("".join(header))
+        groups = found.groupdict() if found is not None else {}
+        return (yield from self._read_body(reader, groups.get("tool") or "", bool(groups.get("reasoning"))))
+
+    def _read_body(self, reader: OutputReader, tool: str, is_reasoning: bool) -> Steps[str | None]:
+        """Take a message's text and what ends it."""
+        if tool in reader.tools and (yield from self._read_call(reader, tool)) and reader.is_full:
+            return None
+        reader.is_reasoning = is_reasoning and not tool
+        show = (lambda text: None) if tool else reader.reasoning if is_reasoning else reader.answer
+        mark = yield from reader.until(self.ends, show, strips=reader.is_reasoning)
+        reader.is_reasoning = False
+        if mark is not None and mark not in self.begins:
+            yield from reader.blanks()
+            reader.take(len(mark))
+        return mark
+
+    def _read_call(self, reader: OutputReader, tool: str) -> Steps[bool]:
+        """Take a call of a tool, if the body is one."""
+        yield from reader.blanks()
+        if self.calls is not None:
+            mark = yield from reader.begins_with(self.calls.marks)
+            return mark is not None and (yield from self.calls.read(reader))
+        reader.call(tool)
+        yield from reader.json_arguments()
+        reader.end_call()
+        return True
+
+    def must_call(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> str:
+        starts = []
+        for function in functions:
+            begin, end = (text.replace("{name}", function["name"]) for text in self.written)
+            call = self.calls.rules(rules, function) if self.calls is not None else rules.parameters(function)
+            starts.append(rules.add(rules.text(begin), call, rules.text(end)))
+        return rules.lark(starts)

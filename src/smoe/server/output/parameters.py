@@ -1,0 +1,150 @@
+"""The parameters of a function as its JSON schema describes them: which values an argument may have.
+
+Formats that write arguments as plain text need it: `<parameter=zip>0150</parameter>` is a text or a number, as the
+schema has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from smoe.server.problem import refused
+
+_LITERALS = {"True": True, "False": False, "None": None}
+"""Values as Python writes them."""
+_ROOT = "whole"
+_DEEPEST = 16
+"""References that are followed, one after the other."""
+
+
+def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function's parameters, a schema of an object. Raises an `ApiError` where they are something else."""
+    parameters = function.get("parameters") or {}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        message = f"the 'parameters' of the tool {function['name'][:80]!r} must be a schema of the type object"
+        raise refused(message, "tools", "invalid_json_schema")
+    return {**parameters, "type": "object"}
+
+
+def properties_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of each argument, by its name; references are followed."""
+    found = parameters.get("properties")
+    properties = found if isinstance(found, dict) else {}
+    return {name: resolved(schema, parameters) for name, schema in properties.items()}
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema that is no reference itself; references within it are left."""
+    for _ in range(_DEEPEST):
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            break
+        schema = _at(root, reference)
+    return schema if isinstance(schema, dict) else {}
+
+
+def standing_alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema that is part of another, with what it refers to in that one."""
+    if '"$ref"' not in json.dumps(schema):
+        return dict(schema)
+    return {**_with_root(schema), "$defs": {_ROOT: _with_root(root)}}
+
+
+def _with_root(value: Any) -> Any:
+    """Return a schema whose references within the whole name the whole in `$defs`."""
+    if isinstance(value, list):
+        return [_with_root(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: f"#/$defs/{_ROOT}{each[1:]}"
+        if key == "$ref" and isinstance(each, str) and each.startswith("#")
+        else _with_root(each)
+        for key, each in value.items()
+    }
+
+
+def _at(root: Any, reference: str) -> Any:
+    """Return what a reference within a schema names; nothing where there is none."""
+    for step in reference.removeprefix("#").split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root
+
+
+def alternatives(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas of which a value matches one; none where there is one schema alone."""
+    return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """Return the JSON types that a schema allows; none where it does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if others := alternatives(schema):
+        each = [types_of(one) for one in others]
+        return frozenset().union(*each) if all(each) else frozenset()
+    if isinstance(schema.get("enum"), list):
+        return frozenset(_type_of(value) for value in schema["enum"])
+    if "const" in schema:
+        return frozenset({_type_of(schema["const"])})
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else [] if kind is None else [kind]
+    return frozenset(kind for kind in kinds if isinstance(kind, str))
+
+
+def is_text(schema: Any) -> bool:
+    """Return whether a schema allows texts alone."""
+    return types_of(schema) == {"string"}
+
+
+def arguments_of(
+    schema: Mapping[str, Any], root: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Return name and schema of each property of an object, and whether it must be there."""
+    required, properties = schema.get("required"), schema.get("properties")
+    for key, inner in (properties if isinstance(properties, dict) else {}).items():
+        yield key, resolved(inner, schema if root is None else root), isinstance(required, list) and key in required
+
+
+def part_of(schema: Mapping[str, Any], key: str) -> Any:
+    """Return a part of a schema, or of the first of its alternatives that has it."""
+    for one in (schema, *alternatives(schema)):
+        if isinstance(one, Mapping) and isinstance(one.get(key), Mapping):
+            return one[key]
+    return {}
+
+
+def fixed_texts(schema: Mapping[str, Any]) -> list[str]:
+    """Return the texts that a schema lists, where it allows no others."""
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    return values if values and all(isinstance(value, str) for value in values) else []
+
+
+def pattern_of(schema: Mapping[str, Any]) -> str:
+    """Return a regular expression for the texts that a schema allows, as far as their length goes."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return "(?s:.*)" if not least and most == "" else f"(?s:.{{{least},{most}}})"
+
+
+def value_of(text: str, schema: Any) -> Any:
+    """Return the value that a plain text stands for: JSON of a type that the schema allows, or the text itself."""
+    kinds, plain = types_of(schema), text.strip()
+    try:
+        value = _LITERALS[plain] if plain in _LITERALS else json.loads(plain, strict=False)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return text
+    kind = _type_of(value)
+    fits = not kinds or kind in kinds or (kind == "integer" and "number" in kinds)
+    return value if fits or "string" not in kinds else text
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"))
+    return next((name for kind, name in names if isinstance(value, kind)), "object")
