@@ -94,7 +94,7 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
 
 
 class _OneByOperations:
-    """One token by torch's operations, distributed over a pool of threads if there is one."""
+    """Computes one token by torch's operations, distributed over a pool of threads if there is one."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _OneByOperations:
 
 
 class _SeveralByOperations:
-    """Several tokens by torch's operations, one expert after the other."""
+    """Computes several tokens by torch's operations, one expert after the other."""
 
     def __init__(
         self,
@@ -180,7 +180,8 @@ class _SeveralByOperations:
 
 
 class _InOnePiece:
-    """Few tokens by our kernel; the sum follows the last expert without returning to Python.
+    """Computes few tokens by our kernel, which adds the outputs right after the last expert, without returning to
+    Python.
 
     Outputs are ordered by token, and within a token by ascending expert.
     """

@@ -58,7 +58,8 @@ class Filling:
         self._dtype = dtype
         self._most_rows = _most_rows(shapes)
         self._proven: dict[int, bool] = {}
-        """Test results by the octave's exponent."""
+        """For each octave of row counts, by the exponent of its end (2 ** n): whether padding was found to change no
+        bit."""
 
     def allows(self, rows: int) -> bool:
         """Return whether torch computes a row with the same bits for `rows` and for `filled_up(rows)` rows.

@@ -120,4 +120,5 @@ class Sharer(Protocol):
         everything."""
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Return the predictions that are to be prefetched here; units have been informed of the others."""
+        """Announce predicted experts to the units, if they use them, and return the predictions to prefetch on this
+        machine."""

@@ -1,6 +1,6 @@
-"""Compute one token through a decoder layer, everything except its experts, as one work (`kernels/token_attention.py`).
+"""Compute one token through a decoder layer, everything except its experts, as one job (`kernels/token_attention.py`).
 
-    h = x + attention(norm(x))          one work
+    h = x + attention(norm(x))          one job
     y = h + mlp(norm(h))                the second norm is part of it; the mlp is transformers', with our experts
 
 A layer of this structure is recognized by the names of its modules and tested: with a KV cache of a few positions and a
@@ -48,8 +48,8 @@ class _Embeddings(NamedTuple):
 def speed_up(
     model: PreTrainedModel, pool: SpinningPool, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float]
 ) -> dict[nn.Module, OneToken]:
-    """Replace the forward function, for one token, of every decoder layer whose bits the work reproduces; return these
-    layers.
+    """Replace the forward function, for one token, of every decoder layer whose bits our kernels reproduce; return
+    these layers.
 
     `linears` are the bf16 layers that our kernels multiply, with their `Product.part`; `norms` the RMSNorms that they
     compute, with their epsilons. Takes some ten milliseconds for every distinct kind of layer.
@@ -75,7 +75,7 @@ def speed_up(
 
 
 def projections(model: nn.Module) -> set[nn.Module]:
-    """Return the projections of all attentions with our kernel: they are computed within one work, so their individual
+    """Return the projections of all attentions with our kernel: they are computed within one job, so their individual
     speed does not matter."""
     attentions = [module for module in model.modules() if attention.kernel_of(module) is not None]
     return {child for module in attentions for name, child in module.named_children() if name in _PROJECTIONS}
@@ -172,16 +172,16 @@ class RoutedBlock(NamedTuple):
     gate: nn.Module
     experts: nn.Module
     router: TokenRouter
-    """The routing of one token, which the layer's work computes."""
+    """The routing of one token, which the layer's job computes."""
 
 
 RowExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """A function (residual, experts' input), both [1, 1, H], that returns the layer's output [1, 1, H], computed with the
-experts that the layer's work has just chosen."""
+experts that the layer's router has just chosen."""
 
 
 class OneToken:
-    """A layer's forward function: our work for one token, transformers' function for everything else."""
+    """A layer's forward function: our kernels in one job for one token, transformers' function for everything else."""
 
     def __init__(self, layer: nn.Module, work: TokenAttention) -> None:
         self.library: Forward = layer.forward
@@ -196,7 +196,7 @@ class OneToken:
         ]
         self._hooks = hooks_of(module for _, _, module in self._parts if module is not None)
         self.routed: RoutedBlock | None = None
-        """The mlp, if its router is part of the work; else None."""
+        """The mlp, if its router is part of the job; else None."""
         self._routed_parts: list[tuple[Any, str, nn.Module]] = []
         self._routed_hooks: list[Mapping[int, Any]] = []
 
@@ -208,7 +208,7 @@ class OneToken:
         return found
 
     def route_by(self, routing: AttachedRouter, routed: RoutedBlock) -> None:
-        """Make the router of this mlp part of the work."""
+        """Make the router of this mlp part of the job."""
         self.work.route_by(routing)
         self.routed = routed
         inner = [(routed.block._modules, name, child) for name, child in routed.block.named_children()]

@@ -36,7 +36,7 @@ class Adopted(NamedTuple):
     """The layers that our kernels multiply."""
 
     share: float
-    """Their share of the linear weights."""
+    """The share of the model's linear weights that belong to these layers."""
     parts: Mapping[nn.Module, int]
     """The bf16 layers, and the k of each that are summed together (`Product.part`)."""
 
@@ -174,7 +174,7 @@ class RouterWeight(torch.Tensor):
     one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """The product for one row: (x [..., K], weight [N, K]) -> [..., N]."""
     each_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """The same for several rows, each computed alone."""
+    """The product for several rows, each computed alone."""
     pool: SpinningPool
     part: int
     """The `Product.part` of its product."""

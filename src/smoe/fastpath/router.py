@@ -3,7 +3,7 @@
 transformers uses five operations, which take more time in Python than the router's product. The bits of the weights may
 differ from transformers' by a rounding, so this is used only for models whose products have an order of our own (grade
 E1). A router is tested by comparison: equal logits, experts with the same logits, and weights equal up to a rounding of
-bf16. In a layer whose block consists of a router and experts, the router is part of the attention's work
+bf16. In a layer whose block consists of a router and experts, the router is part of the attention's job
 (`kernels/token_attention.py`).
 """
 
@@ -32,8 +32,8 @@ Forward = Callable[..., Any]
 def speed_up(
     pool: SpinningPool, routers: Iterable[nn.Module], layers: Iterable[OneToken], experts: Collection[nn.Module]
 ) -> Collection[nn.Module]:
-    """Replace the forward function, for one row, of every supported router, and make it part of its layer's work;
-    return these routers.
+    """Replace the forward function, for one row, of every supported router, and make it part of its layer's job; return
+    these routers.
 
     `routers` take only hidden states [T, H]; `layers` are the decoder layers with a forward function of ours; `experts`
     are the modules that contain the experts.
@@ -69,7 +69,7 @@ class OneRow:
 
     @property
     def attached(self) -> AttachedRouter:
-        """The router as a part of a layer's work."""
+        """The router as a part of a layer's job."""
         weight = self._weight
         matrix = Matrix(weight.data_ptr(), *weight.shape)
         return AttachedRouter(

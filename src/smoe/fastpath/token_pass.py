@@ -1,6 +1,6 @@
 """Compute one token through a whole model: embedding, decoder layers, last norm and output layer in sequence.
 
-If every decoder layer computes one token as one work (`decoder_layer.py`), transformers' forward function only adds
+If every decoder layer computes one token as one job (`decoder_layer.py`), transformers' forward function only adds
 positions, masks that hide nothing, and some twenty calls. A model of this structure is tested with stubs for its
 layers: the first layer must receive the same bits, and the logits must be equal. transformers computes all other calls.
 """

@@ -194,7 +194,7 @@ def experts_of(table, x, inner, rows, weights, order, out, counts, experts, prog
 
 
 def _each(text: str, tokens: int) -> str:
-    """Return the text for every token, with # replaced by its number."""
+    """Return a comma-separated list with `text` once per token, in which # is replaced by the token's number."""
     return ", ".join(text.replace("#", str(m)) for m in range(tokens))
 
 

@@ -146,7 +146,7 @@ class ExpertWork:
     def __init__(
         self, shape: TokenExperts, x: int, rows: int, experts: Sequence[Expert], lists: RowLists | None = None
     ) -> None:
-        """`x` and `rows` are addresses. `lists` holds the lists of rows of this work only; None uses the pool's."""
+        """`x` and `rows` are addresses. `lists`: memory for this object's lists of rows; None uses the pool's."""
         self.fields: list[int] = []
         self.units = 0
         self._shape = shape
@@ -162,7 +162,7 @@ class ExpertWork:
         self.layouts: dict[Layout, tuple[int, int, int]] = {}
         """For each layout of 8-bit tokens: their address, the counter of units done, and the number of units."""
         self.prepared: dict[Layout, tuple[int, int, int]] = {}
-        """The same for tokens that an earlier work has rounded."""
+        """As `layouts`, for tokens that an earlier `ExpertWork` has rounded."""
         self.byte_rows = 0
         """Bytes of all 8-bit rows."""
         self._gated_byte_rows = 0

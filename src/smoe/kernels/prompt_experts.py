@@ -1,10 +1,10 @@
 """Compute a prompt's tokens through the experts of a layer, some experts at a time.
 
     tokens in 8 bits       rounded once for all experts
-    expert after expert    first product, gate, second product          rows of one work: [n, H] in bf16
+    expert after expert    first product, gate, second product          rows of one job: [n, H] in bf16
                            total [T, H] += gain * row                   in float32, in ascending expert order
 
-Besides the totals, only the rows of one work are in memory. The sum of a token's experts is rounded once (grade E1) and
+Besides the totals, only the rows of one job are in memory. The sum of a token's experts is rounded once (grade E1) and
 depends only on the order of the experts.
 """
 
@@ -24,7 +24,7 @@ from smoe.kernels.matrix import Matrix, added_rows
 from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
 MOST_ROWS_OF_WORK = 512
-"""Rows per work (2 MB if H is 2048), unless a single expert has more."""
+"""Rows per job (2 MB if H is 2048), unless a single expert has more."""
 
 
 class Chosen(NamedTuple):

@@ -23,7 +23,8 @@ _LEEWAY = 1.1
 """The error allowed relative to torch's. Both round to bf16 at the end, which dominates the error and may differ in
 direction."""
 _OWN_ORDER_LEEWAY = 1.01
-"""The same for our own order of sums of equal weights, where rounding differs in direction only near ties."""
+"""The error of our own order of sums allowed relative to torch's. Both multiply the same weights, so rounding differs
+in direction only near ties."""
 
 
 def same_bits(ours: torch.Tensor, theirs: object) -> bool:

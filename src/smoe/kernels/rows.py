@@ -18,7 +18,7 @@ def passes(pairs: Sequence[tuple[int, int]]) -> list[Pairs]:
 
 
 class Pairs:
-    """Addresses of rows and of their products, for machine code; the object must outlive the work.
+    """Addresses of rows and of their products, for machine code; the object must outlive the computation.
 
     The last of three rows is repeated, because four at once are faster than two and one.
     """
@@ -33,7 +33,7 @@ class Pairs:
 class RowLists:
     """Memory for lists of 8-bit rows: the number of rows, then each one's address and that of its product.
 
-    The lists are valid until `begin` is called for the next work.
+    The lists are valid until `begin` is called for the next job.
     """
 
     def __init__(self) -> None:

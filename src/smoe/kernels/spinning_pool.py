@@ -44,7 +44,7 @@ helps."""
 _SPIN_CYCLES_ALONE = 25_000_000
 """The same without reading threads: some 0.6 ms, the longest time that Python takes between two products of a token."""
 _CYCLES_A_SECOND = 3e9
-"""The clock rate assumed for these numbers, for CPUs whose clock has other ticks."""
+"""The clock rate in Hz assumed for these cycle counts, to convert them for CPUs whose clock counts other ticks."""
 WAKING_WEIGHTS = 1 << 20
 """The number of weights below which work ends before a sleeping thread would wake up."""
 _CLOSING_SECONDS = 0.001
@@ -132,7 +132,7 @@ class SpinningPool:
             helper.start()
 
     def expect_readers(self, are_there: bool) -> None:
-        """Set whether other threads need the cores between two works; if not, helpers look for work longer."""
+        """Set whether other threads need the cores between two jobs; if not, helpers look for work longer."""
         self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE)
 
     def fetch_ahead(self, ahead: Ahead) -> None:
@@ -209,7 +209,7 @@ class SpinningPool:
         self.run(work.fields, work.units, is_long=work.weights >= WAKING_WEIGHTS, counts=len(work.layouts))
 
     def byte_rows(self, nbytes: int) -> int:
-        """Return the address of `nbytes` bytes for 8-bit rows of one work; the next work overwrites them."""
+        """Return the address of `nbytes` bytes for 8-bit rows of one job; the next job overwrites them."""
         if not nbytes:
             return 0
         if len(self._byte_rows) < nbytes + _LINE:
@@ -269,7 +269,7 @@ class SpinningPool:
         self.close()
 
     def _wake(self) -> None:
-        """Wake sleeping helpers. A thread that is just falling asleep misses this work, which completes without it."""
+        """Wake sleeping helpers. A thread that is just falling asleep misses this job, which completes without it."""
         for helper, is_asleep in enumerate(self._is_asleep):
             if is_asleep:
                 self._is_asleep[helper] = False

@@ -3,7 +3,7 @@
 The memory that the threads share, in words of 8 bytes:
 
     open       the number of units (upper half) and the first free one (lower half); 0 while the tasks may be changed.
-               One word, so that a late thread cannot take a unit of the next work for one of this
+               One word, so that a late thread cannot take a unit of the next job for one of this
     finished   the number of units done
     patience   ticks for which a helper looks for work before it sleeps (`_Own.now`)
     spare      the number of pieces of memory to prefetch (upper half) and the first free one (lower half): the
@@ -264,7 +264,7 @@ done:
 
 
 def _work(own: _Own) -> str:
-    """Return the function that opens the work, takes part, waits for the last unit and closes the work."""
+    """Return the function that opens a job, takes part, waits for the last unit and closes the job."""
     return f"""
 define void @work(ptr %block, i64 %units) {{
 entry:

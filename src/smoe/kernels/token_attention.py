@@ -1,4 +1,4 @@
-"""Compute one token through norm, attention and norm of a decoder layer as one work of a pool.
+"""Compute one token through norm, attention and norm of a decoder layer as one job of a thread pool.
 
     norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm | router, where it is known
 
@@ -88,7 +88,7 @@ class Parts(NamedTuple):
 
 
 class AttachedRouter(NamedTuple):
-    """The router that follows a layer's attention within its work."""
+    """The router that follows a layer's attention and is computed in the same job."""
 
     projection: Projection
     """The router's product, with bf16 weights."""
@@ -126,7 +126,7 @@ def fits(parts: Parts) -> bool:
 
 
 class TokenAttention:
-    """The work of one layer. Layers that compute one after the other may share a `Scratch`."""
+    """The job of one layer for one token. Layers that compute one after the other may share a `Scratch`."""
 
     def __init__(self, pool: SpinningPool, parts: Parts, scratch: Scratch) -> None:
         self._pool = pool
@@ -134,7 +134,7 @@ class TokenAttention:
         self._scratch = scratch
         self._arguments = _Arguments(pool, parts)
         self.following: TokenAttention | None = None
-        """The work after this layer's experts, whose weights are prefetched."""
+        """The job after this layer's experts, whose weights are prefetched."""
         self._weights = Ahead.of([])
         self._routing: AttachedRouter | None = None
         self._known: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class TokenAttention:
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
 
     def route_by(self, routing: AttachedRouter) -> None:
-        """Make the router part of the work."""
+        """Make the router part of the job."""
         self._routing, self._known = routing, ()
         self._places.append(routing.projection.at)
 

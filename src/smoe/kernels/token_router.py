@@ -18,7 +18,7 @@ _PADDING = 16
 _NO_EXPERT = 0xFF80
 """The bits of -inf in bf16."""
 _PLACES = 10
-"""The index of the first word of `top_experts.WORDS` about completing tasks."""
+"""The index in `top_experts.WORDS` of the first word about completing tasks."""
 
 
 class RoutedRow(NamedTuple):
@@ -85,7 +85,7 @@ class TokenRouter:
             self._words[_PLACES:] = [matrices.ctypes.data, matrices.shape[1], places.ctypes.data, len(places)]
 
     def choose(self) -> None:
-        """Choose experts by the logits at `logits_at`, outside of a work."""
+        """Choose experts by the logits at `logits_at`, outside of a pool's job."""
         self._function(self.arguments, 0)
 
     def routed(self) -> RoutedRow:

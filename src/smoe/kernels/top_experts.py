@@ -21,24 +21,24 @@ from smoe.kernels.kinds import FLOAT, HALF_WORD, LONG, POINTER, WORD, Value
 NAME = "choose_experts"
 WORDS = ("logits", "padded", "top_k", "is_normalised", "candidates", "shares", "chosen", "weights", "ascending",
          "gains", "matrices", "matrices_each", "places", "places_count")  # fmt: skip
-"""The words of 8 bytes behind `arguments`:
+"""The names of the 8-byte words at the address `arguments`:
 
-* logits: address of bf16 [padded], the router's product; those behind the last expert are -inf
-* padded: the number of experts, rounded up to whole registers (`PADDING`)
-* top_k, is_normalised: K; 1 where the K weights are divided by their sum
-* candidates, shares: addresses of float32 [padded] each, used by this call only
-* chosen, weights: addresses of the result in the library's order, int64 [K] and bf16 [K]
-* ascending, gains: addresses of the same by ascending expert, int64 [K] and float32 [K]
-* matrices, matrices_each: address of int64 [E, M], where each expert's M matrices lie; M
-* places, places_count: address of (address of a field, n, m) three times int64 each: the field becomes the address of
-  matrix m of the n-th chosen expert in ascending order; how many there are, 0 for none
+    logits                      address of bf16 [padded], the router's product; entries after the last expert are -inf
+    padded                      the number of experts, rounded up to whole registers (`PADDING`)
+    top_k, is_normalised        K; 1 if the K weights are divided by their sum, else 0
+    candidates, shares          addresses of scratch memory, float32 [padded] each
+    chosen, weights             addresses of the results in transformers' order: int64 [K] and bf16 [K]
+    ascending, gains            addresses of the results by ascending expert: int64 [K] and float32 [K]
+    matrices, matrices_each     address of int64 [E, M], the addresses of each expert's M matrices; M
+    places, places_count        address of int64 [n, 3], (address of a field, i, m): the field receives the address
+                                of matrix m of the i-th chosen expert in ascending order; n, which may be 0
 """
 PADDING = 16
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(8))
 _LEAST = -87.0
-"""The smallest argument of exp whose result is a normal float32; smaller ones count as this one, which no sum
-notices."""
+"""The smallest argument of exp whose result is a normal float32. Smaller arguments are replaced by it, which does not
+change any sum."""
 
 
 def module_of(isa: Isa) -> str:

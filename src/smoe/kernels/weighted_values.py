@@ -39,7 +39,7 @@ done:
 
 
 def _four_keys(row: int) -> str:
-    """Return blocks `four` to `four.end`, which continue at `left`."""
+    """Return the LLVM basic blocks `four` to `four.end` for four keys at a time; they continue at `left`."""
     return f"""\
 four:
   %k = phi i64 [0, %entry], [%k.next, %four.end]
@@ -75,7 +75,7 @@ four.end:
 
 
 def _one_key(row: int) -> str:
-    """Return blocks `left` to `left.end` for the remaining keys, which continue at `done`."""
+    """Return the LLVM basic blocks `left` to `left.end` for the remaining keys; they continue at `done`."""
     return f"""\
 left:
   %after = phi i64 [%n, %entry], [%n, %four.end], [%l, %left.end]

@@ -166,7 +166,7 @@ def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
 
 
 def _fits_whole(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
-    """Return the experts' arithmetic and the loads for it; nothing is tested or chosen yet."""
+    """Return whether all experts stay in memory once they are loaded."""
     return ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
 
 
@@ -181,7 +181,7 @@ def _compute(
     transfers: Transfers,
     pacing: Pacing,
 ) -> LayerCompute:
-    """Return the cluster, or None if none is configured; `made` closes what is opened for it."""
+    """Return the experts' arithmetic and the loads for it; nothing is tested or chosen yet."""
     store = stores[EXACT]
     math = {
         (layer, form): each
@@ -211,7 +211,7 @@ def _others(
     rate: LoadRate,
     made: ExitStack,
 ) -> Cluster | None:
-    """Compare experts of every distinct layout and format, as the engine computes them, with transformers' own."""
+    """Return the cluster, or None if none is configured; `made` closes what is opened for it."""
     if config.cluster is None:
         return None
     demand = budget.ledger.demand
@@ -225,8 +225,7 @@ def _prove(
     executor: LayerExecutor,
     checkpoint: Mapping[int, Mapping[int, StoredLayer]],
 ) -> None:
-    """Connect MoE blocks and observed routers to the engine, and predictors to the model and to the workers
-    `others`."""
+    """Compare experts of every distinct layout and format, as the engine computes them, with transformers' own."""
     modules = dict(model.named_modules())
     for site in _one_of_each_kind(spec.sites, executor.compute):
         for form, of in checkpoint.items():
@@ -241,7 +240,8 @@ def _put_behind(
     predictors: Mapping[Phase, Predictor],
     others: Listener | None,
 ) -> None:
-    """Return the unit that computes missing experts on the CPU of a machine with a device, or None."""
+    """Connect MoE blocks and observed routers to the engine, and predictors to the model and to the workers
+    `others`."""
     attach(model, spec.sites, engine, {layer: spec.anatomy.routers[layer] for layer in engine.rules})
     for predictor in set(predictors.values()):
         predictor.install()
@@ -258,7 +258,7 @@ def _host_experts(
     device: torch.device,
     pacing: Pacing,
 ) -> HostExperts | None:
-    """Return the method by which missing experts are divided between CPU and link."""
+    """Return the unit that computes missing experts on the CPU of a machine with a device, or None."""
     if _balance(config, tiers) == "none":
         return None
     assert tiers.host is not None, "refused before loading"
@@ -279,7 +279,7 @@ def _host_threads(pacing: Pacing) -> int:
 
 
 def _balance(config: EngineConfig, tiers: Tiers) -> str:
-    """Return the resolver of decode misses within a budget of quality or time, or None if none is configured."""
+    """Return the name of the method by which missing experts are divided between CPU and link."""
     if config.balance == "auto":
         return "none" if tiers.host is None else "optimal"
     return config.balance
@@ -293,7 +293,7 @@ def _answerer(
     link: Link | None,
     balancer: Balancer | None,
 ) -> Answerer | None:
-    """Return the balancer of missing experts between the link and the CPU, or None without such a CPU unit."""
+    """Return the resolver of decode misses within a limit of perplexity or time, or None if there is no limit."""
     if prices is None:
         return None
     slot_bytes = {form: store.slot_bytes for form, store in stores.items()}
@@ -312,8 +312,7 @@ def _answerer(
 def _balancer(
     config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing, own_bytes: int
 ) -> Balancer | None:
-    """Return the bytes that transformers allocated for the non-expert weights; raises `BudgetError` if they exceed the
-    plan."""
+    """Return the balancer of missing experts between the link and the CPU, or None without such a CPU unit."""
     if host is None:
         return None
     assert tiers.link is not None, "where there is a host tier there is a link"
@@ -339,7 +338,8 @@ def _balancer(
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
-    """Return the predictor of each phase. A prefill always predicts by the next gate: nearly all experts are needed."""
+    """Return the bytes that transformers allocated for the non-expert weights; raises `BudgetError` if they exceed the
+    plan."""
     tensors = [*model.parameters(), *model.buffers()]
     used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights count once
     promised = ledger.weights_bytes
@@ -357,7 +357,7 @@ def _predictors(
     rules: Mapping[int, ScoringRule],
     device: torch.device,
 ) -> Mapping[Phase, Predictor]:
-    """Return the scoring rule of every layer's router; raises `UnsupportedModelError` if one cannot be verified."""
+    """Return the predictor of each phase. A prefill always predicts by the next gate: nearly all experts are needed."""
     config, learned = budget.known.config, budget.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     what = config.prefetch_what
@@ -374,7 +374,7 @@ def _is_on_trial(config: EngineConfig) -> bool:
 
 
 def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
-    """Return the first layer of every distinct layout."""
+    """Return the scoring rule of every layer's router; raises `UnsupportedModelError` if one cannot be verified."""
     modules, rules = dict(model.named_modules()), {}
     for site in spec.sites:
         name = spec.anatomy.routers.get(site.layer)
@@ -390,5 +390,5 @@ def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringR
 
 
 def _one_of_each_kind(sites: list[ExpertsSite], compute: LayerCompute) -> list[ExpertsSite]:
-    """The first layer of every distinct layout."""
+    """Return the first layer of every distinct layout."""
     return list({(site.experts, site.parts, compute.kind(site.layer)): site for site in reversed(sites)}.values())

@@ -40,28 +40,18 @@ _EXPERTS = 8
 
 
 class ChosenArithmetic(NamedTuple):
-    """Set the best arithmetic for the experts in `compute` and for the non-expert layers.
-
-    Returns whether torch has almost nothing left to compute for one token.
-    """
+    """The result of the choice, as far as it concerns a whole token."""
 
     leaves_little: bool = False
-    """Return whether our own order of sums is allowed, because this model's experts use it or similar rounding
-    anyway."""
+    """Whether torch has almost nothing left to compute for one token."""
     token_pass: TokenPass | None = None
-    """Return a pool for the experts: with torch's bits if possible, else with our own order if allowed, else None.
-
-    `compute` closes the pool.
-    """
+    """Our forward function of the whole model for one token; None if transformers' is used."""
 
 
 def choose_arithmetic(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, compute: LayerCompute, host_threads: int
 ) -> ChosenArithmetic:
-    """Set the fastest helpers of `compute` and close the others. Takes some tens of milliseconds.
-
-    `pool` must have been tested on this model's experts; `always`: use it without measuring.
-    """
+    """Set the best arithmetic for the experts in `compute` and for the non-expert layers."""
     activations = activations_of(config, spec.dtype.torch, compute.device)
     is_native = spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
     host = compute.units.get(HOST)
@@ -106,8 +96,8 @@ def choose_arithmetic(
 
 
 def _may_round(config: EngineConfig, compute: LayerCompute) -> bool:
-    """Return the time of one decode layer with the slots' current contents, preceded by a dense product on all
-    threads."""
+    """Return whether our own order of sums is allowed, because this model's experts use it or similar rounding
+    anyway."""
     chosen = compute.spinning_pool
     has_own = chosen is not None and chosen.own_order is not None
     is_asked = config.kernels == "own-order"
@@ -125,8 +115,10 @@ def _not_here(config: EngineConfig, why: str) -> ConfigError:
 
 
 def _proven_pool(config: EngineConfig, compute: LayerCompute) -> SpinningPool | None:
-    """Our kernels for the experts: with the library's bits where they have them, else in their own order where that is
-    allowed, else None. `compute` closes what it is given."""
+    """Return a pool for the experts: with torch's bits if possible, else with our own order if allowed, else None.
+
+    `compute` closes the pool.
+    """
     orders = [False] if is_supported() and config.kernels != "own-order" else []
     may_differ = config.kernels == "auto" and not config.reproducible  # measuring finds the faster one
     if may_differ or config.kernels == "own-order" or isinstance(compute.store, QuantisedStore):
@@ -142,9 +134,9 @@ def _proven_pool(config: EngineConfig, compute: LayerCompute) -> SpinningPool | 
 
 
 def choose_way(compute: LayerCompute, layer: int, dtype: torch.dtype, pool: SpinningPool | None, always: bool) -> None:
-    """Give `compute` the helpers that serve it best, and close the others. Takes some tens of milliseconds.
+    """Set the fastest helpers of `compute` and close the others. Takes some tens of milliseconds.
 
-    `pool` must have been found to agree on this model's experts; `always`: use it without measuring.
+    `pool` must have been tested on this model's experts; `always`: use it without measuring.
     """
     compute.compute_by(pool)  # for small experts the kernel saves overhead, and threads cost more than they gain
     is_small, has_own_bits = (
@@ -173,7 +165,8 @@ def choose_way(compute: LayerCompute, layer: int, dtype: torch.dtype, pool: Spin
 
 
 def _seconds(compute: LayerCompute, layer: int, dtype: torch.dtype) -> float:
-    """One layer of decoding on whatever the slots hold: a dense product on all threads first, as in a real layer."""
+    """Return the time of one decode layer with the slots' current contents, preceded by a dense product on all
+    threads."""
     dense = torch.ones(1, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype).t()  # as in linear layers
     hidden = torch.zeros(1, compute.hidden_size(layer), dtype=dtype)
     torch.mm(*dense)

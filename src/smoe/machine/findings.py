@@ -28,7 +28,7 @@ from smoe.units import format_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SLOW_ARITHMETIC = 0.4
-"""The share of the memory's rate below which experts in memory are limited by arithmetic."""
+"""The share of the memory bandwidth below which the speed of resident experts is limited by arithmetic."""
 _SLOW_DISK = 0.5e9
 _TIGHT_MEMORY_SHARE = 0.5
 _LITTLE_DISK_BYTES = 20 * 2**30

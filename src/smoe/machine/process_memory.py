@@ -23,7 +23,7 @@ LIBRARY_CODE_BYTES = 128 * 2**20
 """The largest size of program pages that loading and computing add: 79 MiB with torch 2.13 (CPU), 110 in a new
 environment, where the system maps larger pieces."""
 OWN_KERNELS_CODE_BYTES = 40 * 2**20
-"""The same if our kernels compute everything large: 27 MiB."""
+"""As `LIBRARY_CODE_BYTES`, if our kernels do all large computations: 27 MiB were measured."""
 LIBRARY_SCRATCH_BYTES = 64 * 2**20
 """The largest size of the library's cached kernels, scratch and free heap: 33 to 53 MiB."""
 

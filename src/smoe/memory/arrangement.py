@@ -97,7 +97,7 @@ class StoredScales:
     zero: int | None = None
     """A zero point that all blocks have after their scale; None if zero points are stored or absent."""
     is_divisor: bool = False
-    """Whether the stored numbers are divisors."""
+    """Whether values are divided by the stored scales instead of multiplied."""
 
     @property
     def unit(self) -> int:

@@ -17,7 +17,7 @@ U32 = ctypes.c_uint32
 U64 = ctypes.c_uint64
 _BOOL, _HANDLE, _SIZE, _TEXT = ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_wchar_p
 NO_HANDLE = ctypes.c_void_p(-1).value
-"""INVALID_HANDLE_VALUE"""
+"""The value INVALID_HANDLE_VALUE."""
 
 GENERIC_READ = 0x80000000
 FILE_SHARE_READ, FILE_SHARE_DELETE = 1, 4
@@ -64,7 +64,7 @@ class StorageInfo(ctypes.Structure):
 
 
 class MemoryStatus(ctypes.Structure):
-    """MEMORYSTATUSEX"""
+    """The Windows structure MEMORYSTATUSEX."""
 
     _fields_ = [
         ("length", U32),
@@ -80,7 +80,7 @@ class MemoryStatus(ctypes.Structure):
 
 
 class JobLimits(ctypes.Structure):
-    """JOBOBJECT_EXTENDED_LIMIT_INFORMATION"""
+    """The Windows structure JOBOBJECT_EXTENDED_LIMIT_INFORMATION."""
 
     _fields_ = [
         ("process_time", ctypes.c_int64),
@@ -101,7 +101,7 @@ class JobLimits(ctypes.Structure):
 
 
 class JobMemory(ctypes.Structure):
-    """JOBOBJECT_MEMORY_USAGE_INFORMATION"""
+    """The Windows structure JOBOBJECT_MEMORY_USAGE_INFORMATION."""
 
     _fields_ = [("now", U64), ("peak", U64)]
 

@@ -111,7 +111,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    """The shape in transformers."""
+    """The weight's shape in transformers, without the expert dimension."""
     is_turned: bool = False
     """Whether the file stores the matrix transposed."""
     takes_turns: bool = False

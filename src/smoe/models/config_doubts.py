@@ -11,7 +11,7 @@ from smoe.units import format_bytes
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers")
 """The names that families give to the number of multi-token prediction layers."""
 _NOTED_DIFFERENCE = 0.02
-"""The relative difference between the sizes in memory and on disk from which a remark is made."""
+"""The relative difference between the sizes in memory and on disk above which a remark is made."""
 
 
 def read_as(fields: Mapping[str, Any], family: str) -> str:

@@ -131,7 +131,7 @@ def _probe_experts(layer: int, notes: _Notes) -> Callable[..., torch.Tensor]:
 
 
 def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the cache bytes per token and the state bytes per sequence, for one row of the batch."""
+    """Return the state tensors (three dimensions or more) in the value of a cache layer's attribute."""
     per_token = fixed = 0
     for layer in cache.layers:
         for name, value in vars(layer).items():

@@ -55,7 +55,8 @@ def _check(c: PlainConfig) -> None:
 
 
 def outline_by_family(config: PlainConfig, dtype: Dtype) -> Outline:
-    """Return the outline of a model. Raises `UndescribedError` if the family's description does not cover it."""
+    """Return the outline of a model: the names and sizes of its parts. Raises `UndescribedError` if the family's
+    description does not cover it."""
     family = FAMILIES[config.model_type]
     weights = _weights(config, family)
     if dtype == F32:

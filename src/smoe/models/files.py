@@ -131,7 +131,7 @@ def _no_folder(path: Path) -> str:
 
 
 def _reads(path: Path) -> str:
-    """What would work instead of a file."""
+    """Return advice on which argument would work in place of a file that is no model."""
     if path.suffix.lower() == ".gguf":
         return "of a file of the hub, give all of OWNER/REPO/FILE.gguf, or OWNER/REPO:Q4_K_M"
     own_folder = path.absolute().parent
@@ -141,7 +141,7 @@ def _reads(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Similar names in the folder of `path`; empty: there are none."""
+    """Return a hint for a missing path: similar names, or the closest existing folder. Empty if there is neither."""
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:

@@ -56,12 +56,12 @@ def _logarithm(parts: Tensors, config: Any) -> torch.Tensor:
 
 
 RESHAPED = Arrangement(lambda parts, config: parts[0])
-"""The same values in another shape."""
+"""An arrangement that changes only the shape."""
 LESS_ONE = Arrangement(_less_one)
-"""A norm's weight minus one: files store it with the one that transformers adds."""
+"""A norm's weight, from which 1 is subtracted, because files include the 1 that transformers adds to it."""
 LOGARITHM = Arrangement(_logarithm)
 POSITIVE_LOGARITHM = Arrangement(lambda parts, config: parts[0].float().log())
-"""A_log of a state-space layer from the stored exp(A_log)."""
+"""A_log of a state-space layer, computed from the stored exp(A_log)."""
 
 
 def _query_key_value_gate(parts: Tensors, config: Any) -> torch.Tensor:

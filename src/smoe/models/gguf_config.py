@@ -58,7 +58,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 them."""
 _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 _THETA = 10_000.0
-"""llama.cpp's default where a file has no entry."""
+"""llama.cpp's default base of rotary frequencies, for files without an entry."""
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 _SPECIAL = {"bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "tokenizer.ggml.padding_token_id"}
 

@@ -103,7 +103,7 @@ class QuantisedLinear(QuantisedWeight):
         return is_known and input.numel() <= MOST_BYTE_ROWS * self.in_features
 
     def target(self, out: torch.Tensor) -> Target:
-        """Return this matrix with the output `out` [M, out_features], for the pool."""
+        """Return the operand of the thread pool's product: this matrix with the output `out` [M, out_features]."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return Target(self.matrix, out.data_ptr(), 2 * self.out_features, bias)
 
@@ -123,7 +123,7 @@ class QuantisedLinear(QuantisedWeight):
 
     @property
     def matrix(self) -> Matrix:
-        """The whole matrix, for the pool."""
+        """The whole matrix as an operand of the thread pool's products."""
         known = self._matrix_of.get(self.activations)
         if known is None or known.address != self.codes.data_ptr():
             known = self._matrix_of[self.activations] = self._matrix(0, self.out_features)

@@ -48,7 +48,7 @@ def moments(inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Compensation:
-    """How the columns of one matrix compensate for each other."""
+    """The rule by which the columns of one matrix compensate for each other's rounding errors."""
 
     def __init__(self, inputs: torch.Tensor, prior: Sequence[torch.Tensor] | None = None) -> None:
         """`inputs` [n, K] are those of this matrix, possibly few or none; `prior` the moments of similar ones, None:

@@ -26,7 +26,7 @@ from smoe.packing.compensation import CodeGrid, Compensation
 _PIECE_NUMBERS = 2**18
 """Elements processed at a time, so that intermediate results stay in the processor's cache."""
 _SWEEP_NUMBERS = 2**23
-"""The same for codes found column by column, which is slow for few rows."""
+"""Elements processed at a time when codes are found column by column, which is slow for few rows."""
 _TINY = 1e-30
 
 
