@@ -30,7 +30,8 @@ from smoe.memory.store import Part
 from smoe.models.experts import is_transposed
 
 ROUNDINGS = 4
-"""Roundings to the model's dtype between an expert's input and output: two correct results may differ by as many."""
+"""The number of roundings to the model's dtype between an expert's input and output: two correct results may differ by
+as many."""
 
 
 def within_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

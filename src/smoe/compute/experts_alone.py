@@ -59,7 +59,7 @@ class ExpertsAlone:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """The size in bytes of all slots."""
         return self._host.arena.nbytes
 
     @property

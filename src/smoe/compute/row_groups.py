@@ -20,10 +20,11 @@ from smoe.kernels.proof import same_bits
 _EXACT_ROWS = 8
 """The largest number of rows that is not padded."""
 _STEPS = 4
-"""Sizes per octave: at most a fifth is padding, a tenth on average."""
+"""The number of sizes per octave: at most a fifth is padding, a tenth on average."""
 _MOST_ROWS = 512
 _PROOF_OPERATIONS = 20e9
-"""The largest number of operations of a test: a tenth of a second; larger experts gain nothing."""
+"""The largest number of operations of a test, which takes a tenth of a second. Larger experts would gain nothing from
+padding."""
 
 
 def filled_up(rows: int) -> int:

@@ -52,8 +52,8 @@ _ROWS = "rows_of_pass"
 """The attribute of a module with the lengths of the texts in a pass."""
 _EAGER = "eager_attention_forward"
 _MOST_ALONE = 1 << 20
-"""Multiplications that one thread of torch computes in some 1 ms. For fewer, waking other threads takes longer, and
-they then slow down our threads."""
+"""The number of multiplications that one thread of torch computes in some 1 ms. For fewer, waking other threads takes
+longer, and they then slow down our threads."""
 _UNDERSTOOD = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
 """Parameters of transformers' function that do not matter for one token without a mask."""
 _CHANGING = ("softcap", "s_aux", "output_attentions")
@@ -65,7 +65,7 @@ _MIDWAY = (6, 14)
 """Even numbers of keys with equal weight. With 14, dividing and multiplying by the reciprocal differ in many
 outputs."""
 _PROOF_OUTPUTS = 1 << 12
-"""Outputs to compare per number of keys: every other order that was tried fails more than once
+"""The number of outputs to compare per number of keys: every other order that was tried fails more than once
 (docs/log/kernels.md)."""
 
 

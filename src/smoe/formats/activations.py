@@ -19,7 +19,7 @@ LEAST = 2.0**-100
 """The magnitude below which a group counts as zero, because 127 divided by it exceeds float32."""
 
 MOST_CODE = 127
-"""The largest unsigned code for which two products with 127 fit in 16 bits, because CPUs may add them so."""
+"""The largest unsigned code that CPUs may multiply with bytes if they add two products in 16 bits."""
 
 
 def fits(form: Format) -> bool:

@@ -111,9 +111,9 @@ class Format:
     name: str
     """The name in files, if they have one."""
     numbers: int
-    """Elements per block."""
+    """The number of elements per block."""
     nbytes: int
-    """Bytes per block."""
+    """The number of bytes per block."""
     scale: Scalar
     groups: tuple[Group, ...]
     minimum: Scalar | None = None

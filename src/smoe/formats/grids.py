@@ -24,7 +24,7 @@ class Grid:
 
     name: str
     width: int
-    """Elements per point."""
+    """The number of elements per point."""
     levels: tuple[int, ...]
     """The value of each digit."""
     shifts: tuple[int, ...] = (0,)

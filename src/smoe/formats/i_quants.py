@@ -23,7 +23,7 @@ from smoe.formats.grids import Grid
 
 Fields = tuple[Field, ...]
 _NUMBERS = 256
-"""Elements per block of points."""
+"""The number of elements per block of points."""
 _RUN = 16
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The values of 4-bit codes, which are denser where weights are frequent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 _NUMBERS = 16
-"""Elements per pseudo-block: as many as kernels read of a row at a time."""
+"""The number of elements per pseudo-block: as many as kernels read of a row at a time."""
 
 
 def _plain(name: str, size: int) -> Format:

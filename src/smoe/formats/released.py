@@ -17,9 +17,9 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 from smoe.formats.mxfp4 import E2M1
 
 SCALE_BYTES = 4
-"""Bytes of a block's scale, at its beginning; a zero point or the groups' scales follow."""
+"""The size in bytes of a block's scale, at its beginning; a zero point or the groups' scales follow."""
 NVFP4_GROUP = 16
-"""Elements per 8-bit scale."""
+"""The number of elements per 8-bit scale."""
 
 
 def _pairs(numbers: int, byte: int) -> tuple[Run, ...]:

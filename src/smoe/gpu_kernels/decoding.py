@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar
 
 _HALF_BIAS = 256.0
-"""The factor by which E4M3's value exceeds that of its bits read as the upper bits of float16."""
+"""The factor between the value of an E4M3 number and that of the float16 number with the same upper bits."""
 
 
 def fits(form: Format) -> bool:

@@ -14,7 +14,7 @@ from smoe.memory.streams import on_device
 
 
 class Entry(NamedTuple):
-    """One expert of a launch."""
+    """One expert of a kernel launch."""
 
     addresses: Sequence[int]
     """The addresses of its matrices and biases, in the order of `ExpertKind`."""

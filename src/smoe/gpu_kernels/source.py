@@ -37,7 +37,7 @@ TYPES = {"bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "tl.floa
 MOST_TOKENS = 8
 """The largest number of tokens per expert for which its weights are read at once."""
 SUM_COLUMNS = 512
-"""Outputs per task of the sum."""
+"""The number of outputs per task of the sum."""
 COUNTS = 3
 """The number of counters before those of each expert."""
 COUNTED = 256
@@ -51,7 +51,7 @@ _WASTE = 8
 """The inverse of the largest part of a row by which a tile may exceed it."""
 
 _RUNS = 4
-"""The number of runs per block above which the tile is smaller, because runs are independent loads anyway."""
+"""The number of runs per block above which tiles have fewer blocks, because the runs are independent loads already."""
 
 
 class MatrixLayout(NamedTuple):
@@ -68,7 +68,7 @@ class MatrixLayout(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row of a quantized matrix."""
+        """The number of bytes per row of a quantized matrix."""
         assert self.form is not None
         return self.form.row_bytes(self.columns)
 

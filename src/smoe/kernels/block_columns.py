@@ -23,7 +23,7 @@ from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, LONG, WORD, Value
 from smoe.kernels.quantised_block import float8
 
 PIECE = 16
-"""Bytes of each row that are transposed together."""
+"""The number of bytes of each row that are transposed together."""
 _ODD = tuple(128 * (code.bit_count() % 2) for code in range(16))
 """For each value of four bits, bit 7 set if an odd number of them is set."""
 _PERMUTES = "avx512vbmi"

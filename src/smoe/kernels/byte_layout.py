@@ -15,7 +15,7 @@ class Layout:
     """The layout of rows. Formats with equal layouts can be multiplied with the same rows."""
 
     group: int
-    """Elements that share a scale."""
+    """The number of elements that share a scale."""
     step: int
     """The distance of neighbouring elements of a group: 2 if the codes of even places are stored first."""
 

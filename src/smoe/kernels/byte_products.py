@@ -30,9 +30,9 @@ from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import BYTE, FLOAT, LONG, POINTER, WORD, Value
 
 STRIPS = 2
-"""Registers of outputs that are computed together."""
+"""The number of registers of outputs that are computed together."""
 TILE_COLUMNS = 1024
-"""Elements along K that are unpacked at a time: 16 KB for 16 outputs, half of the first cache level."""
+"""The number of elements along K that are unpacked at a time: 16 KB for 16 outputs, half of the first cache level."""
 MOST_AHEAD = 40 << 10
 """The largest distance in bytes between computation and prefetch, most of the first cache level.
 
@@ -43,9 +43,10 @@ _HALF = 8
 """Half of the numbers of the widest registers."""
 _LINE = 64
 _PINNED = 8
-"""Elements of each row between points that instructions are not moved across, so that fewer registers are in use."""
+"""The number of elements of each row between points that instructions are not moved across, so that fewer registers are
+in use."""
 _MOST_IN_16_BITS = 128
-"""The largest code for which two products with 127 fit in 16 bits."""
+"""The largest code c for which 2 * 127 * c fits in a signed 16-bit number."""
 
 
 class _Codes(NamedTuple):
@@ -136,7 +137,7 @@ class _Products:
         self.tile_columns = self.tile_blocks * form.numbers
         groups = self.tile_columns // self.layout.group
         self.tile_strip, self.gain_strip = self.tile_columns * lanes, 4 * groups * lanes
-        """Bytes per register of outputs in the tile, and in its gains or offsets."""
+        """The number of bytes per register of outputs in the tile, and in its gains or offsets."""
         self.tile = code.scratch(code.number(STRIPS * self.tile_strip))
         self.gains = code.scratch(code.number(STRIPS * self.gain_strip))
         self.offsets = code.scratch(code.number(STRIPS * self.gain_strip)) if self.has_offsets else None

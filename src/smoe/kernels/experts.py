@@ -164,7 +164,7 @@ class ExpertWork:
         self.prepared: dict[Layout, tuple[int, int, int]] = {}
         """As `layouts`, for tokens that an earlier `ExpertWork` has rounded."""
         self.byte_rows = 0
-        """Bytes of all 8-bit rows."""
+        """The size in bytes of all 8-bit rows."""
         self._gated_byte_rows = 0
         """The address of the next gated 8-bit rows."""
         self._kept: list[object] = []
@@ -198,7 +198,7 @@ class ExpertWork:
 
     @property
     def _gated_bytes(self) -> int:
-        """Bytes of all gated rows in 8 bits."""
+        """The size in bytes of all gated rows in 8 bits."""
         inner = self._shape.inner
         return sum(
             [

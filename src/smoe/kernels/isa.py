@@ -15,7 +15,7 @@ class Isa:
 
     name: str
     lanes: int
-    """float32 numbers that are computed together, in one register or two small ones."""
+    """The number of float32 numbers that are computed together, in one register or two small ones."""
     registers: int
     """The number of such registers."""
     needs: tuple[str, ...]

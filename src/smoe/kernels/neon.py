@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smoe.kernels.builder import Code
 
 _BITS = 128
-"""Bits of a register."""
+"""The number of bits of a register."""
 _BYTES, _WORDS = ir.VectorType(BYTE, _BITS // 8), ir.VectorType(WORD, _BITS // 32)
 _PLACE_OF_ONE, _PLACE_OF_NONE = 0x02020000, 0x0100FFFF
 """Indices of a float32's four bytes in a table of upper halves; those of its lower half are out of range, which yields

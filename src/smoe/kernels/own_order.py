@@ -23,10 +23,10 @@ from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
 
 AHEAD = 8192
-"""Bytes between computation and prefetch."""
+"""The number of bytes between computation and prefetch."""
 LINE = 64
 _LINES = 2
-"""Cache lines per iteration of the loop over a row."""
+"""The number of cache lines per iteration of the loop over a row."""
 _CHAINS = 8
 """The total number of running sums for all rows of x; with fewer, additions would wait for each other."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")

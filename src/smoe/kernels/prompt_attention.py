@@ -33,7 +33,8 @@ from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.tile import TILE
 
 MOST_VECTORS = 3
-"""Registers of rows per block. Times 8 keys (or 4) they make 24 (or 12) running sums, which fill all registers."""
+"""The number of registers of rows per block. Times 8 keys (or 4) they make 24 (or 12) running sums, which fill all
+registers."""
 _MOST_BLOCKS = 8
 """The largest number of blocks per unit: they share packed keys, and their outputs stay in the second cache level."""
 _UNITS_A_THREAD = 4

@@ -24,7 +24,7 @@ from smoe.kernels.matrix import Matrix, added_rows
 from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
 MOST_ROWS_OF_WORK = 512
-"""Rows per job (2 MB if H is 2048), unless a single expert has more."""
+"""The number of rows per job (2 MB if H is 2048), unless a single expert has more."""
 
 
 class Chosen(NamedTuple):

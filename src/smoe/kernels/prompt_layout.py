@@ -7,9 +7,9 @@ from smoe.kernels.isa import Isa
 NAME = "prompt_attention"
 """The name of the function."""
 BLOCK = 128
-"""Keys per block of the softmax: with fewer, earlier outputs are scaled more often."""
+"""The number of keys per block of the softmax: with fewer, earlier outputs are scaled more often."""
 _PAD = 64
-"""Bytes between packed rows; without them, a column would map to few sets of the first cache level."""
+"""The number of bytes between packed rows; without them, a column would map to few sets of the first cache level."""
 LINE = 64
 FIELDS = ("query", "keys", "values", "out", "query_head", "query_row", "key_head", "key_row", "value_head", "value_row",
            "rows", "shared", "key_heads", "past", "blocks", "units", "scale", "scratch", "stride", "taken")  # fmt: skip
@@ -30,17 +30,17 @@ class PromptLayout:
     def __init__(self, isa: Isa, size: int, vectors: int) -> None:
         self.isa, self.size, self.vectors = isa, size, vectors
         self.width = vectors * isa.lanes
-        """Rows per block."""
+        """The number of rows per block."""
         self.line = 4 * self.width
-        """Bytes of one number of each row."""
+        """The size in bytes of one number of each row."""
         self.step = 2 if isa.has_bf16_dots else 1
-        """Numbers that are multiplied together: a 32-bit word holds two in bf16, or one in float32."""
+        """The number of numbers that are multiplied together: a 32-bit word holds two in bf16, or one in float32."""
         self.tile = 8 if isa.registers >= 32 else 4
         """Keys, or elements of a head, whose running sums are in registers together."""
         self.key_row = 4 * size // self.step + _PAD
-        """Bytes of a packed key."""
+        """The size in bytes of a packed key."""
         self.value_row = 4 * size + _PAD
-        """Bytes of `step` packed values."""
+        """The size in bytes of `step` packed values."""
         self.keys = LINE * -(-2 * size // LINE)
         """The offset of packed keys in a thread's memory, after the zeros that replace missing keys."""
         self.values = self.keys + BLOCK * self.key_row

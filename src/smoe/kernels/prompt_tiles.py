@@ -35,7 +35,7 @@ from smoe.kernels.prompt_rows import (
 )
 
 _TURNS = 4
-"""Steps of a product per iteration of its loop."""
+"""The number of steps of a product per iteration of its loop."""
 _EXP2 = (0.009582853142197829, 0.055906426730691836, 0.2402409862276153, 0.6931241931538614, 1.0)
 """Coefficients of 2 ** f for f from -1/2 to 1/2, with an error of at most 3e-6; exactly 1 at 0, so that an unchanged
 maximum scales by 1."""

@@ -14,10 +14,10 @@ from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.threads import threads
 
 _PROOF_OUTPUTS = 1 << 16
-"""Outputs to compare. A wrong order of sums changes about one output in 5000, so a test misses it once in half a
-million."""
+"""The number of outputs to compare. A wrong order of sums changes about one output in 5000, so a test misses it once in
+half a million."""
 _PROOF_ROWS = 32
-"""Rows that are multiplied and compared at a time."""
+"""The number of rows that are multiplied and compared at a time."""
 _NEAR_OUTPUTS = 1 << 12
 _LEEWAY = 1.1
 """The error allowed relative to torch's. Both round to bf16 at the end, which dominates the error and may differ in

@@ -29,9 +29,9 @@ from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers,
 from smoe.kernels.quantised_dots import subtracted
 
 AT_ONCE = 4
-"""Rows of the matrix that are computed together for one row of x, which they share."""
+"""The number of rows of the matrix that are computed together for one row of x, which they share."""
 AHEAD = 8192
-"""Bytes between computation and prefetch: rows are too short for hardware prefetchers."""
+"""The number of bytes between computation and prefetch: rows are too short for hardware prefetchers."""
 LINE = 64
 UNROLLED = 64
 """The least number of elements per iteration of the loop over blocks; each iteration prefetches some lines."""

@@ -24,7 +24,7 @@ from smoe.kernels.kinds import BYTE, HALF_WORD, Value
 
 SHIFT = 128
 _PIECE = 16
-"""Elements of a run that are converted together; two such pieces fill a register."""
+"""The number of elements of a run that are converted together; two such pieces fill a register."""
 
 
 class _Piece(NamedTuple):

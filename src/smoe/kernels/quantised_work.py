@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from smoe.kernels.spinning_pool import SpinningPool
 
 LONE_UNIT = 128
-"""Outputs per unit of a single product: small, because its last unit is waited for."""
+"""The number of outputs per unit of a single product: small, because its last unit is waited for."""
 MOST_UNIT = 1024
 """The largest number of outputs per unit for few rows: each unit waits for its first lines from memory."""
 _UNITS_OF_THREAD = 4
-"""Units per thread for products of few rows with large matrices."""
+"""The number of units per thread for products of few rows with large matrices."""
 FEW_ROWS = 4
 """The number of rows for which reading the matrix takes longer than multiplying."""
 MOST_QUANTISED_ROWS = 32
@@ -33,7 +33,7 @@ faster."""
 MOST_BYTE_ROWS = 4096
 """The largest number of 8-bit rows: each needs 64 bytes on a thread's stack."""
 ROWS_OF_UNIT = 4
-"""Rows per unit of rounding to 8 bits."""
+"""The number of rows per unit of rounding to 8 bits."""
 
 
 def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
@@ -55,7 +55,7 @@ class Target(NamedTuple):
     out: int
     """The address of the first row's outputs, in bf16."""
     stride: int
-    """Bytes between two rows' outputs."""
+    """The number of bytes between two rows' outputs."""
     bias: int = 0
     """The address of the bias, one number per output; 0 for none."""
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 LANES = 16
-"""Outputs computed together: the 32-bit lanes of one register."""
+"""The number of outputs computed together: the 32-bit lanes of one register."""
 TILE = 32
 """k per step: the bf16 numbers of one register."""
 AHEAD = 512

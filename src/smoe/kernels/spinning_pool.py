@@ -34,17 +34,18 @@ if TYPE_CHECKING:
     import torch
 
 UNIT = 256
-"""Outputs per unit: 1 MB of weights at K = 2048, some 60 us. With smaller units, too much prefetched data is used by
-another thread."""
+"""The number of outputs per unit: 1 MB of weights at K = 2048, some 60 us. With smaller units, too much prefetched data
+is used by another thread."""
 OWN_ORDER_GAIN = 1.1
 """The speedup over torch that our own order of sums must have to be used where torch's bits are not available."""
 _SPIN_CYCLES = 20_000
 """How long a helper looks for work before it sleeps: some 10 us. Longer spinning slows the reading threads more than it
 helps."""
 _SPIN_CYCLES_ALONE = 25_000_000
-"""The same without reading threads: some 0.6 ms, the longest time that Python takes between two products of a token."""
+"""How long a helper looks for work if there are no reading threads: some 0.6 ms, the longest time that Python takes
+between two products of a token."""
 _CYCLES_A_SECOND = 3e9
-"""The clock rate in Hz assumed for these cycle counts, to convert them for CPUs whose clock counts other ticks."""
+"""The CPU clock rate in Hz that these cycle counts assume, to convert them on CPUs whose counter has another rate."""
 WAKING_WEIGHTS = 1 << 20
 """The number of weights below which work ends before a sleeping thread would wake up."""
 _CLOSING_SECONDS = 0.001

@@ -49,11 +49,12 @@ NEVER = (1 << 63) - 1
 WORDS = RANGES + 2 * MOST_RANGES + 1
 """The number of words of the shared memory."""
 PIECE = 4096
-"""Bytes that are prefetched before a helper looks for work again: 0.2 us."""
+"""The number of bytes that are prefetched before a helper looks for work again: 0.2 us."""
 _LINE = 64
 PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
 _STRIP = 32
-"""Outputs that are computed for all rows before the next: their weights stay in the second cache level."""
+"""The number of outputs that are computed for all rows before the next: their weights stay in the second cache
+level."""
 _LOWER = (1 << 32) - 1
 
 

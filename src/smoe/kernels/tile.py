@@ -10,7 +10,7 @@ from __future__ import annotations
 from smoe.kernels.registers import filled
 
 TILE = 32
-"""bf16 numbers per register."""
+"""The number of bf16 numbers per register."""
 
 
 def fetched(at: str, name: str) -> str:

@@ -67,7 +67,7 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The modules of a layer."""
+    """The modules of a decoder layer that the job computes."""
 
     norm: Norm
     q: Projection
@@ -81,9 +81,9 @@ class Parts(NamedTuple):
     heads: int
     key_heads: int
     size: int
-    """Elements per head."""
+    """The number of elements per head."""
     rotary: int
-    """Elements per head that the rotary embedding rotates, from the first one on."""
+    """The number of elements per head that the rotary embedding rotates, from the first one on."""
     scale: float
 
 

@@ -11,7 +11,7 @@ from smoe.kernels.registers import broadcast, filled, joined, rounded
 from smoe.kernels.tile import TILE, fetched, in_float32
 
 _AHEAD = 16
-"""Values to prefetch into the second cache level (measurements in `scores.py`)."""
+"""The number of values to prefetch into the second cache level (measurements in `scores.py`)."""
 
 
 def source(row: int) -> str:

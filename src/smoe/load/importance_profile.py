@@ -91,7 +91,7 @@ def remember(folder: Path, profile: ImportanceProfile) -> Path:
 
 
 def as_json(profile: ImportanceProfile) -> dict[str, Any]:
-    """Return the contents of the file."""
+    """Return a profile as the object that its file contains."""
     return {"format": _FORMAT} | asdict(profile)
 
 

@@ -17,7 +17,7 @@ from smoe.policy.registry import eviction_kind
 
 
 class ResolvedSettings(NamedTuple):
-    """Settings without gaps."""
+    """The settings, with measured values for those that the user left out."""
 
     config: EngineConfig
     reasons: dict[str, str]

@@ -65,7 +65,7 @@ def remember(folder: Path, priced: PricedAlpha) -> Path:
 
 
 def as_json(priced: PricedAlpha) -> dict[str, Any]:
-    """Return the contents of the file."""
+    """Return an alpha as the object that its file contains."""
     return {"format": _FORMAT} | asdict(priced)
 
 

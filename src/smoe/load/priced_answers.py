@@ -44,7 +44,7 @@ def remember(folder: Path, priced: PricedAnswers) -> Path:
 
 
 def as_json(priced: PricedAnswers) -> dict[str, Any]:
-    """Return the contents of the file."""
+    """Return quality costs as the object that their file contains."""
     return {
         "format": _FORMAT,
         "text": priced.text,

@@ -53,7 +53,7 @@ class PlannedShadow(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in addition to the model's."""
+        """The number of bytes of memory in addition to the model's."""
         return self.ledger.budget_bytes - (self.ledger.demand.weights_bytes if self._shares_weights else 0)
 
     @property

@@ -40,7 +40,7 @@ class Winner:
     name: str
     """The winner's name; `auto` if the baseline won."""
     seconds: float
-    """Seconds per token."""
+    """The winner's time per token in seconds."""
     second: str
     second_seconds: float
     resident_share: float
@@ -134,7 +134,7 @@ class Decided(NamedTuple):
     config: EngineConfig
     learned: LearnedValues
     reasons: dict[str, str]
-    """The reason by setting."""
+    """The reason for each decided setting, by its name."""
 
 
 def with_winners(

@@ -45,12 +45,12 @@ class Floor:
 
     @property
     def overlapped_seconds(self) -> float:
-        """The floor: all transfers at once."""
+        """The floor in seconds: the time of the slowest transfer, as if all ran at once."""
         return max(self.memory_seconds, self.disk_seconds, self.link_seconds)
 
     @property
     def serial_seconds(self) -> float:
-        """The time without any overlap."""
+        """The time in seconds of all transfers one after the other."""
         return self.memory_seconds + self.disk_seconds + self.link_seconds
 
     @property

@@ -60,11 +60,11 @@ class Profile:
     disk_request_bytes: int
     disk_is_direct: bool
     expert_bytes_per_second: float
-    """Weight bytes of one expert computed for one token, per second."""
+    """The number of weight bytes per second of one expert computed for one token."""
     link_bytes_per_second: float | None = None
     device_memory_bytes_per_second: float | None = None
     products_per_second: float | None = None
-    """Operations per second of torch's products of many rows."""
+    """The number of operations per second of torch's products of many rows."""
 
     def rates(self, device: AnyDevice) -> Rates:
         """Return the rates for the floor of a run on `device`."""

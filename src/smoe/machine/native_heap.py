@@ -16,7 +16,7 @@ MOST_ARENAS = 4
 """The number of arenas. Python has its own heap for small objects, and most threads wait for a step or for Python's
 lock, so a few suffice. With two, decoding was some per cent slower."""
 _ARENA_MAX = -8
-"""glibc's number for the option."""
+"""glibc's number for mallopt's option M_ARENA_MAX."""
 _BY_HAND = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 """Environment variables by which a user configures the heap; then nothing is set here."""
 

@@ -18,7 +18,7 @@ from smoe.machine.native_heap import give_back_heap
 
 _STATUS = Path("/proc/self/status")
 LIBRARIES_BYTES = 440 * 2**20
-"""Bytes of interpreter and libraries after importing: torch 2.13 (CPU) and transformers 5.23 on Linux."""
+"""The size in bytes of interpreter and libraries after importing: torch 2.13 (CPU) and transformers 5.23 on Linux."""
 LIBRARY_CODE_BYTES = 128 * 2**20
 """The largest size of program pages that loading and computing add: 79 MiB with torch 2.13 (CPU), 110 in a new
 environment, where the system maps larger pieces."""
@@ -28,11 +28,11 @@ LIBRARY_SCRATCH_BYTES = 64 * 2**20
 """The largest size of the library's cached kernels, scratch and free heap: 33 to 53 MiB."""
 
 _before: list[int] = []
-"""Anonymous bytes before the first model was loaded."""
+"""The number of anonymous bytes before the first model was loaded."""
 
 
 class _Held(NamedTuple):
-    """Bytes of RAM of a process."""
+    """The RAM of a process, in bytes."""
 
     own: int
     files: int

@@ -23,7 +23,7 @@ from smoe.user_cache import cache_folder, keep, read_stored
 
 _FORMAT = 1
 _SECONDS = 0.1
-"""Seconds per rate, except for the disk."""
+"""The time for measuring each rate in seconds, except the disk's."""
 _KEPT_SECONDS = 24 * 3600.0
 _MOST_SECONDS = 60.0
 """The timeout for the other process."""
@@ -35,9 +35,9 @@ class QuickLook:
 
     memory: float
     experts: float
-    """Weight bytes of experts of the requested size, computed for one token."""
+    """The number of weight bytes per second of experts of the requested size, computed for one token."""
     products: float
-    """Operations in products of many rows."""
+    """The number of operations per second in products of many rows."""
     disk: float | None
     """The disk's rate; None if the user's cache is not writable."""
 

@@ -17,10 +17,10 @@ _LAYER_SECONDS, _WIDTH_SECONDS = 0.16e-3, 0.09e-3
 """Seconds of a decoder layer on a CPU in addition to moving its bytes (small operations and Python,
 docs/log/forecasts.md), and seconds per 1024 elements of the hidden state."""
 _CPU_EXPERT_SECONDS = 10e-6
-"""Seconds of one expert on a CPU in addition to moving its bytes, if all experts of a layer are computed in one
+"""The seconds of one expert on a CPU in addition to moving its bytes, if all experts of a layer are computed in one
 call."""
 _READ_SECONDS = 150e-6
-"""Seconds from requesting an expert on disk to its first byte, including passing the finished read on."""
+"""The seconds from requesting an expert on disk to its first byte, including passing the finished read on."""
 _COPY_SECONDS, _LAUNCH_SECONDS, _LAUNCHES_SECONDS, _HAND_OVER_SECONDS = 20e-6, 40e-6, 300e-6, 50e-6
 """With a device: seconds of one copy, of launching an expert's kernels, of launching a layer's other kernels, and of
 passing an expert to the CPU."""

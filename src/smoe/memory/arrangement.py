@@ -66,9 +66,9 @@ class BlockGrid:
 
     rows: int
     blocks: int
-    """Blocks per row."""
+    """The number of blocks per row."""
     stride: int
-    """Bytes per block."""
+    """The number of bytes per block."""
 
     def of_rows(self, kind: str, slot: memoryview, target: int, row: int, rows: int) -> npt.NDArray[Any]:
         """Return a view of one field of every block in some rows: [rows, blocks]."""
@@ -91,7 +91,7 @@ class StoredScales:
     shape: tuple[int, int]
     """The shape in the file."""
     rows_each: int = 1
-    """Rows of the matrix per scale; the last group may have fewer."""
+    """The number of rows of the matrix per scale; the last group may have fewer."""
     blocks_each: int = 1
     is_turned: bool = False
     zero: int | None = None
@@ -134,7 +134,7 @@ class Zeros:
     grid: BlockGrid
     bits: int
     width: int
-    """Words per stored row."""
+    """The number of words per stored row."""
     is_turned: bool
     blocks_each: int = 1
     is_awq: bool = False
@@ -169,9 +169,9 @@ class PairsApart:
     """The conversion of 4-bit codes from two neighbours per byte to one code of each of two groups of 16 per byte."""
 
     numbers: int
-    """Elements per block."""
+    """The number of elements per block."""
     stride: int
-    """Bytes per block."""
+    """The number of bytes per block."""
 
     @property
     def unit(self) -> int:
@@ -196,7 +196,7 @@ class TurnedWords:
 
     grid: BlockGrid
     words: int
-    """Words per block."""
+    """The number of words per block."""
 
     @property
     def unit(self) -> int:
@@ -215,7 +215,7 @@ class TurnedCodes:
 
     grid: BlockGrid
     numbers: int
-    """Elements per block."""
+    """The number of elements per block."""
 
     @property
     def unit(self) -> int:

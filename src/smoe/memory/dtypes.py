@@ -16,7 +16,7 @@ class Dtype(NamedTuple):
     stored: str
     """safetensors' name."""
     itemsize: int
-    """Bytes per element."""
+    """The number of bytes per element."""
 
     def __str__(self) -> str:
         return self.name

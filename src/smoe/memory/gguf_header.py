@@ -52,7 +52,7 @@ class GgufArray:
 
 
 Value = int | float | bool | str | GgufArray
-"""The type of a metadata entry."""
+"""The Python type of a metadata value."""
 
 
 class TensorEntry(NamedTuple):
@@ -62,7 +62,7 @@ class TensorEntry(NamedTuple):
     dimensions: tuple[int, ...]
     """The dimensions, innermost first."""
     kind: int
-    """ggml's type number."""
+    """The number of the tensor's type in ggml."""
     offset: int
     """The offset from the beginning of the data."""
 
@@ -174,7 +174,7 @@ class _Reader:
         self._is_cut = size <= position + _MAX_HEADER_BYTES
         self._window = b""
         self._begin = position
-        """The window's offset in the file."""
+        """The offset in the file of the buffered window."""
         self.position = position
 
     @property

@@ -16,7 +16,7 @@ from smoe.memory.safetensors_index import StoredTensor, check_identity
 from smoe.memory.torch_dtypes import TORCH
 
 _PIECE_ELEMENTS = 2**20
-"""Elements per piece: dequantizing temporarily needs several times the result's bytes (4 per element)."""
+"""The number of elements per piece: dequantizing temporarily needs several times the result's bytes (4 per element)."""
 
 
 def read_tensor(tensor: StoredTensor, target: torch.Tensor) -> None:

@@ -26,19 +26,20 @@ FILE_FLAG_NO_BUFFERING, FILE_FLAG_OVERLAPPED = 0x20000000, 0x40000000
 FILE_STORAGE_INFO = 16
 FSCTL_SET_SPARSE = 0x000900C4
 EXTENDED_LIMITS, MEMORY_USAGE = 9, 28
-"""Information classes of a job: JobObjectExtendedLimitInformation, JobObjectMemoryUsageInformation."""
+"""The numbers of two information classes of a job: JobObjectExtendedLimitInformation and
+JobObjectMemoryUsageInformation."""
 LIMITS_PROCESS, LIMITS_JOB = 0x100, 0x200
-"""JOB_OBJECT_LIMIT_PROCESS_MEMORY, JOB_OBJECT_LIMIT_JOB_MEMORY"""
+"""The flags JOB_OBJECT_LIMIT_PROCESS_MEMORY and JOB_OBJECT_LIMIT_JOB_MEMORY of a job's limits."""
 ERROR_HANDLE_EOF, ERROR_IO_PENDING = 38, 997
 
 _ERRNO = {2: errno.ENOENT, 3: errno.ENOENT, 4: errno.EMFILE, 5: errno.EACCES, 8: errno.ENOMEM, 14: errno.ENOMEM}
 _ERRNO |= {32: errno.EACCES, 33: errno.EACCES, 50: errno.EINVAL, 87: errno.EINVAL, 1455: errno.ENOMEM}
 _ERRNO |= dict.fromkeys((1450, 1453, 1816), errno.EAGAIN)  # temporary lack of quota for locking a read's pages
-"""errno by Windows' error number; all others are `EIO`."""
+"""The errno values by Windows' error number; all other errors are `EIO`."""
 
 
 class Overlapped(ctypes.Structure):
-    """OVERLAPPED: one running request."""
+    """The Windows structure OVERLAPPED: one running request."""
 
     _fields_ = [
         ("internal", _SIZE),
@@ -50,7 +51,7 @@ class Overlapped(ctypes.Structure):
 
 
 class StorageInfo(ctypes.Structure):
-    """FILE_STORAGE_INFO: sector sizes in bytes, flags and offsets."""
+    """The Windows structure FILE_STORAGE_INFO: sector sizes in bytes, flags and offsets."""
 
     _fields_ = [
         ("logical_sector", U32),

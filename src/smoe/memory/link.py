@@ -33,7 +33,8 @@ from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import Event, Streams
 
 OUTSTANDING = 2
-"""Chunks of a prefetch in the device's queue: one being copied, and one more so that the link is never idle."""
+"""The number of chunks of a prefetch in the device's queue: one being copied, and one more so that the link is never
+idle."""
 
 _Between = Callable[[], None] | None
 

@@ -21,7 +21,7 @@ class Pacing:
     is_paced = True
     """False while the real machine is measured for an emulation."""
     dilation = 1.0
-    """Real seconds per reported second."""
+    """The real seconds per reported second."""
     late_seconds = 0.0
     """The total reported time by which work ended too late."""
 

@@ -18,7 +18,7 @@ from smoe.memory.arena import Arena
 from smoe.units import format_bytes
 
 _PIECE_BYTES = 2**30
-"""Bytes locked in one call, in whole slots, because a copy must not cross two locked pieces."""
+"""The number of bytes locked in one call, in whole slots, because a copy must not cross two locked pieces."""
 _MOST_THREADS = 16
 _log = logging.getLogger(__name__)
 

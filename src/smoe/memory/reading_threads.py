@@ -125,7 +125,7 @@ class Transfers:
         self._running = 0
         self._busy_since = 0.0
         self.bytes_read = 0
-        """Bytes read from disk, alignment included."""
+        """The number of bytes read from disk, alignment included."""
         self.busy_seconds = 0.0
         """The time during which at least one load was running."""
         self._threads: list[threading.Thread] = []

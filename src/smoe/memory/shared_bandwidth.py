@@ -25,11 +25,11 @@ class Flow:
 
     def __init__(self, rate: float, nbytes: float) -> None:
         self.rate = rate
-        """Bytes per second without other flows."""
+        """The number of bytes per second without other flows."""
         self.left = nbytes
-        """Bytes left to read."""
+        """The number of bytes left to read."""
         self.ended: float | None = None
-        """The time when it had read all bytes, on the real clock; None before."""
+        """The time when the flow had read all bytes, on the real clock; None before."""
 
 
 class SharedBandwidth:

@@ -53,9 +53,10 @@ def page_ceil(count: int) -> int:
 
 
 class Read(NamedTuple):
-    """One read: `file[offset : offset + nbytes]` into the buffer at `target`; all three are multiples of the page size.
+    """One read from disk: `file[offset : offset + nbytes]` into the buffer at `target`; all three are multiples of the
+    page size.
 
-    At least `need` bytes must arrive; fewer than `nbytes` do only at the end of the file.
+    At least `need` bytes must arrive. Fewer than `nbytes` arrive only at the end of the file.
     """
 
     path: Path
@@ -92,16 +93,16 @@ class SlotLayout(NamedTuple):
     pieces: tuple[StoredRun, ...]
     """Pieces via a staging buffer; they are copied after the reads, which overwrite whole pages."""
     nbytes: int
-    """Bytes of weights, without the alignment of an expert that is read in place."""
+    """The number of bytes of weights, without the alignment of an expert that is read in place."""
     layout: int
     """A number that is equal for experts with the same shapes and offsets; there are few, so views of slots are cached
     by it."""
     slot_bytes: int
-    """Bytes that the expert needs in the slot."""
+    """The number of bytes that the expert needs in the slot."""
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes that the largest piece needs in the staging buffer."""
+        """The number of bytes that the largest piece needs in the staging buffer."""
         return max((piece.read.nbytes for piece in self.pieces), default=0)
 
 
@@ -164,7 +165,7 @@ class ExpertStore:
             self._placements[key] = placement if placement and not self.is_staged else self._staged(*key)
         placements = self._placements.values()
         self.slot_bytes: dict[int, int] = {}
-        """Bytes of a slot for any expert of a layer."""
+        """The size in bytes of a slot for any expert of a layer."""
         for (layer, _), p in self._placements.items():
             self.slot_bytes[layer] = max(page_ceil(p.slot_bytes), self.slot_bytes.get(layer, 0))
         self.staging_buffer_bytes = max(p.staging_bytes for p in placements)

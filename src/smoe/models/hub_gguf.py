@@ -23,7 +23,7 @@ from smoe.models import hub
 from smoe.models.gguf_names import labels_of, models_of, parts_of
 
 _FIRST_BYTES = 2**24
-"""Bytes of a file to download first: enough for a header with a vocabulary of 200,000 tokens."""
+"""The size in bytes of a file to download first: enough for a header with a vocabulary of 200,000 tokens."""
 _MOST_NAMES = 12
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 

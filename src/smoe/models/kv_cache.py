@@ -28,7 +28,8 @@ from smoe.memory.arena import DONT_NEED, GIVES_BACK, anonymous, system_madvise
 from smoe.memory.store import PAGE, page_ceil
 
 BLOCK_TOKENS = 128
-"""Positions per block of memory accounting; a block covers whole pages if a head has at least 16 numbers."""
+"""The number of positions per block of memory accounting; a block covers whole pages if a head has at least 16
+numbers."""
 
 
 class CacheMemory(Protocol):
@@ -54,12 +55,12 @@ class RowCache(DynamicCache):
         self.rows = rows
         self.capacity_tokens = capacity_tokens
         self.length = 0
-        """Committed tokens of the longest row."""
+        """The number of committed tokens of the longest row."""
         self.start = 0
         """The storage index of the first token; above 0 only in windows (`kv_window.py`)."""
         self.row_lengths: list[int] | None = None
-        """Committed tokens of each row if their texts differ in length; all rows end at the same index. None: all have
-        `length`."""
+        """The number of committed tokens of each row if their texts differ in length; all rows end at the same index.
+        None: all have `length`."""
         self.ended: torch.Tensor | None = None
         """A mask [rows], True for finished rows, whose results are not used; None if there are none."""
         self.given: list[int] | None = None
@@ -227,7 +228,7 @@ class RowCache(DynamicCache):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position's keys and values in all layers and rows; 0 before the first write."""
+        """The size in bytes of one position's keys and values in all layers and rows; 0 before the first write."""
         ones = [each[:, :, :1] for store in self._stores for each in store]
         return sum(each.numel() * each.element_size() for each in ones)
 
@@ -280,7 +281,7 @@ class RowCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all allocated storages."""
+        """The size in bytes of all allocated storages."""
         return sum(t.numel() * t.element_size() for store in self._stores for t in store)
 
 

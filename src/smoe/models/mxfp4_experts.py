@@ -22,7 +22,7 @@ from smoe.memory.store import StoredLayer
 FAMILIES = ("gpt_oss",)
 _CODES, _SCALES = "_blocks", "_scales"
 _CODE_BYTES = 16
-"""Bytes of one block's codes."""
+"""The size in bytes of one block's codes."""
 
 
 def has_mxfp4_experts(config: Mapping[str, Any]) -> bool:

@@ -51,7 +51,7 @@ class Buffer(NamedTuple):
 
     shape: tuple[int, ...]
     item_bytes: int = F32.itemsize
-    """Bytes per element, at least those of float32, because transformers does not narrow buffers."""
+    """The number of bytes per element, at least those of float32, because transformers does not narrow buffers."""
     is_stored: bool = False
     """Whether checkpoints contain the buffer."""
 
@@ -61,9 +61,9 @@ class Anatomy:
     """Sizes and module names that the engine and the memory budget need."""
 
     kv_bytes_per_token: int
-    """Bytes of the keys and values of all attention layers, per token of a sequence."""
+    """The size in bytes of the keys and values of all attention layers, per token of a sequence."""
     state_bytes_per_sequence: int
-    """Bytes of recurrent and convolution states per sequence; they do not grow with the context."""
+    """The size in bytes of recurrent and convolution states per sequence; they do not grow with the context."""
     routers: Mapping[int, str]
     """The module path of each layer's router, for layers whose router was found."""
     gates: Mapping[int, str]

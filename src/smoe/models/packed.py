@@ -49,7 +49,7 @@ from smoe.user_cache import of_model
 MAGIC = b"smoepack"
 VERSION = 3
 AS_STORED = "stored"
-"""The name of contents that are the quantized values of a checkpoint."""
+"""The value of `Contents.name` for packs that keep a checkpoint's quantized values."""
 
 
 class PackedPart(NamedTuple):

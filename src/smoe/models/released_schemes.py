@@ -45,9 +45,9 @@ class Scheme:
     is_float: bool = False
     """Whether codes are floats: E4M3 with eight bits, E2M1 with four."""
     columns_each: int | None = None
-    """Columns of the matrix per scale; None: a whole row."""
+    """The number of columns that share a scale; None: a whole row."""
     rows_each: int = 1
-    """Rows per scale; 0: all rows."""
+    """The number of rows that share a scale; 0: all rows."""
     has_zeros: bool = False
     """Whether zero points are stored."""
     less: int = 0

@@ -162,7 +162,7 @@ class _Matrix:
         self._order = tensors.get(stem + names.order) if scheme.is_reordered else None
         self._is_turned = scheme.method in ("gptq", "awq")
         self._each = _WORD_BITS // scheme.bits
-        """Codes per 32-bit word."""
+        """The number of codes per 32-bit word."""
 
     @property
     def keys(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Find rotary embeddings whose frequencies depend on the length of the text.
 
-Two types of transformers do: `longrope` has one set of factors up to the original length and another beyond it;
-`dynamic` has other factors for every length beyond `max_position_embeddings`. Keys computed with different factors must
-not be used together.
+Two types of rotary embeddings in transformers do: `longrope` has one set of factors up to the original length and
+another beyond it; `dynamic` has other factors for every length beyond `max_position_embeddings`. Keys computed with
+different factors must not be used together.
 """
 
 from __future__ import annotations

@@ -60,11 +60,11 @@ class ModelSpec:
     own_dtype: Dtype
     """The dtype of the checkpoint, which may differ from the dtype of computation."""
     context_tokens: int
-    """Positions reserved for each sequence."""
+    """The number of positions reserved for each sequence."""
     precision: str = "auto"
     """The precision of the routed experts (`EngineConfig.precision`)."""
     stored_bytes: Mapping[int, int] | None = None
-    """Bytes of a quantized expert by layer; None if the experts have the model's dtype."""
+    """The size in bytes of a quantized expert by layer; None if the experts have the model's dtype."""
     low: ModelSpec | None = None
     """The spec of the experts' low copies; None without low copies."""
     form: int = EXACT
@@ -89,14 +89,14 @@ class ModelSpec:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all weights except the routed experts', as stored in memory; tied weights count once."""
+        """The size in bytes of all weights except the routed experts', as stored in memory; tied weights count once."""
         plain = sum(self.outline.weights[name].numbers for name in self.dense) * self.dtype.itemsize
         return self.outline.dense_bytes(self.dtype) - plain + sum(map(blocks_bytes, self.dense.values()))
 
     @property
     def dense_bytes_read(self) -> int:
-        """Bytes of `weights_bytes` that a decode step reads: all, except an untied input embedding, of which it reads a
-        row."""
+        """The size in bytes of `weights_bytes` that a decode step reads: all, except an untied input embedding, of
+        which it reads a row."""
         name = self.outline.embedding
         if name is None:
             return self.weights_bytes
@@ -117,22 +117,22 @@ class ModelSpec:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the largest routed expert."""
+        """The size in bytes of the largest routed expert."""
         return max(map(self._expert_bytes, self.sites))
 
     @property
     def experts_bytes(self) -> int:
-        """Bytes of all routed experts."""
+        """The size in bytes of all routed experts."""
         return sum(site.experts * self._expert_bytes(site) for site in self.sites)
 
     @property
     def expert_bytes_per_token(self) -> int:
-        """Bytes of the routed experts that one token uses."""
+        """The size in bytes of the routed experts that one token uses."""
         return sum(self.anatomy.top_k[site.layer] * self._expert_bytes(site) for site in self.sites)
 
     @property
     def unpacked_bytes(self) -> int:
-        """Bytes for the quantized weights that are dequantized at a time, in the model's dtype."""
+        """The number of bytes for the quantized weights that are dequantized at a time, in the model's dtype."""
         largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
         is_unpacked = self.stored_bytes is not None or self.low is not None
         elements = (largest if is_unpacked else 0) + (PIECE_ELEMENTS if self.dense else 0)
@@ -140,7 +140,7 @@ class ModelSpec:
 
     @property
     def router_bytes(self) -> int:
-        """Bytes for stacking the routers of all layers but the first, biases included
+        """The number of bytes for stacking the routers of all layers but the first, biases included
         (`prediction/stacked_gates.py`)."""
         experts = sum(site.experts for site in self.sites[1:])
         return experts * (int(self.config.get_text_config().hidden_size) + 1) * self.dtype.itemsize

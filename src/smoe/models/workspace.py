@@ -19,7 +19,7 @@ _HIDDEN_COPIES = 10
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
 PIECE_ELEMENTS = 2**22
-"""Elements of quantized non-expert weights that are dequantized at a time (`quantised_linear.py`)."""
+"""The number of elements of quantized non-expert weights that are dequantized at a time (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
 """Memory that the CPU library uses for compiled kernels and scratch, by shape (docs/log/memory.md).
 
@@ -32,11 +32,11 @@ class Workspace(NamedTuple):
     """The bytes that a step needs, as a polynomial in its number of positions."""
 
     fixed: int
-    """Bytes that do not depend on the step."""
+    """The number of bytes that every step needs."""
     position: int
-    """Bytes per position."""
+    """The additional number of bytes per position."""
     square: int
-    """Bytes times the square of the number of positions."""
+    """The additional number of bytes per pair of positions: it is multiplied by the square of their number."""
 
 
 def workspace_of(

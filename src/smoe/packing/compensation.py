@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 SECTION = 2048
-"""Columns that compensate for each other; memory grows with the square, time with the cube."""
+"""The number of columns that compensate for each other; memory grows with the square, time with the cube."""
 _BATCH = 128
-"""Columns whose errors are applied to the rest of the section by one product."""
+"""The number of columns whose errors are applied to the rest of the section by one product."""
 _DAMPING = 0.01
 """The addition to the diagonal, relative to its mean, as in GPTQ."""
 _PRIOR_TOKENS = 64

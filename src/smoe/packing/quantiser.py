@@ -24,9 +24,9 @@ from smoe.kernels.unpacked import unpacked
 from smoe.packing.compensation import CodeGrid, Compensation
 
 _PIECE_NUMBERS = 2**18
-"""Elements processed at a time, so that intermediate results stay in the processor's cache."""
+"""The number of elements processed at a time, so that intermediate results stay in the processor's cache."""
 _SWEEP_NUMBERS = 2**23
-"""Elements processed at a time when codes are found column by column, which is slow for few rows."""
+"""The number of elements processed at a time when codes are found column by column, which is slow for few rows."""
 _TINY = 1e-30
 
 
@@ -39,7 +39,8 @@ class _Search(NamedTuple):
 _SEARCHES = {2: _Search((1.0, 0.85, 0.7, 0.55), 6), 3: _Search((1.0, 0.85, 0.7), 4), 4: _Search((1.0, 0.8), 3)}
 """The search by bits per code. More widths or iterations change the third digit of the error."""
 _REFITS = 3
-"""Iterations between a block's scales and its codes, after its groups' scales are rounded."""
+"""The number of alternations between fitting a block's scales and choosing its codes, once its groups' scales are
+rounded."""
 
 
 def quantised(
