@@ -60,7 +60,8 @@ def parse_link(text: str, setting: str | None = None) -> float:
 
 
 def _refusal(text: str, setting: str | None, why: str, kind: str, examples: str) -> ConfigError:
-    """Return the error for a text that is not of a `kind`: `why`, and `examples` of valid texts."""
+    """Return the `ConfigError` for an invalid text: `why` it is invalid, what `kind` of text is required, and
+    `examples`."""
     what = f"{text!r} {why}" if setting is None else f"`{setting}` is {text!r}, which {why}"
     return ConfigError(f"{what}; write {examples}", setting=setting, given=text, allowed=f"{kind}, {examples}")
 

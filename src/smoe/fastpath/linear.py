@@ -38,7 +38,7 @@ class Adopted(NamedTuple):
     share: float
     """The share of the model's linear weights that belong to these layers."""
     parts: Mapping[nn.Module, int]
-    """The bf16 layers, and the k of each that are summed together (`Product.part`)."""
+    """The bf16 layers, each with the `Product.part` of its product."""
 
 
 def speed_up(

@@ -33,7 +33,8 @@ _LEAST_PROOF_ROWS, _MOST_PROOF_ROWS, _SINGLE_ROWS = 64, 1024, 32
 """Numbers of test rows. One row in ten reveals another order of a long sum, so 64 rows miss it once in a thousand
 times."""
 _TUNED = 6
-"""The numbers of a row, up to this one, that tune its sum to the required value."""
+"""The end of the elements, from the second one on, that are chosen so that a test row's sum of squares has the required
+value."""
 _EXTREMES = (0.0, 1e-40, 1e-20, 1e19, 3e38, float("inf"), float("nan"))
 """Extreme values: sums of zero, of numbers that vanish when squared, and of numbers that overflow."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -155,10 +156,11 @@ def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
 
 
 def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
-    """Return float64 [rows, size] of bf16 numbers whose first one is scaled to the middle of two neighbours in bf16.
+    """Return rows of bf16 numbers, float64 [rows, size], whose first element, scaled by the norm, is midway between two
+    neighbouring bf16 numbers.
 
-    The sum of squares of the others is chosen for this, with an accuracy of half a digit of float32. The lower
-    neighbour is even: exactly midway the result is the lower one, and the smallest increase makes it the upper one.
+    The sum of squares of the other elements is chosen for this, up to half a digit of float32. The lower neighbour is
+    even, so exactly midway the result is the lower one, and the smallest increase makes it the upper one.
     """
     rows = min(max(_PROOF_NUMBERS // kind.size, _LEAST_PROOF_ROWS), _MOST_PROOF_ROWS)
     x = torch.randn(rows, kind.size, generator=generator, dtype=torch.float64)

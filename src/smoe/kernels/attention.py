@@ -192,8 +192,8 @@ done:
   ret void
 }
 """
-"""Sets a multiple of 16 float32 numbers to zero. The C library's memset is not used, because its address changes
-between processes."""
+"""The LLVM function that sets a multiple of 16 float32 numbers to zero. The C library's memset is not used, because its
+address changes between processes."""
 
 
 def _own_part() -> str:

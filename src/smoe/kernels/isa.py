@@ -17,7 +17,7 @@ class Isa:
     lanes: int
     """The number of float32 numbers that are computed together, in one register or two small ones."""
     registers: int
-    """The number of such registers."""
+    """The number of registers of `lanes` numbers."""
     needs: tuple[str, ...]
     """Required CPU features by LLVM's names."""
     has_bf16_dots: bool = False

@@ -22,7 +22,7 @@ from smoe.cpu_isa import CPU_ISA, max_cpu_isa
 from smoe.kernels import compiler, machine_code, object_cache
 
 _kept: list[Any] = []
-"""Owners of the machine code, which callables may outlive."""
+"""The owners of loaded machine code, kept because callables may outlive them."""
 
 
 class Source(NamedTuple):

@@ -189,4 +189,5 @@ done:
   ret void
 }}
 """
-"""Multiplies each number by the row's scale and then by its weight; both products are rounded to bf16."""
+"""The LLVM function that multiplies each number by the row's scale and then by its weight; both products are rounded to
+bf16."""

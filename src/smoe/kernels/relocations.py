@@ -34,7 +34,7 @@ def _pages(data: bytearray, at: int, to: int) -> None:
 
 
 def _within_page(size_bits: int) -> Callable[[bytearray, int, int], None]:
-    """Return the relocation of an address within 4096 bytes, in units of 2 ** size_bits bytes."""
+    """The numbers of the two processor families in ELF files."""
 
     def fill_in(data: bytearray, at: int, to: int) -> None:
         place = to & (1 << _PAGE_BITS) - 1

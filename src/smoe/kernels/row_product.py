@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 LANES = 16
 """The number of outputs computed together: the 32-bit lanes of one register."""
 TILE = 32
-"""k per step: the bf16 numbers of one register."""
+"""The number of elements along K per step: the bf16 numbers of one register."""
 AHEAD = 512
-"""k between computation and prefetch: 16 KB for 16 rows, a part of the first cache level."""
+"""The number of elements along K between computation and prefetch: 16 KB for 16 rows, a part of the first cache
+level."""
 CHAIN = 512
-"""k after which the running sum of a single row restarts."""
+"""The number of elements along K after which the running sum of a single row restarts."""
 _LEAST_WEIGHTS = 16**3
 """torch computes products with at most this many multiplications by another library than oneDNN."""
 
@@ -56,7 +57,8 @@ def fits_shape(columns: int, outputs: int) -> bool:
 
 
 def chain_of(columns: int, rows: int) -> int:
-    """Return the k after which torch restarts a running sum when it multiplies `rows` rows of `columns` elements."""
+    """Return the number of elements along K after which torch restarts a running sum when it multiplies `rows` rows of
+    `columns` elements."""
     return 2 * CHAIN if rows > 1 and columns > 2 * CHAIN else CHAIN
 
 

@@ -57,11 +57,13 @@ done:
   ret void
 }
 """
-"""Converts queries to float32, with each four elements in the order 0, 2, 1, 3 of the transposed keys."""
+"""The LLVM function that converts queries to float32, with each four elements in the order 0, 2, 1, 3 of the transposed
+keys."""
 
 
 def _scores(row: int) -> str:
-    """Return s[h, n] = q[h] . k[n]: groups of 8 keys (the last key is repeated), tiles of 32 d, then heads.
+    """Return LLVM text that computes s[h, n] = q[h] . k[n]: groups of 8 keys (the last key is repeated), tiles of 32 d,
+    then heads.
 
     `pairs` [h, 2, 16] holds a group's running sums, s0 and s2 of each key, then s1 and s3; it is zero between groups.
     """

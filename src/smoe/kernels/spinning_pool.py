@@ -63,7 +63,7 @@ class Product(NamedTuple):
     bias: torch.Tensor | None = None
     """The bias [N], or None."""
     part: int = 0
-    """The k that are summed together before the parts are added; 0: all."""
+    """The number of elements along K that are summed before these partial sums are added to each other; 0: all."""
 
 
 class Ahead(NamedTuple):
@@ -78,7 +78,11 @@ class Ahead(NamedTuple):
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[int, int]]) -> Ahead:
-        """Return the ranges (address, bytes), in the order of use; only the first `MOST_RANGES` are used."""
+        """The ranges as words of 8 bytes, always equally many, because a helper may read them while the next ones are
+        written.
+
+        A mixture of old and new ranges ends too, and prefetching a wrong address has no effect.
+        """
         words, pieces = [tasks.NEVER] * (2 * tasks.MOST_RANGES + 1), 0
         for n, (address, nbytes) in enumerate(ranges[: tasks.MOST_RANGES]):
             words[2 * n : 2 * n + 2] = pieces, address
@@ -123,7 +127,7 @@ class SpinningPool:
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
-        """Locks that are held except between a wake-up call and the helper's waking up."""
+        """The locks on which helpers sleep. Each is held except between a wake-up call and the helper's waking up."""
         self._helpers = [
             threading.Thread(target=self._help, args=(n,), name=f"smoe-multiply-{n}", daemon=True)
             for n in range(threads - 1)

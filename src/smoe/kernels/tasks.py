@@ -63,9 +63,9 @@ class _Own(NamedTuple):
 
     declarations: str
     pause: str
-    """Pause the thread for a moment."""
+    """LLVM text that pauses the thread for a moment."""
     now: str
-    """Read a clock that all cores have: cycles, or ticks of `ticks_a_second`."""
+    """LLVM text that reads a clock common to all cores: cycles, or ticks of `ticks_a_second`."""
 
 
 _OWN = {

@@ -55,7 +55,7 @@ class Projection(NamedTuple):
     bias: Callable[[], int] | None = None
     """Returns the current address of its bias in bf16; None without a bias."""
     part: int = 0
-    """The k that are summed together, as in `Product`; for bf16 matrices in torch's order."""
+    """The `Product.part` of its product; for bf16 matrices in torch's order."""
 
     @property
     def outputs(self) -> int:
@@ -197,7 +197,7 @@ class TokenAttention:
 
 
 class _Places(NamedTuple):
-    """Addresses of values between the parts."""
+    """The addresses of the values that the parts of the job pass on."""
 
     normed: int
     q: int
@@ -207,7 +207,7 @@ class _Places(NamedTuple):
     output: int
     sums: int
     in_bytes: int
-    """The row to multiply, in 8 bits, in every layout."""
+    """The address of the row to multiply, in 8 bits, in every layout."""
 
 
 class Scratch:
@@ -510,7 +510,7 @@ done:
   ret void
 }}
 """
-"""Copies a head, normalized if it has a weight, with its first elements rotated."""
+"""The LLVM function that copies a head, normalized if it has a weight, with its first elements rotated."""
 
 
 def _loaded(name: str, pointer: str, at: str) -> str:
@@ -562,7 +562,8 @@ done:
   ret void
 }}
 """
-"""The rotary embedding that pairs element n of a head's first half with element n of its second half."""
+"""The LLVM function of the rotary embedding that pairs element n of a head's first half with element n of its second
+half."""
 
 
 def _add_and_norm() -> str:

@@ -20,8 +20,8 @@ def source(row: int) -> str:
 
 
 def _weigh(row: int) -> str:
-    """Return totals[h] += p[h, n] v[n]: four keys at a time, then the rest from the last on; tiles of 32 d, then
-    heads."""
+    """Return LLVM text that computes totals[h] += p[h, n] v[n]: four keys at a time, then the rest from the last on;
+    tiles of 32 d, then heads."""
     return f"""
 define internal void @weigh(ptr noalias %p, ptr noalias %v, i64 %stride, i64 %n, i64 %size, i64 %group,
                             ptr noalias %totals) #1 {{
@@ -155,7 +155,8 @@ def _add_one(kind: str, v: str) -> str:
 
 
 def _finish() -> str:
-    """Return out[h] = totals[h] times the reciprocal of the sum, in bf16 and in the order of d."""
+    """Return LLVM text that computes out[h] = totals[h] times the reciprocal of the sum, in bf16 and in the order of
+    d."""
     return f"""
 define internal void @finish(ptr noalias %out, ptr noalias %totals, ptr noalias %state, i64 %size, i64 %group) #1 {{
 entry:

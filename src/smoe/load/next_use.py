@@ -1,4 +1,5 @@
-"""Estimates of the next use, trained on a model's recorded traces by `smoe tune --eviction learned`."""
+"""Estimators of the time until an expert's next use, trained on a model's recorded traces by `smoe tune --eviction
+learned`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _FORMAT, _KIND = 2, "next-use"
 
 @dataclass(frozen=True)
 class TrainedNextUse:
-    """An estimate and the conditions of its training."""
+    """An estimator and the conditions of its training."""
 
     next_use: NextUse
     experts: dict[int, int]
@@ -30,7 +31,7 @@ class TrainedNextUse:
 
 
 def remember(folder: Path, trained: TrainedNextUse) -> Path:
-    """Store an estimate in the user's cache, atomically; return the path. Raises `OSError`."""
+    """Store an estimator in the user's cache, atomically; return the path. Raises `OSError`."""
     parts = trained.next_use._asdict()
     fields = {"rate": parts.pop("rate"), "decode_steps": trained.decode_steps}
     tensors = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
@@ -38,7 +39,7 @@ def remember(folder: Path, trained: TrainedNextUse) -> Path:
 
 
 def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]:
-    """Return the estimate for the model in `folder`, given the experts per layer, and its origin in words.
+    """Return the estimator for the model in `folder`, given the experts per layer, and its origin in words.
 
     Raises `ConfigError` if there is none for these weights and this version.
     """
@@ -55,7 +56,7 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
 
 
 def _estimate(tensors: Tensors, fields: Mapping[str, Any], experts: Mapping[int, int]) -> tuple[NextUse, str]:
-    """Return the estimate; raises `NotLearnedError` if shapes do not match the model's experts."""
+    """Return the estimator; raises `NotLearnedError` if shapes do not match the model's experts."""
     next_use = NextUse(fields["rate"], **{name: part.numpy() for name, part in tensors.items()})
     layers, width = max(experts) + 1, max(experts.values())
     rank = next_use.target.shape[-1]

@@ -46,10 +46,10 @@ class ProcessMemory(NamedTuple):
 
     whole: int
     libraries: int
-    """Interpreter, libraries and their code, and what the program held before the first model."""
+    """The bytes of interpreter, libraries and their code, and of what the program held before the first model."""
     budget: int
     scratch: int
-    """Kernels and scratch of the libraries."""
+    """The bytes of the libraries' kernels and scratch."""
 
     def as_json(self) -> dict[str, int]:
         return {f"{name}_bytes": size for name, size in self._asdict().items()}

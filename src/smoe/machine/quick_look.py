@@ -115,7 +115,7 @@ def look(expert_bytes: int) -> QuickLook:
 
 
 def main() -> None:
-    """Print the requested rates (`_answered`)."""
+    """Measure in this process and print the rates for the argument: an expert size in bytes, or the word `memory`."""
     word = sys.argv[1]
     if word == "memory":
         print(measure_memory(_SECONDS))
