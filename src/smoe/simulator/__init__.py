@@ -1,1 +1,1 @@
-"""The same plans on no hardware at all: hits, misses and times of a recorded routing."""
+"""Executes the engine's plans without hardware: hits, misses and times of a recorded routing."""

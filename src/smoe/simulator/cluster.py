@@ -1,4 +1,4 @@
-"""What describes a simulated cluster: its network, the times of a worker, and the tokens that it decodes."""
+"""The description of a simulated cluster: its network, a worker's times, and the decoded tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Wire:
-    """A port, and the way from there."""
+    """A network port and its connections."""
 
     bytes_per_second: float
     delay: float = 0.0
-    """One way, seconds."""
+    """The delay one way, in seconds."""
     message: float = 0.0
-    """Seconds for which every message holds the port, in addition to its bytes."""
+    """Seconds for which every message occupies the port, in addition to its bytes."""
 
     def seconds(self, nbytes: float) -> float:
         return self.message + nbytes / self.bytes_per_second
@@ -23,26 +23,26 @@ class Wire:
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """Seconds."""
+    """A worker's times in seconds, and its slots."""
 
     load: float
     """Seconds to load one expert into a slot."""
     expert: float
-    """Seconds to compute one for a row."""
+    """Seconds to compute one expert for a row."""
     slots: int = 1
     away: float = 0.0
-    """One way, without the wire's own delay."""
+    """Seconds one way, without the wire's own delay."""
     chunk: float | None = None
-    """Seconds of a chunk: a wrong load stops after the chunk in flight; None: it is loaded to its end."""
+    """Seconds to read a chunk: a load that is not needed stops after the current chunk; None: it is completed."""
 
 
 class DecodedToken(NamedTuple):
-    """The experts that the routers chose for one token, and those that were predicted."""
+    """The experts that the routers chose for one token, and the predicted ones."""
 
     chosen: Sequence[Sequence[int]]
-    """[L][K]"""
+    """[L][K] the chosen experts."""
     named: Sequence[Sequence[int]] | None = None
-    """Predicted experts, [L][K, or more with spares]; None: no predictions."""
+    """[L][K, or more with extra predictions] the predicted experts; None: no predictions."""
     own_is_right: bool = True
     """Whether the draft model's own token equals this one."""
     astray: Sequence[Sequence[int]] | None = None

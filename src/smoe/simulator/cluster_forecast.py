@@ -1,8 +1,8 @@
-"""How long a token will take on a cluster of our own, from pieces that were measured of it, or are known of machines
-that has not been bought yet.
+"""Forecasts the time of a token on a cluster, from measured times, or from those of machines that have not been bought
+yet.
 
-Of each worker what main keeps (`Member`: seconds for a load, an expert, there and back), of main its part of a layer;
-who computes what, and who holds what, is then simulated on a recorded run of the model.
+The inputs are each worker's times as the coordinator measures them (`Member`: seconds for a load, an expert, a round
+trip), and the coordinator's part of a layer. The placement of experts is then simulated on a recorded run of the model.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
 from smoe.simulator.cluster_shadow import ShadowTimes
 
 SPREAD = 0.05
-"""The spread of measured loads (docs/log/cluster.md)."""
+"""The relative spread of measured loads (docs/log/cluster.md)."""
 
 
 @dataclass(frozen=True)
 class MeasuredWorker:
-    """Seconds, but for the slots."""
+    """A worker's measured times in seconds, and its slots."""
 
     load: float
     expert: float
     hop: float
-    """There and back, for few rows."""
+    """Seconds for a message there and back, for few rows."""
     slots: int
 
 
 @dataclass(frozen=True)
 class MeasuredMain:
-    """Seconds, but for the slots."""
+    """The coordinator's measured times in seconds, and its slots."""
 
     layer: float
-    """All but the experts."""
+    """Seconds of a layer without its experts."""
     message: float = 0.0
-    """Seconds to send or receive a message, for which others wait."""
+    """Seconds to send or receive a message, one after the other."""
     load: float = 0.0
     expert: float = 0.0
     slots: int = 0
-    """The slots of experts that it keeps and computes itself; 0: it computes none, as with `round-robin`."""
+    """The slots of experts that it holds and computes itself; 0: it computes none, as with `round-robin`."""
     ahead: int = 1
-    """Further experts that it can load before they are requested."""
+    """The number of experts that it can load before they are requested."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """What main's port adds to messages, where it is narrow."""
+    """The coordinator's network port, where it limits messages."""
 
     bytes_per_second: float = inf
     row_bytes: float = 0.0
@@ -71,13 +71,12 @@ def foretell(
     spread: float = SPREAD,
     everything: Sequence[ExpertKey] = (),
 ) -> OurRun:
-    """These tokens on this cluster, whose shadow, if any, runs on main.
+    """Simulate these tokens on this cluster, whose draft model, if any, runs on the coordinator.
 
-    `placement`: one of `PLACEMENT`. Workers get what tokens name (`DecodedToken.named`): by the shadow, when it
-    has come to it, or where there is none by main, as soon as the router of the layer before has spoken. `before`: what
-    was used before them, the last at the end: it is dealt out to the machines' slots, which are empty where there is
-    none. `spread`: by how much one measured load differs from the next, as a share. `everything`: all experts, which a
-    main with room for them has read beforehand, as `preload` does; empty: it has not.
+    `placement`: one of `PLACEMENT`. Workers receive predictions (`DecodedToken.named`) from the draft model when it has
+    reached them, or without one from the coordinator after the router of the layer before. `before`: earlier uses, the
+    last at the end, which fill the machines' slots. `spread`: the relative variation of measured loads. `everything`:
+    all experts, which a coordinator with room for them has loaded beforehand, as `preload` does; empty: it has not.
     """
     here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
     held = _dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0]))
@@ -101,8 +100,9 @@ def foretell(
 def _dealt_out(
     before: Sequence[ExpertKey], own_slots: int, workers: Sequence[MeasuredWorker], placement: str, chosen: int
 ) -> dict[int, list[ExpertKey]]:
-    """Those used last first, each to the machine with the most room left of those that may be asked for it. By turns
-    any of a group may be, sooner or later, so there all get it who have room; else one alone, who is then preferred."""
+    """Return each machine's initial experts: the last used ones first, each on the machine with the most free slots.
+    With round-robin placement every machine of a group may be asked, so all with room get the expert; otherwise one
+    machine gets it, and is then preferred."""
     units = range(FIRST_WORKER, FIRST_WORKER + len(workers))
     room = {unit: worker.slots for unit, worker in zip(units, workers, strict=True)} | {DEVICE: own_slots}
     held: dict[int, dict[ExpertKey, None]] = {unit: {} for unit in room}
@@ -119,8 +119,8 @@ def _dealt_out(
 
 
 def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
-    """The same tokens with predictions that name each expert with this probability, else another one. The next
-    token is predicted as well as its experts. The same draws for the same seed."""
+    """Return the tokens with predictions: each expert with probability `recall`, otherwise another expert. The next
+    token is predicted with the same probability. Equal seeds give equal draws."""
     chance = random.Random(seed)
 
     def named(chosen: Sequence[int], share: float) -> list[int]:
@@ -140,8 +140,8 @@ def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: 
 
 
 def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
-    """The decode steps of one sequence of a trace; each must have all layers, in their order. `named`: for each routing
-    of these steps the experts that main's predictor named beforehand; None: none."""
+    """Return the decode steps of a trace's only sequence; each must have all layers, in order. `named`: for each
+    routing the experts that the coordinator's predictor named beforehand; None: none."""
     steps: list[list[Sequence[int]]] = []
     guesses: list[list[Sequence[int]]] = []
     before = inf

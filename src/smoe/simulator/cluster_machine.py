@@ -1,11 +1,11 @@
-"""A worker as it really is (`compute/host_experts.py`, `memory/host.py`), on a clock.
+"""A worker's behaviour (`compute/host_experts.py`, `memory/host.py`) on a simulated clock.
 
-    announced    | a ........ |          | b ........ |        one thread that reads what was announced,
-    asked        |            | c ...... |            | d ...  one that reads what main waits for; one disk for both,
-    computing                            | c |             `   one that computes, in the order in which it was asked
+    announced    | a ........ |          | b ........ |        one thread reads announced experts,
+    requested    |            | c ...... |            | d ...  one reads requested experts; both use one disk;
+    computing                            | c |             `   one computes, in the order of requests
 
-What is asked for keeps its slot until it is computed. What was announced stays until then, as far as there is
-anything else to forget; the least recently used goes first.
+A requested expert keeps its slot until it is computed. An announced one stays until then, as far as other experts can
+be evicted; the least recently used is evicted first.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from smoe.simulator.events import Events, Resource
 
 
 class SimulatedRequest:
-    """Experts that are asked for together."""
+    """Experts that are requested together."""
 
     def __init__(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None], arrived: float) -> None:
         self.left = len(keys)
         self.experts = len(keys)
         self.arrived = arrived
         self.loads = 0
-        """Made for it."""
+        """The number of loads for this request."""
         self.answer = answer
 
 
 class SimulatedMachine:
-    """What computes experts: a worker, or main."""
+    """A machine that computes experts: a worker, or the coordinator."""
 
     def __init__(self, events: Events, times: WorkerTimes) -> None:
         self.times = times
         self.disk = Resource(events)
         self.loads: list[float] = []
-        """When each began."""
+        """The time when each load began."""
         self._events = events
         self._slots: OrderedDict[ExpertKey, bool] = OrderedDict()
-        """Whether it is there, or on its way; least recently used first."""
+        """For each expert in a slot or in flight, whether its load has ended; least recently used first."""
         self._pinned: Counter[ExpertKey] = Counter()
-        """Waiting to be computed, or on their way."""
+        """Experts that are in flight or wait to be computed, with counts."""
         self._expected: set[ExpertKey] = set()
         self._announced: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._asked: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
@@ -52,36 +52,36 @@ class SimulatedMachine:
         """Whether each of the two readers (requests, announcements) is reading: each reads one at a time."""
         self._to_compute: deque[tuple[ExpertKey, SimulatedRequest]] = deque()
         self._ready: set[tuple[ExpertKey, int]] = set()
-        """The requested experts whose slots are pinned; by the request's identity."""
+        """The requested experts whose slots are pinned, with the request's identity."""
         self._is_computing = False
 
     def __contains__(self, key: object) -> bool:
-        """Whether an expert is in a slot, or on its way to one."""
+        """Return whether an expert is in a slot or in flight."""
         return key in self._slots
 
     @property
     def under_way(self) -> float:
-        """Loads that are still to be made of those begun or asked for; of one under way what is left."""
+        """The number of loads that are not finished, counting the remaining part of a running load."""
         left = (self.disk.free - self._events.now) / self.times.load if self.times.load else 0.0
         return max(0.0, left) + sum(key not in self._slots for key, _ in self._asked)
 
     @property
     def brought_at(self) -> float:
-        """When it last began to bring something in; before the first time, long ago."""
+        """The time when its last load began; minus infinity before the first."""
         return self.loads[-1] if self.loads else -inf
 
     def begin_with(self, keys: Sequence[ExpertKey]) -> None:
-        """It has these already, those used last at the end; as many of them as it has slots."""
+        """Start with these experts in the slots, the last used ones at the end; as many as there are slots."""
         self._slots.update(dict.fromkeys(keys[-self.times.slots :], True))
 
     def tell(self, keys: Sequence[ExpertKey]) -> None:
-        """Announce these, until the next announcement: they are forgotten last, and what it has not is brought in."""
+        """Announce these experts, until the next announcement: they are evicted last, and missing ones are loaded."""
         self._expected = set(keys)
         self._announced.extend((key, None) for key in keys if key not in self._slots)
         self._go_on()
 
     def ask(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None]) -> None:
-        """Main wants these computed; `answer` when all are."""
+        """Request experts; `answer` is called when all are computed."""
         request = SimulatedRequest(keys, answer, self._events.now)
         order = sorted(keys, key=lambda key: key not in self._slots)
         self._asked.extend((key, request) for key in order)
@@ -95,16 +95,16 @@ class SimulatedMachine:
         self._compute_next()
 
     def _read_next(self, for_main: bool) -> bool:
-        """Take the next one of a queue; False where there is none, or it has to wait."""
+        """Process the next entry of a queue. Return False where there is none, or it has to wait."""
         queue = self._asked if for_main else self._announced
         if not queue:
             return False
         key, request = queue[0]
         if request is None and key not in self._expected:
-            queue.popleft()  # it is not wanted any more
+            queue.popleft()  # no longer needed
             return True
         if self._slots.get(key) is False or (key not in self._slots and not self._make_room()):
-            return False  # another is bringing it in, or every slot is pinned
+            return False  # the other reader is loading it, or every slot is pinned
         queue.popleft()
         if key in self._slots:
             self._slots.move_to_end(key)

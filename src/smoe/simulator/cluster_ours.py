@@ -1,13 +1,13 @@
-"""A cluster of our own that decodes on a clock: main's and its workers' parts as they are, decisions by the product's.
+"""Simulates our cluster's decoding on a clock, with the product's own decisions and the times of its parts.
 
-    main        | its part | plan | rows out |  own experts  | wait | its part ...
-    main's port                   | up | up |                | down |
-    workers     what main tells them is read ahead; what rows come for is read, computed, sent (`cluster_machine.py`)
-    shadow      | layer | layer | ...  on the coordinator: predictions are sent at once
+    coordinator         | its part | plan | rows out |  own experts  | wait | its part ...
+    coordinator's port                    | up | up |                | down |
+    workers             announced experts are read ahead; requested ones are read, computed, sent (`cluster_machine.py`)
+    draft model         | layer | layer | ...  on the coordinator: predictions are sent at once
 
-`Placement` decides what each machine computes, `AheadSchedule` what is announced, as `cluster/remote.py` asks them.
-What main knows of its workers it has measured, so times waver a little, and equal workers are not equal to it
-(`spread`). One sequence, decode steps; no machine fails.
+`Placement` decides what each machine computes, `AheadSchedule` what is announced, as in `cluster/remote.py`. The
+coordinator measures its workers' times, so they vary a little, and equal workers differ (`spread`). There is one
+sequence of decode steps, and no machine fails.
 """
 
 from __future__ import annotations
@@ -31,66 +31,65 @@ from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
-"""Bytes of a message that names experts."""
+"""Bytes of a message that announces experts."""
 _WEIGHT = 0.2
 """The weight of the last measurement (`cluster/members.py`)."""
 _LATE_USES = 512
-"""After so many what was counted before counts half; the same."""
+"""The number of uses after which earlier counts are halved (`cluster/members.py`)."""
 
 
 @dataclass(frozen=True)
 class OurCluster:
-    """Times in seconds."""
+    """A simulated cluster. Times are in seconds."""
 
     layer: float
-    """Main's part of a layer: everything but the experts."""
+    """The coordinator's part of a layer: everything but the experts."""
     wire: Wire
     row_bytes: float
-    """Bytes of a hidden state; one goes to each worker that computes, one comes back for each expert."""
+    """Bytes of a hidden state; one is sent to each worker that computes, one returns for each expert."""
     workers: Sequence[WorkerTimes]
-    """`away`: half of the round trip without the wire's own time."""
+    """The workers' times; `away`: half of the round trip without the wire's own time."""
     placement: str
     """One of `PLACEMENT`."""
     here: WorkerTimes | None = None
-    """What main loads and computes itself; None: nothing."""
+    """The coordinator's own loads and computations; None: none."""
     here_ahead: int = 1
-    """Experts that main can bring in ahead."""
+    """The number of experts that the coordinator can load ahead."""
     shadow: ShadowTimes | None = None
-    """The draft model's times; None: the coordinator names a layer's experts when the router of the layer before has
-    spoken."""
+    """The draft model's times; None: the coordinator names a layer's experts after the router of the layer before."""
     held: Mapping[int, Sequence[ExpertKey]] = field(default_factory=dict)
-    """What machines have in their slots from the beginning, by unit, those used last at the end."""
+    """The initial experts in the machines' slots, by unit, those used last at the end."""
     spread: float = 0.0
-    """The share by which a measured load differs from the next, as a share."""
+    """The relative variation of measured loads."""
 
 
 class TokenWaits(NamedTuple):
-    """What a token's seconds went to, by the last answer of each layer."""
+    """The parts of a token's seconds, judged by the last result of each layer."""
 
     main: float = 0.0
-    """Main's part of the layers."""
+    """The coordinator's part of the layers."""
     between: float = 0.0
-    """There and back, and in main's ports."""
+    """Seconds on the way and in the coordinator's ports."""
     computing: float = 0.0
-    """The experts of that answer, one after the other."""
+    """Seconds for the experts of the last result, computed one after the other."""
     loads: float = 0.0
-    """Seconds at its worker until experts were there, and others before them computed."""
+    """Seconds at its worker until the experts were loaded and earlier ones computed."""
     own_loads: float = 0.0
-    """The same at main."""
+    """The same on the coordinator."""
 
 
 @dataclass
 class OurRun:
-    """What became of the tokens."""
+    """The result of a simulated run."""
 
     token_seconds: list[float] = field(default_factory=list)
     waits: list[TokenWaits] = field(default_factory=list)
-    """The waits of every token."""
+    """The parts of every token's seconds."""
     loads: dict[int, list[float]] = field(default_factory=dict)
-    """When each load began, by unit."""
+    """The start times of loads, by unit."""
 
     def loads_since(self, token: int) -> tuple[int, int]:
-        """(at workers, at main) begun from this token on."""
+        """Return (loads at workers, at the coordinator) that began at this token or later."""
         begin = sum(self.token_seconds[:token])
         count = {unit: sum(since >= begin for since in began) for unit, began in self.loads.items()}
         here = count.pop(DEVICE, 0)
@@ -98,12 +97,12 @@ class OurRun:
 
 
 def decode(cluster: OurCluster, tokens: Sequence[DecodedToken]) -> OurRun:
-    """Decode these tokens; all have the same number of layers."""
+    """Decode these tokens; all must have the same number of layers."""
     return _OurDecoding(cluster, tokens).run()
 
 
 class _Known:
-    """What main knows of a worker (`Member`)."""
+    """The coordinator's measurements of a worker (as in `Member`)."""
 
     def __init__(self, load: float, spread: float, chance: random.Random) -> None:
         self._load, self._spread, self._chance = load, spread, chance
@@ -185,7 +184,8 @@ class _OurDecoding:
         return max(0.0, 1.0 - len(self._here.loads) / self._here_uses) if self._here_uses else 0.0
 
     def _costs_later(self) -> float:
-        """The same as in `Cluster`."""
+        """Return the seconds by which a load on the coordinator is worse than its duration, as `Cluster` computes
+        them."""
         uses = sum(known.uses for known in self._known.values())
         if self._here is None or not uses:
             return 0.0
@@ -227,7 +227,7 @@ class _OurDecoding:
         self._events.at(self._events.now + self._cluster.layer, partial(self._routed, number, layer))
 
     def _routed(self, number: int, layer: int) -> None:
-        """The router has spoken: rows go out, and later layers are announced."""
+        """Send rows after the router has run, and announce later layers' experts."""
         chosen = self._tokens[number].chosen[layer]
         self._ahead.asked(layer, set(chosen))
         keys = [(layer, expert, EXACT) for expert in chosen]
@@ -248,8 +248,8 @@ class _OurDecoding:
     def _shared_out(
         self, layer: int, missing: Sequence[ExpertKey], chosen: tuple[int, ...]
     ) -> tuple[list[ExpertKey], dict[int, list[ExpertKey]]]:
-        """(what main loads, what each worker computes). The most important come first: by their places among a token's
-        choices."""
+        """Return (experts that the coordinator loads, each worker's experts). The most important come first, by their
+        position among a token's choices."""
         load = self._here_load()
         waits = load * (self._here.under_way if self._here is not None else 0)
         rule = self._rule._replace(
@@ -268,7 +268,7 @@ class _OurDecoding:
         return [serve.key for serve in loads], dict(sorted(shares.items()))
 
     def _name_later(self, number: int, layer: int) -> None:
-        """What main itself names of the next layer; and what it is to bring in of those to come, the nearest first."""
+        """Announce the coordinator's predictions for the next layer, and start its own loads for the nearest layer."""
         named = self._tokens[number].named
         if self._shadow is None and named is not None and layer + 1 < self._layers:
             self._ahead.expect({TokenLayer(number, layer + 1): named[layer + 1]})
@@ -284,7 +284,7 @@ class _OurDecoding:
     def _answered(
         self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], request: SimulatedRequest
     ) -> None:
-        """A worker has computed its share; the rows are on their way."""
+        """Send a worker's results, which it has computed."""
         there = self._events.now - request.arrived
         arrives = partial(self._arrives, number, layer, unit, share, there, request)
         self._events.at(self._events.now + self._delay(unit), arrives)
@@ -317,7 +317,7 @@ class _OurDecoding:
             self._begin_token(number + 1)
 
     def _note_waits(self, unit: int, there: float, last: SimulatedRequest) -> None:
-        """Add this layer's."""
+        """Add this layer's parts to the token's."""
         waits, whole = self._waits, self._events.now - self._layer_began - self._cluster.layer
         computing = last.experts * self._machines[unit].times.expert
         waits = waits._replace(main=waits.main + self._cluster.layer, computing=waits.computing + computing)

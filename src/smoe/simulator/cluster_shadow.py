@@ -1,12 +1,12 @@
-"""The shadow of a simulated cluster: a smaller copy of the model that runs ahead and says which experts come.
+"""A simulated cluster's draft model: a smaller copy of the model that runs ahead and predicts experts.
 
-    main      | token n ......................................... | token n + 1 ...........
-    late                    a token and its keys and values travel |----> S S S S S S
-    early     S S S S S S (n + 1, from its own token) S S            right: goes on; wrong: |-> S S S S S S
+    coordinator  | token n ......................................... | token n + 1 ...........
+    late                       a token and its keys and values travel |----> S S S S S S
+    early        S S S S S S (n + 1, from its own token) S S          right: continues; wrong: |-> S S S S S S
 
-*Late* is the paper's: it begins a token when it has what is due (token, keys and values); where nothing is
-due, with main. *Early*, ours: it begins the next token from its own as soon as it is free, one token ahead at most,
-and begins again where main's turns out to be another.
+*Late*, as in the paper: a token begins when everything due (token, keys and values) has arrived; where nothing is due,
+together with the coordinator. *Early*, ours: the next token begins from the draft model's own token as soon as it is
+free, at most one ahead, and begins again where the coordinator's token differs.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from smoe.simulator.events import Events
 
 @dataclass(frozen=True)
 class ShadowTimes:
-    """What the shadow takes, and how often it is set right."""
+    """A draft model's times, and the intervals at which it is aligned."""
 
     layer: float
-    """Seconds."""
+    """Seconds of a layer."""
     token_period: int = 1
-    """After how many tokens it gets the coordinator's token; 0: never."""
+    """The interval, in tokens, at which it gets the coordinator's token; 0: never."""
     kv_period: int = 1
-    """The same of keys and values."""
+    """The interval of keys and values; 0: never."""
     kv_bytes: float = 0.0
     """Bytes of keys and values of one position in all layers."""
     kv_since: bool = True
-    """Those of all positions since the last time; else of the newest alone."""
+    """Whether keys and values of all positions since the last time are sent, or only the newest."""
     is_early: bool = False
-    """Keys and values then follow when the port is free, and are not waited for."""
+    """Whether it starts early; keys and values are then sent when the port is free, and are not waited for."""
 
     def is_sent(self, token: int) -> bool:
-        """Whether it waits for main before this token."""
+        """Return whether it waits for the coordinator before this token."""
         return _is_due(self.token_period, token) or self.kv_is_due(token)
 
     def kv_is_due(self, token: int) -> bool:
@@ -52,8 +52,8 @@ def _is_due(period: int, token: int) -> bool:
 
 
 class SimulatedShadow:
-    """`says` gets (token, layer, whether its own token was right) when a layer is done; `unsays` when the
-    predictions for a token are withdrawn."""
+    """A simulated draft model. `says` gets (token, layer, whether its own token was right) after each layer; `unsays`
+    is called when a token's predictions are withdrawn."""
 
     def __init__(
         self,
@@ -64,20 +64,20 @@ class SimulatedShadow:
         says: Callable[[int, int, bool], None],
         unsays: Callable[[int], None],
     ) -> None:
-        """`own_is_right`: of every token whether its own is main's."""
+        """`own_is_right`: for every token, whether the draft model's own token is the coordinator's."""
         self.passes: list[tuple[float, int, int]] = []
-        """(when, token, layer) of every layer begun."""
+        """(time, token, layer) of every layer begun."""
         self._events, self._times, self._layers = events, times, layers
         self._own_is_right, self._says, self._unsays = own_is_right, says, unsays
         self._last_sent = -1
-        """The last token that it may begin with main's word."""
+        """The last token that it may begin with the coordinator's input."""
         self._next = 0
         self._attempt = 0
         self._under_way: int | None = None
         self._is_right = True
 
     def tell(self, token: int) -> None:
-        """Main has come to this token, and what was due has arrived."""
+        """Record that the coordinator has reached this token, and everything due has arrived."""
         self._last_sent = token
         begun = self._next - 1
         if begun == token and token > 0 and not self._own_is_right[token]:
@@ -102,7 +102,7 @@ class SimulatedShadow:
 
     def _done(self, attempt: int, token: int, layer: int) -> None:
         if attempt != self._attempt or self._under_way is None:
-            return  # it has begun again
+            return  # superseded by another attempt
         self._says(token, layer, self._is_right)
         if layer + 1 < self._layers:
             self._layer(attempt, token, layer + 1)

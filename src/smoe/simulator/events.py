@@ -1,4 +1,4 @@
-"""Things that happen at their times, and what can do one thing at a time."""
+"""Discrete events in time order, and resources that do one thing at a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import count
 
 
 class Events:
-    """A clock that goes from one event to the next; at one time they happen in the order in which they were asked for.
+    """A clock that proceeds from event to event; events of the same time happen in the order in which they were added.
 
-    Times in seconds.
+    Times are in seconds.
     """
 
     def __init__(self) -> None:
@@ -19,19 +19,19 @@ class Events:
         self._number = count()
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
-        """`when` is not past."""
+        """Call `happen` at the time `when`, which must not be in the past."""
         assert when >= self.now, (when, self.now)
         heappush(self._coming, (when, next(self._number), happen))
 
     def run(self) -> None:
-        """Run until no event is left."""
+        """Process events until none is left."""
         while self._coming:
             self.now, _, happen = heappop(self._coming)
             happen()
 
 
 class Resource:
-    """A port, a link, a processor: one piece of work after the other, in the order of asking."""
+    """A port, a link or a processor, which does one piece of work after the other, in the order of requests."""
 
     def __init__(self, events: Events) -> None:
         self.spans: list[tuple[float, float]] = []
@@ -40,7 +40,7 @@ class Resource:
         self._free = 0.0
 
     def use(self, seconds: float) -> float:
-        """Use it for so long, after all earlier uses; returns when it will have ended."""
+        """Occupy the resource for `seconds` after all earlier uses. Return the end time."""
         begin = max(self._events.now, self._free)
         self._free = begin + seconds
         self.spans.append((begin, self._free))
@@ -48,7 +48,7 @@ class Resource:
 
     @property
     def free(self) -> float:
-        """When all that was asked for so far will be done."""
+        """The time when all requested work will be done."""
         return self._free
 
     @property

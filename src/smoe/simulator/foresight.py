@@ -1,5 +1,5 @@
-"""Predictors for traces: one that knows, for what any prefetch could bring at best, or at a given recall and depth; and
-one that repeats another one's predictions."""
+"""Predictors for traces: one that knows the future, with a given recall and depth, and one that repeats recorded
+predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Recorded(Predictor):
     """Repeats a predictor's recorded predictions at each routing of a trace."""
 
     def __init__(self, recorded: Sequence[Sequence[Prediction]], asked: Moment = Moment.ROUTED) -> None:
-        """`recorded`: for each routing of the trace, the answer, or nothing."""
+        """`recorded`: the predictions at each routing of the trace."""
         self.asked = asked
         self._recorded = recorded
         self._observed = 0
@@ -31,12 +31,12 @@ class Recorded(Predictor):
 
 
 class Foresight(Predictor):
-    """Says what the next `depth` layers of a trace will choose. Hears the trace from its beginning, step by step.
+    """Predicts the choices of the next `depth` layers of a trace. It must observe the trace from its beginning.
 
-    With a `recall` below 1 every expert is named with that probability, and another one in its place else: any other,
-    or one of the `guesses` for the routing of that number (`blurred`); the trace must then have scores. With
-    `thresholds` below 1 it knows importance, too: the trace must then have weights; with an `alpha` above 0 it names
-    top-score experts alone: the trace must then have scores.
+    With a `recall` below 1 every expert is predicted with that probability, and otherwise another one: any other, or
+    one of the `guesses` for the routing of that number (`blurred`; requires scores). With `thresholds` below 1 it also
+    predicts importance (requires weights); with an `alpha` above 0 it predicts only top-score experts (requires
+    scores).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Foresight(Predictor):
         self._next += 1
 
     def predict(self, sight: Sight) -> Sequence[Prediction]:
-        """What comes, layer by layer, up to the end of the step."""
+        """Return the predictions layer by layer, up to the end of the step."""
         layer, found = sight.layer, []
         for number in range(self._next, min(self._next + self._depth, len(self._trace))):
             coming = self._trace[number]
@@ -74,7 +74,7 @@ class Foresight(Predictor):
 
     def _named(self, coming: Routing, number: int) -> Prediction:
         experts = sorted({expert for row in coming.top_k_index for expert in row} - {coming.experts})
-        if self.alpha > 0:  # who is substituted when missing is not worth a load
+        if self.alpha > 0:  # an expert that is substituted when missing is not worth a load
             everybody = range(coming.experts)
             top = substitute(coming, everybody, self.alpha, share=False, drop=False, under_way=()).top
             experts = [expert for expert in experts if expert in top]
@@ -89,7 +89,7 @@ class Foresight(Predictor):
         return Prediction(coming.layer, list(named), frozenset(expert for expert, is_low in named.items() if is_low))
 
     def _guesses(self, experts: list[int], coming: Routing, number: int) -> Iterator[tuple[int, int]]:
-        """(an expert that is wanted, who is named for it), for the routing of that number."""
+        """Yield (a needed expert, the expert predicted for it) for the routing of that number."""
         if self._blurred is not None:
             scores = coming.scores
             assert scores is not None, "asked for"
@@ -105,9 +105,8 @@ _HALVINGS = 12
 
 
 def blurred(trace: Sequence[Routing], recall: float, seed: int = 0) -> dict[int, list[int]]:
-    """By the numbers of decode steps' routings, as many experts as are chosen by logits with noise, highest first: with
-    so much noise that this share of them is right. A router errs so that sees its input blurred: it names who ranks
-    just behind in the place of who ranks just before."""
+    """Return wrong predictions as a router with noisy input makes them, by the numbers of decode steps' routings: the
+    top-k of the logits with noise. The amount of noise gives the recall."""
     numbers = [number for number, routing in enumerate(trace) if routing.phase is Phase.DECODE]
     scores = [routing.scores for routing in map(trace.__getitem__, numbers) if routing.scores is not None]
     assert len(scores) == len(numbers), "a trace with scores"

@@ -1,10 +1,10 @@
-"""What evictions cost where experts have low copies, and the weights of the multidimensional cache that cost least.
+"""The cost of eviction policies with low copies, and the search for the best weights of the multidimensional cache.
 
-The weights are found by trying (HOBBIT, arXiv 2411.01433, section 3.4, leaves open how): the penalty of a replay is
-no smooth function of them, so there is nothing to descend, but it changes little from a point to its neighbours, and
-there are only three free numbers. So all points of a coarse grid over the simplex are tried, and from the best one the
-search walks to better neighbours, by a long step and then by a short one. Some fifty trials; shorter steps would follow
-what is chance in the traces.
+HOBBIT (arXiv 2411.01433, section 3.4) leaves the search open. The penalty of a replay is not a smooth function of the
+weights, so there is no gradient, but it changes little between neighbouring points, and there are only three free
+numbers. So all points of a coarse grid over the simplex are tried, and from the best one the search moves to better
+neighbours, by a long step and then by a short one. That takes some fifty trials; shorter steps would only fit noise of
+the traces.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from smoe.routing import Routing, observation
 from smoe.simulator.replay import replay
 
 CacheWeights = tuple[float, float, float, float]
-"""(lru, lfu, lhu, fld)"""
+"""The weights (lru, lfu, lhu, fld)."""
 
 PARTS = 12
-"""Weights are found in twelfths."""
+"""The search is in twelfths."""
 _COARSE = 4
 _STEPS = (2, 1)
 """Steps in twelfths: between the points of the grid, and from a point to its neighbours."""
@@ -35,24 +35,24 @@ _GRID = [point for point in product(range(0, PARTS + 1, _COARSE), repeat=4) if s
 _DIRECTIONS = list(permutations(range(4), 2))
 
 Make = Callable[[Sequence[Routing]], Eviction]
-"""A fresh policy for one format, given the future; all but one of them do without."""
+"""A function that returns a new policy for one format; its argument is the future, which only Belady's needs."""
 
 
 class MixedCache(NamedTuple):
-    """A cache for copies of two formats, and what asks for which."""
+    """A cache for copies of two formats, and the thresholds between them."""
 
     slots: int
     """Slots for full copies."""
     low_slots: int
     """Slots for low copies; 0: there are none."""
     low_cost: float
-    """What bringing in a low copy costs, as a share of what the model's own copy does: the ratio of their bytes."""
+    """The cost of loading a low copy, relative to a full copy: the ratio of their bytes."""
     switches: Switches
-    """The switches, with the thresholds of importance."""
+    """The settings, including the thresholds of importance."""
 
 
 def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: Make) -> float:
-    """What the misses of the decode steps cost, in loads of the model's own copies; every trace from an empty cache."""
+    """Return the cost of the decode steps' misses in loads of full copies; every trace starts with an empty cache."""
     total = 0.0
     for trace in traces:
         policy = FormPools({EXACT: make(trace), LOW: make(trace)}) if cache.low_slots else make(trace)
@@ -62,13 +62,13 @@ def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: M
 
 
 def named(name: str) -> Make:
-    """A policy of the registry."""
+    """Return a constructor of a policy of the registry."""
     kind = EVICTIONS.find(name)
     return lambda trace: kind.of_settings(EvictionSettings(name, future=map(observation, trace)))
 
 
 def multidimensional(weights: CacheWeights, records: str = "sequence") -> Make:
-    """HOBBIT's cache with these weights."""
+    """Return a constructor of HOBBIT's cache with these weights."""
     return lambda trace: Multidimensional(weights, of_sequence=records == "sequence")
 
 
@@ -78,9 +78,9 @@ def best_weights(
     records: str = "sequence",
     tick: Callable[[int, int], None] = lambda done, least: None,
 ) -> tuple[CacheWeights, float]:
-    """The weights of least penalty on `traces`, and that penalty. Of equal ones the smaller come first.
+    """Return (the weights of least penalty on `traces`, that penalty). Of equal ones, the smaller weights come first.
 
-    `tick` hears after every trial how many are done, and how many there will be at least.
+    `tick` receives, after every trial, the number of trials done, and the least number in all.
     """
     known: dict[tuple[int, ...], float] = {}
 
@@ -101,7 +101,7 @@ def best_weights(
 
 
 def _neighbours(point: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
-    """All points where one weight is larger by a step, and another smaller."""
+    """Yield all points where one weight is larger by a step, and another smaller."""
     for more, less in _DIRECTIONS:
         if point[less] >= step:
             yield tuple(part + step * (n == more) - step * (n == less) for n, part in enumerate(point))

@@ -1,7 +1,7 @@
-"""Replay a recorded routing through the engine's own planner and count hits and loads.
+"""Replays a recorded routing through the engine's own planner, and counts hits and loads.
 
-The limit that a run is measured against (`docs/metrics.md`) uses the misses that this replay counts for the run's
-own trace; Belady's replay shows what no policy could beat.
+The limit with which a run is compared (`docs/metrics.md`) uses the misses of this replay on the run's own trace;
+Belady's replay is the bound of all policies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smoe.routing import Phase, Routing
 
 @dataclass(frozen=True)
 class ReplayCounts:
-    """Expert uses of the decode steps of a trace."""
+    """The uses of experts in a trace's decode steps."""
 
     uses: int
     misses: int
@@ -33,7 +33,7 @@ class ReplayCounts:
         return 1.0 - self.misses / self.uses if self.uses else 1.0
 
     def penalty(self, low_cost: float) -> float:
-        """What the misses cost in loads of an expert's own copy, a low copy's being `low_cost`: HOBBIT's
+        """Return the cost of the misses in loads of full copies, with `low_cost` for a low copy: HOBBIT's
         mixed-precision miss penalty, with the ratio of their bits."""
         return self.misses - (1.0 - low_cost) * self.low_misses
 
@@ -47,14 +47,14 @@ def replay(
     low_slots: int = 0,
     answer: Callable[[Routing, SlotTable], Answered] | None = None,
 ) -> ReplayCounts:
-    """Serve `trace` from an empty cache; only decode steps are counted, prefill steps warm the cache.
+    """Replay `trace` from an empty cache. Only decode steps are counted; prefill steps warm the cache.
 
-    With `low_slots` cache slots for low copies (and as many staging slots as the others have) `eviction` must rank
-    copies of both formats, and where the thresholds of `switches` are below 1 the trace must have weights. `answer`
-    says what becomes of misses (`Answering.answer` at some costs); the trace must then have scores and weights.
+    With `low_slots` cache slots for low copies (and as many staging slots as the others have), `eviction` must rank
+    copies of both formats; thresholds of `switches` below 1 require weights in the trace. `answer` resolves misses
+    (`Answering.answer` at some costs); it requires scores and weights.
 
-    Slots beyond the trace's needs are harmless. With an `alpha` above 0 (the trace must have scores) missing low-score
-    experts are substituted; that the model would then have routed otherwise is not seen. O(steps x experts used).
+    Slots beyond the trace's needs are harmless. With an `alpha` above 0 (requires scores) missing low-score experts are
+    substituted; the effect of that on later routing is not modelled. O(steps x experts used).
     """
     low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
     table = SlotTable(PoolSize(cache_slots, staging_slots), *low)
@@ -71,7 +71,7 @@ def replay(
 
 
 def first_passes(trace: Iterable[Routing], passes: int) -> list[Routing]:
-    """The routings of the first passes over the layers, in memory."""
+    """Return the routings of the first passes over the layers."""
     found: list[Routing] = []
     for routing in trace:
         passes -= not found or routing.layer <= found[-1].layer
@@ -88,7 +88,7 @@ def replay_by_layer(
     eviction_for: Callable[[Sequence[Routing]], Eviction],
     switches: Switches = EXACT_SWITCHES,
 ) -> ReplayCounts:
-    """`replay` with a pool of slots for every layer instead of one for all: equal shares, the first get the rest.
+    """Replay `trace` with a separate pool of slots for every layer: equal shares, with the rest for the first layers.
 
     `eviction_for` makes the policy of a layer from that layer's part of the trace.
     """

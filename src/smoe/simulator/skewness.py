@@ -1,8 +1,9 @@
-"""How much a model's routers like some experts more than others, by how often a cache of a known size found them.
+"""Estimates how uneven a model's use of experts is, from the hit ratio of a cache of known size.
 
-A hit ratio alone says nothing of other sizes and policies. But of the habits that a drawn trace has (`synthetic.py`)
-one, the skew, says most of it: with the skew that gives a run's hit ratio at its own size the ratios at others come out
-within a few points, of random routers that repeat themselves far more than texts do, too (docs/log/forecasts.md).
+A hit ratio alone says nothing about other sizes and policies. But one of the habits of a drawn trace (`synthetic.py`),
+the skew, determines most of it: with the skew that gives a run's hit ratio at its own size, the ratios at other sizes
+agree within a few points, even for random routers, which repeat themselves far more than texts do
+(docs/log/forecasts.md).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from smoe.simulator.replay import replay
 from smoe.simulator.synthetic import DrawnShape, Habits, synthesise
 
 LEAST, MOST = 0.25, 4.0
-"""Times the usual skew, between which it is looked for."""
+"""The bounds of the search, as multiples of the usual skew."""
 _HALVINGS = 6
 _CHANCE = 0.02
-"""The difference by which two traces of the same habits differ."""
+"""The random difference between the hit ratios of two traces with equal habits."""
 _TELLING = 0.1
-"""Hit ratios of the two ends lie at least so far apart: else chance decides what is between them."""
+"""The least difference of hit ratios at the bounds; with less, randomness would decide."""
 
 
 def skew_of(
@@ -31,11 +32,11 @@ def skew_of(
     staging_slots: int,
     eviction: Callable[[], Eviction],
 ) -> float | None:
-    """How many times the skew of `habits` a trace of `shape` has in whose decode steps a cache of `slots` hits so
-    often; None where hits tell nothing: the cache holds everything, or so little that all skews hit alike, or no skew
-    between `LEAST` and `MOST` hits so often.
+    """Return the multiple of the skew of `habits` with which a cache of `slots` has this hit ratio in the decode steps
+    of a trace of `shape`. None where hits are not informative: the cache holds everything or very little, or no skew
+    between `LEAST` and `MOST` gives this ratio.
 
-    Some tenths of a second: O(tokens x layers x experts) for each of eight traces.
+    Takes some tenths of a second: O(tokens x layers x experts) for each of eight traces.
     """
     if slots >= shape.layers * shape.experts or hit_ratio >= 1.0:
         return None

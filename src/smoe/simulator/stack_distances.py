@@ -1,8 +1,7 @@
-"""What a cache of every size would have missed, in one go (Mattson et al., 1970), for the least recently used going
-first.
+"""Computes the misses of LRU caches of every size in one pass (Mattson et al., 1970).
 
 A use hits in a cache of n slots if fewer than n other experts were used since its last use: its *stack distance*. So
-the distances of a stretch of uses are the misses of all sizes at once.
+the distances of a sequence of uses give the misses of all sizes.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 NEVER = np.iinfo(np.int64).max
-"""The distance of what has not been used before."""
+"""The distance of a key that has not been used before."""
 
 
 def stack_distances(keys: np.ndarray) -> np.ndarray:
-    """[n]: of each use in `keys` [n] (whole numbers), how many different others were used since that key's last use.
+    """Return [n]: for each use in `keys` [n] (whole numbers), the number of different other keys used since that key's
+    last use.
 
-    O(n log^2 n). With p the place of a use's predecessor, what lies between p and i is counted once each where its own
-    predecessor is at p or before; up to p all predecessors are. So the distance is how many predecessors left of i are
-    at p or before, less p + 1.
+    O(n log^2 n). With p the position of a use's predecessor, a key used between p and i counts once, at the use whose
+    own predecessor is at p or before; up to p all predecessors are. So the distance is the number of predecessors left
+    of i that are at p or before, minus p + 1.
     """
     count = len(keys)
     order = np.argsort(keys, kind="stable")
@@ -31,8 +31,8 @@ def stack_distances(keys: np.ndarray) -> np.ndarray:
 
 
 def _at_most_left(values: np.ndarray) -> np.ndarray:
-    """[n]: how many numbers left of each one are at most as large. Every block is halved, and how many of its left
-    half are at most as large is looked up for its right half; blocks are separated by what is added to them."""
+    """Return [n]: for each value, how many values left of it are at most as large. Every block is halved, and its right
+    half is looked up in its sorted left half; an offset separates the blocks."""
     count = len(values)
     found = np.zeros(count, np.int64)
     if not count:
@@ -45,17 +45,18 @@ def _at_most_left(values: np.ndarray) -> np.ndarray:
         apart = lifted + block * span
         left = np.sort(apart[is_left])
         right = ~is_left
-        begin = block[right] * half  # every block with a right half has a whole left one
+        begin = block[right] * half  # every block with a right half has a complete left half
         found[right] += np.searchsorted(left, apart[right], side="right") - begin
         half *= 2
     return found
 
 
 def misses_by_size(keys: np.ndarray, skip: int = 0) -> np.ndarray:
-    """Misses of the uses from number `skip` on in caches of 0, 1, 2 ... slots, up to as many as different keys.
+    """Return the misses of the uses from number `skip` on, in caches of 0, 1, 2 ... slots, up to the number of
+    different keys.
 
-    The uses before `skip` fill the caches and are not counted. What has not been used in all of `keys` counts as a
-    miss at every size.
+    The uses before `skip` fill the caches and are not counted. The first use of a key in `keys` is a miss at every
+    size.
     """
     distances = stack_distances(keys)[skip:]
     different = len(np.unique(keys))

@@ -1,4 +1,5 @@
-"""Many simulations in parallel: a process for each core, results in order; stored ones are not made again."""
+"""Runs many simulations in parallel: one process for each core, results in order; stored results are not simulated
+again."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ Result = TypeVar("Result")
 Stored = TypeVar("Stored")
 
 _MOST_PROCESSES = 61 if sys.platform == "win32" else 10_000
-"""That one process can wait for there."""
+"""The most processes for which one process can wait on Windows."""
 
 
 class ResultStore(Protocol[Stored]):
-    """Where results outlive an interrupt."""
+    """A store of results that survives an interrupt."""
 
     def find(self, setting: object) -> Stored | None:
-        """The result of a setting, if it was stored."""
+        """Return the stored result of a setting; None where there is none."""
 
     def keep(self, setting: object, result: Stored) -> None:
-        """Whole or not at all; where nothing can be stored, nothing happens."""
+        """Store a result atomically; has no effect where nothing can be stored."""
 
 
 def sweep(
@@ -39,11 +40,10 @@ def sweep(
     processes: int | None = None,
     keeping: ResultStore[Result] | None = None,
 ) -> list[Result]:
-    """What `simulate`, a function of a module, makes of every setting; `tick` hears of each that is done.
+    """Return the results of `simulate`, a function of a module, for every setting; `tick` is called after each.
 
-    `processes`: so many at most, with 1 none but this one; None: one for each core of the machine. Results are stored
-    by `keeping` as they come, and those that it has are not made again. The first exception of a simulation, or an
-    interrupt, ends them all.
+    `processes`: the most processes (1: only this one); None: one for each core. `keeping` stores results as they come,
+    and stored ones are not simulated again. The first exception of a simulation, or an interrupt, ends all of them.
     """
     found = {} if keeping is None else _stored(keeping, settings, tick)
     missing = [number for number in range(len(settings)) if number not in found]
@@ -56,7 +56,7 @@ def sweep(
             tick(1)
         return [found[number] for number in range(len(settings))]
     spawn = get_context("spawn")  # a fork would copy threads of the libraries
-    with _in_python_s_folder() as folder:  # of its own process, too, which watches over locks
+    with _in_python_s_folder() as folder:  # also for the pool's process that tracks locks
         pool = ProcessPoolExecutor(most, spawn, initializer=_follow_parent, initargs=(folder,))
     with pool:
         try:
@@ -77,7 +77,7 @@ def sweep(
 def _stored(
     keeping: ResultStore[Result], settings: Sequence[Setting], tick: Callable[[int], None]
 ) -> dict[int, Result]:
-    """Stored results by the numbers of their settings."""
+    """Return the stored results by the numbers of their settings."""
     found = {}
     for number, setting in enumerate(settings):
         result = keeping.find(setting)
@@ -94,8 +94,8 @@ def _keep(keeping: ResultStore[Result], setting: Setting, done: Future[Result]) 
 
 @contextmanager
 def _in_python_s_folder() -> Iterator[Path]:
-    """Processes that are started meanwhile find nothing on their path but Python's own modules, until they have got
-    ours: they begin with the folder that they are started in. Gives the folder in which we work otherwise."""
+    """Change to Python's own folder for the duration of the `with` block. Processes that start meanwhile find only
+    Python's own modules in their initial folder, until they get our path. Yield the previous folder."""
     before = Path.cwd()
     os.chdir(Path(os.__file__).parent)
     try:
@@ -105,7 +105,7 @@ def _in_python_s_folder() -> Iterator[Path]:
 
 
 def _follow_parent(folder: Path) -> None:
-    """Work in that folder. Ctrl-C ends this process without a word, and so does the end of the one that started it."""
+    """Work in that folder. Ctrl-C ends this process silently, and so does the end of its parent."""
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()

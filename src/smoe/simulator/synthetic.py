@@ -1,16 +1,16 @@
-"""Synthetic traces: routing drawn at random, with the habits of a recorded run.
+"""Synthetic traces: random routing with the habits of a recorded run, for models that are not on this machine.
 
-For models that are not here. What a token's routers say is drawn from logits, one for every expert:
+The routers' choices for a token are drawn from logits, one for every expert:
 
-    logit = skew * z            the E quantiles z of a normal distribution, shuffled in each layer: some are liked more
+    logit = skew * z            the E quantiles z of a normal distribution, shuffled in each layer: popularity
           + reuse               where the last token used the expert in this layer
           + affinity            where the layer before chose an expert whose partner this one is
           + noise               Gumbel: alone it would draw k of E in proportion to exp(the rest)
 
 The k highest are chosen. Scores are softmax(logit * sharpness). The four numbers are fitted to a recorded trace by the
-method of moments (`fit`): each is moved until one statistic of the drawn trace is the recorded one's (`Moments`). As
-they are about logits, they do for other numbers of layers and experts. What is not imitated: subjects that come and go,
-layers that differ in their habits. Whatever is computed from such a trace has to say so: `SAYS`.
+method of moments (`fit`): each is adjusted until one statistic of the drawn trace equals the recorded one's
+(`Moments`). Because they describe logits, they apply to other numbers of layers and experts. Not modelled: changes of
+topic, and layers with different habits. Every result of such a trace must mention it: `SAYS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAYS = "routing is synthetic: drawn with the habits of the embedded model's reco
 
 @dataclass(frozen=True)
 class Habits:
-    """What makes a trace more or less repetitive."""
+    """The four numbers that make a trace more or less repetitive."""
 
     skew: float
     reuse: float
@@ -42,46 +42,46 @@ class Habits:
 
 @dataclass(frozen=True)
 class DrawnShape:
-    """What is drawn. Every layer has as many experts."""
+    """The sizes of a drawn trace. All layers have the same number of experts."""
 
     experts: int
-    """E"""
+    """E, the experts of a layer."""
     top_k: int
-    """K"""
+    """K, the experts chosen for a token."""
     layers: int
-    """L"""
+    """L, the number of layers."""
     steps: int
-    """Decode steps, one token each."""
+    """The decode steps, with one token each."""
     prompt_tokens: int = 0
-    """Tokens of a prefill before them; 0: none."""
+    """The tokens of a prefill before them; 0: none."""
 
 
 class Moments(NamedTuple):
-    """Statistics of the decode steps of a trace, means over layers."""
+    """Statistics of a trace's decode steps, means over layers."""
 
     concentration: float
-    """How likely two tokens far apart are to share an expert that one of them uses: sum over e of p(e)^2 / K."""
+    """The probability that two distant tokens share an expert that one of them uses: the sum over e of p(e)^2 / K."""
     reuse: float
-    """Share of a token's experts that the last token has used, too."""
+    """The share of a token's experts that the last token has used too."""
     lift: float
-    """The factor by which the partner of an expert (who follows it most often, in the first half of the trace) is more
-    frequent behind it than elsewhere (in the second half)."""
+    """How many times more frequent an expert's partner is after it than elsewhere. The partner is the expert that
+    follows most often in the first half of the trace; frequencies are from the second half."""
     gap: float | None
-    """Mean of log(score of the choice / score of rank K+1); None where there are no scores."""
+    """The mean of log(score of the choice / score of rank K+1); None without scores."""
 
 
 TYPICAL = Habits(skew=1.0, reuse=0.5, affinity=3.2, sharpness=0.5)
-"""Between the fits of the embedded model's four recorded texts (docs/evictions.md)."""
+"""Habits between those of the embedded model's four recorded texts (docs/evictions.md)."""
 LEAST_REPETITIVE = Habits(skew=0.6, reuse=0.5, affinity=2.8, sharpness=0.55)
-"""The habits of its own stories."""
+"""The habits of the embedded model on its own stories."""
 MOST_REPETITIVE = Habits(skew=1.43, reuse=0.25, affinity=3.7, sharpness=0.44)
-"""The habits of code, which is strange to it."""
+"""The habits of the embedded model on code, which it was not trained on."""
 
 
 def synthesise(
     shape: DrawnShape, habits: Habits = TYPICAL, seed: int = 0, *, with_scores: bool = False
 ) -> list[Routing]:
-    """A trace of `shape`: the same for the same arguments. O(tokens x layers x experts)."""
+    """Return a trace of `shape`: equal arguments give equal traces. O(tokens x layers x experts)."""
     chance = np.random.default_rng(seed)
     layers, experts = shape.layers, shape.experts
     quantiles = [NormalDist().inv_cdf((n + 0.5) / experts) for n in range(experts)]
@@ -108,8 +108,8 @@ def synthesise(
 
 
 def _choose(logits: np.ndarray, partners: np.ndarray, affinity: float, top_k: int) -> np.ndarray:
-    """[L, K] the highest of `logits` [L, E], highest first, layer by layer; partners of the layer before's choice are
-    raised in place."""
+    """Return [L, K], the highest of `logits` [L, E], highest first, layer by layer; partners of the last layer's choice
+    are raised in place."""
     chosen = np.empty((len(logits), top_k), dtype=np.int64)
     for layer, row in enumerate(logits):
         if layer:
@@ -120,13 +120,13 @@ def _choose(logits: np.ndarray, partners: np.ndarray, affinity: float, top_k: in
 
 
 def _scores(logits: np.ndarray, sharpness: float) -> np.ndarray:
-    """[L, E] softmax of each row."""
+    """Return [L, E], the softmax of each row."""
     powers = np.exp(sharpness * (logits - logits.max(axis=1, keepdims=True)))
     return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
 def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[int], np.ndarray | None]]) -> Routing:
-    """One layer of one step; of a prompt's scores only the last tokens', as the engine has them."""
+    """Return one layer of one step; for a prompt with the scores of its last tokens only, as in the engine."""
     routing = Routing(layer, phase, experts, [row for row, _ in rows])
     scores = [of_row.tolist() for _, of_row in rows if of_row is not None]
     if not scores:
@@ -137,7 +137,8 @@ def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[i
 
 
 def moments(trace: Sequence[Routing], steps: int) -> Moments:
-    """The moments of the first `steps` decode steps of `trace` (their first sequence), whose layers must be alike."""
+    """Return the moments of the first `steps` decode steps of `trace` (their first sequence), whose layers must have
+    equal sizes."""
     chosen, gaps = _decoded(trace, steps)
     tokens, layers, top_k = chosen.shape
     experts = 1 + int(chosen.max())
@@ -149,7 +150,7 @@ def moments(trace: Sequence[Routing], steps: int) -> Moments:
 
 
 def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | None]:
-    """([steps, L, K] the chosen experts, the mean gap of `Moments`)"""
+    """Return ([steps, L, K] the chosen experts, the mean gap of `Moments`)."""
     rows: dict[int, list[list[int]]] = {}
     gaps: list[float] = []
     for routing in trace:
@@ -169,7 +170,7 @@ def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | 
 
 
 def _lift(uses: np.ndarray) -> float:
-    """The lift of `uses` [T, L, E]; `Moments.lift`."""
+    """Return the lift of `uses` [T, L, E], as in `Moments.lift`."""
     half = len(uses) // 2
     first, second = uses[:half].astype(float), uses[half:].astype(float)
     behind = elsewhere = 0.0
@@ -183,10 +184,11 @@ def _lift(uses: np.ndarray) -> float:
 
 
 def fit(trace: Sequence[Routing], steps: int = 400, seed: int = 0) -> Habits:
-    """The habits whose trace has the moments of this one; without scores the usual sharpness. Some seconds.
+    """Return the habits whose drawn trace has the moments of this one; without scores, the usual sharpness. Takes some
+    seconds.
 
-    Each number in turn is halved in on, some rounds over, always with the same draws: then every statistic grows with
-    its number. Raises `TraceError` for a trace that is too short, or whose layers differ.
+    Each number in turn is found by bisection, in some rounds, always with the same draws, so that every statistic grows
+    with its number. Raises `TraceError` for a trace that is too short, or whose layers differ.
     """
     layers = sorted({routing.layer for routing in trace})
     wanted = moments(trace, steps)
@@ -216,5 +218,5 @@ def fit(trace: Sequence[Routing], steps: int = 400, seed: int = 0) -> Habits:
 
 
 _HALVINGS = 8
-"""Halvings down to a sixty-fourth of a logit."""
+"""The number of bisections, down to a sixty-fourth of a logit."""
 _ROUNDS = 3

@@ -1,15 +1,15 @@
-"""A trace served on a virtual clock: how long each step takes on a machine that is known by its times alone.
+"""Replays a trace on a virtual clock: the time of each step on a machine that is described by its times.
 
-The engine's own plans, prefetches included, carried out on nothing, in the engine's order. One layer in decode, time to
-the right:
+The engine's own plans, including prefetches, are executed without hardware, in the engine's order. One layer in decode,
+time to the right:
 
     link      | demand a ..... | demand b ..... | prefetch ....
     the CPU   | c ............ |
     device    | layer | decide | residents | look ahead | wait | a | wait | b | c |
 
-The link does one load after the other, those that a layer waits for first; a load that has begun is not interrupted.
-Link and CPU do not slow each other down here. What substitution would change in later routing is not seen: the trace
-says what the routers chose.
+The link performs one load after the other, first those that a layer waits for; a load in progress is not interrupted.
+Link and CPU do not slow each other down. The effect of substitution on later routing is not modelled: the trace
+contains the routers' choices.
 """
 
 from __future__ import annotations
@@ -36,47 +36,47 @@ from smoe.routing import Phase, Routing
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of pieces of work."""
+    """The seconds of the parts of a step."""
 
     load: float
     """Seconds to load the full copy of one expert."""
     expert: Callable[[int], float]
-    """One expert on the device, for so many tokens."""
+    """Seconds of one expert on the device, for a number of tokens."""
     layer: Callable[[int], float]
-    """The rest of a layer, for so many tokens."""
+    """Seconds of the rest of a layer, for a number of tokens."""
     host: Callable[[int], float] | None = None
-    """One expert on the CPU of a machine with a device; None: there is none, or it computes nothing."""
+    """Seconds of one expert on the CPU of a machine with a device; None: there is none, or it computes nothing."""
     deciding: float = 0.0
-    """Our own Python, in every layer."""
+    """Seconds of our own Python code in every layer."""
     asking: float = 0.0
-    """A predictor, every time that it is asked."""
+    """Seconds of one prediction."""
     low_load: float = 0.0
-    """Seconds to load a low copy, where there are such."""
+    """Seconds to load a low copy, where there are low copies."""
     in_chunks: float = 1.0
-    """How many times longer a load takes that no thread waited for when it was asked for: in chunks, between which
-    others pass."""
+    """How many times longer a load takes if no thread waits for it at its start: it is in chunks, between which other
+    loads pass."""
     alone: float = 1.0
-    """How many times longer an expert of a decode step takes that had to be waited for: those that are resident are
-    computed in one piece, these one by one."""
+    """How many times longer an expert of a decode step takes after waiting for it: residents are computed together,
+    these one by one."""
 
 
 @dataclass
 class Timed:
-    """What became of a trace; of decode steps but for `prefill_seconds`."""
+    """The result of a replay; all values except `prefill_seconds` and `link_seconds` are of decode steps."""
 
     step_seconds: list[float] = field(default_factory=list)
-    """Seconds of every step."""
+    """The seconds of every step."""
     prefill_seconds: float = 0.0
     uses: int = 0
     loads: int = 0
     computed_by_host: int = 0
     prefetches: int = 0
-    """Prefetches of the decode steps."""
+    """The number of prefetches in decode steps."""
     prefetches_used: int = 0
     computed_alone: int = 0
-    """Uses on the device that came after its residents."""
+    """The number of uses on the device that were computed after its residents."""
     link_seconds: float = 0.0
-    """Seconds in which the link was busy, prompts included: the sum of all loads that have begun."""
+    """The seconds in which the link was busy, including prompts: the sum of all loads that have begun."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -84,7 +84,7 @@ class Timed:
 
 
 class _Link:
-    """One load after the other, on a clock that only moves on."""
+    """A link that performs one load after the other, on a clock that only moves forward."""
 
     def __init__(self, seconds: float, low_seconds: float, in_chunks: float) -> None:
         self._seconds = {EXACT: seconds, LOW: low_seconds}
@@ -106,7 +106,7 @@ class _Link:
             self._expected.append((key, now))
 
     def ended(self, now: float) -> list[ExpertKey]:
-        """What is there now and was not taken before."""
+        """Return the loads that have ended and were not returned before."""
         self._run(now)
         found = [key for key, end in self._ends.items() if end <= now]
         for key in found:
@@ -114,7 +114,7 @@ class _Link:
         return found
 
     def wait(self, key: ExpertKey, now: float) -> float:
-        """When this load ends, which goes before all that no thread waits for."""
+        """Return the end time of a load, which then precedes all loads that no thread waits for."""
         self._run(now)
         for entry in [entry for entry in self._expected if entry[0] == key]:
             self._expected.remove(entry)
@@ -124,7 +124,7 @@ class _Link:
         return self._ends.pop(key)
 
     def cancel(self, key: ExpertKey, now: float) -> bool:
-        """Forget a load that has not begun; False where it has."""
+        """Cancel a load. Return False where it has begun."""
         self._run(now)
         for queue in (self._waiting, self._expected):
             for entry in queue:
@@ -142,7 +142,7 @@ class _Link:
             pass
 
     def _begin_next(self, before: float) -> bool:
-        """Begin one load if it can begin before that time."""
+        """Begin one load if it can begin before that time. Return whether one has begun."""
         queue = self._waiting or self._expected
         if not queue:
             return False
@@ -158,7 +158,7 @@ class _Link:
 
 
 class VirtualClock:
-    """One engine that computes nothing. `serve` takes the layers of a trace in order."""
+    """An engine that computes nothing. `serve` must get the layers of a trace in order."""
 
     def __init__(
         self,
@@ -174,10 +174,10 @@ class VirtualClock:
         answering: Answering | None = None,
         waits_for_all: bool = False,
     ) -> None:
-        """`low_slots`: cache slots for low copies; `eviction` must then rank both. `balance` is one of
-        `policy.balance.BALANCERS`; None: all that is missing is loaded. Needs `times.host`. `answering` answers the
-        misses of decode steps, in the place of all other switches, at the times of `times`. `waits_for_all`: a layer
-        begins when every load is over, as in systems that bring in whole layers."""
+        """`low_slots`: cache slots for low copies; `eviction` must then rank both formats. `balance`: one of
+        `policy.balance.BALANCERS`, which needs `times.host`; None: all missing experts are loaded. `answering` resolves
+        the misses of decode steps, instead of all other settings, with the costs of `times`. `waits_for_all`: a layer
+        begins when every load has ended, as in systems that load whole layers."""
         assert balance is None or times.host is not None
         self.result = Timed()
         low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
@@ -193,17 +193,17 @@ class VirtualClock:
         self._link = _Link(times.load, times.low_load, times.in_chunks)
         self._now = 0.0
         self._answer_at: tuple[Iterable[Prediction], float] | None = None
-        """The answer of a concurrent predictor, and when it is there."""
+        """The predictions of a concurrent predictor, and the time when they are ready."""
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
-        """The last layer of the decode step before; infinity: a new step begins in any case."""
+        """The last layer of the previous decode step; infinity: the next layer begins a new step."""
 
     def change_times(self, times: StepTimes) -> None:
-        """From here on layers and experts take these times; a load takes what it took."""
+        """Use these times for layers and experts from now on; the time of a load does not change."""
         self._times = times
 
     def serve(self, routing: Routing) -> None:
-        """One layer of one step."""
+        """Execute one layer of one step."""
         began, result = self._now, self.result
         is_decode = routing.phase is Phase.DECODE
         goes_on = is_decode and routing.layer > self._last_layer
@@ -295,7 +295,7 @@ class VirtualClock:
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
-        """What was asked concurrently with the experts, once it is there."""
+        """Start the loads of a concurrent prediction, if it is ready."""
         if self._answer_at is None or not (waits or self._answer_at[1] <= self._now):
             return
         (predictions, there), self._answer_at = self._answer_at, None
@@ -308,7 +308,7 @@ class VirtualClock:
         self._progress.prefetch(loads)
 
     def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
-        """Residents first, then what is missing, each waited for in the order of the plan."""
+        """Compute residents first, then missing experts after waiting for each, in the order of the plan."""
         times, serves, ready = self._times, plan.serves, self._table.ready
         guesses = self._predictor is not None
         by_host, host_free = {}, self._now
@@ -333,7 +333,7 @@ class VirtualClock:
             self._now += times.expert(len(serve.routes)) * (times.alone if is_alone else 1.0)
             self.result.computed_alone += is_alone
             self._progress.served(serve, computed)
-            if guesses and (computed == 1 or computed >= here):  # residents after the first are computed in one piece
+            if guesses and (computed == 1 or computed >= here):  # residents after the first are computed together
                 self._look_for_answer(plan, computed)
 
 
@@ -349,7 +349,7 @@ def replay_on_clock(
     low_slots: int = 0,
     answering: Answering | None = None,
 ) -> Timed:
-    """Serve `trace` from an empty cache; arguments as for `VirtualClock`. O(steps x experts used)."""
+    """Replay `trace` from an empty cache; arguments are as for `VirtualClock`. O(steps x experts used)."""
     layers = len({routing.layer for routing in trace}) or 1
     clock = VirtualClock(
         cache_slots, staging_slots, layers, eviction, times, switches, balance, predictor, low_slots, answering
