@@ -79,7 +79,8 @@ def sorted_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Sort
         match = _OF_ONE.fullmatch(name)
         module, _, part = name.rpartition(".")
         if match is not None:
-            if match["matrix"] not in _MATRICES or int(match["expert"]) >= modules[match["module"]].experts:
+            site = modules.get(match["module"])  # None: of a layer that is not loaded, as for multi-token prediction
+            if site is None or match["matrix"] not in _MATRICES or int(match["expert"]) >= site.experts:
                 raise UndescribedError(f"{key!r}")
             part, place = _MATRICES[match["matrix"]]
             experts.setdefault((match["module"], int(match["expert"])), {}).setdefault(part, {})[place] = tensor

@@ -7,7 +7,7 @@ which takes seconds and hundreds of MiB. A test compares both ways for every fam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smoe.models import family_layers as layers
@@ -46,9 +46,13 @@ class Family:
     """Whether a configuration may set another share."""
     attention: str = "sdpa"
     is_transposed: bool = False
-    """Whether experts' matrices are stored as [inputs, outputs], with gate and up columns interleaved."""
+    """The experts' matrices are [inputs, outputs]."""
+    takes_turns: bool = False
+    """Gate and up alternate in the experts' matrices."""
     keys: tuple[tuple[str, str], ...] = ()
     """Pairs (pattern, replacement) that turn checkpoint keys into transformers names."""
+    is_nested: bool = False
+    """A configuration has the text model's fields in one of its own: it has other models too, which are not loaded."""
 
 
 _LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": None, "pad_token_id": None}
@@ -59,7 +63,7 @@ _BLOCK_SPARSE = ((r"\.block_sparse_moe\.", ".mlp."),)
 def _defaults(
     vocabulary: int,
     hidden: int,
-    inner: int,
+    inner: int | None,
     depth: int,
     count: int,
     key_values: int | None,
@@ -80,6 +84,32 @@ def _defaults(
 
 
 # fmt: off
+_QWEN3_5 = Family(
+    layers.qwen3_5,
+    _defaults(
+        248320, 2048, None, 40, 16, 2, 32768, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        num_experts_per_tok=8, num_experts=256, attention_bias=False, head_dim=256, linear_conv_kernel_dim=4,
+        linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+        layer_types=(),
+    ),
+    cached=layers.with_linear_attention,
+    turned=0.25,
+    can_turn_less=True,
+    keys=((r"^model\.language_model\.", "model."),),
+)
+_LLAMA4 = Family(
+    layers.llama4,
+    _defaults(
+        202048, 5120, 8192, 48, 40, 8, 131072, intermediate_size_mlp=16384, head_dim=128, num_experts_per_tok=1,
+        num_local_experts=16, moe_layers=(), interleave_moe_layer_step=1, attention_bias=False,
+    ),
+    router="feed_forward.router",
+    aliases={"num_experts": "num_local_experts"},
+    is_transposed=True,
+    keys=((r"^language_model\.", ""),),
+)
+_INDEXED = {"index_head_dim": 128, "first_k_dense_replace": 3, "mlp_layer_types": (), "indexer_types": ()}
+_IN_EVERY_LAYER = {"attention_bias": False, "mlp_bias": False, "index_topk_pattern": None}
 FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
         layers.mixtral,
@@ -126,6 +156,8 @@ FAMILIES: Mapping[str, Family] = {
         turned=0.25,
         can_turn_less=True,
     ),
+    "qwen3_5_moe": replace(_QWEN3_5, is_nested=True),
+    "qwen3_5_moe_text": _QWEN3_5,
     "olmoe": Family(
         layers.olmoe,
         _defaults(
@@ -157,6 +189,63 @@ FAMILIES: Mapping[str, Family] = {
         cached=layers.latents,
         correction="mlp.gate.e_score_correction_bias",
     ),
+    "deepseek_v32": Family(
+        layers.deepseek_v32,
+        _defaults(
+            129280, 7168, 18432, 61, 128, 128, 163840, **_INDEXED, index_n_heads=64, kv_lora_rank=512, q_lora_rank=1536,
+            n_routed_experts=256, n_shared_experts=1, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+            num_experts_per_tok=8, moe_intermediate_size=2048, n_group=8, topk_group=4,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        usual=_IN_EVERY_LAYER,
+        cached=layers.latents_and_index,
+        correction="mlp.gate.e_score_correction_bias",
+    ),
+    "glm_moe_dsa": Family(
+        layers.deepseek_v32,
+        _defaults(
+            154880, 6144, 12288, 78, 64, 64, 202752, **_INDEXED, index_n_heads=32, kv_lora_rank=512, q_lora_rank=2048,
+            n_routed_experts=256, n_shared_experts=1, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
+            num_experts_per_tok=8, moe_intermediate_size=2048, n_group=1, topk_group=1,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        usual={**_IN_EVERY_LAYER, "index_topk_freq": 1},
+        cached=layers.latents_and_index,
+        correction="mlp.gate.e_score_correction_bias",
+    ),
+    "glm4_moe_lite": Family(
+        layers.glm4_moe_lite,
+        _defaults(
+            154880, 2048, 10240, 47, 20, 20, 202752, mlp_layer_types=(), kv_lora_rank=512, q_lora_rank=768,
+            n_routed_experts=64, n_shared_experts=1, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
+            num_experts_per_tok=4, moe_intermediate_size=1536, n_group=1, topk_group=1,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        usual={"attention_bias": False, "first_k_dense_replace": 1},
+        cached=layers.latents,
+        correction="mlp.gate.e_score_correction_bias",
+    ),
+    "solar_open": Family(
+        layers.solar_open,
+        _defaults(
+            196608, 4096, None, 48, 64, 8, 131072, head_dim=128, moe_intermediate_size=1280, num_experts_per_tok=8,
+            n_shared_experts=1, n_routed_experts=128, n_group=1, topk_group=1, attention_bias=False,
+        ),
+        aliases={"num_local_experts": "n_routed_experts"},
+        correction="mlp.gate.e_score_correction_bias",
+    ),
+    "exaone_moe": Family(
+        layers.exaone_moe,
+        _defaults(
+            102400, 4096, 16384, 32, 32, 32, 2048, mlp_layer_types=(), first_k_dense_replace=1, num_experts=64,
+            moe_intermediate_size=1024, num_experts_per_tok=8, num_shared_experts=1, n_group=1, topk_group=1,
+            pad_token_id=0,
+        ),
+        correction="mlp.gate.e_score_correction_bias",
+        keys=((r"\.mlp\.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
+    ),
+    "llama4": replace(_LLAMA4, is_nested=True),
+    "llama4_text": _LLAMA4,
     "deepseek": Family(
         layers.deepseek,
         _defaults(
@@ -177,6 +266,7 @@ FAMILIES: Mapping[str, Family] = {
         aliases={"num_experts": "num_local_experts"},
         attention="eager",
         is_transposed=True,
+        takes_turns=True,
     ),
     "glm4_moe": Family(
         layers.glm4_moe,

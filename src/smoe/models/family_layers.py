@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from smoe.models.family_parts import (
     Weights,
@@ -95,20 +95,38 @@ def qwen3_moe(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def qwen3_next(name: str, c: PlainConfig, layer: int) -> Weights:
+    keys, values = _linear_widths(c)
+    widths = {"qkvz": 2 * keys + 2 * values, "ba": 2 * c.linear_num_value_heads}
+    yield from _full_or_linear(name, c, layer, widths)
+    yield from _qwen_block(name, c, layer, has_shared=True)
+    yield from norms(name, c)
+
+
+def qwen3_5(name: str, c: PlainConfig, layer: int) -> Weights:
+    keys, values = _linear_widths(c)
+    widths = {"qkv": 2 * keys + values, "z": values, "b": c.linear_num_value_heads, "a": c.linear_num_value_heads}
+    yield from _full_or_linear(name, c, layer, widths)
+    yield from router(f"{name}.mlp.gate", c, c.num_experts)
+    yield from experts(f"{name}.mlp", c, c.num_experts, c.moe_intermediate_size)
+    yield from gated(f"{name}.mlp.shared_expert", c, c.shared_expert_intermediate_size)
+    yield from linear(f"{name}.mlp.shared_expert_gate", 1, c.hidden_size)
+    yield from norms(name, c)
+
+
+def _full_or_linear(name: str, c: PlainConfig, layer: int, widths: Mapping[str, int]) -> Weights:
+    """Attention whose queries have gates, or linear attention with projections of these widths."""
     if _kinds(c)[layer] == "full_attention":
         yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias, gates=2)
         yield from head_norms(f"{name}.self_attn", c)
-    else:
-        block, keys, values = f"{name}.linear_attn", *_linear_widths(c)
-        yield f"{block}.dt_bias", Weight((c.linear_num_value_heads,))
-        yield f"{block}.A_log", Weight((c.linear_num_value_heads,))
-        yield f"{block}.conv1d.weight", Weight((2 * keys + values, 1, c.linear_conv_kernel_dim))
-        yield from linear(f"{block}.in_proj_qkvz", 2 * keys + 2 * values, c.hidden_size)
-        yield from linear(f"{block}.in_proj_ba", 2 * c.linear_num_value_heads, c.hidden_size)
-        yield from norm(f"{block}.norm", c.linear_value_head_dim)
-        yield from linear(f"{block}.out_proj", c.hidden_size, values)
-    yield from _qwen_block(name, c, layer, has_shared=True)
-    yield from norms(name, c)
+        return
+    block, (keys, values) = f"{name}.linear_attn", _linear_widths(c)
+    yield f"{block}.dt_bias", Weight((c.linear_num_value_heads,))
+    yield f"{block}.A_log", Weight((c.linear_num_value_heads,))
+    yield f"{block}.conv1d.weight", Weight((2 * keys + values, 1, c.linear_conv_kernel_dim))
+    for what, width in widths.items():
+        yield from linear(f"{block}.in_proj_{what}", width, c.hidden_size)
+    yield from norm(f"{block}.norm", c.linear_value_head_dim)
+    yield from linear(f"{block}.out_proj", c.hidden_size, values)
 
 
 def _linear_widths(c: PlainConfig) -> tuple[int, int]:
@@ -130,6 +148,74 @@ def _deepseek_block(name: str, c: PlainConfig, layer: int, shared: int | None, i
 def deepseek_v3(name: str, c: PlainConfig, layer: int) -> Weights:
     yield from latent(f"{name}.self_attn", c)
     yield from _deepseek_block(name, c, layer, c.n_shared_experts, layer >= c.first_k_dense_replace)
+    yield from norms(name, c)
+
+
+def deepseek_v32(name: str, c: PlainConfig, layer: int) -> Weights:
+    indexer = f"{name}.self_attn.indexer"
+    yield from latent(f"{name}.self_attn", c)
+    if _indexers(c)[layer] == "full":
+        yield from linear(f"{indexer}.wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank)
+        yield from linear(f"{indexer}.wk", c.index_head_dim, c.hidden_size)
+        yield from norm(f"{indexer}.k_norm", c.index_head_dim, bias=True)
+        yield from linear(f"{indexer}.weights_proj", c.index_n_heads, c.hidden_size)
+    yield from _deepseek_block(name, c, layer, c.n_shared_experts, _is_sparse(c, layer, c.first_k_dense_replace))
+    yield from norms(name, c)
+
+
+def _indexers(c: PlainConfig) -> Sequence[str]:
+    """Of each layer, whether it has an indexer of its own (`full`) or takes the choice of the layer before."""
+    return _each_of(c, "indexer_types", ("full", "shared")) or ["full"] * c.num_hidden_layers
+
+
+def glm4_moe_lite(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from latent(f"{name}.self_attn", c)
+    yield from _deepseek_block(name, c, layer, c.n_shared_experts, _is_sparse(c, layer, 1))
+    yield from norms(name, c)
+
+
+def _is_sparse(c: PlainConfig, layer: int, dense_layers: int) -> bool:
+    """Whether a layer has experts; without a list of what each layer has, the first ones have none."""
+    kinds = _each_of(c, "mlp_layer_types", ("dense", "sparse"))
+    return kinds[layer] == "sparse" if kinds else layer >= dense_layers
+
+
+def _each_of(c: PlainConfig, field: str, known: Sequence[str]) -> Sequence[str]:
+    """A field that has one of the known words for each layer; empty where there is none."""
+    words: Sequence[str] = getattr(c, field)
+    if words and (len(words) != c.num_hidden_layers or not set(known).issuperset(words)):
+        raise UndescribedError(f"{field} {words!r:.80}")
+    return words
+
+
+def solar_open(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c, c.attention_bias)
+    yield from _deepseek_block(name, c, layer, c.n_shared_experts, is_sparse=True)
+    yield from norms(name, c)
+
+
+def exaone_moe(name: str, c: PlainConfig, layer: int) -> Weights:
+    yield from heads(f"{name}.self_attn", c)
+    yield from head_norms(f"{name}.self_attn", c)
+    if _is_sparse(c, layer, c.first_k_dense_replace):
+        yield from router(f"{name}.mlp.gate", c, c.num_experts)
+        yield from experts(f"{name}.mlp", c, c.num_experts, c.moe_intermediate_size)
+        yield from gated(f"{name}.mlp.shared_experts", c, c.num_shared_experts * c.moe_intermediate_size)
+    else:
+        yield from gated(f"{name}.mlp", c, c.intermediate_size)
+    yield from norms(name, c)
+
+
+def llama4(name: str, c: PlainConfig, layer: int) -> Weights:
+    block, count, inner = f"{name}.feed_forward", c.num_local_experts, c.intermediate_size
+    yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias)
+    if layer in c.moe_layers if c.moe_layers else (layer + 1) % c.interleave_moe_layer_step == 0:
+        yield f"{block}.experts.gate_up_proj", Weight((count, c.hidden_size, 2 * inner))
+        yield f"{block}.experts.down_proj", Weight((count, inner, c.hidden_size))
+        yield f"{block}.router.weight", Weight((count, c.hidden_size), is_linear=True)
+        yield from gated(f"{block}.shared_expert", c, inner)
+    else:
+        yield from gated(block, c, c.intermediate_size_mlp)
     yield from norms(name, c)
 
 
@@ -210,13 +296,13 @@ def lfm2_moe(name: str, c: PlainConfig, layer: int) -> Weights:
 
 def _kinds(c: PlainConfig) -> Sequence[str]:
     """Return the type of each layer in families that mix attention with linear attention or convolution."""
-    kinds: Sequence[str] = c.layer_types
-    if not kinds and c.model_type == "qwen3_next":
+    other = "conv" if c.model_type == "lfm2_moe" else "linear_attention"
+    kinds = _each_of(c, "layer_types", ("full_attention", other))
+    if not kinds and other == "linear_attention":
         every = c.get("full_attention_interval", 4)
         return ["full_attention" if (n + 1) % every == 0 else "linear_attention" for n in range(c.num_hidden_layers)]
-    known = {"full_attention", "linear_attention" if c.model_type == "qwen3_next" else "conv"}
-    if len(kinds) != c.num_hidden_layers or not known.issuperset(kinds):
-        raise UndescribedError(f"layer_types {kinds!r:.80}")
+    if not kinds:
+        raise UndescribedError("layer_types")
     return kinds
 
 
@@ -230,6 +316,10 @@ def in_every_layer(c: PlainConfig) -> tuple[int, int, int]:
 
 def latents(c: PlainConfig) -> tuple[int, int, int]:
     return c.num_hidden_layers * (c.kv_lora_rank + c.qk_rope_head_dim), 0, 0
+
+
+def latents_and_index(c: PlainConfig) -> tuple[int, int, int]:
+    return latents(c)[0] + _indexers(c).count("full") * c.index_head_dim, 0, 0
 
 
 def with_linear_attention(c: PlainConfig) -> tuple[int, int, int]:

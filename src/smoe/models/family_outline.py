@@ -22,6 +22,8 @@ def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
     """Return the configuration with the fields of a config.json. Raises `UndescribedError` if only transformers can
     read it."""
     family = FAMILIES.get(model_type)
+    if family is not None and family.is_nested:
+        stated = _of_text(stated)
     if family is None or "quantization_config" in stated or any(map(_OTHERS_CODE.fullmatch, stated)):
         raise UndescribedError(model_type)
     config = PlainConfig(model_type, stated, family.defaults, family.aliases)
@@ -36,14 +38,23 @@ def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
     return config
 
 
+def _of_text(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's fields of a configuration that has those of other models, too."""
+    text = stated.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UndescribedError(f"text_config {text!r:.80}")
+    outer = ("dtype", "torch_dtype", "quantization_config")
+    return {key: stated[key] for key in outer if key in stated} | {k: v for k, v in text.items() if v is not None}
+
+
 def _check(c: PlainConfig) -> None:
     """Raise `UndescribedError` if transformers could not build or run the model; its own message is better."""
     groups, chosen = c.get("n_group"), c.get("topk_group")
-    experts = c.get("n_routed_experts") or 0
+    experts = c.get("n_routed_experts") or c.get("num_experts") or 0
     is_odd = (
         not all((c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads))
         or c.num_attention_heads % c.num_key_value_heads
-        or (c.hidden_size % c.num_attention_heads and (not c.get("head_dim") or c.get("q_lora_rank", 0) != 0))
+        or (c.hidden_size % c.num_attention_heads and (not c.get("head_dim") or c.model_type == "deepseek_v2"))
         or head_dim(c) % 2
         or (c.pad_token_id or 0) >= c.vocab_size
         or (groups is not None and (not groups or experts % groups or experts // groups < 2))
@@ -108,7 +119,7 @@ def _sites(weights: Mapping[str, Weight], family: Family) -> list[ExpertsSite]:
             *site,
             tuple(of),
             frozenset(part.name for part in of if family.is_transposed),
-            takes_turns=family.is_transposed,
+            takes_turns=family.takes_turns,
         )
         for site, of in sorted(parts.items())
     ]
