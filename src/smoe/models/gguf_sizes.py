@@ -24,6 +24,7 @@ from smoe.models.gguf_experts import index_gguf_experts, tensors_of
 from smoe.models.gguf_families import architecture_of, family_of
 from smoe.models.gguf_family import Entries, GgufFamily
 from smoe.models.gguf_sources import WeightSource, sources_of
+from smoe.models.outline import Outline
 from smoe.models.packed import Contents, Packed, bytes_in_precision, experts_in_precision, not_gatherable, read_packed
 from smoe.models.spec import ModelSpec
 
@@ -34,6 +35,8 @@ class GgufSizes:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.config_place = place
+        self._indexed: tuple[Outline, dict[int, StoredLayer]] | None = None
+        """The experts' places for the outline asked about last: a plan asks several times."""
 
     def fields(self) -> tuple[str, dict[str, Any]]:
         """Return transformers' family name and the fields of its configuration."""
@@ -152,4 +155,7 @@ class GgufSizes:
             )
 
     def _layers(self, spec: ModelSpec) -> dict[int, StoredLayer]:
-        return {site.layer: index_gguf_experts(self.place, site, self._tensors) for site in spec.sites}
+        if self._indexed is None or self._indexed[0] is not spec.outline:
+            found = {site.layer: index_gguf_experts(self.place, site, self._tensors) for site in spec.sites}
+            self._indexed = spec.outline, found
+        return self._indexed[1]

@@ -270,7 +270,7 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
     if profile is None:
         decided = [*decided, *shortages_of(config, ledger, device)]
     is_direct, is_emulated = reads_past_cache(config, spec, ledger, device), profile is not None
-    files = files_of(checkpoint, spec, device) if is_direct and profile is None else None
+    files = (store or files_of(checkpoint, spec, device)) if is_direct and profile is None else None
     rates = rates_for(device, spec.expert_bytes, profile, files)
     machine, subject = machine_for(rates, device, profile, is_direct, spec), None
     if machine is not None:
