@@ -9,8 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe import from_pretrained
+from smoe.config import SETTINGS
 from smoe.errors import ConfigError
-from smoe.unknown_setting import _NAMES, SETTINGS, unknown_setting
+from smoe.unknown_setting import _NAMES, unknown_setting
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_one_line_names_what_was_meant(given: dict[str, Any], advice: str) -> No
 def test_only_names_that_are_taken_are_suggested() -> None:
     """Would catch a suggestion that is refused in its turn."""
     own = inspect.signature(from_pretrained).parameters.keys() - {"model", "switches"}
-    assert set(_NAMES) <= own | SETTINGS and own <= set(_NAMES)
+    assert set(_NAMES) <= own | set(SETTINGS) and own <= set(_NAMES)
 
 
 def test_no_argument_of_the_library_is_taken_for_a_misspelling() -> None:

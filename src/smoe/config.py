@@ -1,36 +1,65 @@
 """The settings of an engine, in one immutable class that checks them.
 
-Names contain units. Values found at run time (free bytes, slots) are in the ledger and never written back here.
+Each setting is declared once, here (`settings.py`). Rules about several settings are in `config_checks.py`. Names
+contain units. Values found at run time (free bytes, slots) are in the ledger and never written back here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from smoe.bounds import (
+    ACTIVATIONS,
     AUTO,
-    BF16,
-    CHOICES,
-    DEFAULT_LOW_SHARE,
+    DEFAULT_PREFETCH_DEPTH,
     DEFAULT_SHADOW,
+    DEPARTURE,
+    DIRECT_IO,
+    DTYPES,
     EMULATED,
     INT8,
-    KINDS,
-    LIMITS,
-    NUMBERS,
-    OWNERS,
+    KERNELS,
+    LOW_PRECISION,
+    MOST_IO_THREADS,
+    MOST_PREFETCH_DEPTH,
+    MOST_SHADOW_SPARES,
+    MOST_THREADS,
     PRECISION,
-    SWITCHES,
-    allowed_of,
-    belongs_to,
-    is_allowed,
-    values_of_owner,
 )
-from smoe.errors import ConfigError, UnpreparedError
-from smoe.policy.balance import RECENT
+from smoe.config_checks import check_together
+from smoe.errors import ConfigError
+from smoe.policy.balance import BALANCE, BALANCE_ORDER, RECENT
 from smoe.policy.eviction.base import EvictionSettings
-from smoe.policy.registry import ONLINE_EVICTION, SHADOW, eviction_kind, predictor_kind
-from smoe.units import format_bytes
+from smoe.policy.placement import PLACEMENT
+from smoe.policy.planner import PREFILL_KEEP
+from smoe.policy.prediction import ASKED
+from smoe.policy.registry import (
+    CACHE_RECORDS,
+    EXPERT_CACHE,
+    ONLINE_EVICTION,
+    POOLS,
+    PREFETCH,
+    PREFETCH_WHAT,
+    are_cache_weights,
+    eviction_kind,
+    predictor_kind,
+)
+from smoe.settings import (
+    LOW,
+    MEMORY,
+    Choice,
+    ClassName,
+    Count,
+    Number,
+    Numbers,
+    Setting,
+    Share,
+    Size,
+    Switch,
+    Text,
+    setting,
+)
 
 DEFAULT_ALPHA = 0.3
 """The default `alpha` for a model whose quality cost was not measured; the papers use 0.25 to 0.35."""
@@ -40,157 +69,337 @@ DEFAULT_ALPHA = 0.3
 class EngineConfig:
     """The settings by which a model is served."""
 
-    memory_bytes: int | None = None
+    memory_bytes: int | None = setting(
+        None,
+        Size(),
+        "The memory budget, e.g. 8GiB. Default: the free memory less a margin.",
+        option="--memory",
+        left_out="the free memory less a margin",
+        panel=MEMORY,
+    )
     """The bytes of device memory for weights, workspace, KV cache, staging and slots. None: the free memory less a
     margin."""
-    count: str = "budget"
+    count: str = setting(
+        "budget",
+        Choice("budget", "process"),
+        "Instead: the most that the whole process takes, interpreter and libraries included.",
+        option="--process-memory",
+        panel=MEMORY,
+    )
     """What `memory_bytes` limits: budget: the budget; process: the whole process, on a CPU. In the second case the
     memory of interpreter and libraries is measured at the start and subtracted."""
-    resident_share: float | None = None
+    resident_share: float | None = setting(
+        None,
+        Share("a number above 0 and at most 1", lambda value: 0 < value <= 1),
+        "Instead of --memory: a budget that keeps this share of the experts in memory, e.g. 40%.",
+        option="--resident",
+        left_out="as `memory_bytes` has room for",
+        panel=MEMORY,
+    )
     """The share of the routed experts to keep in device memory, above 0 and at most 1, from which the budget is
     computed. It excludes `memory_bytes`."""
-    host_memory_bytes: int | None = None
+    host_memory_bytes: int | None = setting(
+        None,
+        Size(),
+        "Pinned host memory on a GPU machine, e.g. 16GiB.",
+        option="--host-memory",
+        left_out="the free memory less a margin",
+        panel=MEMORY,
+    )
     """The bytes of pinned host memory on a machine with a GPU. None: the free memory less a margin. Unused on a CPU."""
-    context_tokens: int | None = None
+    context_tokens: int | None = setting(
+        None,
+        Count(),
+        "Positions reserved for every sequence. \\[default: 4096, or the model's own]",
+        option="--context",
+        left_out="4096, or the model's own if that is fewer",
+        panel=MEMORY,
+    )
     """The number of positions reserved per sequence. None: 4096, or the model's maximum if that is less."""
-    max_sequences: int = 1
+    max_sequences: int = setting(
+        1,
+        Count(),
+        "Sequences that run together. \\[default: the number of prompts; smoe serve: 4]",
+        option="--max-sequences",
+        panel=MEMORY,
+    )
     """The number of sequences that run together."""
-    prefill_tokens: int = 2048
+    prefill_tokens: int = setting(
+        2048, Count(), "Tokens of all sequences in one step; longer prompts are read in chunks."
+    )
     """The number of tokens, over all sequences, that one step processes. Longer prompts are processed in chunks, and
     their results have grade E1 instead of E0."""
-    lend_reserve: bool = True
+    lend_reserve: bool = setting(True, Switch(), "Memory that activations and positions do not use yet holds experts.")
     """Whether experts use the memory reserved for activations and positions while it is free (on a CPU under Linux; not
     with `resident_share`)."""
-    threads: int | None = None
-    """The number of computing threads per request. None: torch's number, limited to the CPUs that the process may
-    use."""
-    io_threads: int = 2
-    """The number of reading threads; two saturate a disk with requests of 4 MB. On a single CPU the default is one."""
-    dtype: str = "auto"
-    """The data type of weights and activations. auto: the checkpoint's."""
-    device: str = "auto"
+    device: str = setting(
+        "auto",
+        Text(),
+        "cpu, cuda, cuda:1, emulated (for tests of schedules). \\[default: the first GPU]",
+        option="--device",
+    )
     """`cpu`, `cuda`, `cuda:1` and so on. auto: the first GPU, else the CPU. `emulated`: the CPU, with the timing of the
     device that `profile` describes, for tests."""
-    profile: str = "rtx-a6000"
-    """The profile of the device `emulated`: the name of a built-in one, or a JSON file."""
-    dilation: float | None = None
-    """The factor by which the device `emulated` runs slower than it reports. None: as much as this machine needs."""
-    emulated_expert_bytes: int | None = None
-    """The size of an expert in bytes by which the device `emulated` times transfers and computation. None: its real
-    size."""
-    eviction: str = "auto"
+    threads: int | None = setting(
+        None,
+        Count(1, MOST_THREADS),
+        "Compute threads.",
+        option="--threads",
+        left_out="torch's number, at most the CPUs of the process",
+    )
+    """The number of computing threads per request. None: torch's number, limited to the CPUs that the process may
+    use."""
+    io_threads: int = setting(2, Count(1, MOST_IO_THREADS), "Reading threads; one or two saturate a disk.")
+    """The number of reading threads; two saturate a disk with requests of 4 MB. On a single CPU the default is one."""
+    dtype: str = setting(
+        "auto",
+        Choice(*DTYPES),
+        "Type to compute in: {allowed}; auto is the checkpoint's own.",
+        option="--dtype",
+    )
+    """The data type of weights and activations. auto: the checkpoint's."""
+    precision: str = setting(
+        "auto",
+        Choice(*PRECISION),
+        "LOSSY: the experts in fewer bits, as smoe pack --precision wrote them: int8, int4, int3, int2.",
+        option="--precision",
+    )
+    """The precision of the routed experts, from a file that `smoe pack --precision` wrote (lossy). auto: the
+    checkpoint's."""
+    activations: str = setting(
+        AUTO,
+        Choice(*ACTIVATIONS),
+        "Activations that are multiplied with quantised weights on a CPU: int8 (8 bits), dtype (the model's own type). "
+        "Default: the faster one; int8 only where its kernels pass a self-test.",
+        option="--activations",
+    )
+    """The precision of activations that quantized weights multiply on a CPU. bf16 (or dtype): not rounded; int8: 8
+    bits, with a scale per 16 to 128 values; auto: int8 if kernels for it are proven here, else bf16."""
+    dense_precision: str = setting(
+        "as-stored",
+        Choice("as-stored", "dtype"),
+        "Quantised weights other than experts: as stored, or converted to --dtype.",
+    )
+    """The precision of quantized weights other than experts: as stored in the file, or converted to `dtype` when they
+    are loaded."""
+    eviction: str = setting(
+        "auto",
+        ClassName(ONLINE_EVICTION, eviction_kind),
+        "Which resident expert is evicted first: {allowed}, or a plug-in's MODULE:CLASS.",
+        option="--eviction",
+    )
     """The eviction policy, which chooses the resident expert to evict. auto: the policy of several that has the fewest
-    misses at present."""
-    score_window: int = 64
+    misses at present. Or a plug-in's MODULE:CLASS."""
+    score_window: int = setting(64, Count(0), "With --eviction score: steps over which scores are averaged.")
     """For the eviction `score`: the number of earlier steps over which scores are averaged (the papers' n)."""
-    cache_weights: tuple[float, ...] | None = None
+    cache_weights: tuple[float, ...] | None = setting(
+        None,
+        Numbers("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
+        "With --eviction multidimensional: lru, lfu, lhu, fld, e.g. 0.4,0.3,0.2,0.1.",
+        left_out="as smoe tune --cache found for the model, else the usual weights",
+        owner="eviction",
+    )
     """For the eviction `multidimensional`: the weights of the last use (lru), the uses (lfu), the uses in high
     precision (lhu) and the distance to the layer (fld). None: those that `smoe tune --cache` found for this model, else
     the usual ones."""
-    cache_records: str | None = None
+    cache_records: str | None = setting(
+        None,
+        Choice(*CACHE_RECORDS),
+        "With --eviction multidimensional: count uses in this sequence, or all.",
+        left_out="sequence",
+        owner="eviction",
+    )
     """For the eviction `multidimensional`: whether uses are counted in this sequence (the default) or since the
     start."""
-    expert_cache: str = "budget"
+    expert_cache: str = setting(
+        "budget", Choice(*EXPERT_CACHE), "Experts that stay resident: as many as fit, or one token's choice."
+    )
     """How many experts stay resident. budget: as many as fit; top-k: as many as one token chooses in one layer, besides
     those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
-    pools: str = "global"
+    pools: str = setting(
+        "global",
+        Choice(*POOLS),
+        "One pool of slots for all layers, or one for each layer: {allowed}.",
+        option="--pools",
+    )
     """Which slots a layer may use. global: all; layer: its own share."""
-    prefetch: str = "auto"
+    prefetch: str = setting(
+        "auto",
+        ClassName(PREFETCH, predictor_kind),
+        "How the next experts are predicted and loaded early: {allowed}, or a plug-in's MODULE:CLASS.",
+        option="--prefetch",
+    )
     """The predictor whose experts are loaded before their layer runs, in decode. auto, for experts of at least 1 MiB
     and while measured times show a gain: next-gate on a CPU; look-ahead on a device, where the next layer's attention
-    costs little."""
-    prefetch_trial: bool | None = None
+    costs little. Or a plug-in's MODULE:CLASS."""
+    prefetch_trial: bool | None = setting(
+        None,
+        Switch(),
+        "Prefetch only while measured times show a gain.",
+        left_out="true with --prefetch auto, else false",
+    )
     """Whether to prefetch in decode only while measured times show a gain. None: only if `prefetch` is auto."""
-    prefetch_asked: str | None = None
+    prefetch_asked: str | None = setting(
+        None,
+        Choice(*ASKED),
+        "Run expert-mlp and its like before the experts, or concurrently.",
+        left_out="before, or first-expert with --preset duoserve",
+        owner="prefetch",
+    )
     """When a predictor runs that uses only the routers' choices. before: between router and experts (the default);
     beside: concurrently with the experts, on another thread; first-expert: likewise, but its loads begin when the first
     expert is done (DuoServe-MoE, section 5.3)."""
-    prefetch_what: str = "top-score"
+    prefetch_what: str = setting(
+        "top-score", Choice(*PREFETCH_WHAT), "Which predicted experts are loaded: those of top score, or all."
+    )
     """Which predicted experts are loaded. top-score: those predicted to be top-score by `alpha` (all if it is 0);
     chosen: all that are predicted to be chosen."""
-    prefetch_depth: int | None = None
+    prefetch_depth: int | None = setting(
+        None,
+        Count(1, MOST_PREFETCH_DEPTH),
+        "With --prefetch stacked-gates, corrected-gates: layers ahead, at most.",
+        left_out=str(DEFAULT_PREFETCH_DEPTH),
+        owner="prefetch",
+    )
     """For the prefetch `stacked-gates` or `corrected-gates`: the greatest number of layers to predict in advance
     (HOBBIT's p). None: `DEFAULT_PREFETCH_DEPTH`. A layer is predicted only once all predicted experts of the layers
     before it are in memory."""
-    shadow_precision: str | None = None
+    shadow_precision: str | None = setting(
+        None,
+        Choice(*PRECISION[1:]),
+        "With --prefetch shadow: the precision of the draft model.",
+        left_out=DEFAULT_SHADOW,
+        owner="prefetch",
+    )
     """For the prefetch `shadow`: the precision of the draft model, whose experts are in a file that `smoe pack
     --precision` wrote. None: int4."""
-    shadow_departure: str | None = None
+    shadow_departure: str | None = setting(
+        None,
+        Choice(*DEPARTURE),
+        "With --prefetch shadow: start a token from a prediction, or wait for it.",
+        left_out=DEPARTURE[0],
+        owner="prefetch",
+    )
     """For the prefetch `shadow`: whether the draft model begins the next token from its own prediction (at-once, the
     default) or once the model has sampled it (late: OD-MoE, section 3.2)."""
-    shadow_on: str | None = None
+    shadow_on: str | None = setting(
+        None,
+        Choice("main", "cluster"),
+        "With --prefetch shadow: on the coordinator (main) or in the cluster.",
+        left_out="cluster if it has a draft model, else main",
+        owner="prefetch",
+    )
     """For the prefetch `shadow`: whether the draft model runs on a thread of the coordinator (main) or on a machine of
     the `cluster`. None: in the cluster if one of its machines has a draft model, else on the coordinator."""
-    shadow_spares: int | None = None
+    shadow_spares: int | None = setting(
+        None,
+        Count(0, MOST_SHADOW_SPARES),
+        "With --prefetch shadow: experts predicted in addition, for each layer.",
+        left_out="0",
+        owner="prefetch",
+    )
     """For the prefetch `shadow`: the number of experts predicted per layer in addition to those that the draft model
     chooses. None: 0."""
-    balance: str = "none"
+    balance: str = setting(
+        "none",
+        Choice(*BALANCE),
+        "With a GPU: which missing experts the CPU computes: {allowed}.",
+        option="--balance",
+    )
     """How to choose the missing experts that the CPU computes, on a machine with a device (SMoE's CPU-load balancer).
     Layers that use it have results of grade E2."""
-    balance_order: str = "score"
+    balance_order: str = setting(
+        "score", Choice(*BALANCE_ORDER), "Which experts are loaded first where the CPU computes others."
+    )
     """Which missing experts are loaded first: those of the highest score, or of the most tokens."""
-    cluster: str | None = None
-    """The name of a cluster, whose workers compute experts that are not in this machine's memory (`smoe cluster`)."""
-    placement: str | None = None
-    """For a cluster: the method that assigns experts to machines. None: finish."""
-    cluster_workers: int = 1
-    """For a cluster: the number of workers that must have connected before the first token; more may connect later."""
-    cluster_timeout_seconds: float = 60.0
-    """For a cluster: the seconds to wait for these workers."""
-    cluster_verify: float = 0.0
-    """For a cluster: the share of the workers' results that this machine recomputes when it has time. A worker whose
-    bits differ is excluded."""
-    recent_costs: int = RECENT
+    recent_costs: int = setting(RECENT, Count(), "How many recent loads and computations the balancer averages.")
     """The number of recent loads and CPU computations whose mean is the balancer's cost (the papers' p)."""
-    prefill_balance: bool = True
+    prefill_balance: bool = setting(
+        True, Switch(), "Where the CPU computes missing experts: let it compute for prompts, too."
+    )
     """Whether the CPU also computes missing experts of prompts: those with few tokens, as long as that shortens the
     layer."""
-    prefill_keep: str = "last-uses"
+    prefill_keep: str = setting(
+        "last-uses", Choice(*PREFILL_KEEP), "Experts resident after a prompt: by its last tokens, or by --eviction."
+    )
     """Which experts stay in the cache after a prompt. last-uses: in each layer those that its last tokens use most;
     eviction: those that the eviction policy prefers, over all layers."""
-    direct_io: str = "auto"
+    cluster: str | None = setting(
+        None,
+        Text(),
+        "Name of a cluster (smoe cluster up) whose workers compute the experts missing on this machine.",
+        option="--cluster",
+        left_out="none",
+    )
+    """The name of a cluster, whose workers compute experts that are not in this machine's memory (`smoe cluster`)."""
+    placement: str | None = setting(
+        None,
+        Choice(*PLACEMENT),
+        "With --cluster: each expert where it finishes first, or workers in turn.",
+        left_out="finish",
+    )
+    """For a cluster: the method that assigns experts to machines. None: finish."""
+    cluster_workers: int = setting(
+        1, Count(0, 1000), "With --cluster: how many workers must be there before the first token."
+    )
+    """For a cluster: the number of workers that must have connected before the first token; more may connect later."""
+    cluster_timeout_seconds: float = setting(
+        60.0,
+        Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
+        "With --cluster: how long to wait for workers.",
+    )
+    """For a cluster: the seconds to wait for these workers."""
+    cluster_verify: float = setting(
+        0.0,
+        Number("a number from 0 (none) to 1 (all), as 1/64", lambda value: 0 <= value <= 1),
+        "With --cluster: the share of workers' results recomputed here, such as 1/64.",
+    )
+    """For a cluster: the share of the workers' results that this machine recomputes when it has time. A worker whose
+    bits differ is excluded."""
+    direct_io: str = setting(
+        "auto", Choice(*DIRECT_IO), "Bypass the page cache; auto: unless free RAM holds the whole model."
+    )
     """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
-
-    preload: bool | None = None
+    preload: bool | None = setting(
+        None,
+        Switch(),
+        "Read every expert in the background as soon as the model is loaded.",
+        left_out="true if the budget holds every expert",
+    )
     """Whether every expert is read in the background once the model is loaded, after all other reads. None: if the
     budget holds all experts."""
-    precision: str = "auto"
-    """The precision of the routed experts, from a file that `smoe pack --precision` wrote (lossy). auto: the
-    checkpoint's."""
-    low_precision: str = "none"
-    """The precision of additional copies, from a file that `smoe pack --precision` wrote, which replace missing experts
-    of little importance (HOBBIT, arXiv 2411.01433). none: no such copies."""
-    low_share: float = DEFAULT_LOW_SHARE
-    """The share of the slots' bytes that holds low-precision copies."""
-    low_threshold: float = 1.0
-    """HOBBIT's T1: a missing expert is replaced by its low-precision copy if the token's larger routing weights sum to
-    more than this (lossy). 1: never."""
-    skip_threshold: float = 1.0
-    """HOBBIT's T2: a missing expert is dropped if the token's larger routing weights sum to more than this (lossy). 1:
-    never."""
-    precision_shares: tuple[float, ...] | None = None
-    """The percentages of a token's choices to serve by full copies, by low-precision copies, and not at all. The
-    model's importance profile (`load/importance_profile.py`) converts them to thresholds; without one, the given
-    thresholds apply."""
-    low_meanwhile: bool = False
-    """Whether a low-precision copy in memory serves a missing expert that deserves its full copy, which is loaded
-    meanwhile. Lossy."""
-    max_perplexity_increase: float | None = None
-    """The increase of perplexity, as a share (0.01 is one per cent), within which every miss is resolved in the fastest
-    way. The ways are a resident substitute, a low-precision copy, a load, the CPU, or dropping the expert. Their
-    quality costs come from `smoe tune --prices`. Lossy. None: other settings decide about misses."""
-    tpot_seconds: float | None = None
-    """The seconds per token within which misses are resolved at the least quality cost, otherwise as for
-    `max_perplexity_increase`."""
-    upgrade: bool = False
-    """Whether full copies of experts that low-precision copies have served are loaded while nothing else is read."""
-    activations: str = AUTO
-    """The precision of activations that quantized weights multiply on a CPU. bf16 (or dtype): not rounded; int8: 8
-    bits, with a scale per 16 to 128 values; auto: int8 if kernels for it are proven here, else bf16."""
-    dense_precision: str = "as-stored"
-    """The precision of quantized weights other than experts: as stored in the file, or converted to `dtype` when they
-    are loaded."""
-    kernels: str = "auto"
+    profile: str = setting(
+        "rtx-a6000",
+        Text(),
+        "With --device emulated: the device whose times are emulated (rtx-a6000, rtx-4060-ti, ... or a JSON file). "
+        "With smoe plan: the machine to forecast for.",
+        option="--profile",
+    )
+    """The profile of the device `emulated`: the name of a built-in one, or a JSON file."""
+    dilation: float | None = setting(
+        None,
+        Number("a number of at least 1", lambda value: value >= 1),
+        "With --device emulated: how many times slower than reported it runs.",
+        left_out="as fast as this machine allows",
+        owner="device",
+    )
+    """The factor by which the device `emulated` runs slower than it reports. None: as much as this machine needs."""
+    emulated_expert_bytes: int | None = setting(
+        None,
+        Size(),
+        "With --device emulated: use the times of experts of this size.",
+        left_out="the model's own",
+        owner="device",
+    )
+    """The size of an expert in bytes by which the device `emulated` times transfers and computation. None: its real
+    size."""
+    kernels: str = setting(
+        "auto",
+        Choice(*KERNELS),
+        "Kernels for products of few rows and attention of one token: {allowed}. native gives torch's bits; own-order "
+        "adds in another order: equal up to rounding, and faster in RAM.",
+        option="--kernels",
+    )
     """The kernels for matrix products with few rows and for attention of one token, on a CPU in bf16.
 
     torch: the library. native: smoe's kernels where they were found to give torch's bits. own-order: smoe's kernels,
@@ -200,24 +409,150 @@ class EngineConfig:
     On a GPU, in bf16, fp16 and fp32: the kernels for experts with few tokens. torch: the library; native: smoe's where
     they are proven; auto: smoe's if they are also not slower.
     """
-    alpha: float = 0.0
+    alpha: float = setting(
+        0.0,
+        Number("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
+        "LOSSY above 0: replace missing experts of low score by resident ones (0.3 is usual). Without a preset it "
+        "means --preset smoe with this alpha. Default of --preset smoe: the alpha that smoe tune found for the model, "
+        "else 0.3.",
+        option="--alpha",
+        replaces={"alpha_as_priced": False},
+    )
     """SMoE's substitution threshold (lossy). Experts chosen with scores below (1 + alpha) times that of rank k+1 may
     be replaced by resident ones with scores above (1 - alpha) times it. 0: never. `smoe eval` measures its quality
     cost."""
-    alpha_as_priced: bool = False
+    alpha_as_priced: bool = setting(
+        False, Switch(), "Use the alpha that smoe tune found for the model, where there is one."
+    )
     """Whether to use the alpha whose quality cost was measured for this model (`load/priced_alpha.py`); `alpha` applies
     only without one."""
-    substitutes: str = "replace"
+    substitutes: str = setting(
+        "replace", Choice("replace", "drop"), "How a missing expert of low score is resolved with --alpha."
+    )
     """How a missing low-score expert is resolved: replace: by a resident expert; drop: without a replacement."""
-    substitute_weights: str = "own"
+    substitute_weights: str = setting(
+        "own",
+        Choice("own", "inherited"),
+        "A substitute's routing weight: by its score, or the missing expert's.",
+    )
     """The routing weight of a substitute: own: by its own score and the router's rule; inherited: that of the expert
     that it replaces."""
-    share_substitutes: bool = True
+    share_substitutes: bool = setting(
+        True, Switch(), "In a batch, prefer substitutes that serve several of its sequences."
+    )
     """Whether a batch prefers substitutes that serve several of its sequences."""
-
-    turn_timeout_seconds: float | None = None
+    low_precision: str = setting(
+        "none",
+        Choice(*LOW_PRECISION),
+        "LOSSY: missing experts of little importance are loaded in fewer bits, as smoe pack --precision wrote them: "
+        "int8, int4, int3, int2. Without a preset it means --preset hobbit with this precision.",
+        option="--low-precision",
+        panel=LOW,
+    )
+    """The precision of additional copies, from a file that `smoe pack --precision` wrote, which replace missing experts
+    of little importance (HOBBIT, arXiv 2411.01433). none: no such copies."""
+    low_share: float = setting(
+        0.15,
+        Share("a number above 0 and below 1", lambda value: 0 < value < 1),
+        "Share of the slots' bytes for low-precision copies. \\[default: 15%]",
+        option="--low-share",
+        panel=LOW,
+        owner="low_precision",
+    )
+    """The share of the slots' bytes that holds low-precision copies."""
+    precision_shares: tuple[float, ...] | None = setting(
+        None,
+        Numbers(
+            "three numbers whose sum is 100, for own copies, low copies (above 0) and none, as 67, 30, 3",
+            lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
+        ),
+        "Per cent of a token's experts that are computed in full precision, in low precision, not at all; by the "
+        "model's profile (smoe tune --shares). With --preset hobbit 67,30,3.",
+        option="--precision-shares",
+        left_out="none",
+        panel=LOW,
+        form="OWN,LOW,NONE",
+        owner="low_precision",
+        replaces={"low_threshold": 1.0, "skip_threshold": 1.0},
+    )
+    """The percentages of a token's choices to serve by full copies, by low-precision copies, and not at all. The
+    model's importance profile (`load/importance_profile.py`) converts them to thresholds; without one, the given
+    thresholds apply."""
+    low_threshold: float = setting(
+        1.0,
+        Number("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
+        "Instead of --precision-shares: use a low-precision copy above this unimportance (T1), 0 to 1.",
+        option="--low-threshold",
+        panel=LOW,
+        owner="low_precision",
+        replaces={"precision_shares": None},
+    )
+    """HOBBIT's T1: a missing expert is replaced by its low-precision copy if the token's larger routing weights sum to
+    more than this (lossy). 1: never."""
+    skip_threshold: float = setting(
+        1.0,
+        Number("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
+        "LOSSY: drop a missing expert above this unimportance (T2).",
+        option="--skip-threshold",
+        panel=LOW,
+        replaces={"precision_shares": None},
+    )
+    """HOBBIT's T2: a missing expert is dropped if the token's larger routing weights sum to more than this (lossy). 1:
+    never."""
+    max_perplexity_increase: float | None = setting(
+        None,
+        Share("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1, most_typed=0.5),
+        "LOSSY: resolve every miss in the cheapest way within this quality cost, such as 1%: a substitute, a "
+        "low-precision copy, the CPU, loading the expert, dropping it (needs smoe tune --prices). With smoe tune: the "
+        "bound for alpha.",
+        option="--max-perplexity-increase",
+        left_out="no bound",
+        panel=LOW,
+    )
+    """The increase of perplexity, as a share (0.01 is one per cent), within which every miss is resolved in the fastest
+    way. The ways are a resident substitute, a low-precision copy, a load, the CPU, or dropping the expert. Their
+    quality costs come from `smoe tune --prices`. Lossy. None: other settings decide about misses."""
+    tpot_seconds: float | None = setting(
+        None,
+        Number("a number of seconds above 0", lambda value: 0 < value < math.inf),
+        "Resolve misses within this many seconds a token (generate: --tpot).",
+        left_out="no bound",
+        replaces={"max_perplexity_increase": None},
+    )
+    """The seconds per token within which misses are resolved at the least quality cost, otherwise as for
+    `max_perplexity_increase`."""
+    low_meanwhile: bool = setting(
+        False,
+        Switch(),
+        "Use a low-precision copy in memory for important experts, too, while the full ones are read.",
+        option="--low-meanwhile",
+        panel=LOW,
+        owner="low_precision",
+    )
+    """Whether a low-precision copy in memory serves a missing expert that deserves its full copy, which is loaded
+    meanwhile. Lossy."""
+    upgrade: bool = setting(
+        False,
+        Switch(),
+        "While the disk is idle, load the full copies of experts that were computed in low precision.",
+        option="--upgrade",
+        panel=LOW,
+        owner="low_precision",
+    )
+    """Whether full copies of experts that low-precision copies have served are loaded while nothing else is read."""
+    turn_timeout_seconds: float | None = setting(
+        None,
+        Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
+        "How long a request waits for another thread's request to end.",
+        left_out="no limit",
+    )
     """The seconds that a request waits for another thread's request to end; 0: not at all. None: without limit."""
-    reproducible: bool = False
+    reproducible: bool = setting(
+        False,
+        Switch(),
+        "Write the same text every time, also with --alpha; impossible with --preset balanced.",
+        option="--reproducible",
+    )
     """Whether every run gives the same text, also if experts are substituted. Residency then never depends on timing,
     so decode does not prefetch. Without substitution the text is the same anyway, unless `kernels` auto chooses
     own-order by measured times; with this setting it uses torch's bits."""
@@ -269,171 +604,39 @@ class EngineConfig:
         return [reason for reason, applies in reasons.items() if applies]
 
     def __post_init__(self) -> None:
-        for name in (*LIMITS, *CHOICES, *SWITCHES, *NUMBERS):
+        for name, each in SETTINGS.items():
             value = getattr(self, name)
-            is_left_out = value is None and getattr(EngineConfig, name) is None
-            if is_left_out or is_allowed(name, value):
-                continue
-            if name in KINDS and isinstance(value, str):
-                KINDS[name](value)  # raises for a name that is no class or plug-in
-                continue
-            if name in CHOICES:
-                raise ConfigError.no_choice(name, value, CHOICES[name])
-            raise ConfigError.out_of_bounds(name, value, allowed_of(name))
-        self._check_together()
+            if not (value is None and DEFAULTS[name] is None) and not each.allowed.admits(value):
+                raise each.allowed.refusal(name, value)
+        for name, each in SETTINGS.items():
+            value = getattr(self, name)
+            if each.owner and value != DEFAULTS[name] and not belongs_to(name, getattr(self, each.owner)):
+                raise ConfigError.idle(name, value, owner_in_words(name))
+        check_together(self)
 
-    def _check_together(self) -> None:
-        """Raise `ConfigError` for settings that exclude each other or need another."""
-        if self.memory_bytes is not None and self.resident_share is not None:
-            raise ConfigError(
-                f"a budget of {format_bytes(self.memory_bytes)} and {100 * self.resident_share:.3g}% of the experts "
-                "both set the memory; give one of `memory` and `resident`",
-                setting="resident_share",
-                given=self.resident_share,
-                allowed="only without `memory`",
-            )
-        if self.count == "process" and (self.memory_bytes is None or self.device in ("cuda", EMULATED)):
-            raise ConfigError(
-                "`count` process means that `memory` is the size of the whole process, on a CPU; give `memory`, and no "
-                "`device` with a memory of its own",
-                setting="count",
-                given=self.count,
-                allowed="process with `memory` on a CPU",
-            )
-        for name, owner in OWNERS.items():
-            if getattr(self, name) is not None and not belongs_to(name, getattr(self, owner)):
-                needed = f"`{owner}` {' or '.join(values_of_owner(name))}"
-                raise ConfigError.idle(name, getattr(self, name), needed)
-        if self.expert_cache != "budget" and (self.resident_share is not None or self.has_low):
-            other = "resident_share" if self.resident_share is not None else "low_precision"
-            raise ConfigError(
-                f"`expert_cache` {self.expert_cache} keeps no experts resident, which excludes `{other}`: leave out "
-                "one of the two",
-                setting="expert_cache",
-                given=self.expert_cache,
-                allowed=f"budget with `{other}`",
-            )
-        self._check_activations()
-        self._check_low()
-        self._check_cluster()
-        self._check_shadow()
-        if self.device == "cpu" and self.balance not in ("auto", "none"):
-            raise UnpreparedError(
-                f"`balance` {self.balance} (an option, or part of a preset) needs a device in addition to the CPU: "
-                "use `device` cuda or `device` emulated, or another preset",
-                setting="balance",
-                given=self.balance,
-                allowed="auto or none on a CPU",
-            )
-        if self.reproducible and self.alpha > 0 and not eviction_kind(self.eviction).is_orderless:
-            allowed = " or ".join(name for name in ONLINE_EVICTION if eviction_kind(name).is_orderless)
-            raise ConfigError(
-                f"with `reproducible` and an alpha above 0, `eviction` {self.eviction} would depend on the order in "
-                f"which loads finish; use `eviction` {allowed}",
-                setting="eviction",
-                given=self.eviction,
-                allowed=allowed,
-            )
 
-    def _check_cluster(self) -> None:
-        """Raise `ConfigError` if `cluster` is combined with another setting that decides about missing experts."""
-        if self.cluster is None:
-            return
-        others = {
-            "balance": self.balance not in ("auto", "none"),
-            "reproducible": self.reproducible and self.alpha > 0,
-            "device": self.device == EMULATED,
-            "max_perplexity_increase": self.prices_answers,
-        }
-        for name in (name for name, is_given in others.items() if is_given):
-            raise ConfigError(
-                f"with a `cluster` its workers compute what is missing, which does not go with `{name}` "
-                f"{getattr(self, name)}: leave one of the two out",
-                setting=name,
-                given=getattr(self, name),
-                allowed="only without `cluster`",
-            )
+SETTINGS: dict[str, Setting] = {each.name: each.metadata["setting"] for each in fields(EngineConfig)}
+"""All settings by name."""
+DEFAULTS = {each.name: each.default for each in fields(EngineConfig)}
+"""The default of each setting."""
 
-    def _check_shadow(self) -> None:
-        """Raise `ConfigError` unless the draft model has a lower precision than the model."""
-        fewer = PRECISION[PRECISION.index(self.precision) + 1 :]
-        wanted = self.shadow_precision or DEFAULT_SHADOW
-        if self.prefetch == SHADOW and wanted not in fewer:
-            raise ConfigError(
-                f"`shadow_precision` {wanted} is not lower than `precision` {self.precision}; choose one of: "
-                f"{', '.join(fewer) or '(there is none)'}",
-                setting="shadow_precision",
-                given=self.shadow_precision,
-                allowed=", ".join(fewer),
-            )
 
-    def _check_low(self) -> None:
-        """Raise `ConfigError` for settings of low-precision copies without such copies, for copies that do not have
-        fewer bits, or if T1 is above T2."""
-        for name in ("low_threshold", "precision_shares", "low_meanwhile", "upgrade", "low_share"):
-            if getattr(self, name) != getattr(EngineConfig, name) and not self.has_low:
-                raise ConfigError.idle(name, getattr(self, name), "`low_precision` int4, or another")
-        self._check_answers()
-        if not self.has_low:
-            return
-        lower = PRECISION[PRECISION.index(self.precision) + 1 :]
-        if self.low_precision not in lower:
-            raise ConfigError(
-                f"`low_precision` {self.low_precision} is not lower than `precision` {self.precision}; choose one of: "
-                f"{', '.join(('none', *lower))}",
-                setting="low_precision",
-                given=self.low_precision,
-                allowed=", ".join(("none", *lower)),
-            )
-        if self.low_threshold > self.skip_threshold:
-            raise ConfigError(
-                f"`low_threshold` {self.low_threshold:g} is above `skip_threshold` {self.skip_threshold:g}: experts "
-                "would be dropped that are too important for a low-precision copy; give at most that, or a higher "
-                "`skip_threshold`",
-                setting="low_threshold",
-                given=self.low_threshold,
-                allowed=f"at most {self.skip_threshold:g}",
-            )
+def belongs_to(name: str, value: str) -> bool:
+    """Return whether a setting has an effect if its owner has this value."""
+    owner = SETTINGS[name].owner
+    if owner == "device":
+        return value == EMULATED
+    if owner == "low_precision":
+        return value != "none"
+    allowed = SETTINGS[owner].allowed
+    assert isinstance(allowed, ClassName), owner
+    return name in allowed.find(value).settings
 
-    def _check_answers(self) -> None:
-        """Raise `ConfigError` if a limit of perplexity or time is combined with other settings that decide about
-        misses."""
-        if not self.prices_answers:
-            return
-        budget = "max_perplexity_increase" if self.max_perplexity_increase is not None else "tpot_seconds"
-        others = {
-            "tpot_seconds": budget != "tpot_seconds" and self.tpot_seconds is not None,
-            "alpha": self.alpha > 0 or self.alpha_as_priced,
-            "low_threshold": self.low_threshold < 1,
-            "skip_threshold": self.skip_threshold < 1,
-            "low_meanwhile": self.low_meanwhile,
-            "reproducible": self.reproducible,
-        }
-        for name in (name for name, is_given in others.items() if is_given):
-            raise ConfigError(
-                f"`{budget}` decides by measured times what becomes of every miss, and does not go with `{name}` (an "
-                "option, or part of a preset): leave one of the two out, or use `preset` balanced",
-                setting=budget,
-                given=getattr(self, budget),
-                allowed=f"only without `{name}`",
-            )
 
-    def _check_activations(self) -> None:
-        """Raise `ConfigError` if int8 activations are combined with a device, kernels or dtype that cannot use them."""
-        if self.activations != INT8:
-            return
-        allowed: dict[str, tuple[str, ...]] = {
-            "device": ("auto", "cpu"),
-            "kernels": ("auto", "native"),
-            "dtype": ("auto", "bfloat16"),
-        }
-        for name, choices in allowed.items():
-            if getattr(self, name) not in choices:
-                other = f"`{name}` {getattr(self, name)}"
-                raise ConfigError(
-                    f"`activations` {self.activations} is for smoe's own kernels on a CPU, in bfloat16, and does not "
-                    f"go with {other}: leave one of the two out",
-                    setting="activations",
-                    given=self.activations,
-                    allowed=f"{BF16} with {other}",
-                )
+def owner_in_words(name: str) -> str:
+    """Return the owner of a setting with the values that the setting needs."""
+    owner = SETTINGS[name].owner
+    allowed = SETTINGS[owner].allowed
+    if not isinstance(allowed, ClassName):
+        return {"device": f"`device` {EMULATED}", "low_precision": "`low_precision` int4, or another"}[owner]
+    return f"`{owner}` {' or '.join(value for value in allowed.names if belongs_to(name, value))}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from smoe.bounds import BF16, OWNERS, belongs_to
-from smoe.config import DEFAULT_ALPHA, EngineConfig
+from smoe.bounds import BF16
+from smoe.config import DEFAULT_ALPHA, SETTINGS, EngineConfig, belongs_to
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
 from smoe.policy.registry import EXPERT_MLP, SHADOW
-from smoe.unknown_setting import SETTINGS, unknown_setting
+from smoe.unknown_setting import unknown_setting
 
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -109,13 +109,6 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     given = {name: value for name, value in switches.items() if value is not None}
     if given.get("activations") == "dtype":
         given["activations"] = BF16
-    if "tpot_seconds" in given and "max_perplexity_increase" not in given:
-        given = {"max_perplexity_increase": None} | given  # instead of the preset's
-    if "prefetch" in given:  # the preset's settings for another predictor would have no effect
-        others = [name for name in PRESETS[preset] if OWNERS.get(name) == "prefetch"]
-        given = {name: None for name in others if not belongs_to(name, given["prefetch"])} | given
-    if "alpha" in given:
-        given = {"alpha_as_priced": False} | given
     thresholds = [name for name in ("low_threshold", "skip_threshold") if name in given]
     if "precision_shares" in given and thresholds:
         raise ConfigError(
@@ -125,11 +118,17 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
             given=given[thresholds[0]],
             allowed="only without `precision_shares`",
         )
-    if "precision_shares" in given:
-        given = dict.fromkeys(("low_threshold", "skip_threshold"), 1.0) | given
-    elif thresholds:
-        given = {"precision_shares": None} | given
-    return EngineConfig(**(PRESETS[preset] | given))
+    replaced: dict[str, Any] = {}
+    for name in given:
+        replaced |= SETTINGS[name].replaces
+        replaced |= {other: None for other in PRESETS[preset] if _is_idle(other, name, given[name])}
+    return EngineConfig(**(PRESETS[preset] | replaced | given))
+
+
+def _is_idle(setting: str, owner: str, value: Any) -> bool:
+    """Return whether a preset's setting has no effect if its owner is given with this value."""
+    is_owned = SETTINGS[setting].owner == owner and owner in ("eviction", "prefetch")
+    return is_owned and not belongs_to(setting, value)
 
 
 def without_low_copies(config: EngineConfig) -> EngineConfig:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from difflib import get_close_matches
 
-from smoe.config import EngineConfig
+from smoe.config import SETTINGS
 from smoe.errors import ConfigError
 
-SETTINGS = frozenset(field.name for field in fields(EngineConfig))
-"""The names of all settings."""
 _SHORT = {"memory_bytes": "memory", "resident_share": "resident", "host_memory_bytes": "host_memory"}
 """The names of some settings as arguments of `from_pretrained`."""
 _NAMES = sorted({_SHORT.get(name, name) for name in SETTINGS} | {"preset", "revision"})

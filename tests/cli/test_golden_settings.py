@@ -1,6 +1,6 @@
-"""What a user sees of the settings: options with their help, `--set help`, and errors, as `golden_settings.txt` has them.
+"""What users see of settings: options with their help, `--set help`, and errors, as in `golden_settings.txt`.
 
-Would catch a text that changes unintentionally. After a change that is meant: `python -m tests.cli.test_golden_settings`.
+Would catch a text that changes unintentionally. After an intended change: `python -m tests.cli.test_golden_settings`.
 """
 
 from __future__ import annotations

@@ -47,8 +47,10 @@ class MachineOptions(EngineOptions):
     """The engine's options for a plan: a profile alone selects the machine to plan for."""
 
     def config(self, sequences: int = 1) -> EngineConfig:
-        is_named = self.profile is not None and self.device is None
-        return EngineOptions.config(replace(self, device=EMULATED) if is_named else self, sequences)
+        options: Any = self
+        if self.profile is not None and self.device is None:
+            options = replace(options, device=EMULATED)
+        return EngineOptions.config(options, sequences)
 
 
 def command(engine: MachineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smoe.cli.options import EngineOptions
-from smoe.cli.settings import value_of
+from smoe.config import SETTINGS
 from smoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def tune_shares(
     from smoe.load.importance_profile import remember
     from smoe.models.files import fetch
 
-    wanted = value_of("precision_shares", "tuple", shares)
+    wanted = SETTINGS["precision_shares"].allowed.parse("precision_shares", shares)
     EngineOptions(low_precision="int4", precision_shares=shares).config()  # checks bounds before minutes of reading
     if len(traces) + (text is not None) > 1:
         message = "--text and --trace both give the data to profile; give one of them"

@@ -1,0 +1,171 @@
+"""The rules about several settings of `EngineConfig`: those that exclude each other, and those that need each other.
+
+A setting that has no effect without another one is declared with its `owner` (`settings.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smoe.bounds import BF16, DEFAULT_SHADOW, EMULATED, INT8, PRECISION
+from smoe.errors import ConfigError, UnpreparedError
+from smoe.policy.registry import ONLINE_EVICTION, SHADOW, eviction_kind
+from smoe.units import format_bytes
+
+if TYPE_CHECKING:
+    from smoe.config import EngineConfig
+
+
+def check_together(config: EngineConfig) -> None:
+    """Raise `ConfigError` for settings that exclude or need each other."""
+    if config.memory_bytes is not None and config.resident_share is not None:
+        raise ConfigError(
+            f"a budget of {format_bytes(config.memory_bytes)} and {100 * config.resident_share:.3g}% of the experts "
+            "both set the memory; give one of `memory` and `resident`",
+            setting="resident_share",
+            given=config.resident_share,
+            allowed="only without `memory`",
+        )
+    if config.count == "process" and (config.memory_bytes is None or config.device in ("cuda", EMULATED)):
+        raise ConfigError(
+            "`count` process means that `memory` is the size of the whole process, on a CPU; give `memory`, and no "
+            "`device` with a memory of its own",
+            setting="count",
+            given=config.count,
+            allowed="process with `memory` on a CPU",
+        )
+    if config.expert_cache != "budget" and (config.resident_share is not None or config.has_low):
+        other = "resident_share" if config.resident_share is not None else "low_precision"
+        raise ConfigError(
+            f"`expert_cache` {config.expert_cache} keeps no experts resident, which excludes `{other}`: leave out "
+            "one of the two",
+            setting="expert_cache",
+            given=config.expert_cache,
+            allowed=f"budget with `{other}`",
+        )
+    _check_activations(config)
+    _check_low(config)
+    _check_cluster(config)
+    _check_shadow(config)
+    if config.device == "cpu" and config.balance not in ("auto", "none"):
+        raise UnpreparedError(
+            f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU: "
+            "use `device` cuda or `device` emulated, or another preset",
+            setting="balance",
+            given=config.balance,
+            allowed="auto or none on a CPU",
+        )
+    if config.reproducible and config.alpha > 0 and not eviction_kind(config.eviction).is_orderless:
+        allowed = " or ".join(name for name in ONLINE_EVICTION if eviction_kind(name).is_orderless)
+        raise ConfigError(
+            f"with `reproducible` and an alpha above 0, `eviction` {config.eviction} would depend on the order in "
+            f"which loads finish; use `eviction` {allowed}",
+            setting="eviction",
+            given=config.eviction,
+            allowed=allowed,
+        )
+
+
+def _check_cluster(config: EngineConfig) -> None:
+    """Raise `ConfigError` if `cluster` is combined with another setting that decides about missing experts."""
+    if config.cluster is None:
+        return
+    others = {
+        "balance": config.balance not in ("auto", "none"),
+        "reproducible": config.reproducible and config.alpha > 0,
+        "device": config.device == EMULATED,
+        "max_perplexity_increase": config.prices_answers,
+    }
+    for name in (name for name, is_given in others.items() if is_given):
+        raise ConfigError(
+            f"with a `cluster` its workers compute what is missing, which does not go with `{name}` "
+            f"{getattr(config, name)}: leave one of the two out",
+            setting=name,
+            given=getattr(config, name),
+            allowed="only without `cluster`",
+        )
+
+
+def _check_shadow(config: EngineConfig) -> None:
+    """Raise `ConfigError` unless the draft model has a lower precision than the model."""
+    fewer = PRECISION[PRECISION.index(config.precision) + 1 :]
+    wanted = config.shadow_precision or DEFAULT_SHADOW
+    if config.prefetch == SHADOW and wanted not in fewer:
+        raise ConfigError(
+            f"`shadow_precision` {wanted} is not lower than `precision` {config.precision}; choose one of: "
+            f"{', '.join(fewer) or '(there is none)'}",
+            setting="shadow_precision",
+            given=config.shadow_precision,
+            allowed=", ".join(fewer),
+        )
+
+
+def _check_low(config: EngineConfig) -> None:
+    """Raise `ConfigError` for settings of low-precision copies without such copies, for copies that do not have
+    fewer bits, or if T1 is above T2."""
+    _check_answers(config)
+    if not config.has_low:
+        return
+    lower = PRECISION[PRECISION.index(config.precision) + 1 :]
+    if config.low_precision not in lower:
+        raise ConfigError(
+            f"`low_precision` {config.low_precision} is not lower than `precision` {config.precision}; choose one of: "
+            f"{', '.join(('none', *lower))}",
+            setting="low_precision",
+            given=config.low_precision,
+            allowed=", ".join(("none", *lower)),
+        )
+    if config.low_threshold > config.skip_threshold:
+        raise ConfigError(
+            f"`low_threshold` {config.low_threshold:g} is above `skip_threshold` {config.skip_threshold:g}: experts "
+            "would be dropped that are too important for a low-precision copy; give at most that, or a higher "
+            "`skip_threshold`",
+            setting="low_threshold",
+            given=config.low_threshold,
+            allowed=f"at most {config.skip_threshold:g}",
+        )
+
+
+def _check_answers(config: EngineConfig) -> None:
+    """Raise `ConfigError` if a limit of perplexity or time is combined with other settings that decide about
+    misses."""
+    if not config.prices_answers:
+        return
+    budget = "max_perplexity_increase" if config.max_perplexity_increase is not None else "tpot_seconds"
+    others = {
+        "tpot_seconds": budget != "tpot_seconds" and config.tpot_seconds is not None,
+        "alpha": config.alpha > 0 or config.alpha_as_priced,
+        "low_threshold": config.low_threshold < 1,
+        "skip_threshold": config.skip_threshold < 1,
+        "low_meanwhile": config.low_meanwhile,
+        "reproducible": config.reproducible,
+    }
+    for name in (name for name, is_given in others.items() if is_given):
+        raise ConfigError(
+            f"`{budget}` decides by measured times what becomes of every miss, and does not go with `{name}` (an "
+            "option, or part of a preset): leave one of the two out, or use `preset` balanced",
+            setting=budget,
+            given=getattr(config, budget),
+            allowed=f"only without `{name}`",
+        )
+
+
+def _check_activations(config: EngineConfig) -> None:
+    """Raise `ConfigError` if int8 activations are combined with a device, kernels or dtype that cannot use them."""
+    if config.activations != INT8:
+        return
+    allowed: dict[str, tuple[str, ...]] = {
+        "device": ("auto", "cpu"),
+        "kernels": ("auto", "native"),
+        "dtype": ("auto", "bfloat16"),
+    }
+    for name, choices in allowed.items():
+        if getattr(config, name) not in choices:
+            other = f"`{name}` {getattr(config, name)}"
+            raise ConfigError(
+                f"`activations` {config.activations} is for smoe's own kernels on a CPU, in bfloat16, and does not "
+                f"go with {other}: leave one of the two out",
+                setting="activations",
+                given=config.activations,
+                allowed=f"{BF16} with {other}",
+            )

@@ -1,0 +1,224 @@
+"""The declaration of a setting: its type and default, the allowed values, its owner, its option and its help.
+
+`EngineConfig` (`config.py`) declares each setting once, as `name: type = setting(...)` with a docstring. All else
+follows from that: the checks of the dataclass and their errors, the options of the command line (`cli/options.py`),
+`--set NAME=VALUE` and `--set help` (`cli/settings.py`), and the table of docs/settings.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from smoe.errors import ConfigError
+from smoe.policy.eviction.base import Eviction
+from smoe.policy.prediction import PredictorKind
+from smoe.units import parse_bytes, parse_share
+
+MEMORY = "Memory"
+ENGINE = "Engine"
+LOW = "Low copies of missing experts (HOBBIT)"
+"""The groups of options in `--help`."""
+
+_TRUTH = {"true": True, "false": False, "on": True, "off": False}
+
+
+class Allowed(ABC):
+    """The allowed values of a setting."""
+
+    words: str
+    """The allowed values in words."""
+    typed: str
+    """The form of a value on the command line, in words; it differs from `words` if a value has a unit."""
+    option_type: type = str
+    """The type that the command line's parser makes of an option's value, which `parse` takes."""
+
+    @abstractmethod
+    def admits(self, value: Any) -> bool:
+        """Return whether `value` is allowed. Whether None is allowed depends on the default."""
+
+    @abstractmethod
+    def parse(self, name: str, text: Any) -> Any:
+        """Return the value that a text means; raise `ConfigError` if it means none. Bounds are checked elsewhere."""
+
+    def refusal(self, name: str, value: Any) -> ConfigError:
+        """Return the error for a value of the setting `name` that is not allowed."""
+        return ConfigError.out_of_bounds(name, value, self.words)
+
+
+class Text(Allowed):
+    """Any text."""
+
+    words = typed = "a text"
+
+    def admits(self, value: Any) -> bool:
+        return True
+
+    def parse(self, name: str, text: str) -> str:
+        return text
+
+
+class Choice(Allowed):
+    """One of some names."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.words = self.typed = ", ".join(names)
+
+    def admits(self, value: Any) -> bool:
+        return value in self.names
+
+    def parse(self, name: str, text: str) -> str:
+        return text
+
+    def refusal(self, name: str, value: Any) -> ConfigError:
+        return ConfigError.no_choice(name, value, self.names)
+
+
+class ClassName(Choice):
+    """The name of a class, which a plug-in may add."""
+
+    def __init__(self, names: tuple[str, ...], find: Callable[[str], type[Eviction] | type[PredictorKind]]) -> None:
+        super().__init__(*names)
+        self.find = find
+        """Returns the class of a name, or raises `ConfigError`."""
+
+    def admits(self, value: Any) -> bool:
+        """Raises `ConfigError` for a name of no class, which says more than this could return."""
+        return super().admits(value) or (isinstance(value, str) and bool(self.find(value)))
+
+
+class Switch(Allowed):
+    """True or false."""
+
+    words = typed = "true or false"
+    option_type: type = bool
+
+    def admits(self, value: Any) -> bool:
+        return isinstance(value, bool)
+
+    def parse(self, name: str, text: str) -> bool:
+        if text.lower() not in _TRUTH:
+            raise self.refusal(name, text)
+        return _TRUTH[text.lower()]
+
+
+class Count(Allowed):
+    """A whole number from `least` to `most` (None: without a bound)."""
+
+    option_type: type = int
+
+    def __init__(self, least: int = 1, most: int | None = None, of: str = "") -> None:
+        self._least, self._most = least, most
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        self.words = self.typed = f"a whole number{of} {bounds}"
+
+    def admits(self, value: Any) -> bool:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        return is_whole and self._least <= value and (self._most is None or value <= self._most)
+
+    def parse(self, name: str, text: str | int) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise self.refusal(name, text) from None
+
+
+class Size(Count):
+    """A number of bytes, which a text has with a unit."""
+
+    option_type: type = str
+
+    def __init__(self) -> None:
+        super().__init__(of=" of bytes")
+        self.typed = "a size, such as 9MiB"
+
+    def parse(self, name: str, text: str | int) -> int:
+        return parse_bytes(str(text), name)
+
+
+class Number(Allowed):
+    """A number for which `test` is true."""
+
+    option_type: type = float
+
+    def __init__(self, words: str, test: Callable[[float], bool]) -> None:
+        self.words = self.typed = words
+        self._test = test
+
+    def admits(self, value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and self._test(value)
+
+    def parse(self, name: str, text: str | float) -> float:
+        try:
+            above, is_fraction, below = str(text).partition("/")
+            return float(above) / float(below) if is_fraction else float(above)
+        except (ValueError, ZeroDivisionError):
+            raise self.refusal(name, text) from None
+
+
+class Share(Number):
+    """A number from 0 to 1, which a text may have in per cent."""
+
+    option_type: type = str
+
+    def __init__(self, words: str, test: Callable[[float], bool], most_typed: float = 1.0) -> None:
+        """`most_typed`: a text with more is refused, because its per cent sign was forgotten."""
+        super().__init__(words, test)
+        self._most = most_typed
+
+    def parse(self, name: str, text: str | float) -> float:
+        share = parse_share(str(text), name)
+        if share > self._most:
+            raise ConfigError(
+                f"`{name}` {text} means {share:.0%}; give at most {self._most:.0%}, such as 1% or 0.01",
+                setting=name,
+                given=text,
+                allowed=f"a share above 0 and at most {self._most:.0%}",
+            )
+        return share
+
+
+class Numbers(Allowed):
+    """Several numbers for which `test` is true together, with commas between them in a text."""
+
+    def __init__(self, words: str, test: Callable[[tuple[float, ...]], bool]) -> None:
+        self.words = self.typed = words
+        self._test = test
+
+    def admits(self, value: Any) -> bool:
+        return isinstance(value, tuple) and self._test(value)
+
+    def parse(self, name: str, text: str) -> tuple[float, ...]:
+        try:
+            return tuple(float(part) for part in text.split(","))
+        except ValueError:
+            raise self.refusal(name, text) from None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All about a setting but its type and default."""
+
+    allowed: Allowed
+    help: str
+    """What `--help` or `--set help` prints: the latter has room for a line."""
+    option: str = ""
+    """The option of the command line; empty: it is given by `--set`."""
+    panel: str = ENGINE
+    """The option's group."""
+    form: str | None = None
+    """The form of the option's value, if it is not obvious."""
+    left_out: str = ""
+    """In words, the value that stands for a default of None."""
+    owner: str = ""
+    """The setting without which this one has no effect, unless it has certain values (`belongs_to`)."""
+    replaces: Mapping[str, Any] = field(default_factory=dict)
+    """Values of other settings that replace those of a preset if this setting is given."""
+
+
+def setting(default: Any, allowed: Allowed, help: str, **more: Any) -> Any:
+    """Declare a field of `EngineConfig`; `more`: further fields of `Setting`."""
+    return field(default=default, metadata={"setting": Setting(allowed, help, **more)})
