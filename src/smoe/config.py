@@ -48,11 +48,11 @@ from smoe.policy.registry import (
 from smoe.settings import (
     LOW,
     MEMORY,
-    Choice,
     ClassName,
     Count,
     Number,
-    Numbers,
+    NumberTuple,
+    OneOf,
     Setting,
     Share,
     Size,
@@ -81,7 +81,7 @@ class EngineConfig:
     margin."""
     count: str = setting(
         "budget",
-        Choice("budget", "process"),
+        OneOf("budget", "process"),
         "Instead: the most that the whole process takes, interpreter and libraries included.",
         option="--process-memory",
         panel=MEMORY,
@@ -153,14 +153,14 @@ class EngineConfig:
     """The number of reading threads; two saturate a disk with requests of 4 MB. On a single CPU the default is one."""
     dtype: str = setting(
         "auto",
-        Choice(*DTYPES),
+        OneOf(*DTYPES),
         "Type to compute in: {allowed}; auto is the checkpoint's own.",
         option="--dtype",
     )
     """The data type of weights and activations. auto: the checkpoint's."""
     precision: str = setting(
         "auto",
-        Choice(*PRECISION),
+        OneOf(*PRECISION),
         "LOSSY: the experts in fewer bits, as smoe pack --precision wrote them: int8, int4, int3, int2.",
         option="--precision",
     )
@@ -168,7 +168,7 @@ class EngineConfig:
     checkpoint's."""
     activations: str = setting(
         AUTO,
-        Choice(*ACTIVATIONS),
+        OneOf(*ACTIVATIONS),
         "Activations that are multiplied with quantised weights on a CPU: int8 (8 bits), dtype (the model's own type). "
         "Default: the faster one; int8 only where its kernels pass a self-test.",
         option="--activations",
@@ -177,7 +177,7 @@ class EngineConfig:
     bits, with a scale per 16 to 128 values; auto: int8 if kernels for it are proven here, else bf16."""
     dense_precision: str = setting(
         "as-stored",
-        Choice("as-stored", "dtype"),
+        OneOf("as-stored", "dtype"),
         "Quantised weights other than experts: as stored, or converted to --dtype.",
     )
     """The precision of quantized weights other than experts: as stored in the file, or converted to `dtype` when they
@@ -194,7 +194,7 @@ class EngineConfig:
     """For the eviction `score`: the number of earlier steps over which scores are averaged (the papers' n)."""
     cache_weights: tuple[float, ...] | None = setting(
         None,
-        Numbers("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
+        NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
         "With --eviction multidimensional: lru, lfu, lhu, fld, e.g. 0.4,0.3,0.2,0.1.",
         left_out="as smoe tune --cache found for the model, else the usual weights",
         owner="eviction",
@@ -204,7 +204,7 @@ class EngineConfig:
     the usual ones."""
     cache_records: str | None = setting(
         None,
-        Choice(*CACHE_RECORDS),
+        OneOf(*CACHE_RECORDS),
         "With --eviction multidimensional: count uses in this sequence, or all.",
         left_out="sequence",
         owner="eviction",
@@ -212,13 +212,13 @@ class EngineConfig:
     """For the eviction `multidimensional`: whether uses are counted in this sequence (the default) or since the
     start."""
     expert_cache: str = setting(
-        "budget", Choice(*EXPERT_CACHE), "Experts that stay resident: as many as fit, or one token's choice."
+        "budget", OneOf(*EXPERT_CACHE), "Experts that stay resident: as many as fit, or one token's choice."
     )
     """How many experts stay resident. budget: as many as fit; top-k: as many as one token chooses in one layer, besides
     those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
     pools: str = setting(
         "global",
-        Choice(*POOLS),
+        OneOf(*POOLS),
         "One pool of slots for all layers, or one for each layer: {allowed}.",
         option="--pools",
     )
@@ -241,7 +241,7 @@ class EngineConfig:
     """Whether to prefetch in decode only while measured times show a gain. None: only if `prefetch` is auto."""
     prefetch_asked: str | None = setting(
         None,
-        Choice(*ASKED),
+        OneOf(*ASKED),
         "Run expert-mlp and its like before the experts, or concurrently.",
         left_out="before, or first-expert with --preset duoserve",
         owner="prefetch",
@@ -250,7 +250,7 @@ class EngineConfig:
     beside: concurrently with the experts, on another thread; first-expert: likewise, but its loads begin when the first
     expert is done (DuoServe-MoE, section 5.3)."""
     prefetch_what: str = setting(
-        "top-score", Choice(*PREFETCH_WHAT), "Which predicted experts are loaded: those of top score, or all."
+        "top-score", OneOf(*PREFETCH_WHAT), "Which predicted experts are loaded: those of top score, or all."
     )
     """Which predicted experts are loaded. top-score: those predicted to be top-score by `alpha` (all if it is 0);
     chosen: all that are predicted to be chosen."""
@@ -266,7 +266,7 @@ class EngineConfig:
     before it are in memory."""
     shadow_precision: str | None = setting(
         None,
-        Choice(*PRECISION[1:]),
+        OneOf(*PRECISION[1:]),
         "With --prefetch shadow: the precision of the draft model.",
         left_out=DEFAULT_SHADOW,
         owner="prefetch",
@@ -275,7 +275,7 @@ class EngineConfig:
     --precision` wrote. None: int4."""
     shadow_departure: str | None = setting(
         None,
-        Choice(*DEPARTURE),
+        OneOf(*DEPARTURE),
         "With --prefetch shadow: start a token from a prediction, or wait for it.",
         left_out=DEPARTURE[0],
         owner="prefetch",
@@ -284,7 +284,7 @@ class EngineConfig:
     default) or once the model has sampled it (late: OD-MoE, section 3.2)."""
     shadow_on: str | None = setting(
         None,
-        Choice("main", "cluster"),
+        OneOf("main", "cluster"),
         "With --prefetch shadow: on the coordinator (main) or in the cluster.",
         left_out="cluster if it has a draft model, else main",
         owner="prefetch",
@@ -302,14 +302,14 @@ class EngineConfig:
     chooses. None: 0."""
     balance: str = setting(
         "none",
-        Choice(*BALANCE),
+        OneOf(*BALANCE),
         "With a GPU: which missing experts the CPU computes: {allowed}.",
         option="--balance",
     )
     """How to choose the missing experts that the CPU computes, on a machine with a device (SMoE's CPU-load balancer).
     Layers that use it have results of grade E2."""
     balance_order: str = setting(
-        "score", Choice(*BALANCE_ORDER), "Which experts are loaded first where the CPU computes others."
+        "score", OneOf(*BALANCE_ORDER), "Which experts are loaded first where the CPU computes others."
     )
     """Which missing experts are loaded first: those of the highest score, or of the most tokens."""
     recent_costs: int = setting(RECENT, Count(), "How many recent loads and computations the balancer averages.")
@@ -320,7 +320,7 @@ class EngineConfig:
     """Whether the CPU also computes missing experts of prompts: those with few tokens, as long as that shortens the
     layer."""
     prefill_keep: str = setting(
-        "last-uses", Choice(*PREFILL_KEEP), "Experts resident after a prompt: by its last tokens, or by --eviction."
+        "last-uses", OneOf(*PREFILL_KEEP), "Experts resident after a prompt: by its last tokens, or by --eviction."
     )
     """Which experts stay in the cache after a prompt. last-uses: in each layer those that its last tokens use most;
     eviction: those that the eviction policy prefers, over all layers."""
@@ -334,7 +334,7 @@ class EngineConfig:
     """The name of a cluster, whose workers compute experts that are not in this machine's memory (`smoe cluster`)."""
     placement: str | None = setting(
         None,
-        Choice(*PLACEMENT),
+        OneOf(*PLACEMENT),
         "With --cluster: each expert where it finishes first, or workers in turn.",
         left_out="finish",
     )
@@ -357,7 +357,7 @@ class EngineConfig:
     """For a cluster: the share of the workers' results that this machine recomputes when it has time. A worker whose
     bits differ is excluded."""
     direct_io: str = setting(
-        "auto", Choice(*DIRECT_IO), "Bypass the page cache; auto: unless free RAM holds the whole model."
+        "auto", OneOf(*DIRECT_IO), "Bypass the page cache; auto: unless free RAM holds the whole model."
     )
     """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
     preload: bool | None = setting(
@@ -395,7 +395,7 @@ class EngineConfig:
     size."""
     kernels: str = setting(
         "auto",
-        Choice(*KERNELS),
+        OneOf(*KERNELS),
         "Kernels for products of few rows and attention of one token: {allowed}. native gives torch's bits; own-order "
         "adds in another order: equal up to rounding, and faster in RAM.",
         option="--kernels",
@@ -427,12 +427,12 @@ class EngineConfig:
     """Whether to use the alpha whose quality cost was measured for this model (`load/priced_alpha.py`); `alpha` applies
     only without one."""
     substitutes: str = setting(
-        "replace", Choice("replace", "drop"), "How a missing expert of low score is resolved with --alpha."
+        "replace", OneOf("replace", "drop"), "How a missing expert of low score is resolved with --alpha."
     )
     """How a missing low-score expert is resolved: replace: by a resident expert; drop: without a replacement."""
     substitute_weights: str = setting(
         "own",
-        Choice("own", "inherited"),
+        OneOf("own", "inherited"),
         "A substitute's routing weight: by its score, or the missing expert's.",
     )
     """The routing weight of a substitute: own: by its own score and the router's rule; inherited: that of the expert
@@ -443,7 +443,7 @@ class EngineConfig:
     """Whether a batch prefers substitutes that serve several of its sequences."""
     low_precision: str = setting(
         "none",
-        Choice(*LOW_PRECISION),
+        OneOf(*LOW_PRECISION),
         "LOSSY: missing experts of little importance are loaded in fewer bits, as smoe pack --precision wrote them: "
         "int8, int4, int3, int2. Without a preset it means --preset hobbit with this precision.",
         option="--low-precision",
@@ -462,7 +462,7 @@ class EngineConfig:
     """The share of the slots' bytes that holds low-precision copies."""
     precision_shares: tuple[float, ...] | None = setting(
         None,
-        Numbers(
+        NumberTuple(
             "three numbers whose sum is 100, for own copies, low copies (above 0) and none, as 67, 30, 3",
             lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
         ),

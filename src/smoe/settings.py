@@ -60,7 +60,7 @@ class Text(Allowed):
         return text
 
 
-class Choice(Allowed):
+class OneOf(Allowed):
     """One of some names."""
 
     def __init__(self, *names: str) -> None:
@@ -77,7 +77,7 @@ class Choice(Allowed):
         return ConfigError.no_choice(name, value, self.names)
 
 
-class ClassName(Choice):
+class ClassName(OneOf):
     """The name of a class, which a plug-in may add."""
 
     def __init__(self, names: tuple[str, ...], find: Callable[[str], type[Eviction] | type[PredictorKind]]) -> None:
@@ -181,7 +181,7 @@ class Share(Number):
         return share
 
 
-class Numbers(Allowed):
+class NumberTuple(Allowed):
     """Several numbers for which `test` is true together, with commas between them in a text."""
 
     def __init__(self, words: str, test: Callable[[tuple[float, ...]], bool]) -> None:
