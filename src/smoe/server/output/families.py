@@ -80,7 +80,7 @@ def _dsml(block: str) -> Tagged:
 
 
 def _invoke(begin: str, end: str, prefix: str = "") -> Tagged:
-    """XML elements `invoke` and `parameter`."""
+    """Return the syntax of XML elements `invoke` and `parameter`; `begin` and `end` enclose all calls."""
     return Tagged(
         head=rf'(?:{begin}\s*)?<{prefix}invoke name="NAME">',
         key=rf'<{prefix}parameter name="KEY">',
@@ -98,7 +98,7 @@ def _invoke(begin: str, end: str, prefix: str = "") -> Tagged:
 
 
 def _functions(begin: str, end: str, trims: bool) -> Tagged:
-    """Elements `function=` and `parameter=`."""
+    """Return the syntax of elements `function=` and `parameter=`; `begin` and `end` enclose all calls."""
     return Tagged(
         head=rf"(?:{begin}\s*)?<function=NAME>",
         key="<parameter=KEY>",
@@ -113,7 +113,7 @@ def _functions(begin: str, end: str, trims: bool) -> Tagged:
 
 
 def _keyed(suffix: str = "", space: str = "\n") -> Tagged:
-    """Return a name, then keys and values in elements of their own."""
+    """Return the syntax that writes the function's name, then keys and values in elements of their own."""
     sep = f"<tool_sep{suffix}>" if suffix else ""
     section = (f"<tool_calls{suffix}>", f"</tool_calls{suffix}>") if suffix else ("", "")
     return Tagged(
@@ -213,7 +213,8 @@ _SYNTAXES: tuple[tuple[tuple[str, ...], CallSyntax], ...] = (
     (("<|python_tag|>",), _LLAMA),
     (('"parameters"', "ipython"), _LLAMA),
 )
-"""What a chat template contains, and how its models then write calls; the first that fits counts."""
+"""For each syntax, the strings of the chat templates whose models use it. The first entry all whose strings occur
+counts."""
 _REASONING = (
     (("<seed:think>",), Marks("<seed:think>", "</seed:think>")),
     (("<mm:think>",), Marks("<mm:think>", "</mm:think>")),
@@ -228,7 +229,7 @@ _REASONING = (
     (("</think>",), Marks("<think>", "</think>")),
     (("<think>",), Marks("<think>", "</think>")),
 )
-"""What a chat template contains, and what then is around reasoning."""
+"""For each pair of marks around reasoning, the strings of the chat templates whose models write them."""
 _LEFT_OUT = (
     (("<|START_RESPONSE|>",), ("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")),
     (("<|START_TEXT|>",), ("<|CHATBOT_TOKEN|>", "<|START_TEXT|>", "<|END_TEXT|>")),
@@ -242,7 +243,7 @@ _LEFT_OUT = (
     (("<|begin|>", "<|content|>"), ("<|begin|>assistant", "<|content|>", "<|end|>")),
     ((">>>all",), (">>>all\n",)),
 )
-"""What a chat template contains, and which marks are then in no answer."""
+"""For each group of marks that are left out of answers, the strings of the chat templates whose models write them."""
 _HARMONY = Channels(
     ends=("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"),
     begins=("<|start|>", "<|channel|>", "<|message|>", " to="),
@@ -266,7 +267,7 @@ _CHANNELS = (
 
 
 def format_of(template: str) -> OutputFormat:
-    """Return the format that models of a chat template write."""
+    """Return the output format of the models that have this chat template."""
     channels: Channels | None = _first(_CHANNELS, template)
     if channels is not None:
         return channels
@@ -280,5 +281,5 @@ def format_of(template: str) -> OutputFormat:
 
 
 def _first(table: Sequence[tuple[tuple[str, ...], Any]], template: str) -> Any:
-    """Return the first entry all whose texts a template contains."""
+    """Return the value of the first entry all whose strings the template contains; None without such an entry."""
     return next((value for texts, value in table if all(text in template for text in texts)), None)

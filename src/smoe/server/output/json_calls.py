@@ -1,4 +1,4 @@
-"""How models write tool calls whose arguments are JSON, and what all syntaxes have in common.
+"""The syntaxes of tool calls with JSON arguments, and the base class of all syntaxes.
 
 | syntax | what a model writes |
 | --- | --- |
@@ -9,8 +9,8 @@
 | `Pythonic` (`literal_calls.py`) | `[name(key="value")]` |
 | `Braced` (`literal_calls.py`) | `call:name{key:<|"|>value<|"|>}` |
 
-A call names a tool that the request offers; other text that begins like a call is part of the answer. Once the name and
-the beginning of the arguments have come, the text is a call, whatever follows: its arguments are what the model writes.
+A call must name a tool of the request; other text that begins like a call is part of the answer. After the name and the
+beginning of the arguments, the text is a call, whatever follows: its arguments are what the model writes.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ _BETWEEN = regex.compile(r"\s*(?:[,;]\s*)?(?=\{)")
 
 
 class CallSyntax(ABC):
-    """How one format writes calls."""
+    """The syntax in which a model writes tool calls: it parses them, and gives their grammar."""
 
     marks: tuple[str, ...]
-    """What begins a call, in any text."""
+    """The strings that begin a call anywhere in a text."""
     separators: ClassVar[str] = " \t\r\n"
-    """Characters between calls, which are shown nowhere."""
+    """The characters between calls, which are not part of the answer."""
 
     @property
     def texts(self) -> str:
-        """All texts that the syntax gives a meaning, and more."""
+        """All strings that have a meaning in this syntax, and possibly others, in one string."""
         return "\n".join(str(getattr(self, each.name)) for each in fields(self)).replace("\\", "")  # type: ignore
 
     @abstractmethod
     def read(self, reader: OutputReader) -> Steps[bool]:
-        """Take the call, or the calls, that `rest` begins with; false where there are none: then nothing is taken."""
+        """Consume the calls at the start of `reader.rest`. Return False, and consume nothing, if there are none."""
 
     def begins(self, text: str) -> bool:
-        """Return whether a call may begin with this text without a mark: where the answer begins, and after a call."""
+        """Return whether this text may begin a call without a mark, at the start of an answer or after a call."""
         return False
 
     @abstractmethod
     def rules(self, rules: Rules, function: Mapping[str, Any]) -> str:
-        """Return a call of one function, as a grammar: the name of a rule."""
+        """Add grammar rules for a call of `function`; return the name of the first rule."""
 
 
 @dataclass(frozen=True)
 class JsonCalls(CallSyntax):
-    """Calls that are JSON objects, alone, one after the other, or in lists."""
+    """JSON objects as calls: one object, several in succession, or a list."""
 
     begin: str
     end: str = ""
     name_key: str = "name"
     arguments_key: str = "arguments"
     is_listed: bool = False
-    """Whether a call is written in a list."""
+    """Whether the model writes a call within a list."""
     space: str = ""
-    """Around a call, as the model writes it."""
+    """The white space on either side of a call, as the model writes it."""
     is_bare: bool = False
-    """Whether a call may lack `begin`."""
+    """Whether a call may come without `begin`."""
     is_short: bool = False
     """Whether a call is written as `{"name": {...}}`."""
     separators: str = " \t\r\n"  # type: ignore[misc]
@@ -101,7 +101,7 @@ class JsonCalls(CallSyntax):
         return True
 
     def _read_object(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Take an object that begins at a place of `rest`."""
+        """Consume the object at index `begin` of `reader.rest`; return whether it was a call."""
         found = yield from reader.match(_SHORT if self.is_short else _LONG, begin)
         if found is None or found["name"] not in reader.tools:
             return (yield from self._read_whole(reader, begin))
@@ -114,7 +114,7 @@ class JsonCalls(CallSyntax):
         return True
 
     def _read_whole(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Take an object of another form: its keys in another order, its arguments in a string or left out."""
+        """Consume an object of another form: keys in another order, arguments as a string, or no arguments."""
         text = yield from reader.json_value(begin)
         try:
             value = json.loads(text or "", strict=False)
@@ -130,7 +130,7 @@ class JsonCalls(CallSyntax):
         return True
 
     def _call_of(self, value: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return name and arguments. Raises `ValueError` for what is no call."""
+        """Return (name, arguments) of a call. Raises `ValueError` if the object is not a call."""
         inner = value.get("function")
         if isinstance(inner, dict):
             value = inner
@@ -170,19 +170,20 @@ class JsonCalls(CallSyntax):
 
 @dataclass(frozen=True)
 class NamedJson(CallSyntax):
-    """A name, a separator, and a JSON object."""
+    """Calls of a function name, a separator and a JSON object."""
 
     head: str
-    """A pattern, in which NAME is the name, up to the object. It begins with one of `marks`."""
+    """A regular expression for the text before the object, in which NAME stands for the name. It begins with one of
+    `marks`."""
     tail: str
-    """A pattern of what may follow the object."""
+    """A regular expression for the text that may follow the object."""
     marks: tuple[str, ...]  # type: ignore[misc]
     written: tuple[str, str]
-    """The texts before and after an object in the grammar; {name} is the name."""
+    """The texts before and after the object in the grammar; {name} stands for the function's name."""
     bare: str = ""
-    """A pattern of how a call begins without a mark."""
+    """A regular expression for the start of a call without a mark; empty: every call has one."""
     keeps_id: bool = False
-    """Whether the model's own id, the group `id` of `head`, is the call's."""
+    """Whether the call gets the id that the model wrote (the group `id` of `head`)."""
 
     def begins(self, text: str) -> bool:
         return bool(self.bare) and regex.match(self.bare, text, partial=True) is not None

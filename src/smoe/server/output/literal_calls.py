@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are literals, of Python or of a notation of the family's own."""
+"""The syntaxes of tool calls whose arguments are literals, of Python or of a model family's own notation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from smoe.server.output.parameters import (
 from smoe.server.output.rules import Rules
 
 _DEEPEST = 8
-"""Levels of objects in a grammar; what is deeper may be any text."""
+"""The most levels of objects that the grammar describes; deeper objects may be any text."""
 _PYTHON_CALL = regex.compile(
     r"""\s*[\w.]{1,200}(?P<group>[(\[{](?:[^()\[\]{}"']++|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|(?&group))*+[)\]}])""",
     regex.S,
@@ -35,7 +35,7 @@ _PYTHON_CALL = regex.compile(
 
 @dataclass(frozen=True)
 class Pythonic(CallSyntax):
-    """A list of calls as Python writes them; texts of JSON's true, false and null are values too."""
+    """A list of calls in Python's syntax; `true`, `false` and `null` are accepted as values."""
 
     begin: str = ""
     end: str = ""
@@ -61,7 +61,7 @@ class Pythonic(CallSyntax):
         return True
 
     def _read_call(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Take a call that begins at a place of `rest`."""
+        """Consume the call at index `begin` of `reader.rest`; return whether it was one."""
         while True:
             found = _PYTHON_CALL.match(reader.rest, begin, partial=not reader.is_over)
             if found is None or not found.partial:
@@ -95,7 +95,7 @@ class Pythonic(CallSyntax):
 
 
 def _python_value(node: ast.expr) -> Any:
-    """Return a literal; names are JSON's."""
+    """Return the value of a literal of Python; the names `true`, `false` and `null` are accepted."""
     match node:
         case ast.Name(id="true" | "false" | "null" as name):
             return json.loads(name)
@@ -109,7 +109,7 @@ def _python_value(node: ast.expr) -> Any:
 
 @dataclass(frozen=True)
 class Braced(CallSyntax):
-    """An object without quotation marks around keys, and with a mark of its own around texts."""
+    """Calls with an object whose keys have no quotation marks and whose strings are between marks `quote`."""
 
     begin: str
     end: str
@@ -174,13 +174,13 @@ class Braced(CallSyntax):
 
 
 class _BracedText:
-    """The value of a whole text of `Braced`."""
+    """A parser of one complete object in the notation of `Braced`."""
 
     def __init__(self, text: str, quote: str) -> None:
         self._text, self._quote, self._place = text, quote, 0
 
     def value(self) -> Any:
-        """Return the value at the present place."""
+        """Return the value at the current position."""
         self._skip()
         if self._takes("{"):
             return dict(self._items("}", self._pair))

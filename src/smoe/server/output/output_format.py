@@ -1,10 +1,9 @@
-"""The formats of what models write: reasoning, answer and calls of tools, each family's own. The chat template shows
-which it is.
+"""The formats of model output: reasoning, answer and tool calls. The chat template determines the format.
 
     <think>I look it up.</think>Wait.<tool_call>{"name": "warmth", "arguments": {"city": "Oslo"}}</tool_call>
     reasoning                   answer call
 
-A call within reasoning that does not end is a call: reasoning that ends later has none.
+A call within reasoning counts as a call only if the reasoning does not end.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from smoe.server.output.output_reader import OutputReader, ReadsFrom, Steps
 from smoe.server.output.rules import Rules
 
 At = Literal["beginning", "reasoning", "within reasoning", "answer"]
-"""Where a prompt ends: before anything, where reasoning begins, within it, or within an answer."""
+"""The place where a prompt ends: before any output, at the start of reasoning, within reasoning, or within an
+answer."""
 
 
 class Marks(NamedTuple):
-    """What is around a part of a text."""
+    """The strings before and after a part of a text."""
 
     begin: str
     end: str
@@ -32,19 +32,19 @@ class Marks(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """What models of one family write, in general: reasoning, then an answer with calls in it."""
+    """The common format: reasoning, then an answer that may contain calls."""
 
     reasoning: Marks | None = None
     calls: CallSyntax | None = None
     left_out: tuple[str, ...] = ()
-    """Marks around answers."""
+    """The marks around answers, which are removed."""
     opening: str = ""
-    """What an answer may begin with and does not contain."""
+    """A string at the start of an answer that is removed."""
     reasons_again: bool = False
-    """Whether reasoning may follow an answer."""
+    """Whether the model may write reasoning again after an answer."""
 
     def reads(self, at: At, has_tools: bool) -> ReadsFrom:
-        """Return the generator that reads a text."""
+        """Return the generator function that parses a text in this format."""
         calls = self.calls if has_tools else None
 
         def read(reader: OutputReader) -> Steps[None]:
@@ -56,32 +56,32 @@ class OutputFormat:
 
     @property
     def texts(self) -> str:
-        """All texts that the format gives a meaning."""
+        """All strings that have a meaning in this format, in one string."""
         return "\n".join([*(self.reasoning or ()), *self.left_out, "" if self.calls is None else self.calls.texts])
 
     @property
     def reasons(self) -> bool:
-        """Whether there may be reasoning."""
+        """Whether the model may write reasoning."""
         return self.reasoning is not None
 
     @property
     def has_calls(self) -> bool:
-        """Whether it is known how calls are written."""
+        """Whether the format's call syntax is known."""
         return self.calls is not None
 
     def place_of(self, prompt: str) -> At:
-        """Return where a prompt ends, by its last characters."""
+        """Return the place where a prompt ends, from its last characters."""
         is_reasoning = self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
         return "reasoning" if is_reasoning else "beginning"
 
     def place_within(self, text: str) -> At:
-        """Return where an answer ends that is continued."""
+        """Return the place where `text`, an answer to be continued, ends."""
         if self.reasoning is None or text.rfind(self.reasoning.begin) <= text.rfind(self.reasoning.end):
             return "answer"
         return "within reasoning"
 
     def must_call(self, rules: Rules, functions: Sequence[Mapping[str, Any]]) -> str:
-        """Return the grammar of a call of one of some functions."""
+        """Return a grammar that allows only a call of one of the functions."""
         assert self.calls is not None, "a format without calls has no grammar of them"
         return rules.lark([self.calls.rules(rules, function) for function in functions])
 
@@ -108,7 +108,7 @@ class OutputFormat:
             yield from reader.blanks()
 
     def _ends_by_call(self, reader: OutputReader, calls: CallSyntax | None) -> Steps[bool]:
-        """Take calls within reasoning that does not end; where there are none, the mark is part of the reasoning."""
+        """Consume calls within reasoning that has no end. Without calls, the mark is added to the reasoning."""
         blank = yield from reader.blanks()
         if calls is not None and (yield from calls.read(reader)):
             return True
@@ -116,7 +116,7 @@ class OutputFormat:
         return False
 
     def _begins_reasoning(self, reader: OutputReader) -> Steps[bool]:
-        """Take what begins reasoning, blanks before it included; nothing where the text does not begin with it."""
+        """Consume the mark that begins reasoning and the white space before it; return whether there was reasoning."""
         assert self.reasoning is not None, "this is called for formats with reasoning"
         pattern = rf"\s*(?:(?P<begin>{regex.escape(self.reasoning.begin)})|(?P<end>{regex.escape(self.reasoning.end)}))"
         found = yield from reader.match(regex.compile(pattern))
@@ -146,7 +146,7 @@ class OutputFormat:
                 reader.answer(reader.take(len(mark)))
 
     def _read_calls(self, reader: OutputReader, calls: CallSyntax, is_first: bool) -> Steps[bool]:
-        """Take calls that follow each other, with the blanks between and after them."""
+        """Consume successive calls and the white space around them; return whether there were any."""
         blank, found = (yield from reader.blanks(calls.separators)) if is_first else "", False
         while not reader.is_full:
             mark = yield from reader.begins_with(calls.marks)
@@ -162,22 +162,23 @@ class OutputFormat:
 
 @dataclass(frozen=True)
 class Channels(OutputFormat):
-    """Messages of the model to the user, to itself and to tools. A header before each says to whom.
+    """Messages, each with a header that names the recipient: the user, a tool, or the model itself.
 
     <|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant to=functions.warmth<|message|>{...}<|call|>
     header             mark       body         end     header
     """
 
     mark: str = "<|message|>"
-    """What ends a header."""
+    """The mark at the end of a header."""
     ends: tuple[str, ...] = ()
-    """What ends a message."""
+    """The marks that end a message."""
     header: regex.Pattern[str] = field(default=regex.compile(""))
-    """Of a header what says to whom: the groups `tool` and `reasoning`; neither: to the user."""
+    """A regular expression that finds the recipient in a header: a tool (group `tool`), the model (`reasoning`), or the
+    user."""
     begins: tuple[str, ...] = ()
-    """What a header begins with."""
+    """The marks that begin a header."""
     written: tuple[str, str] = ("", "")
-    """The texts of the grammar before and after the arguments of a call; {name} is the function's name."""
+    """The texts before and after a call's arguments in the grammar; {name} stands for the function's name."""
 
     @property
     def reasons(self) -> bool:
@@ -211,7 +212,7 @@ class Channels(OutputFormat):
         return "answer"
 
     def _read_message(self, reader: OutputReader) -> Steps[str | None]:
-        """Take a header and a body; what has ended the body, or None at the end."""
+        """Consume a header and a body; return the mark that ended the body, or None at the end of the text."""
         header: list[str] = []
         if (yield from reader.until((self.mark,), header.append)) is None:
             return None
@@ -221,7 +222,7 @@ class Channels(OutputFormat):
         return (yield from self._read_body(reader, groups.get("tool") or "", bool(groups.get("reasoning"))))
 
     def _read_body(self, reader: OutputReader, tool: str, is_reasoning: bool) -> Steps[str | None]:
-        """Take a message's text and what ends it."""
+        """Consume a message's body and the mark after it; return that mark."""
         if tool in reader.tools and (yield from self._read_call(reader, tool)) and reader.is_full:
             return None
         reader.is_reasoning = is_reasoning and not tool
@@ -234,7 +235,7 @@ class Channels(OutputFormat):
         return mark
 
     def _read_call(self, reader: OutputReader, tool: str) -> Steps[bool]:
-        """Take a call of a tool, if the body is one."""
+        """Consume the body as a call of `tool`; return whether it was one."""
         yield from reader.blanks()
         if self.calls is not None:
             mark = yield from reader.begins_with(self.calls.marks)

@@ -1,7 +1,7 @@
-"""Reads the text that a model writes, as it comes: from pieces of any length to reasoning, answer and calls of tools.
+"""Parses a model's output while it is generated, into reasoning, answer and tool calls.
 
-A format (`families.py`) is a generator over an `OutputReader`: it takes text from `rest`, adds parts, and yields where
-it needs more text than has come. So the parts are the same wherever a text is cut into pieces.
+A format (`output_format.py`) is a generator over an `OutputReader`: it consumes text from `rest`, adds parts, and
+yields when it needs more text. So the parts do not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from smoe.generation.detokenizer import overlap
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
-"""Each `yield` waits for more text."""
+"""A step of a parser: each `yield` waits for more text."""
 ReadsFrom = Callable[["OutputReader"], Steps[None]]
-"""A format, as it reads one text."""
+"""A format's generator function, which parses one text."""
 _ALPHABET = string.ascii_letters + string.digits
 _DEEPEST = 64
-"""Brackets within each other: a client sends calls back, and a request has no more levels than 100."""
+"""The most brackets within each other. Clients send calls back, and requests may have 100 levels."""
 _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*')
 
 
 class Part(NamedTuple):
-    """What a text gains."""
+    """A piece of reasoning, answer, tool call or arguments."""
 
     kind: Literal["reasoning", "answer", "call", "arguments"]
     text: str
-    """Of a call the tool's name; its arguments follow as parts of their own, and are a JSON object together."""
+    """The text; for a call, the tool's name. The `arguments` parts that follow a call are together one JSON object."""
     id: str = ""
-    """Of a call."""
+    """The id of a call; otherwise empty."""
 
 
 class OutputReader:
-    """Reads one text. `push` and `flush` return the parts that have become whole."""
+    """Parses one text. `push` and `flush` return the parts that are new."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class OutputReader:
         calls_only: bool = False,
         hidden: Collection[str] = (),
     ) -> None:
-        """`tools`: the parameters of each tool that may be called, by its name. `is_single`: whether the first call is
-        the last. `calls_only`: whether a grammar allows nothing but calls, so that other text is a call that was cut
-        off. `hidden`: special tokens, which are in no answer."""
+        """`tools`: the parameters' schema of each tool that may be called, by name. `is_single`: end with the first
+        call. `calls_only`: a grammar allows only calls, so that other text is a truncated call, and dropped. `hidden`:
+        special tokens, which are removed."""
         self.tools, self._is_single, self._hidden = dict(tools or {}), is_single, frozenset(hidden)
         self._calls_only = calls_only
         self.rest, self.is_over = "", False
-        """The text that has come and is in no part yet; whether no more comes."""
+        """The text that is in no part yet, and whether the text has ended."""
         self.is_full = False
-        """Whether as many calls have come as may; what follows is left out."""
+        """Whether the permitted number of calls has been read; later text is dropped."""
         self.is_reasoning = False
         self.calls = 0
         self._parts: list[Part] = []
@@ -67,12 +67,12 @@ class OutputReader:
         self._read()
 
     def push(self, text: str) -> list[Part]:
-        """Some more text."""
+        """Add text, and return the new parts."""
         self.rest += text
         return self._read()
 
     def flush(self) -> list[Part]:
-        """Return the text is over."""
+        """End the text, and return the last parts."""
         self.is_over = True
         return self._read()
 
@@ -89,24 +89,24 @@ class OutputReader:
     # -- what formats write -------------------------------------------------------------------------------------------
 
     def answer(self, text: str) -> None:
-        """Add to the answer."""
+        """Add `text` to the answer."""
         self._add("answer", "" if self._calls_only or text in self._hidden else text)
 
     def reasoning(self, text: str) -> None:
-        """Add to the reasoning."""
+        """Add `text` to the reasoning."""
         self._add("reasoning", "" if text in self._hidden else text)
 
     def call(self, name: str, id: str | None = None) -> None:
-        """Begin a call of a tool that is offered. `id`: the model's own."""
+        """Begin a call of the tool `name`. `id`: the id that the model wrote; None: a random one."""
         self.calls += 1
         self._parts.append(Part("call", name, id or "call_" + _random(24)))
 
     def arguments(self, text: str) -> None:
-        """Add to the arguments of the last call."""
+        """Add `text` to the arguments of the last call."""
         self._add("arguments", text)
 
     def end_call(self) -> None:
-        """Return the last call is whole."""
+        """End the last call."""
         self.is_full = self._is_single
 
     def _add(self, kind: Literal["reasoning", "answer", "arguments"], text: str) -> None:
@@ -118,13 +118,16 @@ class OutputReader:
     # -- what formats read --------------------------------------------------------------------------------------------
 
     def take(self, length: int) -> str:
-        """Take that much of `rest`."""
+        """Remove and return the first `length` characters of `rest`."""
         taken, self.rest = self.rest[:length], self.rest[length:]
         return taken
 
     def until(self, marks: Sequence[str], show: Callable[[str], None], *, strips: bool = False) -> Steps[str | None]:
-        """Show text up to the first of some marks, and return that mark, which is not taken; None: the text is over.
-        `strips`: without the blanks before the mark, which stay in `rest`, or before the end."""
+        """Pass the text before the first of `marks` to `show`, and return that mark, which stays in `rest`; None at the
+        end of the text.
+
+        `strips`: leave white space before the mark in `rest`, and drop it at the end.
+        """
         looked_for = sorted({*marks, *self._hidden}, key=len, reverse=True)
         search = re.compile("|".join(map(re.escape, looked_for)) or "(?!)")
         while True:
@@ -147,11 +150,11 @@ class OutputReader:
                 yield
 
     def _may_be_longer(self, text: str, mark: str, marks: Sequence[str]) -> bool:
-        """Return whether a text that begins with a mark may become one that begins with a longer mark."""
+        """Return whether `text`, which begins with `mark`, may turn out to begin with a longer mark."""
         return not self.is_over and any(each.startswith(text) for each in marks if len(each) > len(text) >= len(mark))
 
     def blanks(self, characters: str = " \t\r\n") -> Steps[str]:
-        """Take blanks up to what is none, or to the end."""
+        """Consume and return white space, waiting for the first other character or the end of the text."""
         while True:
             found = self.rest[: len(self.rest) - len(self.rest.lstrip(characters))]
             if len(found) < len(self.rest) or self.is_over:
@@ -159,7 +162,7 @@ class OutputReader:
             yield
 
     def begins_with(self, marks: Sequence[str]) -> Steps[str | None]:
-        """Return the mark that `rest` begins with; nothing is taken."""
+        """Return the mark at the start of `rest`, without consuming it; None without a mark."""
         while True:
             found = next((mark for mark in marks if self.rest.startswith(mark)), None)
             if found is not None or self.is_over or not any(mark.startswith(self.rest) for mark in marks):
@@ -167,7 +170,7 @@ class OutputReader:
             yield
 
     def match(self, pattern: regex.Pattern[str], begin: int = 0) -> Steps[regex.Match[str] | None]:
-        """Return what `rest` has of a pattern at a place; nothing is taken."""
+        """Match the pattern at index `begin` of `rest`, without consuming the match; None without a match."""
         while True:
             found = pattern.match(self.rest, begin, partial=not self.is_over)
             if found is None or not found.partial:
@@ -175,15 +178,15 @@ class OutputReader:
             yield
 
     def tail(self, pattern: regex.Pattern[str]) -> Steps[None]:
-        """Take a pattern of which any part may be missing, as far as it is there."""
+        """Consume the longest start of the pattern that `rest` begins with."""
         while not self.is_over and pattern.fullmatch(self.rest, partial=True):
             yield
         found = pattern.fullmatch(self.rest, partial=True) or pattern.match(self.rest)  # it may be cut off
         self.take(found.end() if found is not None else 0)
 
     def json_value(self, begin: int) -> Steps[str | None]:
-        """Return a JSON object or list that begins at a place of `rest`; nothing is taken. None where it does not
-        end."""
+        """Return the JSON object or list at index `begin` of `rest`, without consuming it; None if it is incomplete or
+        invalid."""
         value, place = JsonText(), begin
         while True:
             place += len(value.take(self.rest[place:]).raw)
@@ -192,7 +195,7 @@ class OutputReader:
             yield
 
     def json_arguments(self) -> Steps[None]:
-        """Take a JSON object as the last call's arguments, as it comes."""
+        """Consume a JSON object as the arguments of the last call, while it is generated."""
         value = JsonText()
         while True:
             taken = value.take(self.rest)
@@ -205,9 +208,9 @@ class OutputReader:
 
 class Taken(NamedTuple):
     raw: str
-    """The text as it is."""
+    """The text as the model wrote it."""
     valid: str
-    """The same text; control characters in strings, which some models write, are escaped."""
+    """The same text with control characters escaped in strings, since some models write them unescaped."""
 
 
 class JsonText:
@@ -215,13 +218,13 @@ class JsonText:
 
     def __init__(self) -> None:
         self._open = ""
-        """The brackets that are open."""
+        """The brackets that are open, outermost first."""
         self._is_in_string = False
         self.is_over = self.is_broken = False
-        """Whether the value has ended; whether it has because no JSON goes on like this."""
+        """Whether the value has ended; whether it ended because the text is not valid JSON."""
 
     def take(self, text: str) -> Taken:
-        """As much of a text as belongs to the value; an escape of which half has come waits."""
+        """Return the start of `text` that belongs to the value. Half an escape sequence is left for the next call."""
         place, valid = 0, []
         while place < len(text) and not self.is_over:
             found = (_IN_STRING if self._is_in_string else _OUTSIDE).match(text, place)
@@ -235,7 +238,7 @@ class JsonText:
         return Taken(text[:place], "".join(valid))
 
     def _taken(self, character: str) -> str:
-        """One character that counts; nothing where it breaks the value."""
+        """Process one structural character, and return its valid form; an empty string if it is invalid."""
         if self._is_in_string:
             self._is_in_string = character != '"'
             return character if character in '"\\' else json.dumps(character)[1:-1]
@@ -253,7 +256,7 @@ class JsonText:
 
 
 def plain_text(reader: OutputReader) -> Steps[None]:
-    """Return a text without reasoning and calls."""
+    """Parse a text that has neither reasoning nor calls."""
     yield from reader.until((), reader.answer)
 
 

@@ -1,7 +1,7 @@
-"""The parameters of a function as its JSON schema describes them: which values an argument may have.
+"""Reads a function's parameters from its JSON schema: the values that each argument may have.
 
-Formats that write arguments as plain text need it: `<parameter=zip>0150</parameter>` is a text or a number, as the
-schema has it.
+Formats that write arguments as plain text need it: in `<parameter=zip>0150</parameter>`, the schema decides whether the
+value is a string or a number.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from smoe.server.problem import refused
 
 _LITERALS = {"True": True, "False": False, "None": None}
-"""Values as Python writes them."""
+"""The constants of Python's syntax, by their text."""
 _ROOT = "whole"
 _DEEPEST = 16
-"""References that are followed, one after the other."""
+"""The most references that are followed in succession."""
 
 
 def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function's parameters, a schema of an object. Raises an `ApiError` where they are something else."""
+    """Return the schema of a function's arguments, of the type object. Raises an `ApiError` for another type."""
     parameters = function.get("parameters") or {}
     kind = parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -30,14 +30,14 @@ def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def properties_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of each argument, by its name; references are followed."""
+    """Return the schema of each argument, by name, with references resolved."""
     found = parameters.get("properties")
     properties = found if isinstance(found, dict) else {}
     return {name: resolved(schema, parameters) for name, schema in properties.items()}
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that is no reference itself; references within it are left."""
+    """Return the schema that `schema` refers to, or `schema` itself; references within it are not resolved."""
     for _ in range(_DEEPEST):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -47,14 +47,15 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def standing_alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that is part of another, with what it refers to in that one."""
+    """Return a part of the schema `root` that can be used alone: a copy with `root` under `$defs`, if it has
+    references."""
     if '"$ref"' not in json.dumps(schema):
         return dict(schema)
     return {**_with_root(schema), "$defs": {_ROOT: _with_root(root)}}
 
 
 def _with_root(value: Any) -> Any:
-    """Return a schema whose references within the whole name the whole in `$defs`."""
+    """Return a copy of a schema in which references to the root refer to the root's copy in `$defs`."""
     if isinstance(value, list):
         return [_with_root(each) for each in value]
     if not isinstance(value, Mapping):
@@ -68,7 +69,7 @@ def _with_root(value: Any) -> Any:
 
 
 def _at(root: Any, reference: str) -> Any:
-    """Return what a reference within a schema names; nothing where there is none."""
+    """Return the part of a schema that a reference (`#/...`) names; None if it does not exist."""
     for step in reference.removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
         root = root.get(key) if isinstance(root, Mapping) else None
@@ -76,12 +77,12 @@ def _at(root: Any, reference: str) -> Any:
 
 
 def alternatives(schema: Mapping[str, Any]) -> list[Any]:
-    """Return the schemas of which a value matches one; none where there is one schema alone."""
+    """Return the schemas under `anyOf` or `oneOf`; an empty list without them."""
     return next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; none where it does not say."""
+    """Return the JSON types that a schema allows; an empty set if it does not restrict them."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if others := alternatives(schema):
@@ -97,21 +98,21 @@ def types_of(schema: Any) -> frozenset[str]:
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether a schema allows texts alone."""
+    """Return whether a schema allows only strings."""
     return types_of(schema) == {"string"}
 
 
 def arguments_of(
     schema: Mapping[str, Any], root: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Return name and schema of each property of an object, and whether it must be there."""
+    """Yield (name, schema, whether it is required) for each property of an object's schema."""
     required, properties = schema.get("required"), schema.get("properties")
     for key, inner in (properties if isinstance(properties, dict) else {}).items():
         yield key, resolved(inner, schema if root is None else root), isinstance(required, list) and key in required
 
 
 def part_of(schema: Mapping[str, Any], key: str) -> Any:
-    """Return a part of a schema, or of the first of its alternatives that has it."""
+    """Return the part `key` of a schema or of its first alternative that has it; an empty dict without one."""
     for one in (schema, *alternatives(schema)):
         if isinstance(one, Mapping) and isinstance(one.get(key), Mapping):
             return one[key]
@@ -119,19 +120,20 @@ def part_of(schema: Mapping[str, Any], key: str) -> Any:
 
 
 def fixed_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return the texts that a schema lists, where it allows no others."""
+    """Return the strings that a schema allows by `enum` or `const`; an empty list if it allows other values."""
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     return values if values and all(isinstance(value, str) for value in values) else []
 
 
 def pattern_of(schema: Mapping[str, Any]) -> str:
-    """Return a regular expression for the texts that a schema allows, as far as their length goes."""
+    """Return a regular expression for strings of the length that a schema allows."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return "(?s:.*)" if not least and most == "" else f"(?s:.{{{least},{most}}})"
 
 
 def value_of(text: str, schema: Any) -> Any:
-    """Return the value that a plain text stands for: JSON of a type that the schema allows, or the text itself."""
+    """Return the value of an argument written as text: parsed as JSON if the schema allows the resulting type,
+    otherwise the text."""
     kinds, plain = types_of(schema), text.strip()
     try:
         value = _LITERALS[plain] if plain in _LITERALS else json.loads(plain, strict=False)

@@ -1,14 +1,13 @@
-"""Grammars of texts that must be a call of a tool, in the format of the model's family.
+"""Builds grammars that allow only a tool call, in the format of the model's family.
 
     start: r_1 | r_3
     r_0: %json {...}
     r_1: <[151657]> "\\n{\\"name\\": \\"warmth\\", \\"arguments\\": " r_0 "}\\n" <[151658]>
     ...
 
-Texts of the format that are tokens of the tokenizer are these tokens, by their numbers.
+Marks of the format that are single tokens are written as token ids.
 
-The parameters of each tool are a schema of their own: a reference within them (`#`, `#/$defs/City`) means what it means
-there.
+Each tool's parameters are a schema of their own, so a reference (`#`, `#/$defs/City`) is resolved within that schema.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from smoe.server.output.parameters import parameters_of
 
 
 class Rules:
-    """The rules of one grammar, in llguidance's own form."""
+    """The rules of one grammar, in the syntax of llguidance."""
 
     def __init__(self, own: Mapping[str, int]) -> None:
-        """`own`: tokens of the tokenizer that stand for texts of the format."""
+        """`own`: the ids of the tokens that are marks of the format, by their text."""
         self._own = dict(own)
         self._find = re.compile("|".join(map(re.escape, sorted(own, key=len, reverse=True))) or "(?!)")
         self._lines: list[str] = []
 
     def lark(self, starts: Sequence[str]) -> str:
-        """Return the grammar of one of some rules."""
+        """Return the grammar whose start is any one of the rules `starts`."""
         return "\n".join([f"start: {' | '.join(starts)}", *self._lines]) + "\n"
 
     def add(self, *parts: str, options: str = "") -> str:
-        """Return a rule: its parts one after the other. Returns its name."""
+        """Add a rule that matches `parts` in order, and return its name."""
         name = f"r_{len(self._lines)}"
         self._lines.append(f"{name}{options}: {' '.join(part for part in parts if part) or _literal('')}")
         return name
 
     def any_of(self, parts: Sequence[str]) -> str:
-        """Return a rule: one of some parts."""
+        """Add a rule that matches any one of `parts`, and return its name."""
         return self.add(" | ".join(parts))
 
     def text(self, text: str) -> str:
-        """Return a text, as a part of a rule: tokens of the format by their numbers."""
+        """Return the grammar's notation of a text, with marks of the format as token ids."""
         parts, place = [], 0
         for found in self._find.finditer(text):
             parts += [_literal(text[place : found.start()])] if found.start() > place else []
@@ -55,23 +54,27 @@ class Rules:
         return " ".join(parts + ([_literal(text[place:])] if place < len(text) else []))
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return a rule: JSON of a schema. Raises an `ApiError` for one that is too long."""
+        """Add a rule that matches JSON of a schema, and return its name. Raises an `ApiError` if the schema is too
+        long."""
         return self.add(f"%json {schema_text({**schema, 'x-guidance': COMPACT}, 'tools')}")
 
     def parameters(self, function: Mapping[str, Any]) -> str:
-        """Return a rule: the arguments of a function as JSON. Raises an `ApiError` where they are no object."""
+        """Add a rule that matches a function's arguments as JSON, and return its name. Raises an `ApiError` if they are
+        not an object."""
         return self.json(parameters_of(function))
 
     def any_text(self, close: str, pattern: str = "(?s:.*)") -> str:
-        """Return a rule: any text up to one that closes it, that one included."""
+        """Add a rule that matches any text of `pattern` followed by `close`, and return its name."""
         if self._find.search(close):
             return self.add(f"/{pattern}/", self.text(close))
         return self.add(f"/{pattern}/", options=f"[suffix={_literal(close)}]")
 
     def in_sequence(self, wanted: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return a rule: parts in their order, each with whether it must be there, and a separator between two.
+        """Add a rule that matches parts in order, and return its name. `wanted`: (part, whether it is required);
+        `separator` is between two parts.
 
-        Each part has two rules, for what follows where nothing has come before it, and where something has."""
+        For each part there are two rules for the rest: one if no part precedes, one if one does.
+        """
         first, later = _literal(""), _literal("")
         for part, must in reversed(wanted):
             after = self.add(self.text(separator) if separator else "", part, later)
@@ -81,5 +84,5 @@ class Rules:
 
 
 def _literal(text: str) -> str:
-    """Return a text as a grammar writes it."""
+    """Return a string literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are between marks of their own, as in XML."""
+"""The syntaxes of tool calls in which each argument is between marks, as in XML."""
 
 from __future__ import annotations
 
@@ -29,34 +29,38 @@ from smoe.server.output.rules import Rules
 
 _QUOTE = "<![CDATA["
 _DEEPEST = 8
-"""Levels of elements in a grammar; what is deeper may be any text."""
+"""The most levels of elements that the grammar describes; deeper elements may be any text."""
 
 
 @dataclass(frozen=True)
 class Tagged(CallSyntax):
-    """A name, and each argument between marks of its own."""
+    """Calls of a function name and arguments, each between marks."""
 
     head: str
-    """A pattern up to the first argument, in which NAME is the name. It begins with one of `marks`."""
+    """A regular expression for the text before the first argument, in which NAME stands for the name. It begins with
+    one of `marks`."""
     key: str
-    """A pattern of what precedes a value, in which KEY is the argument's name. Its group `is_text`, where it has one:
-    whether the value is a text, as the model writes it."""
+    """A regular expression for the text before a value, in which KEY stands for the argument's name. Its optional group
+    `is_text` states whether the value is a string."""
     close: str
-    """What ends a value."""
+    """The mark that ends a value."""
     end: str
-    """A pattern of what ends the arguments."""
+    """A regular expression for the end of the arguments."""
     marks: tuple[str, ...]  # type: ignore[misc]
     written: tuple[str, str, str]
-    """The texts of the grammar before the arguments, before a value, and after the arguments: {name} is the function's
-    name, {key} the argument's, {kind} the JSON type of its value, {is_text} whether that is a text."""
+    """The texts of the grammar before the arguments, before a value, and after the arguments.
+
+    {name} stands for the function's name, {key} for the argument's name, {kind} for the JSON type of its value,
+    {is_text} for whether that is a string.
+    """
     tail: str = ""
-    """A pattern of what may follow `end`."""
+    """A regular expression for the text that may follow `end`."""
     after: str = ""
-    """What the grammar has after `close`."""
+    """The text after `close` in the grammar."""
     trims: bool = False
-    """Whether a value has a line break on each side."""
+    """Whether a line break on either side of a value is removed."""
     may_quote: bool = False
-    """Whether a value may be in a section of CDATA."""
+    """Whether a value may be in a CDATA section."""
 
     def read(self, reader: OutputReader) -> Steps[bool]:
         found = yield from reader.match(regex.compile(self.head.replace("NAME", f"(?P<name>{NAME})")))
@@ -84,8 +88,8 @@ class Tagged(CallSyntax):
         reader.arguments("}" if separator == ", " else "{}")
 
     def _read_value(self, reader: OutputReader, found: regex.Match[str], schema: Any) -> Steps[bool]:
-        """Take a value and what ends it: a text as it comes, anything else when it is whole. False where it does not
-        end."""
+        """Consume a value and the mark after it; return False if the mark is missing. Strings are passed on while they
+        are generated, other values when complete."""
         groups = found.groupdict()
         close = self.close
         if self.may_quote and (yield from reader.begins_with((_QUOTE,))):
@@ -108,7 +112,7 @@ class Tagged(CallSyntax):
         return has_ended
 
     def _until(self, reader: OutputReader, close: str, show: Callable[[str], None]) -> Steps[bool]:
-        """Show a value's text, and take it and what ends it; false where that does not come."""
+        """Pass a value's text to `show`, and consume the mark `close`; return False if the mark is missing."""
         mark = yield from reader.until((f"\n{close}", close) if self.trims else (close,), show)
         reader.take(len(mark or ""))
         return mark is not None
@@ -129,7 +133,7 @@ class Tagged(CallSyntax):
         return rules.add(rules.text(before), self._value(rules, schema, root), rules.text(self.after))
 
     def _value(self, rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
-        """Return a value and what ends it."""
+        """Add a rule that matches a value and the mark after it, and return its name."""
         space = "\n" if self.trims else ""
         if texts := fixed_texts(schema):
             return rules.add(rules.any_of([rules.text(space + text + space + self.close) for text in texts]))
@@ -140,7 +144,7 @@ class Tagged(CallSyntax):
 
 @dataclass(frozen=True)
 class Nested(CallSyntax):
-    """Arguments in elements, which may have elements within them. `space` stands before every mark."""
+    """Calls whose arguments are elements, possibly with elements inside. `space` precedes every mark."""
 
     space: str
     begin: str
@@ -174,7 +178,7 @@ class Nested(CallSyntax):
         return True
 
     def _inside(self, reader: OutputReader, key: str) -> Steps[str | None]:
-        """Take an element up to its end; None where it does not end."""
+        """Consume an element's content and end mark, and return the content; None if the end mark is missing."""
         taken, depth, marks = [""], 1, (f"{self.space}<{key}>", f"{self.space}</{key}>")
         while depth:
             mark = yield from reader.until(marks, taken.append)
@@ -186,7 +190,7 @@ class Nested(CallSyntax):
         return "".join(taken)
 
     def _value_of(self, text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-        """Return the value that an element has."""
+        """Return the value of an element's content `text`, according to its schema."""
         schema = resolved(schema, root)
         kinds = types_of(schema)
         if not text.strip() and kinds and kinds <= {"array", "object", "null"}:
@@ -218,7 +222,7 @@ class Nested(CallSyntax):
         return rules.in_sequence(wanted, "")
 
     def _element(self, rules: Rules, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], deepest: int) -> str:
-        """Return a value and what ends it."""
+        """Add a rule that matches an element's content and end mark, and return its name."""
         close = f"{self.space}</{key}>"
         if texts := fixed_texts(schema):
             return rules.any_of([rules.text(text + close) for text in texts])
@@ -237,5 +241,5 @@ class Nested(CallSyntax):
 
 
 def _escaped(text: str) -> str:
-    """Return a text as JSON writes it, without quotation marks."""
+    """Return a text with the escapes of a JSON string, without quotation marks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
