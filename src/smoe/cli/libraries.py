@@ -3,9 +3,8 @@ garbage."""
 
 from __future__ import annotations
 
-import gc
-
 from smoe.config import EngineConfig
+from smoe.garbage import collection_paused
 
 
 def import_libraries(model: str, config: EngineConfig) -> None:
@@ -13,11 +12,6 @@ def import_libraries(model: str, config: EngineConfig) -> None:
     Raises `BudgetError` before that where the budget cannot hold the model."""
     from smoe.report.early_refusal import refuse_early
 
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with collection_paused():
         refuse_early(model, config)
         import smoe.cli.session  # noqa: F401
-    finally:
-        if was_enabled:
-            gc.enable()

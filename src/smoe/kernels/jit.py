@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from smoe.cpu_isa import CPU_ISA, max_cpu_isa
+from smoe.garbage import collection_paused
 from smoe.kernels import compiler, machine_code, object_cache
 
 _kept: list[Any] = []
@@ -42,8 +43,10 @@ class Source(NamedTuple):
         return f"{self.make.__module__}.{self.make.__qualname__}{self.arguments!r}"
 
     def text(self) -> str:
-        """Return the generated text."""
-        return self.make(*self.arguments)
+        """Return the generated text. Collections of garbage would take half the time: llvmlite creates an object for
+        every instruction and keeps all of them."""
+        with collection_paused():
+            return self.make(*self.arguments)
 
 
 @functools.cache
