@@ -80,40 +80,42 @@ class Measured(NamedTuple):
     peak: float
     files: float
 
-    @property
-    def own(self) -> float:
-        """The peak without program files."""
-        return self.peak - self.files
 
-
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """MiB of one process."""
 
     peak: float
     files: float
 
 
-def measure(rows: Sequence[Row] = ROWS) -> dict[str, Measured]:
+def measure() -> dict[str, Measured]:
     """By command line."""
     with tempfile.TemporaryDirectory() as folder:  # nothing that other runs have stored
         environment = {**os.environ, "XDG_CACHE_HOME": folder}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        for row in {row.line.split()[1]: row for row in rows}.values():
-            _peak(row, environment)  # compiles modules: a process that does this holds up to 100 MiB more
-        libraries = {names: _imports(names, environment) for names in {row.libraries for row in rows}}
-        found = {}
-        for row in rows:
-            held, budget, base = _peak(row, environment), row.budget_bytes / _MIB, libraries[row.libraries].peak
-            found[row.line] = Measured(base, held.peak - base - budget, budget, held.peak, held.files)
-    return found
+        found = peaks(environment)
+        libraries = {names: _imports(names, environment).peak for names in {row.libraries for row in ROWS}}
+    return {row.line: _divided(row, found[row.line], libraries[row.libraries]) for row in ROWS}
 
 
-def _imports(names: Sequence[str], environment: Mapping[str, str]) -> _Held:
+def peaks(environment: Mapping[str, str]) -> dict[str, Held]:
+    """By command line."""
+    for row in {row.line.split()[1]: row for row in ROWS}.values():
+        _peak(row, environment)  # compiles modules: a process that does this holds up to 100 MiB more
+    return {row.line: _peak(row, environment) for row in ROWS}
+
+
+def _divided(row: Row, held: Held, libraries: float) -> Measured:
+    budget = row.budget_bytes / _MIB
+    return Measured(libraries, held.peak - libraries - budget, budget, held.peak, held.files)
+
+
+def _imports(names: Sequence[str], environment: Mapping[str, str]) -> Held:
     lines = "".join(f"import {name}\n" for name in ("smoe", *names))  # smoe first: it sets how threads wait
     return _run([sys.executable, "-c", f"{_PEAK}{lines}say()"], environment)
 
 
-def _peak(row: Row, environment: Mapping[str, str]) -> _Held:
+def _peak(row: Row, environment: Mapping[str, str]) -> Held:
     words = row.line.split()[1:]
     if words[0] == "serve":
         with running(words[1], 4, words[2:]) as process:
@@ -123,7 +125,7 @@ def _peak(row: Row, environment: Mapping[str, str]) -> _Held:
     return _run([sys.executable, "-c", _PEAK + _COMMAND, *words, *more], environment)
 
 
-def _run(line: list[str], environment: Mapping[str, str]) -> _Held:
+def _run(line: list[str], environment: Mapping[str, str]) -> Held:
     done = subprocess.run(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     lines = [text.removeprefix("held ") for text in done.stderr.splitlines() if text.startswith("held ")]
     if done.returncode or not lines:
@@ -131,11 +133,11 @@ def _run(line: list[str], environment: Mapping[str, str]) -> _Held:
     return _held("\n".join(lines))
 
 
-def _held(status: str) -> _Held:
+def _held(status: str) -> Held:
     """From lines of /proc/PID/status."""
     fields = dict(line.split(":", 1) for line in status.splitlines())
     peak, files = (int(fields[name].split()[0]) / 1024 for name in ("VmHWM", "RssFile"))
-    return _Held(peak, files)
+    return Held(peak, files)
 
 
 def table(found: Mapping[str, Measured]) -> str:
