@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from smoe.server import connection
 from smoe.server.connection import _SLICE_BYTES
 from smoe.server.connections import ConnectionLimit, Connections, room_for
 from smoe.server.settings import ServerConfig
@@ -46,7 +47,11 @@ def is_ended(line: socket.socket) -> bool:
     [b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"\r\n", HEAD + b"X: " + b"x" * 9000],
     ids=["nothing", "half a line", "half a head", "an empty line", "a long header"],
 )
-def test_a_head_that_does_not_come_is_not_waited_for(demo: Any, demo_tokenizer: Any, sent: bytes) -> None:
+def test_a_head_that_does_not_come_is_not_waited_for(
+    demo: Any, demo_tokenizer: Any, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is none at all is answered; then the client has its time to read that."""
+    monkeypatch.setattr(connection, "LINGER_SECONDS", 0.1)
     with served(demo, demo_tokenizer, head_seconds=0.1) as running, line_to(running) as line:
         line.sendall(sent)
         assert is_ended(line)
