@@ -17,6 +17,8 @@ GPU_OUT    ?= runs/gpu
 # The suite runs on all cores, four at most: a process of it takes up to a gigabyte. Each begins with tests that follow
 # each other, and so share what they have made, and helps the others out when it is done.
 JOBS   ?= -n auto --maxprocesses 4 --dist worksteal
+# What one run has compiled of our kernels, the next one takes.
+CODE   := --object-code build/kernels
 
 # Where the environment says that Python shall not keep what it has compiled, every start of a process would compile the
 # libraries anew: seven seconds of ten.
@@ -58,7 +60,7 @@ test: env
 	$(BIN)/python -m pytest $(JOBS) -m "not slow"
 
 test-all: env
-	$(BIN)/python -m pytest $(JOBS)
+	$(BIN)/python -m pytest $(JOBS) $(CODE)
 
 # Tests of what is not installed for development. They need qemu-aarch64 and a Chromium (Debian: qemu-user, chromium), for
 # vocabularies and chat templates parts of llama.cpp's sources, which are fetched unless SMOE_LLAMA_CPP names a folder with
@@ -86,7 +88,7 @@ CORE    := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 # Kernels that are called directly, on bytes of ours, made for every instruction set that the CPU has: `make test` has run
 # them for those that a limit leaves, and no library computes in them, on however many threads.
 DIRECT  := $(addprefix --ignore=tests/kernels/test_,byte_products.py on_aarch64.py object_cache.py)
-LIMIT    = $(BIN)/python -m pytest $(JOBS) -m "not slow"
+LIMIT    = $(BIN)/python -m pytest $(JOBS) $(CODE) -m "not slow"
 
 # On a CPU without AVX-512 the first two would repeat what `make test` has run; where the system does not say, they run.
 LESS   := $(shell grep -qsw avx512f /proc/cpuinfo || ! test -e /proc/cpuinfo && echo limited-avx2 limited-core)

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         choices=DISAGREEING,
         help="as on a machine on which this kernel of ours gives other bits than torch (may be given several times)",
+    )
+    parser.addoption(
+        "--object-code",
+        type=Path,
+        metavar="FOLDER",
+        help="where compiled kernels are stored for later runs; they are found by what they are made of",
     )
 
 

@@ -100,11 +100,14 @@ def measured_in_full(measured_briefly: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="session")
-def object_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Object code, for every process of the run: each kernel is compiled once."""
+def object_code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Object code, for every process of the run: each kernel is compiled once. Where the run was given a folder, for
+    the runs after it, too."""
     own = tmp_path_factory.getbasetemp()
     shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
-    shared.mkdir(mode=0o700, exist_ok=True)
+    given: Path | None = request.config.getoption("object_code")
+    shared = shared if given is None else given.resolve()
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
     return shared
 
 
@@ -124,9 +127,9 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory, object_code: Path) -> I
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path: Path, object_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other tests have measured, fitted or learned is not known."""
-    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
+    monkeypatch.setenv(PLACE, cache_with(object_code, tmp_path / "cache"))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ from smoe.cli import app
 from smoe.cluster import on_ray
 from smoe.kernels import compiler
 from smoe.simulator.sweep import sweep
+from smoe.user_cache import PLACE
+from tests.fixtures import cache_with
 
 SOURCE = Path(smoe.__file__).parents[1]
 LIBRARIES = (
@@ -57,9 +59,9 @@ def spared(hostile: Path) -> Path:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path: Path, object_code: Path) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    places = {name: str(tmp_path / name) for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    places = {PLACE: cache_with(object_code, tmp_path / "cache"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     return found | places | {"PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"}
 
 

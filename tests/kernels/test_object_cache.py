@@ -17,6 +17,7 @@ import pytest
 from smoe.kernels import compiler, jit, machine_code, object_cache, own_order
 from smoe.kernels.isa import widest
 from smoe.safe_path import WORKING_FOLDER, child_environment, code_line
+from smoe.user_cache import PLACE
 
 pytestmark = [
     pytest.mark.skipif(not machine_code.is_known(), reason="code is brought into a process on Linux only"),
@@ -55,6 +56,12 @@ def result_of(source: jit.Source) -> int:
     number = ctypes.c_int64(5)
     function(ctypes.addressof(number))
     return number.value
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the object code of other tests is known."""
+    monkeypatch.setenv(PLACE, str(tmp_path / "cache"))
 
 
 @pytest.fixture
