@@ -119,7 +119,9 @@ def test_what_is_not_known_is_refused(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "to", "said"), [(0x7FFF, 0, "in a way"), (286, 12, "8 bytes at a time lies at 12")], ids=["kind", "place"]
+    ("kind", "to", "said"),
+    [(0x7FFF, 0, "unknown relocation"), (286, 12, "12 is no multiple of the 8 bytes")],
+    ids=["kind", "place"],
 )
 def test_a_place_of_aarch64_that_cannot_be_told_is_refused(kind: int, to: int, said: str) -> None:
     """A kind that nobody has written down, and a load of 8 bytes from between two of them."""

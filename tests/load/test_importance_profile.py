@@ -113,7 +113,7 @@ def test_a_loaded_model_has_its_thresholds(
     assert engine.executor.substitution.switches.thresholds == Thresholds(low, skip)
     assert (engine.config.low_threshold, engine.config.skip_threshold) == (low, skip)
     assert engine.config.lossy == [f"missing experts in int4 beyond {low:g}", f"none beyond {skip:g}"]
-    assert f"none beyond {skip:g}: shares of 67/30/3 as you profiled it" in engine.reasons["low_threshold"]
+    assert f"dropped beyond {skip:g}: shares of 67/30/3 as you profiled it" in engine.reasons["low_threshold"]
     given = open_model(source, "full", preset="hobbit", prefetch="none", low_threshold=0.25).offload
     assert (given.config.low_threshold, given.config.skip_threshold) == (0.25, 0.9)
     assert "low_threshold" not in given.reasons

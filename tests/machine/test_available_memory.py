@@ -71,7 +71,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel32]:
 
 def test_macos_leaves_others_idle_memory_alone(told: dict[str, Any]) -> None:
     nbytes, source = free_host_bytes()
-    assert nbytes == 4.5 * GIB and "idle memory left alone" in source
+    assert nbytes == 4.5 * GIB and "without other programs' idle memory" in source
     told["vm.page_free_count"] = 100 * GIB // PAGE
     assert free_host_bytes() == (AVAILABLE, "available RAM"), "whichever is less"
     told["vm.page_free_count"] = 1
@@ -91,7 +91,7 @@ def test_windows_promises_no_more_than_it_has(kernel: FakeKernel32) -> None:
     kernel.status["commit_available"] = 20 * GIB
     assert free_host_bytes() == (AVAILABLE, "available RAM")
     kernel.status["commit_available"] = 3 * GIB
-    assert free_host_bytes() == (3 * GIB, "memory that Windows still promises")
+    assert free_host_bytes() == (3 * GIB, "memory that Windows still grants")
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_a_repository_of_gguf_files_is_named(has_config: bool, monkeypatch: pyte
     monkeypatch.setattr(hub, "cached", lambda model, revision: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", no_config)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=files_there))
-    with pytest.raises(ModelError, match=rf"holds GGUF files alone \(Q4_K_M, Q8_0\).*as {HUB_ID}:Q4_K_M"):
+    with pytest.raises(ModelError, match=rf"contains only GGUF files \(Q4_K_M, Q8_0\).*such as {HUB_ID}:Q4_K_M"):
         (files.fetch if has_config else files.described_place)(HUB_ID, None)
 
 

@@ -209,7 +209,7 @@ def test_half_of_a_weight(kept: str, missing: str, shards: int, tmp_path: Path) 
     def change(tensors: Tensors) -> None:
         del tensors[key + missing]
 
-    refused(tmp_path, change, rf"\.safetensors has '{key}{kept}', but no shard has '{key}{missing}'", shards)
+    refused(tmp_path, change, rf"\.safetensors has '{key}{kept}', but no shard has the matching '{key}{missing}'", shards)
 
 
 @pytest.mark.parametrize("missing", ["gate_up_proj", "gate_up_proj_bias"])
@@ -229,7 +229,7 @@ def test_a_weight_that_is_not_there(missing: str, tmp_path: Path) -> None:
         ("down_proj_scales", lambda t: t[:-1], r"down_proj_scales' has the shape \[7, 64, 1\]"),
         ("down_proj_blocks", lambda t: t[..., :8], r"should be \[experts, rows, blocks\] and .*, 16\]"),
         ("down_proj_blocks", lambda t: t.flatten(2), "down_proj_blocks"),
-        ("gate_up_proj_blocks", lambda t: t.to(torch.int8), "gate_up_proj_blocks' is I8, and MXFP4 is kept in bytes"),
+        ("gate_up_proj_blocks", lambda t: t.to(torch.int8), "gate_up_proj_blocks' is I8, and MXFP4 is stored as bytes"),
         ("gate_up_proj_scales", lambda t: t.bfloat16(), "gate_up_proj_scales' is BF16"),
         ("gate_up_proj_bias", lambda t: t[:, :-1], "gate_up_proj_bias' and the tensors of the same part have 63 rows"),
     ],

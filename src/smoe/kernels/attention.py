@@ -102,7 +102,7 @@ def libm() -> ctypes.CDLL | None:
 def functions() -> tuple[int, int]:
     """Return the addresses of the kernel (compiled once per process) and of libm's expf."""
     mathematics = libm()
-    assert mathematics is not None, "nobody asks where there is none"
+    assert mathematics is not None, "call this only where `libm` returns a library"
     signature = (ctypes.c_void_p, ctypes.c_longlong)
     (attention,) = compile_functions(Source(source), {"attention": signature})
     return address_of(attention), address_of(mathematics.expf)

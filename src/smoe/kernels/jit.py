@@ -171,5 +171,5 @@ def _compiled_here(source: str, features: str, names: Sequence[str]) -> list[int
 def address_of(function: Callable[..., None]) -> int:
     """Return the address of a function's machine code, for calls from other machine code."""
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
-    assert address is not None, "a function of no address"
+    assert address is not None, "only compiled functions have an address"
     return address

@@ -105,7 +105,9 @@ class Loaded:
         protect = ctypes.CDLL(None, use_errno=True).mprotect
         protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         if protect(self._begin, len(self._memory), mmap.PROT_READ | mmap.PROT_EXEC):
-            raise OSError(ctypes.get_errno(), f"no machine code may be made here: {os.strerror(ctypes.get_errno())}")
+            raise OSError(
+                ctypes.get_errno(), f"the system does not allow new machine code: {os.strerror(ctypes.get_errno())}"
+            )
         flush = _flush() if FAMILY == AARCH64 else None
         if flush is not None:
             flush(self._begin, self._begin + len(self._memory))
@@ -175,5 +177,5 @@ def _relocate(
         name, place = places[kind >> 32]
         fill_in = relocations.KINDS[machine].get(kind & 0xFFFFFFFF)
         if fill_in is None or place is None:
-            raise ValueError(f"it asks for {name or section.name} in a way ({kind & 0xFFFFFFFF}) that is not known")
+            raise ValueError(f"unknown relocation {kind & 0xFFFFFFFF} for {name or section.name}")
         fill_in(data, begin + offset, place + addend)

@@ -39,7 +39,7 @@ def _within_page(size_bits: int) -> Callable[[bytearray, int, int], None]:
     def fill_in(data: bytearray, at: int, to: int) -> None:
         place = to & (1 << _PAGE_BITS) - 1
         if place % (1 << size_bits):
-            raise ValueError(f"what is read {1 << size_bits} bytes at a time lies at {place}")
+            raise ValueError(f"{place} is no multiple of the {1 << size_bits} bytes read at a time")
         _filled_in(data, at, place >> size_bits << 10)
 
     return fill_in

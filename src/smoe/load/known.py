@@ -35,7 +35,7 @@ def known_of(config: EngineConfig, place: Path, resident_share: float) -> Resolv
     if config.precision_shares is not None:
         (low, skip), why = thresholds_by(place, config)
         config = replace(config, low_threshold=low, skip_threshold=skip, precision_shares=None)
-        reasons["low_threshold"] = f"and none beyond {skip:g}: {why}"
+        reasons["low_threshold"] = f"dropped beyond {skip:g}: {why}"
     if config.alpha_as_priced:
         alpha, reasons["alpha"] = threshold_of(place, resident_share)
         config = replace(config, alpha=alpha, alpha_as_priced=False)

@@ -76,15 +76,13 @@ def _rooms() -> Iterator[Room]:
 
         free = free_bytes()
         if free is not None:
-            yield Room(free, "available RAM, others' idle memory left alone", "close other programs")
+            yield Room(free, "available RAM without other programs' idle memory", "close other programs")
     elif sys.platform == "win32":
         from smoe.machine.windows_memory import commit_bytes, job_bytes
 
         promised, job = commit_bytes(), job_bytes()
         if promised is not None:
-            yield Room(
-                promised, "memory that Windows still promises", "close other programs, or let it have a page file"
-            )
+            yield Room(promised, "memory that Windows still grants", "close other programs, or let it have a page file")
         if job is not None:
             yield Room(job, "room under the memory limit of this process's job", "raise the job's limit")
     else:

@@ -50,7 +50,7 @@ class PosixFile:
         self.is_direct = direct
         if direct and not flag and not _is_uncached(self.descriptor):
             os.close(self.descriptor)
-            raise OSError(errno.EINVAL, "no way past the page cache")
+            raise OSError(errno.EINVAL, "reads past the page cache are not supported")
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):

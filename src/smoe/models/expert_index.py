@@ -137,8 +137,8 @@ def _fused_experts(site: ExpertsSite, tensor: StoredTensor) -> int:
 def _check_rows(tensor: StoredTensor, is_turned: bool) -> None:
     if is_turned and tensor.scheme in METHODS:
         raise UnsupportedModelError(
-            f"{tensor.path}: {tensor.key!r} holds quantised matrices of all experts with an output in every column; "
-            "smoe reads such ones with an output in every row: take another release of the model"
+            f"{tensor.path}: {tensor.key!r} holds quantised matrices of all experts with one output per column; "
+            "smoe reads only those with one output per row: take another release of the model"
         )
 
 

@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
 
 _NO_CLASS = "transformers has no class for it"
 _DEPENDS_ON_NUMBERS = (
-    "what transformers' class of it computes depends on its numbers, and cannot be followed without them"
+    "what transformers' class computes depends on the values of its weights, so it cannot be examined without them"
 )
 _REFUSED = {
     **dict.fromkeys(
@@ -31,10 +31,10 @@ _REFUSED = {
     ),
     "clip": "it is the part of another model that sees images (mmproj): give that model's own file",
     "glm5-next": _DEPENDS_ON_NUMBERS,
-    "minimax-01": "transformers keeps its keys and values in a cache of a kind of its own",
+    "minimax-01": "transformers stores its keys and values in a cache that only this family has",
     "phimoe": "its files lack the factors of its scaled positions (short_mscale, long_mscale)",
     "qwen4exp": _DEPENDS_ON_NUMBERS,
-    "step35": "transformers does not open its experts to other implementations",
+    "step35": "transformers does not expose its experts to other implementations",
 }
 """The reasons why some known architectures are not supported."""
 
@@ -43,7 +43,9 @@ def architecture_of(header: GgufHeader) -> str:
     """Return the name of a file's architecture; raises `UnsupportedModelError` if smoe does not read it."""
     name = header.metadata.get("general.architecture")
     if header.metadata.get("general.type") == "imatrix":
-        raise UnsupportedModelError(f"{header.path} is no model, but says how one was quantised (imatrix)")
+        raise UnsupportedModelError(
+            f"{header.path} is no model, but an importance matrix (imatrix), by which one was quantised"
+        )
     if not isinstance(name, str):
         raise CheckpointError(f"{header.path} does not say which architecture it is for; download it again")
     if name in _REFUSED:

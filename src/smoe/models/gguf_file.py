@@ -65,7 +65,7 @@ class GgufFile(GgufSizes):
             codes = self._all_codes(sources[name], spec.config)
             keep_quantised(loaded, name, FORMATS[tensor.dtype], codes, spec.dtype.torch)
         loaded.name_or_path = loaded.config.name_or_path = str(self.place)  # for messages: the loader was given no name
-        with naming(f"{self.place} says how to choose tokens in a way that cannot be used"):
+        with naming(f"the sampling settings in {self.place} cannot be used"):
             generation: GenerationConfig = loaded.generation_config
             generation.update(**sampling)
             generation.validate()
@@ -84,8 +84,8 @@ class GgufFile(GgufSizes):
             wanted, found = torch.tensor(numbers(config)), plain_tensor(tensor).float().flatten()
             if wanted.shape != found.shape or not torch.allclose(wanted, found, rtol=1e-4):
                 raise UnsupportedModelError(
-                    f"{tensor.path}: {key!r} has other numbers than transformers' {config.model_type!r} computes with; "
-                    "take the model's safetensors release"
+                    f"{tensor.path}: {key!r} has other values than those that transformers' {config.model_type!r} "
+                    "computes; take the model's safetensors release"
                 )
 
     def _read(self, source: WeightSource, config: PretrainedConfig, target: torch.Tensor) -> None:

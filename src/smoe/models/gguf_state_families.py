@@ -97,7 +97,8 @@ def _period(layers: list[bool], what: str, entries: Entries) -> tuple[int, int]:
     period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
     if not numbers or any(each != (number % period == numbers[0] % period) for number, each in enumerate(layers)):
         raise UnsupportedModelError(
-            f"{entries.path} has {what} in the layers {numbers}; transformers' 'jamba' has them in every so many layers"
+            f"{entries.path} has {what} in the layers {numbers}; transformers' 'jamba' supports them only at "
+            "regular distances"
         )
     return period, numbers[0]
 

@@ -90,8 +90,8 @@ def _split_of(vocabulary: Vocabulary) -> Split:
         )
     if not isinstance(name, str) or name not in SPLITS:
         raise UnsupportedModelError(
-            f"{path} splits texts by {name!r:.80} (tokenizer.ggml.pre), which smoe does not know: tokens would be "
-            "others than those the model was made with; take a file with a known split "
+            f"{path} splits texts by {name!r:.80} (tokenizer.ggml.pre), which smoe does not know: its tokens would "
+            "differ from those that the model was trained with; take a file with a known split "
             f"({', '.join(sorted(SPLITS))}), or the model's safetensors release"
         )
     return SPLITS[name]

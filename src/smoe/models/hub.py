@@ -102,7 +102,7 @@ def _refuse_gguf(model: str, files: Mapping[str, int]) -> None:
     if labels and not any(name.endswith(".safetensors") for name in files):
         listed = ", ".join(labels[:_MOST_LABELS]) + (", ..." if labels[_MOST_LABELS:] else "")
         first = f"{model}/{labels[0]}" if labels[0].lower().endswith(".gguf") else f"{model}:{labels[0]}"
-        raise ModelError(f"{model!r} holds GGUF files alone ({listed}); give one of them, as {first}")
+        raise ModelError(f"{model!r} contains only GGUF files ({listed}); give one of them, such as {first}")
 
 
 def download(model: str, revision: str | None) -> Path:

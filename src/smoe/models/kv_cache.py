@@ -77,7 +77,9 @@ class RowCache(DynamicCache):
         """
         self.check_alive()
         if self._pending and not self.can_rewind:
-            raise EngineStateError("a pass that failed has left recurrent layers halfway; start a new cache")
+            raise EngineStateError(
+                "a failed pass has left the states of recurrent layers incomplete; start a new cache"
+            )
         if rows != self.rows:
             raise EngineStateError(f"this cache was made for {self.rows} sequences, the input has {rows}")
         if self.length + tokens > self.capacity_tokens:
@@ -267,7 +269,7 @@ class RowCache(DynamicCache):
         """Raise `EngineStateError` if the cache has released its memory."""
         if self._is_retired:
             raise EngineStateError(
-                "this cache gave its place in the budget to a newer one; keep one cache, or raise `context_tokens`"
+                "a newer cache has taken this one's part of the budget; keep one cache, or raise `context_tokens`"
             )
 
     def end_rows(self, done: torch.Tensor) -> None:

@@ -72,8 +72,8 @@ class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
     def __init__(self, config: Llama4TextConfig) -> None:
         if config.num_experts_per_tok != 1:
             raise UnsupportedModelError(
-                f"llama4: config.json has num_experts_per_tok {config.num_experts_per_tok}; scores multiply what "
-                "experts are given, which smoe does for one expert a token, as in all published models"
+                f"llama4: config.json has num_experts_per_tok {config.num_experts_per_tok}; smoe "
+                "computes one expert per token, as in all published models, because scores scale the experts' inputs"
             )
         super().__init__(config)
         for layer in self.model.layers:

@@ -80,7 +80,7 @@ def _joined(codes: StoredTensor, scales: StoredTensor) -> StoredTensor:
     for tensor in (codes, scales):
         if tensor.dtype != "U8":
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} is {tensor.dtype}, and MXFP4 is kept in bytes (U8); download the "
+                f"{tensor.path}: {tensor.key!r} is {tensor.dtype}, and MXFP4 is stored as bytes (U8); download the "
                 "checkpoint again"
             )
     *leading, blocks, width = codes.shape if len(codes.shape) == 4 else (0, 0)

@@ -193,8 +193,8 @@ def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_ty
         odd = [part.name for part in site.parts if not 1 <= len(part.shape) <= 2]
         if odd:
             raise UnsupportedModelError(
-                f"experts of {model_type!r} have {odd[0]}, which is neither a matrix nor a bias, and smoe "
-                "quantises those that are made of matrices and biases: leave `precision` out"
+                f"experts of {model_type!r} have {odd[0]}, which is neither a matrix nor a bias; smoe "
+                "quantises only experts of matrices and biases: leave `precision` out"
             )
         parts[site.layer] = tuple(_in_precision(precision, part, site, plain) for part in site.parts)
     return Contents(precision, plain, sites, parts)

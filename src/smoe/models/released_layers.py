@@ -76,7 +76,7 @@ def _blocks(tensor: StoredTensor) -> torch.Tensor:
     codes = assembled(tensor)
     if not FORMATS[tensor.dtype].is_finite(codes.numpy()):
         raise CheckpointError(
-            f"{tensor.path}: {tensor.key!r} has a scale that is NaN or infinite, or a number that is none; download "
+            f"{tensor.path}: {tensor.key!r} has a scale that is NaN or infinite, or a weight that is NaN; download "
             "the checkpoint again"
         )
     return codes

@@ -140,7 +140,7 @@ def _of_all_experts(
         if not tensor.shape or not tensor.nbytes or tensor.shape[0] != scales.shape[0]:
             raise CheckpointError(
                 f"{tensor.path}: {tensor.key!r} has the shape {list(tensor.shape)}, and {scales.key!r} "
-                f"{list(scales.shape)}: scales of all experts' matrices are for as many; download the checkpoint again"
+                f"{list(scales.shape)}: every expert needs scales of its own; download the checkpoint again"
             )
     first = {key: row_of(tensor, 0) for key, tensor in whole.items()}
     matrix = _Matrix(first, stem, _OF_ALL, scheme, first[scales.key])
@@ -241,8 +241,9 @@ class _Matrix:
             stored = shape
         if stored != shape or tensor.dtype not in kinds:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}; to {self._codes.key!r}, "
-                f"{list(self._codes.shape)}, belongs {' or '.join(kinds)}{list(shape)}; download the checkpoint again"
+                f"{tensor.path}: {tensor.key!r} is {tensor.dtype}{list(tensor.shape)}; by {self._codes.key!r}, "
+                f"{list(self._codes.shape)}, it should be {' or '.join(kinds)}{list(shape)}; download the checkpoint "
+                "again"
             )
 
 
