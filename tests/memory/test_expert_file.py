@@ -147,7 +147,7 @@ def test_what_macos_refuses_is_closed_again(path: Path, monkeypatch: pytest.Monk
         Mac(patch).refuses = True
         patch.setattr(os, "open", opening_it)
         patch.setattr(os, "close", closed.append)
-        with pytest.raises(OSError, match="no way past"):
+        with pytest.raises(OSError, match="past the page cache"):
             PosixFile(path, True)
     for descriptor in opened:
         really[1](descriptor)
