@@ -229,7 +229,8 @@ class OneToken:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute as transformers' function; arguments after the hidden states must be passed by name, as models do."""
+        """Compute the same as transformers' forward function. Arguments after the hidden states must be passed by name,
+        as models do."""
         if attention_mask is None and self.is_sdpa and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
             place = self.place(hidden_states, position_embeddings, past_key_values)
             if place is not None:

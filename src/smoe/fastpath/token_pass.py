@@ -84,7 +84,7 @@ class TokenPass:
         return self._layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as transformers' function."""
+        """Compute the same as transformers' forward function."""
         cache = kwargs.get("past_key_values")
         if args or not isinstance(cache, RowCache) or not self._is_plain(kwargs, cache) or not self._is_untouched():
             return self.library(*args, **kwargs)

@@ -78,7 +78,7 @@ def _groups(
 
 
 def _of_points(name: str, nbytes: int, groups: tuple[Group, ...], scale: Scalar) -> Format:
-    """Return a format whose groups' scale codes are doubled and, by a zero of -1, odd."""
+    """Return a format whose groups have odd scales, 2 * code + 1: codes are doubled, and their zero is -1."""
     return Format(name, _NUMBERS, nbytes, scale, groups, scale_zero=-1)
 
 

@@ -72,9 +72,9 @@ def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
 def measured_step(
     decode: Counters, expert_bytes: int, dense_bytes: int, has_link: bool, low_bytes: int = 0
 ) -> StepBytes | None:
-    """Return the bytes per decode step of a run, by its own misses, or None if no decode step ran.
+    """Return the bytes per decode step of a run, given its own misses, or None if no decode step ran.
 
-    `low_bytes` is the size of a low copy.
+    `low_bytes` is the size of a low-precision copy.
     """
     steps = decode.forward_passes
     if steps == 0:
