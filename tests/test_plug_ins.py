@@ -14,6 +14,7 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.registry import EVICTIONS, PREDICTORS, eviction_kind
 from smoe.presets import configure
+from tests.installed import install
 
 SOURCE = """
 from smoe.policy.eviction.lru import LRU
@@ -49,11 +50,7 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     """Installs a package with entry points."""
 
     def offer(package: str, group: str, **points: str) -> None:
-        folder = tmp_path / "site" / f"{package}-1.0.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        lines = "\n".join(f"{name} = {value}" for name, value in points.items())
-        (folder / "entry_points.txt").write_text(f"[{group}]\n{lines}\n")
+        install(tmp_path / "site", package, group, points)
 
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path)

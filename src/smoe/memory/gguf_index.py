@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from smoe.errors import CheckpointError
+from smoe.formats.added import added_format
 from smoe.memory.dtypes import STORED
 from smoe.memory.gguf_header import GgufHeader, TensorEntry, part_paths, read_gguf_header
 from smoe.memory.safetensors_index import StoredTensor
@@ -30,8 +31,9 @@ _NAMES = {int(kind): kind.name for kind in GGMLQuantizationType if kind in GGML_
 
 @cache
 def is_readable(dtype: str) -> bool:
-    """Return whether a ggml type can be read: unquantized types and those that the gguf package dequantizes."""
-    if dtype in STORED or dtype in INTEGERS:
+    """Return whether a ggml type can be read: unquantized types, those that the gguf package dequantizes, and those of
+    plug-ins."""
+    if dtype in STORED or dtype in INTEGERS or dtype not in GGMLQuantizationType.__members__:
         return True
     try:
         dequantize(np.zeros((1, BLOCKS[dtype][1]), np.uint8), GGMLQuantizationType[dtype])
@@ -96,9 +98,13 @@ def _tensors(header: GgufHeader) -> Iterator[StoredTensor]:
 
 def _type_name(path: Path, entry: TensorEntry) -> str:
     if entry.kind not in _NAMES:
+        added = added_format(entry.kind)
+        if added is not None:
+            BLOCKS[added.name] = added.numbers, added.nbytes
+            return added.name
         raise CheckpointError(
             f"{path}: the tensor {entry.name!r} is of ggml's type number {entry.kind}, which is unknown: the file is "
-            "damaged, or newer than the installed gguf package (pip install -U gguf)"
+            "damaged, or newer than the installed gguf package (pip install -U gguf), or needs a plug-in"
         )
     return _NAMES[entry.kind]
 

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from smoe.errors import CheckpointError
+from smoe.formats.registry import FORMATS
 from smoe.memory.gguf_index import BLOCKS, INTEGERS
 from smoe.memory.safetensors_index import StoredTensor, check_identity
 from smoe.memory.torch_dtypes import TORCH
@@ -61,4 +62,12 @@ def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
                 yield torch.frombuffer(data, dtype=TORCH.get(tensor.dtype, torch.int32))
             else:
                 blocks = np.frombuffer(data, np.uint8).reshape(count, row_bytes)
-                yield torch.from_numpy(dequantize(blocks, GGMLQuantizationType[tensor.dtype])).view(-1)
+                yield torch.from_numpy(_numbers(blocks, tensor.dtype)).view(-1)
+
+
+def _numbers(blocks: np.ndarray, dtype: str) -> np.ndarray:
+    """Dequantize rows of blocks: by the gguf package, or by the declaration of a plug-in's format."""
+    if dtype in GGMLQuantizationType.__members__:
+        found: np.ndarray = dequantize(blocks, GGMLQuantizationType[dtype])
+        return found
+    return FORMATS[dtype].decode(blocks)

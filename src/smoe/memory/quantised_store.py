@@ -19,6 +19,7 @@ slot, with unchanged bits.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -46,7 +47,7 @@ from smoe.memory.store import (
     runs_of,
 )
 
-_FORMS: Mapping[str, Format] = FORMATS | PLAIN
+_FORMS: Mapping[str, Format] = ChainMap(PLAIN, FORMATS)  # plug-ins add formats
 
 
 class StoredMatrix(NamedTuple):
