@@ -24,7 +24,7 @@ CODE   := --object-code build/kernels
 # libraries anew: seven seconds of ten.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-optional test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel wheel-test locked \
+.PHONY: demo test test-all test-optional test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel dist wheel-test locked \
         env clean help gpu
 
 help:
@@ -35,7 +35,8 @@ help:
 	@echo "make test-limited   once more what hangs on the CPU, as on machines with less than this one"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, into build/site; fails where a link leads nowhere"
-	@echo "make wheel  is everything in the wheel, and nothing else?  make wheel-test   ... and does it run where only it is?"
+	@echo "make wheel  compare wheel and source distribution with the repository; make dist stores them in dist/, too"
+	@echo "make wheel-test  install the wheel by pip, pipx and uvx in bare environments, and run it; downloads 0.5 GB or more"
 	@echo "make locked requirements with hashes, for the container image"
 	@echo "make gpu    everything that needs a GPU, by $(GPU_PYTHON), into $(GPU_OUT); goes on where it was cut off"
 
@@ -125,6 +126,9 @@ docs: $(VENV)-docs/.installed
 
 wheel:
 	$(PYTHON) .ci/wheel.py
+
+dist:
+	$(PYTHON) .ci/wheel.py --out dist
 
 wheel-test:
 	$(PYTHON) .ci/wheel.py --install --torch "$(TORCH)"

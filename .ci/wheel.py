@@ -1,7 +1,8 @@
-"""The wheel that users install, and the source distribution: `make wheel` compares both with the repository,
-`make wheel-test` installs the wheel into an empty environment and runs it.
+"""The wheel that users install, and the source distribution. `make wheel` compares both with the repository.
 
-Standard library only. Run as `python .ci/wheel.py [--install] [--torch REQUIREMENT]`.
+`make dist` also stores them in `dist/`. `make wheel-test` installs the wheel by pip, pipx and uvx, and runs it.
+
+Standard library only. Run as `python .ci/wheel.py [--out FOLDER] [--install] [--torch REQUIREMENT]`.
 """
 
 from __future__ import annotations
@@ -10,22 +11,26 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import urllib.request
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "src/smoe/"
+STORY = ("generate", "demo", "--memory", "20MiB", "--max-new-tokens", "20", "-p", "Once upon a time")
 SERVE = ("serve", "demo", "--memory", "48MiB", "--context", "512", "--port", "0")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--install", action="store_true", help="install it into a fresh environment and run it there")
+    parser.add_argument("--out", type=Path, help="store wheel and source distribution in this folder")
+    parser.add_argument("--install", action="store_true", help="install the wheel by pip, pipx and uvx, and run it")
     parser.add_argument("--torch", default="torch", help="the requirement to install first")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -39,8 +44,11 @@ def main() -> None:
         if contents(again) != contents(wheel):
             sys.exit(f"the wheel that {source.name} makes is not the wheel that the repository makes")
         print(f"{source.name}: {source.stat().st_size / 2**20:.1f} MiB, makes the same wheel")
+        if given.out is not None:
+            given.out.mkdir(exist_ok=True)
+            print("stored:", *(shutil.copy(made, given.out) for made in (wheel, source)))
         if given.install:
-            try_out(Path(folder) / "bare", wheel, given.torch)
+            try_out(Path(folder), wheel, given.torch)
 
 
 def built(folder: Path, source: Path = ROOT) -> Path:
@@ -89,30 +97,39 @@ def differences(wheel: Path) -> list[str]:
     return wrong
 
 
-def try_out(place: Path, wheel: Path, torch: str) -> None:
-    """Install the wheel into an environment that has nothing, and use it as a user would: without extras, then as a
-    server."""
-    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-    programs = place / ("Scripts" if os.name == "nt" else "bin")
-    # nothing of the repository may be found, nor what other runs have measured
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SMOE_", "VIRTUAL"))}
-    clean |= {"XDG_CACHE_HOME": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
+def try_out(folder: Path, wheel: Path, torch: str) -> None:
+    """Install and use the wheel as users do: by pip, by pipx and by uvx, each in an environment with nothing else.
+
+    The wheels of all dependencies are downloaded once. The three programs find smoe and these wheels there and have no
+    index, so the commands are those of the documentation.
+    """
+    packages, tools = folder / "packages", folder / "tools-of-installers"
+    wheels = ("-m", "pip", "wheel", "--quiet", "--wheel-dir", str(packages), "-c", str(ROOT / "constraints.txt"))
+    subprocess.run([sys.executable, *wheels, torch, f"{wheel}[serve]", "pip"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(tools)], check=True)
+    subprocess.run([str(program(tools, "python")), "-m", "pip", "install", "--quiet", "uv", "pipx"], check=True)
+    for way in (by_pip, by_pipx, by_uvx):
+        place = folder / way.__name__
+        place.mkdir()
+        way(place, tools, packages)
+        shutil.rmtree(place)  # a gigabyte each
+    print("3 passed, 0 failed")
+
+
+def by_pip(place: Path, tools: Path, packages: Path) -> None:
+    """`pip install smoe`: the commands, and what they answer where an extra or the repository is missing."""
+    environment = place / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    clean = bare(place, packages)
 
     def run(*words: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
-        program = str(programs / words[0])
-        done = subprocess.run([program, *words[1:]], cwd=place, env=clean, capture_output=True, text=True)
-        if (done.returncode != 0) != fails:
-            sys.exit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-        return done
+        return done(program(environment, words[0]), words[1:], place, clean, fails=fails)
 
-    limits = str(ROOT / "constraints.txt")
-    run("python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", limits, torch)
-    run("python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", limits, str(wheel))
-    print(run("smoe", "--version").stdout.strip())
+    run("python", "-m", "pip", "install", "--quiet", "--no-compile", "smoe")
+    print("pip install smoe:", run("smoe", "--version").stdout.strip())
     assert "site-packages" in run("python", "-c", "import smoe; print(smoe.__file__)").stdout, "another smoe was found"
-    story = ("generate", "demo", "--memory", "20MiB", "--context", "512", "--max-new-tokens", "20")
-    answer = json.loads(run("smoe", *story, "--json", "-p", "Once upon a time").stdout)
-    print("smoe generate demo:", json.dumps(answer)[:200])
+    answer = json.loads(run("smoe", *STORY, "--json").stdout)
+    print("  smoe generate demo:", json.dumps(answer)[:200])
     run("smoe", "plan", "demo", "--memory", "20MiB", "--context", "512")
     commands = run("smoe", "--help").stdout
     for extra, command in (("serve", ("serve", "demo")), ("cluster", ("cluster", "up", "demo", "--local", "1"))):
@@ -122,10 +139,54 @@ def try_out(place: Path, wheel: Path, torch: str) -> None:
         refusal = run("smoe", *command, fails=True)
         missing = f"smoe[{extra}]"
         assert missing in refusal.stderr.replace("\n", ""), f"{command} does not name {missing}:\n{refusal.stderr}"
-        print(f"smoe {' '.join(command)}: says that {missing} is missing")
-    run("python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", limits, f"{wheel}[serve]")
-    print("smoe serve demo:", asked([str(programs / "smoe"), *SERVE], place, clean))
-    print("1 passed, 0 failed")
+        print(f"  smoe {' '.join(command)}: says that {missing} is missing")
+    for command in (("simulate", "--paper", "smoe"), ("bench", "demo", "--ablation", "smoe")):
+        refusal = run("smoe", *command, fails=True)
+        assert refusal.returncode == 2 and "pip install -e ." in refusal.stderr, refusal.stderr
+        print(f"  smoe {' '.join(command)}: says that it needs the repository")
+
+
+def by_pipx(place: Path, tools: Path, packages: Path) -> None:
+    """`pipx install 'smoe[serve]'`: the server answers."""
+    clean = bare(place, packages)
+    done(program(tools, "pipx"), ["install", "--python", sys.executable, "smoe[serve]"], place, clean)
+    smoe = place / "bin" / ("smoe.exe" if os.name == "nt" else "smoe")
+    print("pipx install 'smoe[serve]':", done(smoe, ["--version"], place, clean).stdout.strip())
+    print("  smoe serve demo:", asked([str(smoe), *SERVE], place, clean))
+
+
+def by_uvx(place: Path, tools: Path, packages: Path) -> None:
+    """`uvx smoe`: a text."""
+    options = ("--no-config", "--no-index", "--find-links", str(packages), "--python", sys.executable)
+    text = done(program(tools, "uvx"), [*options, "smoe", *STORY, "--quiet"], place, bare(place, packages)).stdout
+    assert text.strip(), "uvx smoe generate demo wrote nothing"
+    print("uvx smoe generate demo:", text.strip()[:80])
+
+
+def bare(place: Path, packages: Path) -> dict[str, str]:
+    """An environment in which nothing of the repository or of other runs is found, and installers have no index."""
+    ours = ("PYTHON", "SMOE_", "VIRTUAL", "PIP_", "PIPX_", "UV_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    folders = {"XDG_CACHE_HOME": "cache", "PIPX_HOME": "pipx", "PIPX_BIN_DIR": "bin", "UV_TOOL_DIR": "uv"}
+    clean |= {name: str(place / folder) for name, folder in folders.items()}
+    clean |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(packages)}
+    clean |= {"PIPX_DEFAULT_BACKEND": "pip"}  # it would take uv, which is installed next to it, and uv has flags only
+    return clean | {"UV_CACHE_DIR": str(place / "cache" / "uv"), "HF_HUB_OFFLINE": "1"}
+
+
+def program(environment: Path, name: str) -> Path:
+    """A program of a virtual environment."""
+    return environment / ("Scripts" if os.name == "nt" else "bin") / name
+
+
+def done(
+    program: Path, words: Sequence[str], place: Path, environment: dict[str, str], *, fails: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; the end of this program if it fails and should not, or the other way round."""
+    run = subprocess.run([str(program), *words], cwd=place, env=environment, capture_output=True, text=True)
+    if (run.returncode != 0) != fails:
+        sys.exit(f"{program.name} {' '.join(words)} ended with {run.returncode}:\n{run.stdout}\n{run.stderr}")
+    return run
 
 
 def asked(command: list[str], place: Path, environment: dict[str, str]) -> str:
