@@ -92,8 +92,6 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_state(app: FastAPI, serving: Serving) -> None:
-    described = Json(document(serving.name, serving.config.api_key is not None))
-
     @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         has_failed = serving.prompts.template_state == "failed"
@@ -115,8 +113,8 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
         return Response(serving.meters.shown(), media_type=METRICS_TYPE)
 
     @app.api_route("/openapi.json", methods=_READ)
-    async def description() -> Response:
-        return described
+    def description() -> Response:  # not `async`: on a thread, because the first one takes half a second
+        return Json(document(serving.name, serving.config.api_key is not None))
 
 
 def _watching(serving: Serving) -> Watching:

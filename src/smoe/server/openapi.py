@@ -6,6 +6,7 @@ called (`guard.py`), and a response may be a stream.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +111,9 @@ OPERATIONS = (
 )
 
 
+@functools.cache
 def document(model: str, needs_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 description of a server of one model."""
+    """Return the OpenAPI 3.1 description of a server of one model, which the caller must not change."""
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
         described = _described(each, needs_key)
