@@ -113,7 +113,7 @@ class ExpertMath:
         self._post_norm: Callable[[torch.Tensor], torch.Tensor] | None = post_norm
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
         self.multiply: Callable[[Sequence[Product]], None] = library_products
-        """The function that multiplies single rows."""
+        """The function that computes products of single rows."""
         self._own_order: SpinningPool | None = None
         """A pool that multiplies few rows in its own order; None if there is none."""
         self.kernel: TokenExperts | None = None

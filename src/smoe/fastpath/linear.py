@@ -214,11 +214,12 @@ def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
 
 
 def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) -> None:
-    """Preserve the bits of torch's products when a token is computed on one thread.
+    """Find the products that must use all threads to have torch's bits when a token is computed on one thread, and make
+    them do so.
 
     For some shapes torch divides a sum into as many parts as there are threads (with 64 outputs of 2048 numbers and two
-    threads, 2 of 96000 outputs differ). Such products still use all threads. Of a router all outputs are compared,
-    because some compute in float32; a router that cannot be called uses all threads.
+    threads, 2 of 96000 outputs differ). Of a router all outputs are compared, because some compute in float32; a router
+    that cannot be called uses all threads.
     """
     threads = torch.get_num_threads()
     verdicts: dict[tuple[type, torch.Size, torch.dtype], bool] = {}

@@ -62,7 +62,7 @@ class SlotExperts:
     counters."""
 
     def __init__(self, kind: ExpertKind, tile: Tile | None = None) -> None:
-        """`tile`: the tile sizes of tasks; None for the default."""
+        """`tile`: the part of a matrix that a task reads at a time; None for the default."""
         self.kind = kind
         self._tile = tile
         self._steps = [(n, each.alignment) for n, each in enumerate((*kind.ups, kind.down)) if each.alignment > 1]

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 
 X86_64, AARCH64 = 62, 183
-"""ELF's machine numbers."""
+"""The numbers of the two processor families in ELF files."""
 _PAGE_BITS = 12
 
 
@@ -34,7 +34,7 @@ def _pages(data: bytearray, at: int, to: int) -> None:
 
 
 def _within_page(size_bits: int) -> Callable[[bytearray, int, int], None]:
-    """The numbers of the two processor families in ELF files."""
+    """Return the relocation of an address within 4096 bytes, in units of 2 ** size_bits bytes."""
 
     def fill_in(data: bytearray, at: int, to: int) -> None:
         place = to & (1 << _PAGE_BITS) - 1

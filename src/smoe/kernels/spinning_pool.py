@@ -70,19 +70,17 @@ class Ahead(NamedTuple):
     """Memory to prefetch, in the form of machine code's arguments (`tasks.py`)."""
 
     packed: bytes
-    """The ranges, always of one size, because a helper may read them while the next ones are written.
+    """The ranges as words of 8 bytes, always equally many, because a helper may read them while the next ones are
+    written.
 
-    Its search ends with either, and prefetching a wrong address has no effect.
+    A mixture of old and new ranges ends too, and prefetching a wrong address has no effect.
     """
     pieces: int
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[int, int]]) -> Ahead:
-        """The ranges as words of 8 bytes, always equally many, because a helper may read them while the next ones are
-        written.
-
-        A mixture of old and new ranges ends too, and prefetching a wrong address has no effect.
-        """
+        """Return an object with these ranges (address, bytes), in the order of use; only the first `MOST_RANGES` are
+        used."""
         words, pieces = [tasks.NEVER] * (2 * tasks.MOST_RANGES + 1), 0
         for n, (address, nbytes) in enumerate(ranges[: tasks.MOST_RANGES]):
             words[2 * n : 2 * n + 2] = pieces, address

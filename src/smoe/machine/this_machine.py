@@ -14,8 +14,8 @@ from smoe.machine.quick_look import quick_look
 from smoe.memory.emulation import MEASURED, DeviceProfile
 
 _LAYER_SECONDS, _WIDTH_SECONDS = 0.16e-3, 0.09e-3
-"""Seconds of a decoder layer on a CPU in addition to moving its bytes (small operations and Python,
-docs/log/forecasts.md), and seconds per 1024 elements of the hidden state."""
+"""The seconds of a decoder layer on a CPU in addition to moving its bytes (small operations and Python,
+docs/log/forecasts.md), and the seconds per 1024 elements of the hidden state."""
 _CPU_EXPERT_SECONDS = 10e-6
 """The seconds of one expert on a CPU in addition to moving its bytes, if all experts of a layer are computed in one
 call."""

@@ -131,7 +131,7 @@ def _probe_experts(layer: int, notes: _Notes) -> Callable[..., torch.Tensor]:
 
 
 def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the state tensors (three dimensions or more) in the value of a cache layer's attribute."""
+    """Return the cache bytes per token and the state bytes per sequence, for one row of the batch."""
     per_token = fixed = 0
     for layer in cache.layers:
         for name, value in vars(layer).items():
@@ -145,7 +145,7 @@ def _cache_bytes(cache: DynamicCache, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The state tensors (three dimensions or more) in an attribute of a cache layer."""
+    """Return the state tensors (three dimensions or more) in the value of a cache layer's attribute."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
     return [tensor for tensor in values if isinstance(tensor, torch.Tensor) and tensor.dim() >= 3]
 
