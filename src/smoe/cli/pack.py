@@ -48,7 +48,7 @@ class _CalibrationText(NamedTuple):
 
     path: Path
     tokens: int
-    """The most tokens to read."""
+    """The maximum number of tokens to read."""
 
 
 def command(

@@ -49,7 +49,7 @@ class Material:
     text: Path | None
     """The text; None: the demo's stories."""
     tokens: int
-    """The most tokens of the text."""
+    """The maximum number of tokens of the text."""
     questions: Path | None = None
     """The questions; None: the demo's own for the demo, none for other models."""
     most_questions: int = 0
@@ -58,7 +58,7 @@ class Material:
     task_folder: Path | None = None
     """A folder with descriptions of the user's own tasks."""
     least_tokens: int = 2
-    """The fewest tokens from which a result is meaningful."""
+    """The minimum number of tokens from which a result is meaningful."""
 
 
 def measured(

@@ -194,8 +194,8 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
 
 
 def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
-    """Return the most rows of a layer that a batch can produce: including padding, without the last new token, which is
-    never read."""
+    """Return the maximum number of rows of a layer that a batch can produce: including padding, without the last new
+    token, which is never read."""
     rows, width = batch.input_ids.shape
     return int(rows * (min(width + sampling.max_new_tokens, engine.context_tokens) - 1))
 

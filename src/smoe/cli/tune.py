@@ -69,7 +69,7 @@ smoe eval ./my-moe --memory 8GiB says what a threshold costs in full.
 ALPHAS = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
 _PRICED_TOKENS = 2000
 _LEAST_PRICED_TOKENS = 640
-"""The fewest tokens for a quality cost, ten blocks: fewer give no estimate of the uncertainty."""
+"""The minimum number of tokens for a quality cost, ten blocks: fewer give no estimate of the uncertainty."""
 
 
 def command(

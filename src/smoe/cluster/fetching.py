@@ -34,7 +34,8 @@ _PATIENCE_SECONDS = 1.0
 _SILENCE_SECONDS = 3.0
 """The time without a message after which the coordinator counts as lost."""
 MOST_UNDER_WAY = 32
-"""The most pieces that are requested and not received: a gigabit link carries them in a twentieth of a second."""
+"""The maximum number of pieces that are requested and not received: a gigabit link carries them in a twentieth of a
+second."""
 MOST_DAMAGED = 3
 """The number of times that a chunk may arrive damaged before an error."""
 _PIECES = CHUNK_BYTES // PIECE_BYTES
@@ -73,8 +74,8 @@ class Fetcher:
         on_course: Callable[[Course], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rate`: the most bytes per second. `on_change` receives connection changes in words, `on_course` the
-        progress."""
+        """`rate`: the maximum number of bytes per second. `on_change` receives connection changes in words, `on_course`
+        the progress."""
         self.me = me
         """The worker's identity; without its invitation's code after it has been admitted."""
         self._folder, self._precision = folder, precision

@@ -62,13 +62,13 @@ class FrameKind(IntEnum):
     WORK = 4
     """Compute experts for these rows."""
     DONE = 5
-    """The results."""
+    """A worker sends the results of a request."""
     FAILED = 6
-    """The request failed."""
+    """A worker reports that a request failed."""
     FETCH = 7
     """Load these experts soon."""
     BEAT = 8
-    """A sign of life; from the coordinator: a request for one."""
+    """A sign of life; from the coordinator, a request for one."""
     LEAVE = 9
     """The sender leaves."""
     FILES = 10
@@ -92,7 +92,7 @@ class FrameKind(IntEnum):
     KEYS = 19
     """Keys and values of some positions."""
     TAKEN = 20
-    """Keys and values have arrived."""
+    """A machine reports that keys and values have arrived."""
     EXPECTED = 21
     """Experts that a draft model's routers have chosen."""
 
@@ -109,7 +109,7 @@ class RowFormat(NamedTuple):
     dtype: Any
     """The dtype of torch; without torch, numpy's dtype of the bits."""
     most: int
-    """The most rows of one request, in either direction."""
+    """The maximum number of rows of one request, in either direction."""
 
     @property
     def part_bytes(self) -> int:

@@ -34,7 +34,7 @@ _FORMAT = 1
 INVITATION_SECONDS = 600
 _PLACE = "XDG_CONFIG_HOME"
 MOST_NAME = 63
-"""The most characters of a name."""
+"""The maximum number of characters of a name."""
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_NAME - 1}}}")
 _KEY = re.compile(r"[!-~]{40}")
 

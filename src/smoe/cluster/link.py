@@ -37,7 +37,7 @@ from smoe.expert import ExpertKey
 from smoe.memory.streams import Fetched
 
 _TICK_SECONDS = 0.1
-"""The most seconds between two turns without messages or deadlines."""
+"""The longest time in seconds between two turns without messages or deadlines."""
 _BEAT_SECONDS = 0.5
 _QUIET_SECONDS, _SILENCE_SECONDS = 0.5, 1.0
 """The time without a message after which a worker is late, and after which it is out; workers send one every 0.1 s."""

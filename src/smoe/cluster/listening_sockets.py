@@ -17,7 +17,7 @@ from smoe.errors import ClusterError
 from smoe.expert import ExpertKey
 
 _MOST_WAITING = 64
-"""The most messages of a worker that are received before they are processed."""
+"""The maximum number of messages of a worker that are received before they are processed."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +50,7 @@ class Membership(Gate, Protocol):
         """Remove a member whose results are wrong from the cluster."""
 
     def tick(self) -> None:
-        """Called at short intervals."""
+        """Process deadlines; the link's thread calls this at short intervals."""
 
 
 class AdmittedKeys:

@@ -120,7 +120,7 @@ class Member:
     earlier: WorkerTotals = NOTHING
     """The totals of earlier connections."""
     most_rows: float = inf
-    """The most rows of one expert that it computes: without torch, the number tested with its kernels."""
+    """The maximum number of rows of one expert that it computes: without torch, the number tested with its kernels."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
     _expected: set[ExpertKey] = field(default_factory=set)
     """Experts that it should hold; others are evicted before them."""
@@ -129,11 +129,11 @@ class Member:
 
     @property
     def is_here(self) -> bool:
-        """Whether it may get requests."""
+        """Whether the worker may get requests."""
         return self.state is WorkerState.READY
 
     def is_proven(self) -> None:
-        """Start to count its work: its results are used from now on."""
+        """Begin to count the worker's work, once it has passed the proof: its results are used from then on."""
         self.has_proven = True
         self.experts = self.requests = self.uses = self.brought = 0
 
@@ -146,7 +146,7 @@ class Member:
         return self.earlier.plus(now)
 
     def takes(self, wanted: Iterable[ExpertTask]) -> bool:
-        """Return whether it may get this request."""
+        """Return whether the worker may get this request: it is ready, and no expert has more rows than it computes."""
         return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows
 
     def view(self) -> WorkerView:

@@ -284,7 +284,7 @@ class Cluster(Admission):
         return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 
     def welcome(self, member: Member) -> dict[str, Any]:
-        """Return the kernels for few rows and the most rows of a request."""
+        """Return the kernels for few rows and the maximum number of rows of a request."""
         found = None if self.describer is None or member.most_rows == inf else self.describer.found
         arithmetic = self._arithmetic if found is None else found.arithmetic
         return {"arithmetic": arithmetic, "rows": self._rows.most}

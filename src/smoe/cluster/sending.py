@@ -32,9 +32,9 @@ FILE_KINDS = (FrameKind.FILES, FrameKind.PIECE)
 CALM_SECONDS = 0.2
 """Seconds without a request after which the coordinator counts as idle."""
 _MOST_ASKED = 64
-"""The most pieces that a worker may have requested; further requests are ignored."""
+"""The maximum number of pieces that a worker may have requested; further requests are ignored."""
 _MOST_READY = 2
-"""The most pieces that are read before they can be sent."""
+"""The maximum number of pieces that are read before they can be sent."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class Courier:
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         """`paths`: the files by their transfer names; `precision`: the model's. `admitted` returns why a machine with
-        this key and these fields is refused, or empty. `rate`: the most bytes per second, for all workers together."""
+        this key and these fields is refused, or empty. `rate`: the maximum number of bytes per second, for all workers
+        together."""
         self.missing: dict[str, int] = {}
         """The bytes that workers reported as missing, by key."""
         self.summed_bytes = 0

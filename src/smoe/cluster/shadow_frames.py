@@ -23,7 +23,7 @@ PART_BYTES = 1 << 17
 MOST_BYTES = 1 << 24
 """The size limit in bytes of a message part to a draft model: keys and values of one position of any model."""
 MOST_PREDICTIONS = 64
-"""The most layers in one message."""
+"""The maximum number of layers in one message."""
 _WHOLE = np.dtype("<u4")
 
 
@@ -82,8 +82,8 @@ def keys(text: int, begin: int, end: int, rows: memoryview) -> list[Any]:
 
 
 def parse_keys(frame: Frame, position_bytes: int, capacity: int) -> Keys:
-    """Parse a KEYS message. `position_bytes`: bytes of a position; `capacity`: the most positions of a text. Raises
-    `FrameError`."""
+    """Parse a KEYS message. `position_bytes`: bytes of a position; `capacity`: the maximum number of positions of a
+    text. Raises `FrameError`."""
     found, rows = _table(frame, 1, 2, parts=2), frame.body[-1]
     begin, end = found[0] if len(found) == 1 else (0, 0)
     if not begin < end <= capacity or len(memoryview(rows)) != (end - begin) * position_bytes:

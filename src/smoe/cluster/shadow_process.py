@@ -38,7 +38,7 @@ class Along(Protocol):
 
     @property
     def capacity(self) -> int:
-        """The most positions of a text."""
+        """The maximum number of positions of a text."""
 
     @property
     def position_bytes(self) -> int:

@@ -24,7 +24,7 @@ SILENCE_SECONDS, PATIENCE_SECONDS = 1.0, 10.0
 """Seconds without a message after which the coordinator goes on without the draft model, which sends one every 0.1 s;
 and the same while it opens its files, which may keep it busy."""
 _WINDOW = 2
-"""The most messages with keys and values in flight: requests for experts wait behind at most these."""
+"""The maximum number of messages with keys and values in flight: requests for experts wait behind at most these."""
 _log = logging.getLogger(__name__)
 
 Send = Callable[[bytes, list[Any]], bool]

@@ -43,8 +43,8 @@ class UnderWay:
         here_load: Callable[[], float],
     ) -> None:
         """`send` calls `lost` for a member that it cannot reach. `rescue`: the coordinator's own unit, which takes
-        `here_load` seconds to load an expert (infinite: only the last resort). `most_rows`: the most rows of a
-        message."""
+        `here_load` seconds to load an expert (infinite: only the last resort). `most_rows`: the maximum number of rows
+        of a message."""
         self.most_rows = most_rows
         self.rescued = 0
         """The number of experts that the coordinator had to compute itself."""

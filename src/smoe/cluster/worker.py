@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import torch
 
 PLANNED_ROWS = EngineConfig.prefill_tokens
-"""The most rows of a request for which messages have room, unless the coordinator announces more."""
+"""The maximum number of rows of a request for which messages have room, unless the coordinator announces more."""
 _MOST_AHEAD = 64
-"""The most experts to load ahead that wait; further ones are dropped."""
+"""The maximum number of experts to load ahead that wait; further ones are dropped."""
 
 _log = logging.getLogger(__name__)
 

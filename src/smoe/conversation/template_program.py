@@ -28,7 +28,7 @@ SECONDS = 10.0
 MEMORY_BYTES = 512 << 20
 """The limit of the process's address space, on Linux."""
 MOST_CHARACTERS = 64 << 20
-"""The most characters of a rendered conversation."""
+"""The maximum number of characters of a rendered conversation."""
 RENDERED, FAILED = b"R", b"F"
 LENGTH_BYTES = 8
 _SPARE_SECONDS = 5.0

@@ -42,7 +42,7 @@ _SUBSTITUTES = 8
 """The number of experts ranked after the chosen ones among which a substitute is drawn; residents are distributed
 similarly."""
 _LOGITS = 2**23
-"""The most logits that are computed at a time."""
+"""The maximum number of logits that are computed at a time."""
 _TINY = 1e-30
 _TOLERANCE = 0.02
 """The tolerance between logits computed from the output head's input and the model's own."""

@@ -51,7 +51,7 @@ class Judged(NamedTuple):
     next_gate: float
     """The share of the chosen experts that the later router predicts from this layer's input."""
     corrected: float
-    """The same with the correction; as many predictions as chosen experts."""
+    """The share with the correction, where as many experts are predicted as the router chooses."""
     precision: float
     """The share of right ones among the corrected predictions that are worth a load."""
     recall: float

@@ -26,7 +26,7 @@ from smoe.whole_file import whole_file
 _log = logging.getLogger(__name__)
 
 _LEAST_SAMPLES = 10
-"""The fewest blocks of tokens, or questions, for a confidence interval."""
+"""The minimum number of blocks of tokens, or questions, for a confidence interval."""
 
 RESULTS = "quality.json"
 """The file with the results, written after every threshold; next to it are the exact model's distributions."""

@@ -56,8 +56,8 @@ LEAST_TOKENS = 96
 TURN_WARM, TURN_TIMED = 16, 32
 """The numbers of untimed and timed tokens of a turn."""
 ROUNDS, MOST_ROUNDS = 3, 7
-"""The rounds by which a candidate must lead to replace the baseline, and the most turns of each finalist: more than the
-first where the fastest has not won all of these."""
+"""The rounds by which a candidate must lead to replace the baseline, and the maximum number of turns of each finalist:
+more than the first where the fastest has not won all of these."""
 FINALISTS = 3
 """The number of finalists of each kind: the best of the simulation. `ALWAYS` and the baseline replace the last ones
 where they are not among them."""
@@ -263,7 +263,7 @@ def hold(
 
 
 def tokens_of(length: int, kinds: Sequence[str]) -> int:
-    """Return the most tokens that `hold` runs."""
+    """Return the maximum number of tokens that `hold` runs."""
     return length + len(kinds) * FINALISTS * MOST_ROUNDS * (TURN_WARM + TURN_TIMED)
 
 

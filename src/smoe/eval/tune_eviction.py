@@ -27,7 +27,7 @@ RIVALS = ("lru", "lfu", "score", "auto", "multidimensional", LEARNED, "belady")
 ALL = 1 << 62
 """A number of passes that means all."""
 COUNTED = 1000
-"""The most passes of a trace on which policies are compared."""
+"""The maximum number of passes of a trace on which policies are compared."""
 
 Tick = Callable[[str, int, int], None]
 """A function that receives the current activity, and the numbers of steps done and in all."""

@@ -43,8 +43,8 @@ class DecodeLoop:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
     ) -> None:
-        """`most_waiting`: the most requests that may wait for a row; None: any number. `reads_first`: whether all
-        prompts are read before any text is decoded."""
+        """`most_waiting`: the maximum number of requests that may wait for a row; None: any number. `reads_first`:
+        whether all prompts are read before any text is decoded."""
         self._model, self._tokenizer = model, tokenizer
         self._engine: Engine = model.offload  # type: ignore[assignment]
         self._ends = end_tokens(model, tokenizer)

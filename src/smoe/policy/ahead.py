@@ -28,7 +28,7 @@ _WEIGHT = 0.02
 
 
 class TokenLayer(NamedTuple):
-    """One layer of one token."""
+    """The layer of a token whose experts are needed: the unit of scheduling."""
 
     position: int
     """The token's position in its text."""

@@ -48,7 +48,7 @@ class SlotClass(NamedTuple):
     slot_bytes: int
     """Bytes of one slot, including alignment."""
     top_k: int
-    """The most experts of one of these layers that a token uses."""
+    """The maximum number of experts of one of these layers that a token uses."""
     experts: int
     """The number of routed experts in these layers."""
     layers: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class SlotClass(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The fewest slots with which a token can be computed."""
+        """The minimum number of slots with which a token can be computed."""
         return self.top_k + (MIN_STAGING_SLOTS if self.passing is None else self.passing)
 
     @property
@@ -124,7 +124,7 @@ class Demand:
     square_bytes: int = 0
     """Bytes of activations for each pair of positions, where attention computes a score for each pair."""
     step_tokens: int = 0
-    """The most positions of one step."""
+    """The maximum number of positions of one step."""
 
     def step_bytes(self, positions: int) -> int:
         """Return the bytes of activations of a step with `positions` positions; longer texts take several steps."""
@@ -148,7 +148,7 @@ class Demand:
 
     @property
     def top_k(self) -> int:
-        """The most experts of one layer that a token uses."""
+        """The maximum number of experts of one layer that a token uses."""
         return max(each.top_k for each in self.classes)
 
     @property
@@ -298,7 +298,8 @@ class Ledger:
 
     @property
     def spare(self) -> str:
-        """The same phrase for a cluster whose workers compute all experts while any are connected."""
+        """Return the phrase of `residents` for a cluster whose workers compute all experts while any worker is
+        connected."""
         return (
             f"no experts resident while workers are connected (room for {self.cache_slots} without them){self._beside}"
         )

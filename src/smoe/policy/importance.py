@@ -22,7 +22,7 @@ _ROUNDING = 1e-6
 
 
 class Thresholds(NamedTuple):
-    """Bounds of unimportance, 0 <= `low` <= `skip` <= 1; at 1 no expert is beyond."""
+    """Two bounds of an expert's unimportance s, 0 <= `low` <= `skip` <= 1. Since s <= 1, a bound of 1 has no effect."""
 
     low: float = 1.0
     """T1: above it, a low copy suffices."""

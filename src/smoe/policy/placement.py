@@ -45,7 +45,7 @@ class WorkerView(NamedTuple):
     brought_at: float = -inf
     """The time of its last assigned load; among equals, the least recent gets the next load."""
     most_rows: float = inf
-    """The most rows of one expert that the worker computes."""
+    """The maximum number of rows of one expert that the worker computes."""
 
 
 class Placement(NamedTuple):

@@ -23,18 +23,19 @@ class Moment(Enum):
     """The time at which a predictor runs."""
 
     ROUTED = "routed"
-    """After the layer's router."""
+    """The predictor runs after the layer's router, before the layer's experts."""
     RESIDENTS_DONE = "residents done"
-    """After the layer's resident experts are computed, while others are loaded."""
+    """The predictor runs after the layer's resident experts are computed, while missing ones are loaded."""
     BESIDE = "beside the experts"
-    """After the layer's router, concurrently with its experts. Loads begin as soon as the prediction is there. Only for
-    predictors that use no module of the model, because the computing thread uses these."""
+    """The predictor runs after the layer's router, concurrently with the experts. Loads begin as soon as the prediction
+    is ready. The predictor must not use modules of the model, since the computing thread uses them."""
     FIRST_DONE = "beside the experts, loads behind the first"
-    """As `BESIDE`, but loads begin when the first expert is done (DuoServe-MoE, section 5.3)."""
+    """The same as `BESIDE`, but loads begin when the first expert is computed (DuoServe-MoE, section 5.3)."""
 
 
 ASKED = {"before": Moment.ROUTED, "beside": Moment.BESIDE, "first-expert": Moment.FIRST_DONE}
-"""When predictors that see only the routers' choices run, by the setting `prefetch_asked`."""
+"""The moment for each value of the setting `prefetch_asked`; it applies to predictors that see only the routers'
+choices."""
 ON_A_THREAD = (Moment.BESIDE, Moment.FIRST_DONE)
 
 

@@ -108,8 +108,8 @@ def is_flat(alphas: Sequence[float], rounds: Sequence[Sequence[float]]) -> bool:
 
 
 def is_within_noise(points: Sequence[tuple[float, float]], budget_seconds: float, noise: float) -> bool:
-    """Return whether noise (seconds) could move the result by more than the distance of two measured alphas, or out of
-    reach."""
+    """Return whether noise of so many seconds could change the chosen alpha by more than one measured alpha, or make
+    the budget unreachable."""
     lowest, highest = (smallest_alpha(points, budget_seconds + moved) for moved in (noise, -noise))
     spacing = float(np.diff(sorted(alpha for alpha, _ in points)).max())
     return lowest is None or highest is None or highest - lowest > spacing + STEP / 2

@@ -34,7 +34,7 @@ class PredictorInputs:
     what: str
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
-    """The most layers ahead, for predictors of more than one layer."""
+    """The maximum number of layers ahead, for predictors of more than one layer."""
     corrections: Mapping[tuple[int, int], Correction] | None = None
     """The corrections for the prefetch `corrected-gates`, by (current layer, predicted layer); None: none were
     learned."""

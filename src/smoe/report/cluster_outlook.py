@@ -41,9 +41,9 @@ from smoe.simulator.synthetic import SAYS, TYPICAL, DrawnShape, synthesise
 from smoe.units import format_seconds
 
 WAY_SECONDS, MESSAGE_SECONDS, HANDING_SECONDS = 1.0e-3, 0.05e-3, 0.1e-3
-"""Measured on two cores (docs/log/cluster.md): the round trip to a worker without transfer time but with the wake-up of
-threads; the coordinator's part of it for each message; and passing an expert between the worker's threads, which the
-coordinator does not count as computing."""
+"""Times in seconds, measured on two cores (docs/log/cluster.md): the round trip of a message without its transfer,
+including the wake-up of threads; the coordinator's part of that; and the passing of an expert between the worker's
+threads."""
 ENOUGH = 0.05
 """The share of the best time below which a gain by more workers does not count."""
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16
@@ -175,7 +175,7 @@ class Wanted:
     """The cluster to forecast."""
 
     workers: int
-    """The most workers."""
+    """The maximum number of workers."""
     measured: Sequence[MeasuredWorker] = ()
     """Existing workers; further ones are like their mean. Empty: there are none."""
     profile: DeviceProfile | None = None

@@ -124,7 +124,8 @@ class Forecast:
     """None where the machine has too little memory for the model."""
     remarks: list[str]
     beside_budget: dict[str, int]
-    """The most bytes of the process outside the budget, by name; empty where the budget is a GPU's memory."""
+    """The maximum number of bytes of the process outside the budget, by name; empty where the budget is a GPU's
+    memory."""
     outlook: Outlook | None
     """The simulated forecast; None without a rate of loading experts."""
 

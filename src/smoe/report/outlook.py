@@ -92,9 +92,9 @@ class Outlook:
     long_prompt_seconds: float | None
     """Seconds of a prompt of `LONG_PROMPT_TOKENS` tokens; None where the context is too short."""
     others: list[Case]
-    """Other presets and precisions, in the same budget."""
+    """Forecasts for other presets and precisions with the same budget."""
     curve: list[Case]
-    """Ascending budgets, with the given settings."""
+    """The forecasts for the given settings with other budgets, in ascending order."""
     recommended: Case | None
     """The budget that this machine should give; None where the model does not fit."""
     settings: dict[str, str]

@@ -54,9 +54,9 @@ def _between(before: float | None, now: float) -> float:
 
 PROMPT_FACTORS = (1 / 8, 8.0)
 MOST_FIRST_PASS = 60.0
-"""In seconds."""
+"""The upper bound, in seconds, of the extra time that a process's first pass takes."""
 _LEAST_FIRST_PASS = 1e-3
-"""In seconds; a geometric mean with it stays above 0."""
+"""The lower bound of the same; above 0, so that geometric means stay above 0."""
 LEAST_PROMPT_TOKENS = 32
 """The least length of a prompt from which a factor is learned: in a shorter one, calls take more time than
 arithmetic."""

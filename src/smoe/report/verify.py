@@ -116,7 +116,7 @@ class Reference:
     experts: dict[int, StoredLayer]
     shell: PreTrainedModel
     dense: Mapping[str, StoredTensor]
-    """Other weights that stay quantized."""
+    """The weights outside experts that stay quantized, by name."""
     low: dict[int, StoredLayer]
     """The experts' low copies; empty where there are none."""
     part: str = EXPERTS

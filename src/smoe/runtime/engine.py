@@ -391,7 +391,7 @@ class Engine:
             raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
 
     def peak_memory_bytes(self) -> int:
-        """Return the most bytes of the budget in use at once.
+        """Return the highest number of budget bytes that were in use at once.
 
         On a GPU this is the allocator's peak since a model was last loaded there (`memory/arena.py`). On a CPU it is
         what is allocated for slots, weights and caches, and the reserve for activations; `bench/limits.py` checks the

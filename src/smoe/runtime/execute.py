@@ -51,7 +51,7 @@ from smoe.runtime.step import Step
 from smoe.runtime.substitution import EXACTLY, Substitution
 
 _SHADOWS = 8
-"""The most layers whose loads may end after the host has gone on to later layers."""
+"""The maximum number of recent layers whose loads may still run while the host computes later layers."""
 
 
 _GUESSED = Thresholds(low=0.0)

@@ -35,10 +35,10 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.lifetime import Helpers
 
 _SHORT_PROMPT = 64
-"""The most tokens of a prompt that may pass through a layer's experts at once: all outputs are separate until the
-end."""
+"""The maximum number of tokens of a prompt that may pass through a layer's experts at once: all outputs are separate
+until the end."""
 _HANDED_OVER = 4
-"""The most experts of a prompt that another unit computes at a time."""
+"""The maximum number of experts of a prompt that another unit computes at a time."""
 OnResidentsDone: TypeAlias = Callable[[Callable[[], torch.Tensor]], None]
 """A function that is called when the resident experts are done and others are not; its argument returns their output so
 far [T, H]."""

@@ -41,7 +41,7 @@ class Reserve:
         self._settled_bytes = ledger.demand.reserve_bytes
         """Bytes of the reserve that are free of experts at present."""
         self.peak_bytes = 0
-        """The most bytes that slots, caches and a step have taken together."""
+        """The highest number of bytes that slots, caches and a step have taken together."""
 
     def begin(self, positions: int) -> None:
         """Start a pass over `positions` new positions of all sequences together."""

@@ -55,7 +55,8 @@ class ResidentExperts:
         return self._layers
 
     def _made(self, executor: LayerExecutor) -> list[_ResidentLayer]:
-        """All layers; fewer where our kernel does not take a layer's experts in one piece."""
+        """Return the resident layers that the CPU kernels can compute directly; a layer without such a kernel is
+        missing."""
         made = []
         for layer, router in self._routers:
             math = executor.compute.math_of((layer, 0, EXACT))
@@ -98,7 +99,8 @@ class _ResidentLayer:
 
 
 def _is_plain(executor: LayerExecutor) -> bool:
-    """Whether a step is nothing but the chosen experts, computed here."""
+    """Return whether a step only computes the chosen experts on this device, without lossy options, predictions or
+    measurements."""
     switches = executor.substitution.switches
     return (
         not executor.observers

@@ -28,7 +28,8 @@ EVENTS = ("decoded", "read", "used", "replaced", "right", "wrong", "by_cpu", "by
 """Kinds of events of an expert: used in a decode step; load begun; used in another step; its route replaced or dropped;
 prefetched and used; prefetched and not used; computed by the CPU; computed by a worker."""
 _MOST = 1 << 17
-"""The most events of a kind; beyond it the oldest are dropped: no page has asked for some hundred tokens."""
+"""The maximum number of events of a kind; beyond it the oldest are dropped: no page has asked for some hundred
+tokens."""
 
 
 class PassNote(NamedTuple):

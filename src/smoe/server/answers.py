@@ -51,7 +51,7 @@ class Model(ResponseModel):
     """The start time of the server, in Unix time."""
     owned_by: Literal["smoe"]
     max_model_len: int
-    """The most tokens of a prompt and its response together."""
+    """The maximum number of tokens of a prompt and its response together."""
 
 
 class Models(ResponseModel):

@@ -11,11 +11,11 @@ import re
 from smoe.server.problem import ApiError, refused
 
 MOST_CONTAINERS = 50_000
-"""The most objects and lists of a body; parsing and validating them takes about 30 ms each."""
+"""The maximum number of objects and lists of a body; parsing and validating them takes about 30 ms each."""
 MOST_VALUES = 500_000
-"""The most values of a body, such as the tokens of a prompt."""
+"""The maximum number of values of a body, such as the tokens of a prompt."""
 MOST_FIELDS = 4096
-"""The most fields of one object: validation makes an error for each field that is wrong."""
+"""The maximum number of fields of one object: validation makes an error for each field that is wrong."""
 _CHUNK_BYTES = 1 << 16
 _BRACES = re.compile(rb"[{}]")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 10.0
 _MOST_DROPPED_BYTES = 64 << 20
-"""The most bytes of an unread body that are received and dropped."""
+"""The maximum number of bytes of an unread body that are received and dropped."""
 _SLICE_BYTES = 8 << 10
 """The number of received bytes that are parsed in one turn of the event loop. In chunks of one byte, six bytes of a
 body take 15 us: 256 KiB, one read of the event loop, would take 0.6 s."""

@@ -21,7 +21,7 @@ from smoe.server.settings import FEWEST_CONNECTIONS, ServerConfig
 
 _log = logging.getLogger(__name__)
 _MOST_ACCEPTED = 128
-"""The most connections that are accepted in one turn of the event loop."""
+"""The maximum number of connections that are accepted in one turn of the event loop."""
 _FEWEST_SPARE_FILES = 16
 _QUIET_SECONDS = 60.0
 """The least time between two warnings of the same kind."""

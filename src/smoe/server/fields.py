@@ -17,10 +17,10 @@ from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import refused
 
 MOST_TEXTS = 128
-"""The most texts of one request."""
+"""The maximum number of texts of one request."""
 MOST_MESSAGES = 10_000
-"""The most messages of one conversation. Validating so many takes some 20 ms, during which no other request is
-answered."""
+"""The maximum number of messages of one conversation. Validating so many takes some 20 ms, during which no other
+request is answered."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASES = 1024
@@ -273,7 +273,7 @@ class ChatAsked(Completing):
 
 
 class ResponseText(BaseModel):
-    """The form of a response's text."""
+    """The format that a response's text must have."""
 
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 

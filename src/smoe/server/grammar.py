@@ -18,7 +18,7 @@ import torch
 from smoe.server.problem import ApiError, refused
 
 _LONGEST_SCHEMA = 200_000
-"""The most characters of a schema."""
+"""The maximum number of characters of a schema."""
 _STACK_BYTES = 256 << 20
 """The stack of the thread that compiles a grammar: llguidance recurses at each reference. The deepest accepted schema,
 a chain of 4,300 references, takes 150 MiB of it. A usual stack of 8 MiB would overflow after some hundreds and end the

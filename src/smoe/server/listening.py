@@ -33,7 +33,7 @@ _LAST_SECONDS = 2
 _HEAP_TICKS = 100
 """The number of uvicorn's ticks, ten a second, between two returns of free memory to the system."""
 _MOST_PENDING = 1024
-"""The most connections that the system queues until they are accepted."""
+"""The maximum number of connections that the system queues until they are accepted."""
 _SPARE_SECONDS = 10
 """The time after which uvicorn stops waiting for connections that should have ended by then."""
 

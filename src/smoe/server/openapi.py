@@ -43,7 +43,7 @@ is an event, `data: {"error": ...}`, or `response.failed` in streams of response
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path."""
+    """An operation of the API: one HTTP method of one path."""
 
     method: str
     path: str
@@ -52,9 +52,9 @@ class Operation:
     """The content of the response of status 200, by media type: a model, or a description."""
     asked: type[RequestFields] | None = None
     refusals: tuple[int, ...] = ()
-    """Error statuses in addition to those of every path."""
+    """The HTTP statuses of this operation's errors, in addition to those of every path."""
     others: dict[int, type[BaseModel]] = field(default_factory=dict)
-    """Statuses whose body is not a `Refusal`."""
+    """The models of error bodies that are not a `Refusal`, by HTTP status."""
     is_open: bool = False
     """Whether the path needs no key."""
     takes_head: bool = True

@@ -104,7 +104,7 @@ class ServerConfig:
 
     @property
     def most_bodies_bytes(self) -> int:
-        """The most bytes of request bodies in memory at once."""
+        """The maximum number of bytes of request bodies in memory at once."""
         return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
 
     @property

@@ -39,7 +39,7 @@ class Talk:
     """Variables for the chat template."""
     ending: Ending = NEW_ANSWER
     max_new_tokens: int | None = None
-    """The most new tokens; None: as many as the context has room for."""
+    """The maximum number of new tokens; None: as many as the context has room for."""
     texts: int = 1
     logprobs: int | None = None
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOK_SECONDS = 0.1
 _MOST_BEHIND = 100
-"""The most looks that a page may be behind; a slower page is disconnected and connects again."""
+"""The maximum number of looks that a page may be behind; a slower page is disconnected and connects again."""
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": (

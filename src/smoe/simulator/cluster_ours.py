@@ -75,7 +75,7 @@ class TokenWaits(NamedTuple):
     loads: float = 0.0
     """Seconds at its worker until the experts were loaded and earlier ones computed."""
     own_loads: float = 0.0
-    """The same on the coordinator."""
+    """Seconds on the coordinator until the experts were loaded and earlier ones computed."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 Stored = TypeVar("Stored")
 
 _MOST_PROCESSES = 61 if sys.platform == "win32" else 10_000
-"""The most processes for which one process can wait on Windows."""
+"""The maximum number of processes for which one process can wait on Windows."""
 
 
 class ResultStore(Protocol[Stored]):
@@ -42,8 +42,9 @@ def sweep(
 ) -> list[Result]:
     """Return the results of `simulate`, a function of a module, for every setting; `tick` is called after each.
 
-    `processes`: the most processes (1: only this one); None: one for each core. `keeping` stores results as they come,
-    and stored ones are not simulated again. The first exception of a simulation, or an interrupt, ends all of them.
+    `processes`: the maximum number of processes (1: only this one); None: one for each core. `keeping` stores results
+    as they come, and stored ones are not simulated again. The first exception of a simulation, or an interrupt, ends
+    all of them.
     """
     found = {} if keeping is None else _stored(keeping, settings, tick)
     missing = [number for number in range(len(settings)) if number not in found]

@@ -36,13 +36,14 @@ SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 BOUND = "belady"
 """The policy that knows the future."""
 MOST_PROCESSES = 8
-"""The most processes; each takes some hundred megabytes."""
+"""The maximum number of processes; each takes some hundred megabytes."""
 LITTLE = 0.02
 """The share of the uses that memory beyond the plateau saves at most."""
 _BEND = 0.05
 """The least distance of a knee below the curve's chord, as a share of the curve's height."""
 _INLINE_ROUTINGS = 40_000
-"""The most routings that this process replays alone, in some seconds, as long as other processes take to start."""
+"""The maximum number of routings that this process replays alone, in some seconds, as long as other processes take to
+start."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def curves(
     """Return the curves of the first `passes` steps of every trace, each from an empty cache; all must be of one model.
 
     `next_use`: the parameters of `learned` for the model; None leaves that policy out. `tick` receives the number of
-    points done. `processes`: the most processes; None: one for each core. Raises `ConfigError` where no trace has
-    decode steps.
+    points done. `processes`: the maximum number of processes; None: one for each core. Raises `ConfigError` where no
+    trace has decode steps.
     """
     header, shape = traces[0].header, [_decode_rows(trace, passes) for trace in traces]
     if not any(len(rows) for rows in shape):

@@ -33,7 +33,7 @@ _POLICIES = {
 LEADER = "auto"
 """The policy whose knee and plateau are marked: the default."""
 _MOST_SEQUENCES = 24
-"""The most rows of a picture."""
+"""The maximum number of rows of a picture."""
 
 
 def reuse_by_rank(survey: TraceSurvey) -> Figure | None:

@@ -21,7 +21,7 @@ AHEAD = 3
 
 
 class Stretch(NamedTuple):
-    """One sequence in one layer, token after token."""
+    """The routing of one sequence in one layer, token after token."""
 
     layer: int
     """The layer's number in the model."""

@@ -22,7 +22,7 @@ PHASES = (Phase.PREFILL, Phase.DECODE)
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """The router of one layer."""
+    """The description of one layer's router: its numbers of experts and its scoring rule."""
 
     layer: int
     experts: int

@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 _ROUTINGS = 24_000
 """The default number of routings of a trace that are analysed: curves then take a minute on a few cores."""
 _TOKENS = 1000
-"""The most tokens of that default."""
+"""The maximum number of tokens of that default."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ because the topic has changed."""
 MARGIN = 0.01
 """Another rule must miss less by this share to become the leader."""
 _UNCOUNTED = 4096
-"""The most steps of a layer whose plain counts are postponed."""
+"""The maximum number of steps of a layer whose plain counts are postponed."""
 
 
 class Adaptive(Eviction):

@@ -26,7 +26,7 @@ from smoe.server.output.parameters import (
 from smoe.server.output.rules import Rules
 
 _DEEPEST = 8
-"""The most levels of objects that the grammar describes; deeper objects may be any text."""
+"""The maximum number of levels of objects that the grammar describes; deeper objects may be any text."""
 _PYTHON_CALL = regex.compile(
     r"""\s*[\w.]{1,200}(?P<group>[(\[{](?:[^()\[\]{}"']++|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|(?&group))*+[)\]}])""",
     regex.S,

@@ -24,7 +24,7 @@ ReadsFrom = Callable[["OutputReader"], Steps[None]]
 """A format's generator function, which parses one text."""
 _ALPHABET = string.ascii_letters + string.digits
 _DEEPEST = 64
-"""The most brackets within each other. Clients send calls back, and requests may have 100 levels."""
+"""The maximum number of brackets within each other. Clients send calls back, and requests may have 100 levels."""
 _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*')
 

@@ -16,7 +16,7 @@ _LITERALS = {"True": True, "False": False, "None": None}
 """The constants of Python's syntax, by their text."""
 _ROOT = "whole"
 _DEEPEST = 16
-"""The most references that are followed in succession."""
+"""The maximum number of references that are followed in succession."""
 
 
 def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from smoe.server.output.rules import Rules
 
 _QUOTE = "<![CDATA["
 _DEEPEST = 8
-"""The most levels of elements that the grammar describes; deeper elements may be any text."""
+"""The maximum number of levels of elements that the grammar describes; deeper elements may be any text."""
 
 
 @dataclass(frozen=True)
