@@ -1,4 +1,4 @@
-"""Some seconds of clients who come and go. Would catch a text that goes on for nobody, a file or a thread that is left
+"""Two seconds of clients who come and go. Would catch a text that goes on for nobody, a file or a thread that is left
 of a client that has vanished, a client that gets no answer, or another one than alone. `python -m bench.serve.soak`
 takes an hour, and looks at memory too."""
 
@@ -21,7 +21,7 @@ def soak(demo: Any, demo_tokenizer: Any) -> Any:
 
 
 def test_clients_who_come_and_go_leave_nothing_behind(soak: Soak) -> None:
-    soak.run(4.0, 2.0)
+    soak.run(2.0, 1.0)
     ended = soak.end()
     assert not soak.problems(ended, {"rss": 0.0, "own": 0.0})
     assert soak.visits and soak.looks, "how many there are of either is the machine's affair"
