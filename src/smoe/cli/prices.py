@@ -54,7 +54,7 @@ class Material:
     """The questions; None: the demo's own for the demo, none for other models."""
     most_questions: int = 0
     tasks: tuple[str, ...] = ()
-    """Tasks of the evaluation harness, in place of questions; `most_questions` of each."""
+    """The tasks of the evaluation harness that replace questions; `most_questions` limits the questions of each."""
     task_folder: Path | None = None
     """A folder with descriptions of the user's own tasks."""
     least_tokens: int = 2

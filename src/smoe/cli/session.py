@@ -108,7 +108,7 @@ def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
 
 
 def division(ledger: Ledger, context_tokens: int, config: EngineConfig) -> str:
-    """Return the parts of the budget, and options that would leave more for experts, if experts get what is left."""
+    """Return a phrase with the parts of the budget, and the options that would leave more memory for experts."""
     entries = {name: format_bytes(nbytes) for name, nbytes in ledger.entries().items() if nbytes}
     cache, texts = format_bytes(ledger.demand.kv_cache_bytes), format_count(config.max_sequences, "sequence")
     entries["KV cache"] = f"{cache} for {texts} of {context_tokens} tokens"

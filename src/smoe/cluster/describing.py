@@ -20,9 +20,9 @@ class LightWorker(NamedTuple):
 
     description: Description
     arithmetic: str
-    """One of `KERNELS`, with which it computes the coordinator's bits, ..."""
+    """One of `KERNELS`: the kernels with which the worker's results equal the coordinator's bit by bit."""
     most_rows: int
-    """... for up to this number of rows of one expert."""
+    """The maximum number of rows of one expert for which that holds."""
 
 
 class Describer:
@@ -39,7 +39,7 @@ class Describer:
         self._parts: list[Any] = []
 
     def begin(self) -> None:
-        """Start to make the description, unless that has begun."""
+        """Start to make the description, unless it has been started."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="smoe-describe", daemon=True)
             self._thread.start()

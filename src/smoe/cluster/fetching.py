@@ -181,7 +181,7 @@ class Fetcher:
         self._ask_again()
 
     def _begin(self, sent: Manifest) -> None:
-        """Compare existing files with the coordinator's."""
+        """Compare the files that exist in the folder with the coordinator's list, and determine the missing chunks."""
         checked = 0
 
         def before(nbytes: int) -> None:

@@ -91,7 +91,7 @@ class Member:
     late: float = 0.0
     """The time when it was last found to be late."""
     why: str = ""
-    """Why it is out."""
+    """The reason why the worker was removed; empty: it was not."""
     load: float = 0.0
     """Seconds to load an expert; a moving average, as the next three."""
     expert: float = 0.0

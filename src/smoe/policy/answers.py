@@ -88,7 +88,8 @@ class ResolvedMisses(NamedTuple):
     """The resolutions of a layer's missing experts."""
 
     served: dict[int, Resolution]
-    """HIGH, HOST or LOW by expert, the most important first; the routes of all other experts are in `replacements`."""
+    """The resolution HIGH, HOST or LOW of each expert that is computed, most important expert first; all other routes
+    are in `replacements`."""
     replacements: list[Replacement]
     """Routes that a substitute computes, and dropped ones."""
     nats: float

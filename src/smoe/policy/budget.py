@@ -34,9 +34,9 @@ MAX_STAGING_SLOTS = 8
 STAGING_SHARE = 0.05
 """The share of the expert slots that are staging slots, within the two bounds above."""
 _PARTS = 1 << 32
-"""The slots that a class lacks are assigned in parts so small that every number of slots occurs, ..."""
+"""The resolution at which missing slots are divided among classes: so fine that every number of slots occurs."""
 _MOST_PARTS = _PARTS * 32
-"""... and beyond all slots as far as staging grows."""
+"""The upper bound of `part` in `_pools`: beyond `_PARTS`, staging slots still grow."""
 _ALIKE = 1 / 16
 """Layers whose experts differ by less than this share use the same slots: another class would need two more staging
 slots, and other layers could not use its slots."""

@@ -85,9 +85,9 @@ class _Staying(NamedTuple):
     """The experts of a prefill that are resident after it and were not before."""
 
     free: set[ExpertKey]
-    """Experts for free cache slots."""
+    """The experts that use free cache slots."""
     instead: dict[ExpertKey, ExpertKey]
-    """Experts that replace a resident, with that resident."""
+    """The experts that replace a resident: {expert: resident}."""
 
     def has(self, key: ExpertKey) -> bool:
         return key in self.free or key in self.instead

@@ -60,7 +60,7 @@ class Prediction(NamedTuple):
     low: Container[int] = frozenset()
     """The experts for which a low copy suffices, by their predicted importance."""
     is_next: bool = False
-    """Whether the prediction is for the next token; the layers of the current token come before."""
+    """Whether the prediction is for the next token, so that it is needed after all layers of the current one."""
 
 
 class Listener(Protocol):

@@ -50,7 +50,7 @@ _TOKENS_A_WORD = 4 / 3
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of settings and budget, simulated."""
+    """The forecast for one combination of settings and budget, by simulation."""
 
     preset: str
     precision: str
@@ -58,7 +58,7 @@ class Case:
     resident_share: float
     lossy: list[str]
     missing: list[str]
-    """What must be made before it can run, each with its command: packs, quality costs, learned parameters."""
+    """The files that must be made before a run, each with its command: packs, quality costs, learned parameters."""
     run: Simulated
     is_taught: bool
     """Whether earlier runs of the model in this precision on this machine were used."""
@@ -98,7 +98,7 @@ class Outlook:
     recommended: Case | None
     """The budget that this machine should give; None where the model does not fit."""
     settings: dict[str, str]
-    """The options with which to run it, by their names on the command line."""
+    """The options with which to run this case, by their names on the command line."""
     warnings: list[str]
     spread: tuple[float, float]
     """The bounds of a speed as shares of the simulated one: (1, 1) where a run of the model has measured its times, or

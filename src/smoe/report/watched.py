@@ -86,11 +86,11 @@ class Watched:
         }
 
     def look(self) -> dict[str, Any]:
-        """Return what has happened since the last look, without unchanged values.
+        """Return the changes since the last look.
 
-        `decode`: of finished decode steps `tokens`, `seconds`, `bytes` read, expert `uses`, `hits`, and the seconds'
-        `parts`; `prompt`: tokens read; `tiers` [expert, tier, ...] of changed experts; every one of `EVENTS` [expert,
-        count, ...]; `curve`: [slots, ...] and the miss ratios, `misses`.
+        `decode`: for finished decode steps, `tokens`, `seconds`, `bytes` read, expert `uses`, `hits` and the `parts` of
+        the seconds. `prompt`: tokens read. `tiers`: [expert, tier, ...] of changed experts. Each of `EVENTS`: [expert,
+        count, ...]. `curve`: [slots, ...] with `misses`, the miss ratios.
         """
         noted, passes = self._watch.taken()
         found: dict[str, Any] = {}

@@ -159,7 +159,7 @@ class Arrivals:
         return self.ready(key)
 
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
-        """Record the end of a load, or that only the device waits for it."""
+        """Record that a load has ended, or (on a GPU) that only the device still waits for it."""
         del self.tickets[key]
         if ticket.state in (TicketState.FAILED, TicketState.CANCELLED):
             self._progress.fail(key)

@@ -21,8 +21,7 @@ from smoe.runtime.execute import LayerExecutor
 
 
 def pass_resident_experts(token_pass: TokenPass, engine: Engine) -> None:
-    """Have a token skip the plans of its layers while nothing depends on them; of an engine whose cache slots hold all
-    experts."""
+    """Let decode steps of one token compute a layer's experts without a plan, as long as all experts are resident."""
     routed = {layer.index: layer.routed for layer in token_pass.layers if layer.routed is not None}
     if len(routed) == len(token_pass.layers) and engine.store.layers.keys() == routed.keys():
         residents = ResidentExperts(engine, [(layer, of.router) for layer, of in routed.items()])
@@ -40,7 +39,8 @@ class ResidentExperts:
         """The loads that had ended when the layers were made."""
 
     def layers(self) -> list[_ResidentLayer] | None:
-        """The layers in their order; None while an expert is missing, or something wants to see or change a step."""
+        """Return the layers in their order; None while an expert is missing, or an observer or lossy option is
+        active."""
         executor = self._engine.executor
         table = executor.table
         is_complete = len(table.ready) == self._experts and not table.inflight and not table.staged
@@ -66,7 +66,7 @@ class ResidentExperts:
 
 
 class _ResidentLayer:
-    """The experts of one layer, of which the router has chosen some."""
+    """The resident experts of one layer, and the kernel call that computes those that the router has chosen."""
 
     def __init__(self, executor: LayerExecutor, layer: int, router: TokenRouter, math: ExpertMath) -> None:
         ready, experts = executor.arrivals.ready, executor.compute.store.layers[layer].experts

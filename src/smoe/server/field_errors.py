@@ -31,12 +31,12 @@ _PLURALS = {"string": "strings", "integer": "whole numbers", "number": "numbers"
 
 
 class _Place(NamedTuple):
-    """Where a validation error is."""
+    """The place of a validation error in a request body."""
 
     name: str
     """The field's name as OpenAI writes it, such as `messages[0].role`; without keys that the client chose."""
     shown: str
-    """The name with keys that the client chose."""
+    """The same name including keys that the client chose, for the message."""
     schema: dict[str, Any]
     given: Any
 

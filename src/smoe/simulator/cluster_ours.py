@@ -317,7 +317,7 @@ class _OurDecoding:
             self._begin_token(number + 1)
 
     def _note_waits(self, unit: int, there: float, last: SimulatedRequest) -> None:
-        """Add this layer's parts to the token's."""
+        """Add this layer's waiting times to those of the token. `last`: the request whose result came last."""
         waits, whole = self._waits, self._events.now - self._layer_began - self._cluster.layer
         computing = last.experts * self._machines[unit].times.expert
         waits = waits._replace(main=waits.main + self._cluster.layer, computing=waits.computing + computing)

@@ -37,18 +37,18 @@ _RESCALE = 512
 range."""
 
 TRIAL_STEPS = (32, 128)
-"""The fewest and the most steps of a trial. Between them it ends when ..."""
+"""The minimum and maximum number of steps of a trial; between them, `TURNOVERS` or `CLEAR` ends it."""
 TURNOVERS = 4
-"""... the leader's misses are this many times the number of slots, so that the shadow caches have contents of their
-own."""
+"""A trial ends when the leader's misses are this many times the number of slots: the shadow caches then have their own
+contents."""
 CLEAR = 4.0
 """A trial ends early when another rule has saved more than this many times the square root of the leader's misses: that
 is no coincidence."""
 REST = 7
-"""The steps between two trials, as a multiple of the last trial's, but at most ..."""
+"""The steps between two trials, as a multiple of the last trial's steps; at most `REST_STEPS`."""
 REST_STEPS = 256
-"""... this many. Shadow caches run in an eighth of all steps, and in up to a third where misses are so few that they
-cost almost nothing."""
+"""The maximum number of steps between two trials. Shadow caches run in an eighth of all steps, and in up to a third
+where misses are so few that they cost almost nothing."""
 ALARM_STEPS = 8
 """The number of steps over which misses are counted; clearly more than in the last trial start the next trial at once,
 because the topic has changed."""

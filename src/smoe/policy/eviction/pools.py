@@ -51,8 +51,8 @@ class LayerPools(Eviction):
         self._pool(routing.layer).observe(routing)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Return first what other layers hold beyond their share, as far as this layer is below its own; then residents
-        of this layer; then any."""
+        """Return victims. While this layer has less than its share of slots, residents of layers with more than theirs
+        come first; then residents of this layer; then of any."""
         found = [key for key in self._surplus() if key not in shield][: max(0, count)]
         for layer in (self._running, *self._others()):
             if len(found) < count:
@@ -136,7 +136,7 @@ class FormPools(Eviction):
 
     @property
     def rule(self) -> str:
-        """The rules of the formats, each once."""
+        """The names of the formats' rules, without repetitions."""
         return ", ".join(dict.fromkeys(pool.rule for pool in self._pools.values()))
 
     def insert(self, key: ExpertKey) -> None:
