@@ -1,4 +1,4 @@
-"""The collection of garbage is paused for a block only, and stays off where it was off.
+"""The collection of garbage is paused for a block only, and stays off where it was off; so is the exclusion of objects.
 
 Would catch a program whose garbage is never collected.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from smoe.garbage import collection_paused
+from smoe.garbage import collection_paused, present_objects_excluded
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +32,22 @@ def test_a_block_that_raises() -> None:
     with pytest.raises(ValueError, match="x"), collection_paused():
         raise ValueError("x")
     assert gc.isenabled()
+
+
+@pytest.fixture
+def nothing_excluded() -> Iterator[None]:
+    """The suite excludes what it has imported (`fixtures.py`)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_excluded")
+def test_objects_are_excluded_for_a_block() -> None:
+    with present_objects_excluded():
+        excluded = gc.get_freeze_count()
+        assert excluded > 10_000
+        with present_objects_excluded():
+            assert gc.get_freeze_count() >= excluded
+        assert gc.get_freeze_count() >= excluded, "the outer block's objects"
+    assert gc.get_freeze_count() == 0

@@ -1,4 +1,4 @@
-"""Pause Python's garbage collection while many objects are created and hardly any garbage."""
+"""Keep Python's garbage collection away from objects that are not garbage: while many are created, and afterwards."""
 
 from __future__ import annotations
 
@@ -17,3 +17,18 @@ def collection_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def present_objects_excluded() -> Iterator[None]:
+    """Inside, collections skip the objects that exist at the beginning.
+
+    With the libraries and a model loaded, a full collection takes 0.2 to 0.3 s, in the middle of a prompt or an answer.
+    """
+    is_first = not gc.get_freeze_count()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if is_first:  # else what was excluded before would be collected as well
+            gc.unfreeze()

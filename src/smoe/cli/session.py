@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from smoe.cli.console import Patience, note, warn
 from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
+from smoe.garbage import present_objects_excluded
 from smoe.generation.generate import encode
 from smoe.load.pretrained import load
 from smoe.load.shadow_apart import is_apart, placed_shadow
@@ -68,7 +69,8 @@ def loaded(
             note(f"workers: {', '.join(came) or 'none yet'}")
             if is_apart(engine.config):
                 _note_shadow(engine.executor.compute.others.shadow)
-        yield ready
+        with present_objects_excluded():
+            yield ready
     finally:
         engine.close()
         for doubt in engine.executor.compute.others.doubts if engine.executor.compute.others is not None else ():
