@@ -10,7 +10,7 @@ import pytest
 
 import smoe
 from smoe.eval import tune
-from smoe.load.priced_answers import as_json, prices_of
+from smoe.load.priced_answers import prices_of
 from smoe.metrics import Counters
 from tests.cli.conftest import SIZE
 
@@ -312,7 +312,7 @@ def test_prices_of_answers_are_measured_and_remembered(run, checkpoint, text, tm
     assert ran.code == 0, ran.err
     assert f"stored in {tmp_path / 'cache' / 'smoe' / 'prices'}" in ran.err.replace("\n", "")
     priced = prices_of(checkpoint)
-    assert priced is not None and as_json(priced).items() <= ran.json.items()
+    assert priced is not None and priced.as_json().items() <= ran.json.items()
     assert ran.json["low_precision"] == "none" and len(ran.json["nats"]) == len(ran.json["rounding_nats"]) == 4
     table = run("tune", checkpoint, *SIZE, "--prices", "--text", text)
     assert table.code == 0 and [line.split()[1:3] for line in table.out.splitlines()[1:]] == [["-", "-"]] * 4

@@ -204,7 +204,7 @@ def trained(toy: Callable[..., Path], tmp_path: Path) -> Path:
     shapes = ((layers, width, 2), (layers, 2), (layers, width, 2), (layers, width))
     learned = NextUse(0.25, untrained().weights, *(np.ones(shape, np.float32) for shape in shapes))
     next_use.remember(folder, next_use.TrainedNextUse(learned, experts, 900))
-    cache_weights.remember(folder, cache_weights.FittedWeights((0.5, 0.5, 0.0, 0.0), 0.4, 900))
+    cache_weights.FittedWeights((0.5, 0.5, 0.0, 0.0), 0.4, 900).store(folder)
     return folder
 
 

@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.load.importance_profile import FILE_NAME, ImportanceProfile, as_json, profile_of, remember, thresholds_by
+from smoe.load.importance_profile import ImportanceProfile, profile_of, thresholds_by
 from smoe.models.files import DEMO_FOLDER
 from smoe.policy.importance import Thresholds
 from smoe.presets import configure
@@ -50,23 +50,23 @@ def test_shares_that_were_asked_for_need_a_profile(folder: Path) -> None:
     with pytest.raises(ConfigError, match="smoe tune --shares 50,40,10 profiles it") as error:
         thresholds_by(folder, asked)
     assert error.value.setting == "precision_shares"
-    remember(folder, PROFILE)
+    PROFILE.store(folder)
     assert thresholds_by(folder, asked)[0] == PROFILE.thresholds((50, 40, 10))
 
 
 def test_the_users_own_profile_counts_before_the_folders(folder: Path) -> None:
     other = profile_of((VALUES / 2).tolist(), 7, "a poem")
-    (folder / FILE_NAME).write_text(json.dumps(as_json(other)))
+    (folder / ImportanceProfile.file_name).write_text(json.dumps(other.as_json()))
     thresholds, why = thresholds_by(folder, HOBBIT)
     assert thresholds == other.thresholds((67, 30, 3))
     assert why == "shares of 67/30/3 by the profile stored with the model: 7 tokens of a poem"
-    remember(folder, PROFILE)
+    PROFILE.store(folder)
     thresholds, why = thresholds_by(folder, HOBBIT)
     assert thresholds == PROFILE.thresholds((67, 30, 3)) and "as you profiled it: 100 tokens of a book" in why
     assert thresholds_by(folder.parent, HOBBIT)[0] == (0.6, 0.9), "another model"
 
 
-STORED = as_json(PROFILE)
+STORED = PROFILE.as_json()
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,14 @@ STORED = as_json(PROFILE)
     ],
 )
 def test_what_is_not_understood_is_not_believed(folder: Path, content: str) -> None:
-    (folder / FILE_NAME).write_text(content)
+    (folder / ImportanceProfile.file_name).write_text(content)
     assert thresholds_by(folder, HOBBIT)[0] == (0.6, 0.9)
 
 
 def test_the_embedded_model_brings_one() -> None:
-    if not (DEMO_FOLDER / FILE_NAME).exists():
+    if not (DEMO_FOLDER / ImportanceProfile.file_name).exists():
         pytest.skip("the embedded model is not in this tree")
-    stored = json.loads((DEMO_FOLDER / FILE_NAME).read_text())
+    stored = json.loads((DEMO_FOLDER / ImportanceProfile.file_name).read_text())
     assert stored.pop("format") == STORED["format"]
     low, skip = ImportanceProfile(**stored).thresholds((67, 30, 3))
     assert 0.5 < low < skip < 1
@@ -107,7 +107,7 @@ def test_a_loaded_model_has_its_thresholds(
         open_model(source, "full", preset="hobbit", prefetch="none")
     assert e.value.setting == "low_precision" and e.value.facts["allowed"].startswith("none, or")
     pack_folder(source, precision="int4")
-    remember(source, PROFILE)
+    PROFILE.store(source)
     engine = open_model(source, "full", preset="hobbit", prefetch="none").offload
     low, skip = PROFILE.thresholds((67, 30, 3))
     assert engine.executor.substitution.switches.thresholds == Thresholds(low, skip)

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from smoe.config import DEFAULT_ALPHA
-from smoe.load.priced_alpha import FILE_NAME, PricedAlpha, as_json, remember, threshold_of
+from smoe.load.priced_alpha import PricedAlpha, threshold_of
 from smoe.presets import configure
 
 PRICED = PricedAlpha(0.5, 0.01, -0.002, 0.004, 0.25, 2000, "a book")
@@ -27,7 +27,7 @@ def test_an_unpriced_model_has_the_usual_alpha(folder: Path) -> None:
 
 
 def test_a_price_holds_with_as_many_experts_or_more(folder: Path) -> None:
-    remember(folder, PRICED)
+    PRICED.store(folder)
     assert [threshold_of(folder, share)[0] for share in (0.2, 0.25, 1.0)] == [DEFAULT_ALPHA, 0.5, 0.5]
     assert "your quality cost is for 25% of the experts resident, and there are 20%" in threshold_of(folder, 0.2)[1]
     assert threshold_of(folder, 0.3)[1] == (
@@ -38,25 +38,26 @@ def test_a_price_holds_with_as_many_experts_or_more(folder: Path) -> None:
 
 
 def test_the_users_own_price_counts_before_the_folders(folder: Path) -> None:
-    (folder / FILE_NAME).write_text(json.dumps(as_json(replace(PRICED, alpha=0.6, resident_share=0.1))))
+    (folder / PricedAlpha.file_name).write_text(json.dumps(replace(PRICED, alpha=0.6, resident_share=0.1).as_json()))
     assert "its quality cost is for 10%" in threshold_of(folder, 0.05)[1]
     assert (
         threshold_of(folder, 0.3)[0] == 0.6 and "the quality cost stored with the model" in threshold_of(folder, 0.3)[1]
     )
-    remember(folder, PRICED)
+    PRICED.store(folder)
     assert [threshold_of(folder, share)[0] for share in (0.3, 0.15, 0.05)] == [0.5, DEFAULT_ALPHA, DEFAULT_ALPHA], (
         "never more than the user's own"
     )
     assert "your quality cost is for 25%" in threshold_of(folder, 0.15)[1]
-    remember(folder, replace(PRICED, alpha=0.1))
+    replace(PRICED, alpha=0.1).store(folder)
     assert [threshold_of(folder, share)[0] for share in (0.3, 0.15, 0.05)] == [0.1, 0.1, 0.1]
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", json.dumps(as_json(PRICED) | {"format": 2}), json.dumps(as_json(PRICED) | {"alpha": 7})]
+    "content",
+    ["", "[]", "{}", json.dumps(PRICED.as_json() | {"format": 2}), json.dumps(PRICED.as_json() | {"alpha": 7})],
 )
 def test_what_is_not_understood_is_not_believed(folder: Path, content: str) -> None:
-    (folder / FILE_NAME).write_text(content)
+    (folder / PricedAlpha.file_name).write_text(content)
     assert threshold_of(folder, 1.0)[0] == DEFAULT_ALPHA
 
 
@@ -69,7 +70,7 @@ def test_a_loaded_model_is_served_with_its_price(
     toy: Callable[..., Path], open_model: Callable[..., PreTrainedModel], folder: Path
 ) -> None:
     source = toy("qwen3_moe")
-    remember(source, replace(PRICED, resident_share=0.1))
+    replace(PRICED, resident_share=0.1).store(source)
     engine = open_model(source, "half", preset="smoe").offload
     assert (
         engine.config.alpha == 0.5 == engine.executor.substitution.switches.alpha

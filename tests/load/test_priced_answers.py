@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smoe.load.priced_answers import FILE_NAME, PricedAnswers, as_json, prices_of, remember
+from smoe.load.priced_answers import PricedAnswers, prices_of
 from smoe.models.files import DEMO_FOLDER
 from smoe.policy.prices import LayerPrices, PriceTable, Resolution
 
@@ -23,9 +23,9 @@ PRICED = PricedAnswers(
 def test_the_users_own_come_before_the_folders(folder: Path) -> None:
     assert prices_of(folder) is None
     brought = PRICED.__class__(PRICED.table, PRICED.errors, "int2", 1, "another")
-    (folder / FILE_NAME).write_text(json.dumps(as_json(brought)))
+    (folder / PricedAnswers.file_name).write_text(json.dumps(brought.as_json()))
     assert prices_of(folder) == brought
-    remember(folder, PRICED)
+    PRICED.store(folder)
     assert prices_of(folder) == PRICED
     assert prices_of(folder.parent) is None, "another model"
 
@@ -35,7 +35,7 @@ def test_the_users_own_come_before_the_folders(folder: Path) -> None:
     [{"format": 2}, {"nats": None}, {"nats": {"0": {"low": -1.0, "substitute": 1.0, "skip": 1.0}}}],
 )
 def test_what_is_not_understood_is_not_there(folder: Path, change: dict[str, object]) -> None:
-    (folder / FILE_NAME).write_text(json.dumps(as_json(PRICED) | change))
+    (folder / PricedAnswers.file_name).write_text(json.dumps(PRICED.as_json() | change))
     assert prices_of(folder) is None
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.expert import LOW
-from smoe.load.priced_answers import PricedAnswers, remember
+from smoe.load.priced_answers import PricedAnswers
 from smoe.metrics import Counters
 from smoe.policy.answers import AnswerCosts
 from smoe.policy.plan import LayerPlan
@@ -203,7 +203,7 @@ def test_a_recorded_run_within_a_budget_gives_the_same_plans(
     folder = Path(shutil.copytree(toy("qwen3_moe"), tmp_path / "model"))
     pack_folder(folder, precision="int4")
     table = PriceTable({layer: LayerPrices(2e-4, 3e-2, 2e-2) for layer in range(8)})
-    remember(folder, PricedAnswers(table, table, "int4", 1000, "made up"))
+    PricedAnswers(table, table, "int4", 1000, "made up").store(folder)
     switches = {"preset": "balanced", "prefetch": "none", "low_precision": low_precision, "eviction": "lru"}
     model = open_model(folder, "half", max_sequences=sequences, **switches)
     engine, plans = model.offload, Plans()

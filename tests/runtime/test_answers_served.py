@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
-from smoe.load.priced_answers import PricedAnswers, remember
+from smoe.load.priced_answers import PricedAnswers
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import BURST_TOKENS, nats_of_perplexity
 from tests import oracle
@@ -35,7 +35,7 @@ def folder(toy: Callable[..., Path], tmp_path: Path) -> Path:
 
 def price(folder: Path, low: float, substitute: float, skip: float, precision: str = "int4") -> None:
     table = PriceTable({layer: LayerPrices(low, substitute, skip) for layer in range(8)})
-    remember(folder, PricedAnswers(table, table, precision, 1000, "made up"))
+    PricedAnswers(table, table, precision, 1000, "made up").store(folder)
 
 
 def test_where_every_answer_is_too_dear_no_bit_differs(folder: Path, open_model: Open) -> None:

@@ -18,8 +18,7 @@ def price_answers(model: str, options: EngineOptions, text: Path | None, tokens:
     from smoe.cli.session import loaded
     from smoe.eval.answer_prices import measure
     from smoe.eval.texts import read_documents
-    from smoe.load.priced_answers import PricedAnswers, remember
-    from smoe.load.priced_answers import as_json as as_stored
+    from smoe.load.priced_answers import PricedAnswers
     from smoe.load.tokenizer import load_tokenizer
     from smoe.models.files import fetch
 
@@ -37,11 +36,11 @@ def price_answers(model: str, options: EngineOptions, text: Path | None, tokens:
         tokens=found.tokens,
         text="stories of the demo" if text is None else str(text),
     )
-    path = keeping.keep(lambda: remember(fetch(model, options.revision), priced))
+    path = keeping.keep(lambda: priced.store(fetch(model, options.revision)))
     if path is not None:
         note(f"stored in {path}")
     if as_json:
-        print_json({"model": model} | as_stored(priced) | {"rounding_nats": found.rounding})
+        print_json({"model": model} | priced.as_json() | {"rounding_nats": found.rounding})
     else:
         _print_table(priced)
 

@@ -174,8 +174,7 @@ def _price(
     from smoe.cli.keeping import ResultDestination
     from smoe.cli.prices import Material, measured, print_table
     from smoe.eval.price import largest_within
-    from smoe.load.priced_alpha import PricedAlpha, remember
-    from smoe.load.priced_alpha import as_json as as_stored
+    from smoe.load.priced_alpha import PricedAlpha
     from smoe.models.files import fetch
     from smoe.units import format_seconds
 
@@ -194,7 +193,7 @@ def _price(
     )
     print_table(prices)
     folder = fetch(model, engine.revision)
-    path = keeping.keep(lambda: remember(folder, priced))
+    path = keeping.keep(lambda: priced.store(folder))
     if path is not None:
         note(f"stored for --preset smoe in {path}")
     before, after = prices[0].quality.median_seconds, chosen.quality.median_seconds
@@ -204,7 +203,7 @@ def _price(
             "small experts, or all in memory, there is no time to save"
         )
     if as_json:
-        print_json(circumstances | as_stored(priced) | {"prices": [price.as_json() for price in prices]})
+        print_json(circumstances | priced.as_json() | {"prices": [price.as_json() for price in prices]})
     else:
         print(f"alpha {priced.alpha:g} is the largest within +{100 * allowed:g} %: {priced}")
 

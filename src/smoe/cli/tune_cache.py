@@ -23,7 +23,7 @@ def tune_cache(
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination
     from smoe.eval import tune_cache as tuning
-    from smoe.load.cache_weights import FittedWeights, remember
+    from smoe.load.cache_weights import FittedWeights
     from smoe.models.files import fetch
 
     keeping = ResultDestination()
@@ -35,7 +35,7 @@ def tune_cache(
 
         found = tuning.tune_cache(model, _config(engine), engine.revision, fitted, held_out, steps, tick)
     result = FittedWeights(found.weights, found.resident_share, found.decode_steps)
-    path = keeping.keep(lambda: remember(fetch(model, engine.revision), result))
+    path = keeping.keep(lambda: result.store(fetch(model, engine.revision)))
     if path is not None:
         note(f"stored for --eviction multidimensional in {path}")
     if found.held_out is None:

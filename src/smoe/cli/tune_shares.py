@@ -21,8 +21,6 @@ def tune_shares(
     """Profile a text or a recorded run, store the profile for the model, and print the thresholds of `shares`."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
-    from smoe.load.importance_profile import as_json as as_stored
-    from smoe.load.importance_profile import remember
     from smoe.models.files import fetch
 
     wanted = SETTINGS["precision_shares"].allowed.parse("precision_shares", shares)
@@ -33,12 +31,12 @@ def tune_shares(
     keeping = ResultDestination()
     found = _recorded(model, engine, traces[0], tokens) if traces else _read(model, engine, text, tokens)
     thresholds = found.thresholds(wanted)
-    path = keeping.keep(lambda: remember(fetch(model, engine.revision), found))
+    path = keeping.keep(lambda: found.store(fetch(model, engine.revision)))
     if path is not None:
         note(f"stored for --precision-shares and --preset hobbit in {path}")
     if as_json:
         chosen = {"low_threshold": thresholds.low, "skip_threshold": thresholds.skip}
-        print_json({"model": model, "precision_shares": list(wanted)} | chosen | as_stored(found))
+        print_json({"model": model, "precision_shares": list(wanted)} | chosen | found.as_json())
     else:
         print(f"T1 {thresholds.low:g}, T2 {thresholds.skip:g} for shares of {shares}, by {found}")
 

@@ -9,30 +9,38 @@ missing experts are loaded as low copies or dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
+from smoe.load.tuned import TunedValue
 from smoe.policy.importance import Thresholds
-from smoe.user_cache import keep, of_model, read_stored
 
-FILE_NAME = "smoe-thresholds.json"
-"""The file's name in a model's folder."""
-_FORMAT = 1
 _PARTS = 200
 """The number of intervals between stored quantiles: half a per cent each."""
 
 
 @dataclass(frozen=True)
-class ImportanceProfile:
+class ImportanceProfile(TunedValue):
     """The distribution of unimportance (`policy/importance.py`) over the choices of a text's tokens."""
+
+    kind = "importance"
+    file_name = "smoe-thresholds.json"
 
     quantiles: tuple[float, ...]
     """The values below which 0, 1, ... `_PARTS` parts of the choices are, ascending, from 0 to 1."""
     tokens: int
     text: str
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> ImportanceProfile:
+        quantiles = tuple(map(float, fields.pop("quantiles")))
+        is_ascending = list(quantiles) == sorted(quantiles) and quantiles[0] >= 0 and quantiles[-1] <= 1
+        if len(quantiles) != _PARTS + 1 or not is_ascending:
+            raise ValueError(quantiles)
+        return cls(quantiles, **fields)
 
     def thresholds(self, shares: Sequence[float]) -> Thresholds:
         """Return the thresholds T1 and T2 for `shares` in per cent: full copies, low copies, dropped; their sum is
@@ -67,7 +75,7 @@ def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
     """
     assert config.precision_shares is not None
     shares = "/".join(f"{share:g}" for share in config.precision_shares)
-    own, brought = _read(of_model("importance", folder)), _read(folder / FILE_NAME)
+    own, brought = ImportanceProfile.measured(folder), ImportanceProfile.delivered(folder)
     for profile, whose in ((own, "as you profiled it"), (brought, "by the profile stored with the model")):
         if profile is not None:
             return profile.thresholds(config.precision_shares), f"shares of {shares} {whose}: {profile}"
@@ -83,25 +91,3 @@ def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
             allowed="only for a model that has a profile",
         )
     return given, f"HOBBIT's own for Mixtral: this model has not been profiled for shares of {shares}; {how}"
-
-
-def remember(folder: Path, profile: ImportanceProfile) -> Path:
-    """Store a profile in the user's cache, atomically; return the path. Raises `OSError`."""
-    return keep(of_model("importance", folder), as_json(profile))
-
-
-def as_json(profile: ImportanceProfile) -> dict[str, Any]:
-    """Return a profile as the object that its file contains."""
-    return {"format": _FORMAT} | asdict(profile)
-
-
-def _read(path: Path) -> ImportanceProfile | None:
-    """Return a stored profile, or None if the file is missing or of another version."""
-    try:
-        stored = ImportanceProfile(**(read_stored(path, _FORMAT) or {}))
-        quantiles = tuple(map(float, stored.quantiles))
-    except (TypeError, ValueError):
-        return None
-    if len(quantiles) != _PARTS + 1 or list(quantiles) != sorted(quantiles) or quantiles[0] < 0 or quantiles[-1] > 1:
-        return None
-    return ImportanceProfile(quantiles, stored.tokens, stored.text)
