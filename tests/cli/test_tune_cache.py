@@ -49,7 +49,7 @@ def test_records_of_the_model_and_fewer_tokens(run, checkpoint, traces, monkeypa
     [
         (("--held-out", "x.trace"), "--held-out"),
         (("--cache", "x.trace", "--tpot", "80ms"), "are two measurements; give one of them"),
-        (("--cache", "x.trace", "--memory", "1GiB"), "nothing is ever forgotten"),
+        (("--cache", "x.trace", "--memory", "1GiB"), "nothing is ever evicted"),
         (("--cache", "x.trace", "--memory", "2700KiB"), "cannot read x.trace"),
     ],
 )

@@ -42,6 +42,6 @@ def test_what_cannot_be(run, checkpoint, traces):
     few = run(*asked, "--memory", "2700KiB")
     assert few.code == 2 and "are too few to learn from" in few.err
     all_fit = run(*asked, "--memory", "1GiB")
-    assert all_fit.code == 2 and "nothing is ever forgotten" in all_fit.err
+    assert all_fit.code == 2 and "nothing is ever evicted" in all_fit.err
     other = run("tune", "demo", "--resident", "40%", "--eviction", "learned", "--cache", traces[0])
     assert other.code == 2 and "not this model's" in other.err

@@ -92,7 +92,7 @@ def test_auto_keeps_its_place_unless_another_is_clearly_faster(run, checkpoint, 
     [
         (("--tokens", 50), "--tokens is 50; it must be at least 96 for a tournament", "tokens"),
         (("--context", 64), "--context is 64; it must be at least 96 for a tournament", "context_tokens"),
-        (("--memory", "1GiB"), "every expert fits, so nothing is prefetched and nobody evicted", "resident_share"),
+        (("--memory", "1GiB"), "every expert fits, so nothing is prefetched or evicted", "resident_share"),
         (("--prefetch", "next-gate"), "evictions are compared without prefetch", "prefetch"),
         (("--text", "gone.txt"), "cannot read --text gone.txt", "text"),
     ],

@@ -138,7 +138,7 @@ def test_a_text_that_ends_has_fewer_tokens(folder: Path, open_model: Open) -> No
     assert sum(ticks) == TOKENS, "the bar goes to its end all the same"
     assert found.tokens == (end,) and found.predictors["popularity"].exists.sum() == end
     model.generation_config.eos_token_id = whole[0]
-    with pytest.raises(ConfigError, match="ends every text where its prompt ends"):
+    with pytest.raises(ConfigError, match="ends every text right after its prompt"):
         compare(model, spec, {}, PROMPTS[:1], TOKENS, [], lambda _: None)
 
 

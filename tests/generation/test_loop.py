@@ -250,7 +250,7 @@ def test_what_cannot_be_answered_is_refused_at_once(toy: Callable[..., Path], op
     with pytest.raises(ContextError, match="33 tokens, the context reserved in the budget is 32"):
         loop.hand_in(asked([5] * 33)[0])
     loop.hand_in(asked([5])[0])
-    with pytest.raises(EngineBusyError, match="1 requests wait already"):
+    with pytest.raises(EngineBusyError, match="1 requests are waiting already"):
         loop.hand_in(asked([5])[0])
     loop.close()
     with pytest.raises(EngineStateError, match="takes no more requests"):

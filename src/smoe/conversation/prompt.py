@@ -46,7 +46,7 @@ class ConversationPrompts:
                 conversation, mark = self._control.marked(conversation, self._context_tokens)
             return Written(self.template.write(conversation, variables, ending), mark)
         except RecursionError as error:
-            raise ChatTemplateError("the conversation has lists within lists, too many to look at") from error
+            raise ChatTemplateError("the conversation has too many levels of nested lists") from error
 
     def encode(self, written: Written, begin: int = 0) -> list[int]:
         """Return the tokens of a conversation's text from character `begin` on. Raises `ContextError` for far too

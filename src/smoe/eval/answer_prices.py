@@ -288,8 +288,8 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
     error = float((logits - scale * of_head).norm() / logits.norm().clamp_min(1e-30))
     if error > _TOLERANCE:
         raise UnsupportedModelError(
-            "this model's logits are not its output head's, times a constant, so answers cannot be priced on it; "
-            "thresholds can: smoe tune --max-perplexity-increase"
+            "this model's logits are not its output head's times a constant, so quality costs cannot be measured; "
+            "thresholds can be tuned: smoe tune --max-perplexity-increase"
         )
     return scale
 

@@ -16,7 +16,7 @@ def ledger_of_cache(spec: ModelSpec, config: EngineConfig) -> Ledger:
     ledger, _ = make_ledger(spec, config, choose_device(config))
     if ledger.cache_slots >= ledger.demand.total_experts:
         raise ConfigError(
-            f"all {ledger.cache_slots} experts fit, so nothing is ever forgotten; give less `memory`, or a share with "
+            f"all {ledger.cache_slots} experts fit, so nothing is ever evicted; give less `memory`, or a share with "
             "`resident_share`, such as 0.4",
             setting="resident_share",
             allowed="less than all experts",

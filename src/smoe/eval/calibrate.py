@@ -24,7 +24,7 @@ def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list
     ids = list(tokenizer("\n\n".join(documents))["input_ids"])[:most]
     if len(ids) < LEAST_TOKENS:
         raise ConfigError(
-            f"`calibration_text` has {len(ids)} tokens, and experts are only known after some thousands: give a longer "
+            f"`calibration_text` has {len(ids)} tokens, but statistics of experts need some thousands: give a longer "
             f"text, of {LEAST_TOKENS} tokens at least",
             setting="calibration_text",
             given=len(ids),

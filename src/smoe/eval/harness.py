@@ -96,7 +96,7 @@ class Harness:
             for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
                 metric = next((name for name in _METRICS if name in sample), None)
                 if metric is None:
-                    raise ConfigError(f"the task {task!r} does not say of an answer whether it is right; take another")
+                    raise ConfigError(f"the task {task!r} does not score answers as right or wrong; choose another")
                 right.append(bool(sample[metric]))
         return right
 

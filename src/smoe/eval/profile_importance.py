@@ -53,7 +53,7 @@ def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfil
 def check_enough(tokens: int, setting: str) -> None:
     """Raise `ConfigError` for a text, or a trace, that is too short."""
     if tokens < LEAST_TOKENS:
-        raise ConfigError.too_few_tokens(setting, tokens, LEAST_TOKENS, "to know how important choices are")
+        raise ConfigError.too_few_tokens(setting, tokens, LEAST_TOKENS, "to measure the importance of choices")
 
 
 class _ImportanceCollector(StepObserver):

@@ -106,10 +106,10 @@ def compare(
                 agreed[name, alignment] += right
     if not runs:
         raise ConfigError(
-            "the model ends every text where its prompt ends, so there is nothing to name; give other `text`, or other "
-            "`prompt_tokens`",
+            "the model ends every text right after its prompt, so there is nothing to predict; give another `text`, or "
+            "other `prompt_tokens`",
             setting="text",
-            allowed="texts that the model goes on with",
+            allowed="texts that the model continues",
         )
     decoded = sum(steps for _, steps in runs)
     found = [

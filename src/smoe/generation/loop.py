@@ -72,9 +72,7 @@ class DecodeLoop:
             if self._is_closed:
                 raise EngineStateError("this model takes no more requests: it is being closed")
             if self._most_waiting is not None and len(self._asked) >= self._most_waiting:
-                raise EngineBusyError(
-                    f"{len(self._asked)} requests wait already, which is all that may; try again later"
-                )
+                raise EngineBusyError(f"{len(self._asked)} requests are waiting already, the maximum; try again later")
             request.asked = self._engine.now()
             self._asked.append(request)
             self._changed.notify_all()
@@ -297,7 +295,7 @@ class DecodeLoop:
         error."""
         if len(texts) == 1:
             return [error]
-        _log.warning("a step of %d texts has failed and is made again for each of them: %s", len(texts), error)
+        _log.warning("a step of %d texts has failed and is repeated for each text alone: %s", len(texts), error)
         found: list[torch.Tensor | Exception] = []
         for text in texts:
             try:

@@ -198,7 +198,7 @@ class Rows:
     def _find_out(self, together: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]) -> bool:
         self.share_passes = all(map(_are_near, together, alone))
         if not self.share_passes:
-            _log.warning("texts are computed one after the other: this model computes them otherwise together")
+            _log.warning("texts are computed one after the other: together, this model gives them other results")
         return self.share_passes
 
     def _together(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:

@@ -60,7 +60,7 @@ def plan_layer(
     routes = routes_by_key(routing, _served_low(routing, residency, low_use))
     if routing.phase is Phase.DECODE:
         return plan_decode(routing, routes, residency, eviction, balance)
-    assert not isinstance(balance, Assigned), "answers are for decode steps"
+    assert not isinstance(balance, Assigned), "only decode steps have resolutions by quality cost"
     return plan_prefill(routing, routes, residency, eviction, layer_share, balance, prefill_keep)
 
 

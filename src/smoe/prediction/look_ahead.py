@@ -181,7 +181,7 @@ class _Station:
             return peeked.output
         finally:
             self._is_peeking = False
-        raise AssertionError("the layer ended without asking its router")
+        raise AssertionError("the layer ended without calling its router")
 
     def _note_child(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Record the child whose output is the block's input: the norm between the block and the residual."""

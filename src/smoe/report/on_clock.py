@@ -401,7 +401,7 @@ def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, tim
     share = layers / len(prices.layers)
     if config.tpot_seconds is not None:
         return Answering(some, TimeBudget(share * config.tpot_seconds, first_rate))
-    assert config.max_perplexity_increase is not None, "prices are for one of the two"
+    assert config.max_perplexity_increase is not None, "quality costs are read for one of the two budgets"
     return Answering(some, QualityBudget(share * nats_of_perplexity(config.max_perplexity_increase), first_rate))
 
 

@@ -36,7 +36,7 @@ class Asking:
 
     def begin(self, predictor: Predictor, sight: Sight) -> None:
         """Start a prediction. The predictor must not be used until the prediction has been taken."""
-        assert self._answer is None, "one question at a time"
+        assert self._answer is None, "one prediction at a time"
         if not self._has_begun:
             self._has_begun, count = True, torch.get_num_threads()
             self._worker.submit(_begin).result()

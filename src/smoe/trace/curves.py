@@ -159,10 +159,10 @@ def _policies(header: TraceHeader, next_use: NextUse | None) -> tuple[list[str],
     """Return (the policies that can be replayed, the bound last; reasons for the others)."""
     left_out = {}
     if next_use is None:
-        left_out[LEARNED] = "nothing that was learned of this model is here"
+        left_out[LEARNED] = "no learned parameters for this model on this machine"
     if any(layer.rule is None for layer in header.layers):
         scored = (name for name in ONLINE_EVICTION if EVICTIONS.find(name).needs_scores)
-        left_out |= dict.fromkeys(scored, "the routers follow no rule that smoe knows: no scores")
+        left_out |= dict.fromkeys(scored, "no scores: smoe does not know the routers' scoring rule")
     return [*(name for name in ONLINE_EVICTION if name not in left_out), BOUND], left_out
 
 

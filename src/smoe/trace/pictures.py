@@ -264,7 +264,7 @@ def _finished(figure: Figure, title: str, survey: TraceSurvey, columns: int = 4)
         _plain_frame(axes)
     caption = f"{survey.header.model}: {survey.size}"
     if survey.alpha > 0:
-        caption += f"; recorded with alpha {survey.alpha:g}, so routers had heard substitutes"
+        caption += f"; recorded with alpha {survey.alpha:g}, so substitutes have changed the routers' inputs"
     handles: dict[str, Any] = {}
     for axes in _all_axes(figure):
         found, names = axes.get_legend_handles_labels()

@@ -100,7 +100,7 @@ def _header(model: PreTrainedModel, engine: Engine, name: str) -> TraceHeader:
     for number, experts in sorted(engine.store.layers.items()):
         if number not in engine.anatomy.routers:
             raise UnsupportedModelError(
-                f"the router of layer {number} could not be found, so its logits cannot be heard and this family "
+                f"the router of layer {number} could not be found, so its logits cannot be read and this family "
                 f"({model.config.model_type}) cannot be recorded; it can be served all the same"
             )
         rule = engine.rules.get(number) or _rule(model, engine, number, experts.experts)
