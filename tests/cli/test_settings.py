@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from dataclasses import fields
 
 import pytest
 
+from smoe import bounds, settings
+from smoe.cli import options
+from smoe.cli import settings as cli_settings
 from smoe.cli.options import EngineOptions
 from smoe.cli.settings import OPTION_OF, SETTABLE, described, settings_of
-from smoe.config import EngineConfig
+from smoe.config import SETTINGS, EngineConfig
 from smoe.errors import ConfigError
 
 OPTIONS = {field.name for field in fields(EngineOptions)}
@@ -140,3 +145,12 @@ def test_a_default_can_be_given(name):
         assert entry["default"] != "None"
     else:
         assert settings_of([f"{name}={entry['default']}"]) == {name: default}
+
+
+def test_a_setting_is_declared_in_one_place():
+    """`EngineConfig`; would catch a list of settings elsewhere that has to be changed with it."""
+    for module in (bounds, settings, cli_settings, options):
+        nodes = ast.parse(inspect.getsource(module)).body
+        assigned = [node for node in nodes if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        named = {each.value for node in assigned for each in ast.walk(node) if isinstance(each, ast.Constant)}
+        assert not named & set(SETTINGS), module.__name__
