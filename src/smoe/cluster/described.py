@@ -39,7 +39,8 @@ _TURN_SECONDS = 0.1
 
 
 class LayerKeys(NamedTuple):
-    """The keys of a layer's experts: keys with `NUMBER`, or of fused tensors."""
+    """The tensor names of a layer's experts: names with the placeholder `NUMBER` for one expert each, or names of fused
+    tensors."""
 
     layer: int
     experts: int

@@ -85,7 +85,7 @@ class Fetcher:
         self._received: ReceivedFiles | None = None
         self._coming: dict[tuple[int, int], Coming] = {}
         self._chunks: deque[tuple[int, int]] = deque()
-        """(file, chunk) of which no piece has been requested yet."""
+        """The chunks (file, chunk) of which no piece has been requested yet."""
         self._pieces: deque[PiecePosition] = deque()
         """The pieces to request next."""
         self._under_way: set[PiecePosition] = set()

@@ -84,7 +84,7 @@ class Talking(ABC):
 
     @abstractmethod
     def _over(self) -> None:
-        """End everything else of this machine."""
+        """Release the resources of a subclass when the conversation with the coordinator has ended."""
 
     def _lost(self) -> None:
         """Called when the coordinator is lost."""

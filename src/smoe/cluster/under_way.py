@@ -148,7 +148,7 @@ class UnderWay:
             mine.add_done_callback(partial(take_over, theirs))
 
     def _shared_out(self, request: ExpertRequest) -> dict[int, list[int]]:
-        """Return the substitutes of a request's experts: positions in the request by unit."""
+        """Return the units that take over a late request: {unit: positions of its experts in the request}."""
         here = self._here_load()
         views = [
             view._replace(hop=view.hop + self._behind(member))

@@ -48,7 +48,7 @@ class Numbers(NamedTuple):
 
 
 EXACT = Numbers()
-"""The precisions of the model itself."""
+"""The precisions of the unmodified model."""
 
 
 def numbers_of(config: EngineConfig) -> Numbers:

@@ -225,7 +225,7 @@ class DecodeLoop:
         self._reading.append(text)
 
     def _usable_rows(self) -> Rows:
-        """Return the rows; new ones where another cache has taken their memory and no text is active."""
+        """Return the rows. Make new ones if another cache has taken their memory and no text is active."""
         if self._rows is None or (self._rows.is_lost and not self._texts()):
             self._rows = Rows(self._model, self._engine)
         return self._rows

@@ -52,7 +52,7 @@ def nats_of_perplexity(max_perplexity_increase: float) -> float:
 
 
 class _Rate:
-    """A rate that is adapted by decreasing steps."""
+    """An exchange rate between seconds and quality cost that is adapted after every step, by decreasing amounts."""
 
     def __init__(self, first: float) -> None:
         if not (first > 0.0 and isfinite(first)):

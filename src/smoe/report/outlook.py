@@ -38,7 +38,8 @@ from smoe.simulator.synthetic import LEAST_REPETITIVE, MOST_REPETITIVE, SAYS, TY
 from smoe.units import identifier, plain_span
 
 LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
-"""The least pleasant tokens per second, and the most pleasant seconds before an answer begins."""
+"""The thresholds of pleasant use: at least so many tokens per second, and at most so many seconds before an answer
+begins."""
 ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
 """Presets and precisions that are compared with the given one."""
 FASTER_READS = 2.0

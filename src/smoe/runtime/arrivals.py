@@ -35,7 +35,7 @@ class Arrivals:
         math: Mapping[tuple[int, int], ExpertMath],
         clock: Callable[[], float],
     ) -> None:
-        """`stores`: by format; `math`: by layer and format."""
+        """`stores`: the stored experts, by format; `math`: the expert arithmetic, by layer and format."""
         self.table = table
         self.transfers = transfers
         self.counters = Counters()

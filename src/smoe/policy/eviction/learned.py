@@ -33,7 +33,8 @@ FEATURES = 3 + 2 * len(HORIZONS)
 _PRIOR = 2.0
 """The weight of an expert's prior share of the uses, in tokens."""
 DISCOUNT = 0.8
-"""D. Between 0.5 and 0.95 misses differ by some 2 %: smaller values are better for small caches."""
+"""The discount D per step. Values from 0.5 to 0.95 change the misses by some 2 %; small caches prefer smaller
+values."""
 DECAY = 0.5
 """The decay of the context from token to token."""
 _LEAST = 0.02
