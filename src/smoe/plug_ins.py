@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from smoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -65,6 +67,8 @@ class Catalogue(Generic[T]):
 
     def _installed(self) -> Sequence[EntryPoint]:
         """Return the entry points of installed packages; imports nothing. Two packages may use one name."""
+        from importlib.metadata import entry_points  # 30 modules that a start with built-in names does without
+
         return [point for point in entry_points(group=self.group) if point.name not in self.built_in]
 
     def _of_package(self, name: str) -> Any:
