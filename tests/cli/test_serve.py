@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ import psutil
 import pytest
 
 from smoe.cli import serve
-from smoe.cli.serve import ServerOptions
+from smoe.cli.serve import ServerOptions, _with_libraries
+from smoe.config import EngineConfig
+from smoe.errors import BudgetError
 from tests import forked
 from tests.cli.conftest import Run
 from tests.forked import Forked
@@ -117,6 +119,21 @@ def test_a_budget_that_is_too_small_is_planned_with_the_servers_sequences(run: R
     hint = "smoe plan demo --max-sequences {}, without --memory, shows"
     assert hint.format(4) in run("serve", "demo", "--memory", "20MiB").err
     assert hint.format(8) in run("serve", "demo", "--memory", "20MiB", "--max-sequences", 8).err
+
+
+def test_a_small_budget_gets_a_smaller_context_unless_one_is_asked_for() -> None:
+    """Would catch a server that refuses a budget which is sufficient for some context."""
+    notes: list[str] = []
+
+    def fitted(mib: int, context: int | None = None) -> int | None:
+        settings = EngineConfig(memory_bytes=mib << 20, max_sequences=4, context_tokens=context)
+        with suppress(BudgetError):
+            return _with_libraries("demo", settings, notes.append).context_tokens
+        return 0
+
+    smallest = next(mib for mib in range(20, 100) if fitted(mib) != 0)
+    assert fitted(smallest) == 256 and "256 tokens (--context)" in notes[-1]
+    assert fitted(smallest, 1024) == 0 and fitted(200) is None
 
 
 def test_a_template_that_is_none_is_refused_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:

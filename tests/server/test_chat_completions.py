@@ -101,6 +101,16 @@ def test_several_texts_draw_their_own_tokens_again_and_again(running: Running) -
     assert [streamed[0], streamed[1]] == texts
 
 
+def test_values_that_change_nothing_are_taken(running: Running) -> None:
+    """As clients send them; a number of `logprobs` is that of plain completions."""
+    plain = running.chat(max_tokens=3).choices[0].message.content
+    for fields in ({"stop": ""}, {"stop": [""]}, {"extra_body": {"best_of": 1}}, {"logprobs": False}):
+        assert running.chat(**{"max_tokens": 3, **fields}).choices[0].message.content == plain, fields
+    listed = running.chat(max_tokens=3, logprobs=2, logit_bias=ENDLESS).choices[0].logprobs.content
+    assert [len(each.top_logprobs) for each in listed] == [2, 2, 2]
+    assert running.chat(max_tokens=1, logprobs=0).choices[0].logprobs.content[0].top_logprobs == []
+
+
 def test_logprobs_are_the_models(running: Running, demo: Any, demo_tokenizer: Any) -> None:
     answer = running.chat(max_tokens=4, logprobs=True, top_logprobs=3, logit_bias=ENDLESS).choices[0]
     said = answer.logprobs.content
@@ -233,7 +243,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens", "at least 1"),
     ({"presence_penalty": 3}, "presence_penalty", "between"),
     ({"n": 0}, "n", "between 1 and 128"),
-    ({"stop": [""]}, "stop", "of 1 to 256 characters"),
+    ({"stop": ["x" * 257]}, "stop", "of at most 256 characters"),
     ({"stop": ["x"] * 99}, "stop", "16"),
     ({"logit_bias": {"lily": 1}}, "logit_bias", "token ids are numbers"),
     ({"logit_bias": {"4096": 1}}, "logit_bias", "4095"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from smoe.server.grammar import Grammars
+from smoe.server.grammar import Grammars, closed
 from smoe.server.problem import ApiError
 from tests.toy import END, ascii_tokenizer
 
@@ -102,3 +102,19 @@ def test_a_chain_of_references_may_be_as_long_as_a_schema() -> None:
     chain: list[dict[str, Any]] = [{"properties": {"a": {"$ref": f"#/a/{number + 1}"}}} for number in range(4000)]
     _, made = grammars()
     made.of_schema({"$ref": "#/a/0", "a": [*chain, {}]}, "response_format")
+
+
+def test_objects_have_the_properties_that_a_schema_lists() -> None:
+    """Unless it says otherwise. Would catch keys that a model adds until the text is cut off."""
+    inner = {"properties": {"enum": {"type": "integer"}}}
+    schema = {
+        "properties": {"a": inner, "b": {"type": "array", "items": inner}, "c": {"default": {"properties": {}}}},
+        "$defs": {"D": inner, "open": {**inner, "additionalProperties": True}, "all": {"allOf": [inner, inner]}},
+    }
+    shut = {**inner, "additionalProperties": False}
+    assert closed(schema) == {
+        "properties": {"a": shut, "b": {"type": "array", "items": shut}, "c": {"default": {"properties": {}}}},
+        "$defs": {"D": shut, "open": schema["$defs"]["open"], "all": schema["$defs"]["all"]},
+        "additionalProperties": False,
+    }
+    assert closed({"type": "object"}) == {"type": "object"}

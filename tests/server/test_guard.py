@@ -104,8 +104,6 @@ def test_bodies_that_do_not_come_are_not_waited_for(demo: Any, demo_tokenizer: A
 def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Running) -> None:
     for path, words in (
         ("/v1/nothing", "there is no /v1/nothing here; /openapi.json lists"),
-        ("/chat/completions", "did you mean /v1/chat/completions?"),
-        ("/models", "did you mean /v1/models?"),
         ("/" + "x" * 3000, "x..."),
         ("/v1/models%0A", r"there is no '/v1/models\n' here"),
     ):
@@ -122,6 +120,13 @@ def test_paths_that_there_are_not_and_methods_that_they_do_not_take(running: Run
         if method != "HEAD":
             assert answer.error["message"] == f"{path} does not support {method}; use {taken}"
     assert running.http("GET", "/v1/models/other").status == 404
+
+
+def test_base_urls_may_have_a_slash_more_or_lack_v1(running: Running) -> None:
+    for path in ("/models", "//v1/models", "/v1//models", "//models/demo"):
+        assert running.http("GET", path).status == 200, path
+    for path in ("/chat/completions", "//v1/chat/completions", "/completions"):
+        assert running.http("GET", path).status == 405, path
 
 
 def test_what_is_read_may_be_asked_for_without_its_body(running: Running) -> None:

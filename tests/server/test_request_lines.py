@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from smoe.errors import TransferError
+from smoe.generation.sampler import Sampler
 from smoe.server.totals import totals_of
 from tests.server.conftest import ENDLESS, Running, eventually, served
 
@@ -43,6 +45,21 @@ def test_a_client_that_leaves_is_told_from_an_answer(running: Running, caplog: p
     stream.close()
     eventually(lambda: bool(caplog.messages))
     assert caplog.messages[0].endswith("ended=client_gone")
+
+
+def test_a_stream_that_fails_has_its_status(
+    running: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(sampler: Sampler, logits: Any) -> Any:
+        raise TransferError("a block could not be read")
+
+    monkeypatch.setattr(Sampler, "choose", fail)
+    caplog.set_level(logging.INFO, "smoe.server.request_lines")
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    assert running.http("POST", "/v1/chat/completions", body).status == 200
+    eventually(lambda: caplog.messages[-1:] != [] and caplog.messages[-1].startswith("POST"))
+    assert caplog.messages[-1].startswith("POST /v1/chat/completions 500 ")
+    assert caplog.messages[-1].endswith("ended=failed")
 
 
 def test_nobody_asks_no_line_is_made(running: Running, caplog: pytest.LogCaptureFixture) -> None:

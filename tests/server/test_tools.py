@@ -300,6 +300,16 @@ def test_calls_are_answered_as_is_described(running: Running) -> None:
         assert '"arguments"' in "".join(told)
 
 
+def test_choices_have_other_spellings(running: Running) -> None:
+    """Those of Anthropic, of other servers, and OpenAI's list of allowed tools."""
+    time = {"type": "function", "function": {"name": "time"}}
+    lists = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [time]}}
+    for choice in ("any", {"type": "any"}, {"type": "required"}, {"type": "tool", "name": "time"}, lists):
+        (call,) = ask(running, tool_choice=choice).choices[0].message.tool_calls
+        assert call.function.name == "time" or choice not in (lists, {"type": "tool", "name": "time"})
+    assert ask(running, tool_choice={"type": "none"}).usage.prompt_tokens < ask(running).usage.prompt_tokens
+
+
 def test_a_choice_of_no_tool_is_refused(running: Running) -> None:
     for choice in ({"type": "function", "function": {"name": "other"}}, "perhaps", {"type": "king"}):
         with pytest.raises(openai.BadRequestError) as refused:

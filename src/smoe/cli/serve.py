@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +16,11 @@ from smoe.cli.libraries import import_libraries
 from smoe.cli.options import Debug, EngineOptions, Json, Model, in_container
 from smoe.cli.request_options import ChatTemplate, ParseControlTokens
 from smoe.cli.settings import SERVED_SEQUENCES
-from smoe.errors import ConfigError
+from smoe.errors import BudgetError, ConfigError
 from smoe.units import parse_bytes
 
 if TYPE_CHECKING:
+    from smoe.config import EngineConfig
     from smoe.server.serving import Serving
     from smoe.server.settings import ServerConfig
     from smoe.server.totals import Totals
@@ -38,6 +40,8 @@ third exits at once.
 """
 
 _SERVER = "Server"
+_SMALLER_CONTEXTS = (2048, 1024, 512, 256)
+"""Contexts that are tried where the default one does not fit in the budget."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,7 @@ def _serve(
     from smoe.cli.console import note, warn
     from smoe.cli.interrupts import answered_by
 
-    settings = in_container(engine.config(SERVED_SEQUENCES))
-    import_libraries(model, settings)
+    settings = _with_libraries(model, in_container(engine.config(SERVED_SEQUENCES)), note)
     from smoe.cli.session import loaded
     from smoe.load.tokenizer import load_tokenizer
     from smoe.server.first_pass import first_pass
@@ -280,6 +283,24 @@ def _serve(
             finally:
                 serving.close()
         return totals_of(serving), serving.failure if config.exit_on_failure else None
+
+
+def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], None]) -> EngineConfig:
+    """Import the libraries, and return the settings: with a smaller context where none is asked for and the default one
+    does not fit in the budget. Raises `BudgetError` where none fits."""
+    try:
+        import_libraries(model, settings)
+        return settings
+    except BudgetError:
+        if settings.context_tokens is not None:
+            raise
+        for context in _SMALLER_CONTEXTS:
+            smaller = replace(settings, context_tokens=context)
+            with suppress(BudgetError, ConfigError):  # the model may have fewer positions
+                import_libraries(model, smaller)
+                note(f"the default context does not fit in this budget; each text has {context} tokens (--context)")
+                return smaller
+        raise
 
 
 def _tell_where(bound_socket: socket.socket, serving: Serving, as_json: bool) -> None:

@@ -73,7 +73,9 @@ class EndpointAnswer(ABC):
                 if last := self._last():
                     yield last
             except Exception as error:
-                yield self._failed(problem_of(error, self._fields))
+                problem = problem_of(error, self._fields)
+                texts.error_status = problem.status
+                yield self._failed(problem)
             if self.done:
                 yield self.done
 

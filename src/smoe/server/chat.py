@@ -22,7 +22,7 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
     """Continue a conversation in `n` texts, as one body or as a stream."""
 
     def work(asked: ChatAsked) -> tuple[Prepared, Form]:
-        form = Form(asked.settings, bool(asked.stream), asked.wants_usage, bool(asked.logprobs))
+        form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
         return prepare(serving, asked, _talk(asked), asked.settings), form
 
     prepared, form = await serving.read(ChatAsked, request, work)
@@ -31,7 +31,7 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
 
 
 def _talk(asked: ChatAsked) -> Talk:
-    if asked.top_logprobs and not asked.logprobs:
+    if asked.top_logprobs and asked.likeliest is None:
         raise refused("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
     most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     template = dict(asked.chat_template_kwargs or {})
@@ -47,7 +47,7 @@ def _talk(asked: ChatAsked) -> Talk:
         ending=_ending(asked),
         max_new_tokens=most,
         texts=asked.n or 1,
-        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        logprobs=asked.likeliest,
     )
 
 

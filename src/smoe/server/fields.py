@@ -30,7 +30,7 @@ _HOTTEST = 2.0
 Tokens = Annotated[int | None, Field(ge=1)]
 Likeliest = Annotated[int | None, Field(ge=0, le=20)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2)]
-Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+Stop = Annotated[str, Field(max_length=_LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[Token], Field(fail_fast=True)]
@@ -112,7 +112,7 @@ class Completing(RequestFields):
     n: int | None = Field(default=None, ge=1, le=MOST_TEXTS)
     """The number of texts for each prompt; the n-th draws with `seed` + n."""
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
-    """Strings at which a text ends; the string itself is not part of the text."""
+    """Strings at which a text ends; the string itself is not part of the text. Empty ones are ignored."""
     max_tokens: Tokens = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
@@ -123,7 +123,7 @@ class Completing(RequestFields):
     @property
     def stops(self) -> tuple[str, ...]:
         """The strings at which the text ends."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if stop)
 
     @property
     def wants_usage(self) -> bool:
@@ -229,7 +229,8 @@ class ChatAsked(Completing):
     messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_completion_tokens: Tokens = None
     """Overrides `max_tokens`. Without both: as many as the context has room for."""
-    logprobs: bool | None = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=20)] | None = None
+    """Whether to list the probability of each token; a number: as plain completions have it."""
     top_logprobs: Likeliest = None
     """How many of the likeliest tokens to list for each token; needs `logprobs`."""
     response_format: ResponseFormat | None = None
@@ -264,6 +265,13 @@ class ChatAsked(Completing):
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to list for each token; None: no probabilities."""
+        if isinstance(self.logprobs, bool):
+            return (self.top_logprobs or 0) if self.logprobs else None
+        return self.logprobs
 
     @property
     def settings(self) -> dict[str, str]:

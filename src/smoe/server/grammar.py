@@ -135,12 +135,29 @@ class Grammar:
             raise _unsupported_schema(self._matcher.get_error(), self._param)
 
 
+_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref"}
+"""Keywords with which an object's schema says, or another schema may say, which further properties it has."""
+_VALUES = {"enum", "const", "default", "examples"}
+"""Keywords whose values are no schemas."""
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have only the properties that it lists, unless it says otherwise: pydantic, zod and
+    others leave `additionalProperties` out, and a model could then add keys until the text is cut off."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {key: each if key in _VALUES or key == "allOf" else closed(each) for key, each in schema.items()}
+    lists_properties = isinstance(schema.get("properties"), dict) and not schema.keys() & _OPEN
+    return {**parts, "additionalProperties": False} if lists_properties else parts
+
+
 def schema_text(schema: dict[str, Any], param: str) -> str:
-    """Return a schema as JSON text. Raises an `ApiError` that names `param` for one that is too long."""
-    text = json.dumps(schema)
-    if len(text) > _LONGEST_SCHEMA:
+    """Return a schema as JSON text, closed. Raises an `ApiError` that names `param` for one that is too long."""
+    if len(json.dumps(schema)) > _LONGEST_SCHEMA:
         raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
-    return text
+    return json.dumps(closed(schema))
 
 
 def _unsupported_schema(why: object, param: str) -> ApiError:

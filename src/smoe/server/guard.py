@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -56,6 +57,7 @@ class Guard:
         if scope["type"] != "http":  # nothing here speaks over web sockets
             await send({"type": "websocket.close", "code": 1008})
             return
+        scope = {**scope, "path": _meant(scope["path"])}
         path, headers = scope["path"], Headers(scope=scope)
 
         async def counting(message: Message) -> None:
@@ -188,6 +190,17 @@ def _place_of(origin: str) -> str | None:
         return urlsplit(origin).netloc
     except ValueError:
         return None
+
+
+_API = ("chat", "completions", "embeddings", "messages", "models", "responses")
+"""First parts of paths that begin with /v1."""
+_SLASHES = re.compile(r"/{2,}")
+
+
+def _meant(path: str) -> str:
+    """Return the path that a client means: base URLs end with a slash too many, or without /v1."""
+    path = _SLASHES.sub("/", path)
+    return f"/v1{path}" if path.split("/")[1:2] and path.split("/")[1] in _API else path
 
 
 def _check_path(path: str) -> None:

@@ -3,6 +3,8 @@
     POST /v1/chat/completions 200 6.51s prompt=34 reused=12 new=200 first=0.12s rate=31.2/s ended=length
     GET /v1/models 200 0.00s
 
+A stream that an error ends has the error's status, although 200 was sent at its beginning.
+
 `first`: the time from the request to the first token. `rate`: tokens a second after the first, of all texts together.
 `ended`: length, stop, failed, cut_off (by the server's shutdown), client_gone.
 """
@@ -65,6 +67,7 @@ class RequestLines:
         try:
             await self._app(scope, receive, seen)
         finally:
+            status = next((texts.error_status for texts in asked if texts.error_status is not None), status)
             words = [scope["method"], _shown(scope["path"]), str(status), f"{time.perf_counter() - began:.2f}s"]
             if asked:
                 words += _of_texts(asked, is_whole and status != _CLIENT_LEFT)

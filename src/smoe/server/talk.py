@@ -121,22 +121,40 @@ def _reader(
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the tools that the model gets, and the tools of which it must call one (empty: it need not)."""
-    choice, tools = talk.tool_choice, talk.tools
+    choice, tools = _allowed(talk.tool_choice, talk.tools)
     if choice is None or choice == "auto":
         return tools, []
     if choice == "none":
         return [], []
-    if choice == "required" and tools:
+    if choice in ("required", "any") and tools:
         return tools, tools
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function", choice)
-        name = function.get("name") if isinstance(function, dict) else None
-        if named := [tool for tool in tools if tool["function"]["name"] == name]:
-            return tools, named
+    named = [tool for tool in tools if isinstance(choice, dict) and tool["function"]["name"] == _name_of(choice)]
+    if named:
+        return tools, named
     raise refused(
         "'tool_choice' must be none, auto, required or a function of 'tools'; required needs 'tools'",
         "tool_choice",
     )
+
+
+def _allowed(
+    choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]
+) -> tuple[str | dict[str, Any] | None, list[dict[str, Any]]]:
+    """Return a choice in its shortest form, and the tools that it allows."""
+    if not isinstance(choice, dict) or choice.get("type") in ("function", "tool"):
+        return choice, tools
+    if choice.get("type") != "allowed_tools":
+        return choice.get("type"), tools
+    allowed = choice.get("allowed_tools", choice)  # chat completions have it one level deeper than responses
+    names = [_name_of(tool) for tool in allowed.get("tools") or ()] if isinstance(allowed, dict) else []
+    found = [tool for tool in tools if tool["function"]["name"] in names]
+    return (allowed.get("mode", "auto") if found else "allowed_tools"), found
+
+
+def _name_of(tool: Any) -> Any:
+    """Return the name of a tool in a choice; None where it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    return inner.get("name") if isinstance(inner, dict) else None
 
 
 def _added_within(tokenizer: Any, texts: str) -> dict[str, int]:

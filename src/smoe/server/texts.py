@@ -88,6 +88,8 @@ class Texts:
         self.is_noted = False
         """Whether the bell has noted these texts."""
         self.requests: list[Request] = []
+        self.error_status: int | None = None
+        """The status of the error that has ended a stream, whose own status was 200."""
         self.reasons: list[EndReason] = []
         """Why texts have ended, in the order of their ends."""
         bell.hang()
