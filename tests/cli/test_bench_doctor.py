@@ -211,3 +211,18 @@ def test_an_ablation_times_as_many_tokens_as_asked(run, checkpoint, quick, monke
     assert run(*asked, "--tokens", 9).json["tokens"] == 9 and set(timed) == {9}
     refused = run(*asked, "--tokens", 900)
     assert refused.code == 2 and "fewer --tokens" in refused.err
+
+
+def test_a_block_to_post_goes_to_stdout(run, checkpoint, monkeypatch):
+    monkeypatch.setattr("smoe.benchmark.shared_block.SHARED_CELL", TableCell(16, 8, 1))
+    ran = run("bench", checkpoint, "--memory", "64MiB", "--share", "--seed", 1)
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert (lines[0], lines[-1]) == ("```text", "```") and str(checkpoint.parent) not in ran.out
+    assert any(line.startswith("speed ") and line.endswith("over 8 tokens") for line in lines)
+
+
+@pytest.mark.parametrize("other", [["--quick"], ["--ablation", "smoe"]])
+def test_a_block_is_of_one_measurement(run, checkpoint, other):
+    ran = run("bench", checkpoint, "--share", *other)
+    assert ran.code == 2 and f"--share has no meaning with {other[0]}" in ran.err

@@ -55,6 +55,7 @@ class Measurement:
             "floor_bound_by",
             "rates_source",
             "time_shares",
+            "waited_for_cores_share",
         )
         return asdict(self.cell) | {name: values[name] for name in names}
 

@@ -27,6 +27,8 @@ smoe bench ./my-moe --memory 8GiB --eviction lfu > lfu.json
 
 smoe bench ./my-moe --memory 8GiB --ablation smoe     (what each mechanism of the paper brings)
 
+smoe bench ./my-moe --memory 8GiB --share     (a short block to post)
+
 smoe bench ./my-moe --memory 8GiB --ablation smoe --device emulated --profile rtx-4060-ti
 
 The table goes to stderr; one line of JSON to stdout, unless that is a
@@ -42,6 +44,9 @@ def command(
     engine: EngineOptions,
     model: Model = "demo",
     quick: Annotated[bool, typer.Option("--quick", help="Only 16 prompt and 64 new tokens, batch 1 and 3.")] = False,
+    share: Annotated[
+        bool, typer.Option("--share", help="Only 128 prompt and 64 new tokens; print a short block to post.")
+    ] = False,
     ablation: Annotated[
         str | None, typer.Option(help="Measure the mechanisms of a paper one by one instead: smoe.")
     ] = None,
@@ -59,7 +64,8 @@ def command(
     The JSON contains machine, versions, model, budget, and the figures of every cell.
     """
     from smoe.benchmark.cells import CELLS, QUICK_CELLS, fitting
-    from smoe.cli.console import errors, gives_json, is_quiet, print_json, warn
+    from smoe.benchmark.shared_block import SHARED_CELL, shared_block
+    from smoe.cli.console import errors, gives_json, is_quiet, output, print_json, warn
     from smoe.cli.interrupts import exit_code
     from smoe.cli.session import loaded
     from smoe.generation.sampling import check_seed
@@ -67,7 +73,7 @@ def command(
 
     check_seed(seed)
     given = {"text": text, "rounds": rounds, "batch": batch, "plot": plot, "tokens": tokens}
-    _check(given, ablation, quick, engine.preset)
+    _check(given, ablation, quick, share, engine.preset)
     if ablation is not None:
         from smoe.cli.checkout import from_checkout
 
@@ -76,7 +82,7 @@ def command(
         return
     if not is_quiet():
         errors().print(_PHYSICS, soft_wrap=True)
-    cells = QUICK_CELLS if quick else CELLS
+    cells = [SHARED_CELL] if share else QUICK_CELLS if quick else CELLS
     config = _config(model, engine, cells)
     if config.context_tokens is not None and not fitting(cells, config.context_tokens):
         raise _no_cell(config.context_tokens, cells)
@@ -89,8 +95,12 @@ def command(
         measurements = _measure(ready, tokenizer, possible, seed)
         if not (gives_json(json) and is_quiet()):
             _print_table(measurements)
-        if gives_json(json):
-            print_json(_circumstances(ready, model, seed) | {"cells": [m.as_json() for m in measurements]})
+        circumstances, figures = _circumstances(ready, model, seed), [each.as_json() for each in measurements]
+        block = shared_block(circumstances, figures[0], offload.config) if share and figures else None
+        if block is not None and not json:
+            output().print(block, soft_wrap=True, highlight=False, markup=False)
+        elif gives_json(json):
+            print_json(circumstances | {"cells": figures} | ({} if block is None else {"shared_block": block}))
     if len(measurements) < len(possible):
         raise typer.Exit(exit_code())
 
@@ -102,7 +112,7 @@ def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
     return ConfigError(f"{message}: give {allowed}", setting="context_tokens", given=context_tokens, allowed=allowed)
 
 
-def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str) -> None:
+def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool, preset: str) -> None:
     """Raise `ConfigError` for options that would have no effect."""
     for name, value in given.items():
         if ablation is None and value is not None:
@@ -112,6 +122,9 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, preset: str
     if ablation is not None and quick:
         message = "--quick has no meaning with --ablation; fewer --rounds make it shorter"
         raise ConfigError(message, setting="quick", given=True, allowed="only without `ablation`")
+    if share and (quick or ablation is not None):
+        message = f"--share has no meaning with {'--quick' if quick else '--ablation'}; leave one of them out"
+        raise ConfigError(message, setting="share", given=True, allowed="only without `quick` and `ablation`")
     if ablation is not None and preset != "exact":
         message = "--ablation sets the switches of every step; leave out --preset"
         raise ConfigError(message, setting="preset", given=preset, allowed="only without `ablation`")
@@ -206,5 +219,8 @@ def _circumstances(ready: PreTrainedModel, model: str, seed: int) -> dict[str, A
         "dtype": str(ready.dtype).removeprefix("torch."),
         "eviction": engine.config.eviction,
         "prefetch": engine.config.prefetch,
+        "context_tokens": engine.context_tokens,
+        "experts": engine.ledger.demand.total_experts,
+        "slot_bytes": engine.ledger.demand.slot_bytes,
     }
     return circumstances | dict(engine.describe())
