@@ -92,6 +92,14 @@ LOOKED = quick_look.QuickLook(memory=20e9, experts=4e9, products=1e11, disk=1e8)
 """What tests find at a first look at the machine."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def written_without_waiting() -> Iterator[None]:
+    """No file of a test must outlive a power failure: to wait for the disk takes 5 to 25 ms each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 @pytest.fixture
 def measured_in_full(measured_briefly: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forecasts simulate as many steps as a user's."""
