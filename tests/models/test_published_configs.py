@@ -68,6 +68,16 @@ def test_kimi_k2_is_the_librarys_deepseek_v3(tmp_path: Path) -> None:
     assert any("'kimi_k2'" in doubt and "'deepseek_v3'" in doubt for doubt in spec.doubts)
 
 
+def test_an_unknown_family_is_read_by_its_class_or_refused_by_name(tmp_path: Path) -> None:
+    """Without code of its own as well, as SGLang's releases of DeepSeek-V4 are."""
+    published = {**KIMI_K2, **SMALL, "model_type": "kimi_ref"}
+    del published["auto_map"]
+    spec = spec_of(Published(published), tmp_path)
+    assert any("'kimi_ref'" in doubt and "'deepseek_v3'" in doubt for doubt in spec.doubts)
+    with pytest.raises(UnsupportedModelError, match=r"neither the family 'kimi_ref' nor a class \['V9'\]; docs"):
+        spec_of(Published({**published, "architectures": ["V9"]}), tmp_path)
+
+
 def test_code_in_a_repository_is_never_executed(tmp_path: Path) -> None:
     """Neither where the library has the class nor where it has not."""
     code = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
@@ -129,6 +139,14 @@ def test_modelopts_layers_may_lie_in_its_own_file(tmp_path: Path) -> None:
     assert scheme.of("model.layers.0.self_attn.q_proj") is None
 
 
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4"])
+def test_modelopts_names_of_nvfp4(algorithm: str, tmp_path: Path) -> None:
+    """With activations that are quantised and without: the weights are stored alike."""
+    published = Published(QWEN3_30B, hf_quant_config={"quantization": {**NVFP4, "quant_algo": algorithm}})
+    scheme = read_scheme(stated_quantisation(published.write(tmp_path) / "config.json"))
+    assert scheme is not None and scheme.is_float4 and scheme.columns_each == 16
+
+
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no layers": (MIXED, "MIXED_PRECISION' without 'quantized_layers'"),
@@ -139,6 +157,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "some layers' experts": (
         {**MIXED, "quantized_layers": {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"}}},
         r"experts of 1 layers are quantised, those of 3 \(model\.layers\.1\.mlp\.experts first\) are not",
+    ),
+    "experts that modelopt quantised once more": (
+        {**FP8, "expert_dtype": "fp4", "moe_quant_algo": "NVFP4"},
+        r"quantised once more by modelopt \(moe_quant_algo 'NVFP4'\)",
     ),
     "experts in another way": ({**FP8, "expert_dtype": "int3"}, "have the expert_dtype 'int3'"),
     "another method in the text model": ({"quant_method": "quark"}, r"quantised \(quark\)"),

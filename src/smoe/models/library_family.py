@@ -22,12 +22,8 @@ from smoe.models.config_doubts import read_as
 
 
 def family_by_architecture(fields: Mapping[str, Any]) -> str | None:
-    """Return the family whose class `architectures` names, or None if `model_type` is known, no class matches, or
-    `auto_map` is missing.
-
-    Without `auto_map` an unknown `model_type` probably means a damaged file.
-    """
-    if fields.get("model_type") in CONFIG_MAPPING or not fields.get("auto_map"):
+    """Return the family whose class `architectures` names, or None if `model_type` is known or no class matches."""
+    if fields.get("model_type") in CONFIG_MAPPING:
         return None
     named = fields.get("architectures")
     wanted = set(map(str, named)) if isinstance(named, list) else set()
@@ -47,7 +43,7 @@ def family_doubts(fields: Mapping[str, Any]) -> tuple[str, ...]:
 def read_library_config(folder: Path, fields: Mapping[str, Any]) -> PretrainedConfig:
     """Return transformers' configuration of a folder whose config.json has these `fields`.
 
-    Raises `UnsupportedModelError` for a family that only the repository's own code implements.
+    Raises `UnsupportedModelError` for a family that transformers lacks.
     """
     family = family_by_architecture(fields)
     config: PretrainedConfig
@@ -55,11 +51,11 @@ def read_library_config(folder: Path, fields: Mapping[str, Any]) -> PretrainedCo
         config = CONFIG_MAPPING[family].from_dict(_of_family(fields, family))
         config._name_or_path = str(folder)
         return config
-    if fields.get("model_type") not in CONFIG_MAPPING and fields.get("auto_map"):
+    if fields.get("model_type") not in CONFIG_MAPPING:
+        own_code = ", and the repository's own code ('auto_map') is not executed" if fields.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"{folder / 'config.json'}: transformers has neither the family {fields['model_type']!r:.80} nor a class "
-            f"{fields.get('architectures')!r:.80}, and the repository's own code ('auto_map') is not executed; "
-            "docs/families.md lists what works"
+            f"{folder / 'config.json'}: transformers has neither the family {fields.get('model_type')!r:.80} nor a "
+            f"class {fields.get('architectures')!r:.80}{own_code}; docs/families.md lists what works"
         )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     return config

@@ -32,6 +32,8 @@ _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3")
 """The spellings of E4M3, the only supported 8-bit float format."""
 _FLOAT4 = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MXFP4_PAIRS.numbers}
 """compressed-tensors' 4-bit float formats, and their number of columns per scale."""
+_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+"""modelopt's names of NVFP4 weights, with quantized activations and without: weights are stored alike."""
 _TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
 
 
@@ -147,6 +149,8 @@ def _fp8(entries: Mapping[str, Any], whose: str) -> Scheme:
         _refuse(whose, f"are in the format {entries['fmt']!r:.40}")
     if experts not in ("fp8", "fp4"):
         _refuse(whose, f"have the expert_dtype {experts!r:.40}")
+    if entries.get("moe_quant_algo") is not None or entries.get("quantized_layers"):
+        _refuse(whose, f"are quantised once more by modelopt (moe_quant_algo {entries.get('moe_quant_algo')!r:.40})")
     fp4 = Scheme("fp8", 4, True, MXFP4_PAIRS.numbers) if experts == "fp4" else None
     if size is None:
         return Scheme("fp8", is_float=True, rows_each=0, experts=fp4)
@@ -208,7 +212,7 @@ def _modelopt(entries: Mapping[str, Any], whose: str) -> Scheme:
         return Scheme("modelopt", is_float=True, layers=_layers(entries, whose))
     if algorithm == "FP8":
         return Scheme("modelopt", is_float=True, rows_each=0)
-    if algorithm != "NVFP4":
+    if algorithm not in _NVFP4:
         _refuse(whose, f"are quantised as {entries.get('quant_algo')!r:.40}")
     if entries.get("group_size", NVFP4_GROUP) != NVFP4_GROUP:
         _refuse(whose, f"have groups of {entries['group_size']!r:.40} columns in NVFP4")
