@@ -30,10 +30,14 @@ _REFUSED = {
         _NO_CLASS,
     ),
     "clip": "it is the part of another model that sees images (mmproj): give that model's own file",
+    "deepseek2-ocr": "it reads images of texts",
+    "dflash": "it is a draft model of another model: give that model's own file",
     "glm5-next": _DEPENDS_ON_NUMBERS,
     "minimax-01": "transformers stores its keys and values in a cache that only this family has",
+    "nomic-bert-moe": "it embeds texts and generates none",
     "phimoe": "its files lack the factors of its scaled positions (short_mscale, long_mscale)",
     "qwen4exp": _DEPENDS_ON_NUMBERS,
+    "rnd1": "it generates text by diffusion, not token by token",
     "step35": "transformers does not expose its experts to other implementations",
 }
 """The reasons why some known architectures are not supported."""
