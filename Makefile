@@ -71,12 +71,12 @@ SMOE_LLAMA_CPP ?= build/llama.cpp
 test-optional:
 	$(PYTHON) -m venv $(VENV)-optional
 	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt "$(TORCH)"
-	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,ray,lm-eval]"
+	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,ray,lm-eval,clients]"
 	$(VENV)-optional/bin/python -m tests.llama_cpp_source $(SMOE_LLAMA_CPP)
 	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
-	    --none-needs Ray --none-needs llama.cpp tests/kernels/test_on_aarch64.py tests/server/test_page.py \
+	    --none-needs Ray --none-needs llama.cpp --none-needs Anthropic tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
-	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py
+	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py tests/server/test_messages.py
 
 # Tests of artifacts of published models, by pip and npm; a test that is skipped for want of them fails.
 SMOE_REAL ?= build/real

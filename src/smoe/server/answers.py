@@ -364,6 +364,82 @@ class ResponseEvent(ResponseModel):
     logprobs: list[Any] | None = Field(default=None, max_length=0)
 
 
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+class MessageProblem(ResponseModel):
+    type: str
+    """By the status, as Anthropic names it."""
+    message: str
+
+
+class MessageRefusal(ResponseModel):
+    """An error, in the form of Anthropic's API."""
+
+    type: Literal["error"]
+    error: MessageProblem
+
+
+class MessageUsage(ResponseModel):
+    """Token counts."""
+
+    input_tokens: int
+    """Tokens of the prompt that were not in the KV cache."""
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageBlock(ResponseModel):
+    """A part of a message: text, reasoning, or a call of a tool."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageAnswer(ResponseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(ResponseModel):
+    """The data of an event of a stream; which other fields there are depends on the type."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]
+    message: MessageAnswer | None = None
+    index: int | None = None
+    content_block: MessageBlock | None = None
+    delta: dict[str, Any] | None = None
+    usage: MessageUsage | None = None
+    error: MessageProblem | None = None
+
+
+class TokenCount(ResponseModel):
+    input_tokens: int
+
+
 class Deleted(ResponseModel):
     id: str
     object: Literal["response"]

@@ -20,6 +20,7 @@ from smoe.server.completion import completions
 from smoe.server.events import ClientGoneError, Json
 from smoe.server.field_errors import shortened
 from smoe.server.guard import Guard
+from smoe.server.messages import count_tokens, messages
 from smoe.server.openapi import METRICS_TYPE, document
 from smoe.server.problem import ApiError, problem_of
 from smoe.server.request_lines import RequestLines
@@ -78,6 +79,14 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
     async def complete(request: Request) -> Response:
         return await completions(serving, request)
 
+    @app.post("/v1/messages")
+    async def message(request: Request) -> Response:
+        return await messages(serving, request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> Response:
+        return await count_tokens(serving, request)
+
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         return await stored_responses.make(request)
@@ -129,16 +138,16 @@ def _watching(serving: Serving) -> Watching:
 
 
 def _add_errors(app: FastAPI) -> None:
-    def shown(problem: ApiError) -> Response:
-        return Json(problem.body, problem.status, problem.headers)
+    def shown(problem: ApiError, request: Request) -> Response:
+        return Json(problem.body_at(request.scope["path"]), problem.status, problem.headers)
 
     @app.exception_handler(ApiError)
     async def answer_problem(request: Request, problem: ApiError) -> Response:
-        return shown(problem)
+        return shown(problem, request)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        answer = shown(ApiError(error.status_code, _of_path(app, request.scope, error)))
+        answer = shown(ApiError(error.status_code, _of_path(app, request.scope, error)), request)
         answer.headers.update(error.headers or {})
         if error.status_code == 405:
             answer.headers["Allow"] = ", ".join(_methods_of(app.routes, request.scope))
@@ -150,7 +159,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
-        return shown(problem_of(error, {}))
+        return shown(problem_of(error, {}), request)
 
 
 def _of_path(app: FastAPI, scope: Scope, error: HTTPException) -> str:

@@ -59,6 +59,8 @@ class RequestFields(NeutralFields):
     """Fields that would change the response but are not supported, with the values that change nothing."""
     names: ClassVar[dict[str, str]] = {}
     """This request's names for the library's settings, where they differ."""
+    takes_any_model: ClassVar[bool] = False
+    """Whether `model` may be any name: agents send the names of their maker's models."""
 
     model: str
     """The model's name, as `/v1/models` lists it."""
@@ -352,3 +354,42 @@ class ResponseAsked(RequestFields):
     service_tier: Any = None
     stream_options: Any = None
     top_logprobs: Any = None
+
+
+class CountAsked(Completing):
+    """A request to `POST /v1/messages/count_tokens`. Unknown fields are ignored, as agents send many."""
+
+    model_config = ConfigDict(extra="ignore")
+    takes_any_model = True
+    names: ClassVar = {"max_new_tokens": "max_tokens", "prompt": "messages"}
+
+    messages: Objects = Field(min_length=1, max_length=MOST_MESSAGES)
+    """Turns of user, assistant and system: text, or blocks of text, thinking, tool_use and tool_result."""
+    system: str | Objects | None = None
+    """The system prompt: a text, or blocks of text."""
+    stop_sequences: list[str] | None = Field(default=None, max_length=_MOST_STOPS, fail_fast=True)
+    """Strings at which the text ends."""
+    tools: Objects | None = Field(default=None, max_length=128)
+    """Tools with a `name` and an `input_schema`."""
+    tool_choice: dict[str, Any] | None = None
+    """`{"type": ...}`: auto, any, none, or tool with a `name`; `disable_parallel_tool_use`."""
+    thinking: dict[str, Any] | None = None
+    """`{"type": "disabled"}` turns reasoning off, other types on, where the chat template supports it."""
+    output_config: dict[str, Any] | None = None
+    """Its `effort` is given to the chat template; its `format` is a JSON schema that the response matches."""
+    output_format: dict[str, Any] | None = None
+    """An earlier name of `output_config.format`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not Anthropic's: given to the chat template."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings at which the text ends."""
+        return tuple(stop for stop in self.stop_sequences or () if stop)
+
+
+class MessagesAsked(CountAsked):
+    """A request to `POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    """The most tokens of the response."""

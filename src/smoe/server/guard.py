@@ -72,7 +72,7 @@ class Guard:
             _check_path(path)
             held = self._admit(headers)
         except ApiError as problem:
-            await _refuse(problem, has_body=_has_body(headers))(scope, receive, counting)
+            await _refuse(problem, path, has_body=_has_body(headers))(scope, receive, counting)
             return
         held.put_into(scope)
         try:
@@ -84,7 +84,7 @@ class Guard:
         try:
             whole = await self._with_body(held, receive)
         except ApiError as problem:
-            await _refuse(problem, has_body=True)(scope, receive, send)
+            await _refuse(problem, scope["path"], has_body=True)(scope, receive, send)
             return
         await self._app(scope, whole, send)
 
@@ -126,8 +126,9 @@ class Guard:
         if key is None or path in self._open:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode("utf8", "replace"), key.encode())
-        if scheme.lower() != "bearer" or not is_right:
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # Anthropic's clients
+        if not hmac.compare_digest(given.strip().encode("utf8", "replace"), key.encode()):
             message = "the API key is missing or wrong; send 'Authorization: Bearer KEY' with the key of this server"
             raise ApiError(401, message, code="invalid_api_key")
 
@@ -179,9 +180,9 @@ def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-def _refuse(problem: ApiError, has_body: bool) -> Json:
+def _refuse(problem: ApiError, path: str, has_body: bool) -> Json:
     """Return an error response that does not wait for the rest of a body; the connection ends after it."""
-    return Json(problem.body, problem.status, problem.headers | ({"Connection": "close"} if has_body else {}))
+    return Json(problem.body_at(path), problem.status, problem.headers | ({"Connection": "close"} if has_body else {}))
 
 
 def _place_of(origin: str) -> str | None:

@@ -15,7 +15,14 @@ from pydantic.json_schema import models_json_schema
 
 from smoe import __version__
 from smoe.server import answers
-from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, ResponseAsked
+from smoe.server.fields import (
+    ChatAsked,
+    CompletionAsked,
+    CountAsked,
+    MessagesAsked,
+    RequestFields,
+    ResponseAsked,
+)
 
 METRICS_TYPE = "text/plain; version=0.0.4"
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -61,6 +68,9 @@ class Operation:
     """For a GET: whether HEAD is supported as well."""
 
 
+_MESSAGE_REFUSALS: dict[int, type[BaseModel]] = dict.fromkeys((*_OF_ALL, *_OF_ASKING), answers.MessageRefusal)
+
+
 def _probe(path: str, summary: str) -> Operation:
     """Return the description of a health check: without a key, and with the same kind of body for every status."""
     return Operation("get", path, summary, {_JSON: answers.Health}, others={503: answers.Health}, is_open=True)
@@ -84,6 +94,24 @@ OPERATIONS = (
         {_JSON: answers.TextCompletion, _EVENTS: answers.TextChunk},
         CompletionAsked,
         _OF_ASKING,
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Continue a conversation, by Anthropic's API.",
+        {_JSON: answers.MessageAnswer, _EVENTS: answers.MessageEvent},
+        MessagesAsked,
+        _OF_ASKING,
+        _MESSAGE_REFUSALS,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation.",
+        {_JSON: answers.TokenCount},
+        CountAsked,
+        _OF_ASKING,
+        _MESSAGE_REFUSALS,
     ),
     Operation(
         "post",
@@ -188,10 +216,10 @@ def _schemas(model: str) -> dict[str, Any]:
     kinds: list[type[BaseModel]] = [answers.Refusal]
     for each in OPERATIONS:
         asked = [] if each.asked is None else [each.asked]
-        kinds += [kind for kind in (*each.content.values(), *asked) if isinstance(kind, type)]
+        kinds += [kind for kind in (*each.content.values(), *each.others.values(), *asked) if isinstance(kind, type)]
     _, found = models_json_schema([(kind, "validation") for kind in dict.fromkeys(kinds)], ref_template=_REF)
     schemas: dict[str, Any] = found["$defs"]
     for each in OPERATIONS:
-        if each.asked is not None:
+        if each.asked is not None and not each.asked.takes_any_model:
             schemas[each.asked.__name__]["properties"]["model"] |= {"enum": [model]}
     return schemas

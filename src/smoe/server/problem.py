@@ -21,6 +21,16 @@ from smoe.errors import (
 _log = logging.getLogger(__name__)
 _SETTING = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
 _RETRY_SECONDS = 2
+_ANTHROPIC = {
+    **dict.fromkeys((400, 405, 408, 415), "invalid_request_error"),
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Types of errors in Anthropic's API, by status."""
 
 
 class ApiError(Exception):
@@ -48,6 +58,15 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def for_anthropic(self) -> dict[str, Any]:
+        """The error's body on the paths of Anthropic's API."""
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """Return the error's body in the form of a path's API."""
+        return self.for_anthropic if path.startswith("/v1/messages") else self.body
 
     @property
     def headers(self) -> dict[str, str]:

@@ -146,7 +146,8 @@ class Serving:
     def _prepared(self, kind: type[_A], data: bytes, work: Callable[[_A], _T]) -> _T:
         asked = asked_of(kind, data)
         asked.check_unsupported()
-        self.check_name(asked.model)
+        if not asked.takes_any_model:
+            self.check_name(asked.model)
         try:
             return work(asked)
         except Exception as error:
