@@ -122,7 +122,7 @@ SIZES = {
     "hidden_size": [10**12, 63, 0],
     "num_attention_heads": [0, 3, 10**9],
     "head_dim": [10**12, 0, 7],
-    "model_type": [None, 7, "", "no_such_family", ["qwen3_moe"]],
+    "model_type": [None, 7, "", ["qwen3_moe"]],
     "layer_types": [["full_attention"], ["x"] * 4, 7],
 }
 
