@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
 from smoe.kernels.isa import widest
+from smoe.kernels.threads import threads
 from smoe.load import choose_kernel
 from smoe.report.verify import reference_of, verify
-from tests import oracle
+from tests import gguf_toy, oracle
 from tests.models.test_gguf_quantised import assert_near, steps
 
 pytestmark = pytest.mark.skipif(widest() is None, reason="needs llvmlite and AVX2")
@@ -98,3 +99,21 @@ def test_it_is_refused_where_it_would_do_nothing(toy: Callable[..., Path], open_
 def test_experts_of_another_shape_are_refused(toy: Callable[..., Path], open_model: Open) -> None:
     with pytest.raises(ConfigError, match="does not support the shape"):
         open_model(toy("gpt_oss", dtype=torch.bfloat16), "half", kernels="own-order")
+
+
+@pytest.mark.parametrize(("activations", "of_a_prompt"), [("int8", 1), ("bf16", 2)])
+def test_a_prompt_has_one_thread_where_torch_computes_none_of_its_products(
+    activations: str, of_a_prompt: int, tmp_path: Path, open_model: Open
+) -> None:
+    """Would catch small operations on all threads, which on a busy machine each wait for a core, and products that
+    torch computes on one."""
+    path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "Q4_K_M", num_experts=32, head_dim=64)
+    with threads(2):
+        model = open_model(path, "full", activations=activations)
+        seen: list[int] = []
+        model.model.norm.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+        with torch.no_grad():
+            cache = model(oracle.PROMPT, use_cache=True).past_key_values
+            model(oracle.PROMPT[:, :1], past_key_values=cache, use_cache=True)
+        assert seen == [of_a_prompt, 1]
+        assert torch.get_num_threads() == 2

@@ -39,6 +39,8 @@ class Adopted(NamedTuple):
     """The share of the model's linear weights that belong to these layers."""
     parts: Mapping[nn.Module, int]
     """The bf16 layers, each with the `Product.part` of its product."""
+    quantized_share: float = 0.0
+    """The share of the model's linear weights that are quantized, and multiplied as they are for any number of rows."""
 
 
 def speed_up(
@@ -75,7 +77,7 @@ def speed_up(
     for module in [*left, *(router for router, can_be_asked in routers.items() if can_be_asked)]:
         module.forward = row_by_row(pool, module.forward)  # type: ignore[method-assign]
     total = quantised + sum(module.weight.numel() for some in kinds.values() for module in some)
-    return Adopted(adopted / total if total else 0.0, parts_of)
+    return Adopted(adopted / total, parts_of, quantised / total) if total else Adopted(0.0, parts_of)
 
 
 def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16) -> int:

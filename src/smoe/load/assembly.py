@@ -136,6 +136,7 @@ def assemble(
             context_tokens=spec.context_tokens,
             rules=rules,
             leaves_little=arithmetic.leaves_little,
+            leaves_little_of_prompts=arithmetic.leaves_little_of_prompts,
         )
         _put_behind(model, spec, engine, predictors, others)
         if arithmetic.token_pass is not None and _fits_whole(config, ledger, pacing):

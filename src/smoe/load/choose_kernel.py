@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from smoe.bounds import INT8
 from smoe.compute.host_experts import HostExperts
 from smoe.compute.thread_pool import ThreadPool
 from smoe.config import EngineConfig
@@ -44,6 +45,8 @@ class ChosenArithmetic(NamedTuple):
 
     leaves_little: bool = False
     """Whether torch has almost nothing left to compute for one token."""
+    leaves_little_of_prompts: bool = False
+    """Whether the same holds for a prompt."""
     token_pass: TokenPass | None = None
     """Our forward function of the whole model for one token; None if transformers' is used."""
 
@@ -81,8 +84,7 @@ def choose_arithmetic(
     settled = attention.speed_up(model, chosen or SpinningPool(1, has_bf16=is_supported()), is_measured)
     if chosen is None:
         return ChosenArithmetic()
-    if _may_round(config, compute):
-        attention.speed_up_prompts(model, chosen, is_measured)
+    prompts = attention.speed_up_prompts(model, chosen, is_measured) if _may_round(config, compute) else 0
     gates = spec.anatomy.gates
     routers = {model.get_submodule(path): of in gates for of, path in spec.anatomy.routers.items()}
     sure = decoder_layer.projections(model)
@@ -91,8 +93,10 @@ def choose_arithmetic(
     if _may_round(config, compute):
         experts = {model.get_submodule(site.name) for site in spec.sites}
         router.speed_up(chosen, [of for of, is_gate in routers.items() if is_gate], layers.values(), experts)
-    leaves_little = settled == model.config.get_text_config().num_hidden_layers and adopted.share > _NEARLY_ALL
-    return ChosenArithmetic(leaves_little, token_pass.speed_up(model, layers))
+    attentions = model.config.get_text_config().num_hidden_layers
+    leaves_little = settled == attentions and adopted.share > _NEARLY_ALL
+    has_prompts = prompts == attentions and adopted.quantized_share > _NEARLY_ALL and compute.activations == INT8
+    return ChosenArithmetic(leaves_little, leaves_little and has_prompts, token_pass.speed_up(model, layers))
 
 
 def _may_round(config: EngineConfig, compute: LayerCompute) -> bool:

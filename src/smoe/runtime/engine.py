@@ -68,9 +68,10 @@ class Engine:
         reasons: Mapping[str, str],
         eviction: EvictionSettings,
         leaves_little: bool,
+        leaves_little_of_prompts: bool = False,
     ) -> None:
         """`leaves_little`: our kernels compute almost all products of one token, so the library needs one thread
-        only."""
+        only; `leaves_little_of_prompts`: the same for several tokens."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
@@ -91,7 +92,7 @@ class Engine:
         self.rules = rules
         self._logits: dict[int, torch.Tensor] = {}
         """The routers' logits in this pass, until their experts run."""
-        self._leaves_little = leaves_little
+        self._leaves_little, self._leaves_little_of_prompts = leaves_little, leaves_little_of_prompts
         self._arena = arena
         self._transfers = transfers
         self._process = os.getpid()
@@ -371,13 +372,15 @@ class Engine:
         return self.rows_of_pass.apart(cache.row_keys(tokens), tokens)
 
     def _threads_for(self, positions: int, alone: bool) -> AbstractContextManager[None]:
-        """Limit the library to one thread for one token, where our kernels compute the large products.
+        """Limit the library to one thread where our kernels compute the large products.
 
-        Dividing such short work takes longer than doing it, and the library's threads, once awake, delay ours. Our
-        kernels' bits have been compared with the library's on one thread and on all; a remaining product that depends
-        on it uses all threads (`fastpath/linear.py`).
+        Dividing such short work takes longer than doing it, and the library's threads, once awake, delay ours: on a
+        busy machine each of a layer's small operations waits for a core, which makes a prompt of 16 tokens three times
+        as slow. Our kernels' bits for one token have been compared with the library's on one thread and on all; a
+        remaining product that depends on it uses all threads (`fastpath/linear.py`).
         """
-        return nullcontext() if (positions > 1 and not alone) or not self._leaves_little else threads(1)
+        is_several = positions > 1 and not alone
+        return threads(1) if (self._leaves_little_of_prompts if is_several else self._leaves_little) else nullcontext()
 
     def _check_usable(self) -> None:
         """Raise `EngineStateError` where the engine is closed or belongs to the parent of a forked process."""
