@@ -101,6 +101,14 @@ def test_several_texts_draw_their_own_tokens_again_and_again(running: Running) -
     assert [streamed[0], streamed[1]] == texts
 
 
+def test_a_repetition_penalty_has_two_names(running: Running) -> None:
+    texts = [
+        running.chat(max_tokens=24, logit_bias=ENDLESS, extra_body=body).choices[0].message.content
+        for body in ({}, {"repetition_penalty": 3.0}, {"repeat_penalty": 3.0})
+    ]
+    assert texts[0] != texts[1] == texts[2]
+
+
 def test_values_that_change_nothing_are_taken(running: Running) -> None:
     """As clients send them; a number of `logprobs` is that of plain completions."""
     plain = running.chat(max_tokens=3).choices[0].message.content

@@ -15,8 +15,8 @@ from smoe.server.fields import ChatAsked, CompletionAsked, RequestFields, Respon
 from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import ApiError
 
-OURS = {"seed", "top_k", "min_p", "repetition_penalty", "chat_template_kwargs", "add_generation_prompt",
-        "continue_final_message"}  # fmt: skip
+OURS = {"seed", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "chat_template_kwargs",
+        "add_generation_prompt", "continue_final_message"}  # fmt: skip
 OTHERS = set(NeutralFields.model_fields)
 ASKED = [(ChatAsked, Completions), (CompletionAsked, TextCompletions), (ResponseAsked, Responses)]
 

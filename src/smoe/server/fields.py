@@ -74,6 +74,8 @@ class RequestFields(NeutralFields):
     """Not OpenAI's: choose among tokens that have at least this share of the likeliest token's probability; 0: all."""
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     """Not OpenAI's: values above 1 reduce repetition."""
+    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    """The same, as llama.cpp and Ollama name it."""
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     """Equal seeds draw equal texts. 64 bits; -1: as if left out."""
     stream: bool | None = None

@@ -25,7 +25,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
     "penalty_alpha": (0,),
-    "repeat_penalty": (1,),
     "skip_special_tokens": (True,),
     "smoothing_factor": (0,),
     "spaces_between_special_tokens": (True,),
@@ -61,7 +60,6 @@ class NeutralFields(BaseModel):
     no_repeat_ngram_size: Any = None
     num_beams: Any = None
     penalty_alpha: Any = None
-    repeat_penalty: Any = None
     skip_special_tokens: Any = None
     smoothing_factor: Any = None
     spaces_between_special_tokens: Any = None

@@ -31,7 +31,7 @@ def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: in
         top_p=_first(asked.top_p or None, own.top_p, 1.0),
         top_k=int(_first(top_k, own.top_k, 0)),
         min_p=own.min_p if asked.min_p is None else asked.min_p,
-        repetition_penalty=_first(asked.repetition_penalty, own.repetition_penalty, 1.0),
+        repetition_penalty=_first(asked.repetition_penalty, asked.repeat_penalty, own.repetition_penalty, 1.0),
         seed=secrets.randbelow(2**31) if asked.seed in (None, _ANY_SEED) else asked.seed,
     )
     if sampling.temperature is not None and sampling.temperature <= COLDEST:  # the likeliest token, of however many
