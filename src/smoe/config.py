@@ -212,7 +212,9 @@ class EngineConfig:
     """For the eviction `multidimensional`: whether uses are counted in this sequence (the default) or since the
     start."""
     expert_cache: str = setting(
-        "budget", OneOf(*EXPERT_CACHE), "Experts that stay resident: as many as fit, or one token's choice."
+        "budget",
+        OneOf(*EXPERT_CACHE),
+        "How many experts stay resident: as many as fit, or as many as one token chooses in a layer.",
     )
     """How many experts stay resident. budget: as many as fit; top-k: as many as one token chooses in one layer, besides
     those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""

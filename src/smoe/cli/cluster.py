@@ -121,7 +121,7 @@ def invite(
         bool | None,
         typer.Option(
             "--every-interface/--one-interface",
-            help="Listen on all interfaces of this machine, or on that address only.",
+            help="Listen on all interfaces of this machine, or on --address only.",
         ),
     ] = None,
     json: Json = False,

@@ -70,12 +70,12 @@ def command(
 ) -> None:
     """Write a model's experts into one file, each contiguous and page-aligned, unchanged or in fewer bits.
 
-    Unchanged: this helps where a checkpoint scatters its experts (Mixtral's w1, w2, w3), is computed in another dtype
-    than it is stored in, or is a quantised checkpoint (GPTQ, AWQ, NVFP4, ...): codes and scales are brought together
-    once instead of at every read. No bit changes. In fewer bits: more experts fit in the same memory. int8 takes 8.5
-    bits a weight, int4 4.5, int3 3.4 to 3.5, int2 2.6 to 3. The error of every layer is printed; smoe eval measures the
-    quality cost on text. Experts that are already quantised can only be packed in fewer bits than they have; those of a
-    GGUF file are contiguous already.
+    Without --precision, experts are stored as they are computed: in the dtype of the computation, or in the codes and
+    scales of a quantised checkpoint (GPTQ, AWQ, NVFP4, ...). This helps where a checkpoint scatters its experts
+    (Mixtral's w1, w2, w3) or would be converted at every read. Results keep their bits. With --precision, experts have
+    fewer bits, and more of them fit in the same memory. int8 takes 8.5 bits a weight, int4 4.5, int3 3.4 to 3.5, int2
+    2.6 to 3. The error of every layer is printed; smoe eval measures the quality cost on text. Experts that are
+    already quantised can only be packed in fewer bits than they have; those of a GGUF file are contiguous already.
 
     With --calibration-text the model first reads some thousands of tokens (in the free memory), which reduces the error
     of the outputs by about a third. Use text like yours.

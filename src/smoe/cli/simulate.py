@@ -29,10 +29,10 @@ def command(
 ) -> None:
     """Simulate a paper's measurements on the devices that it names, and compare the results with its claims.
 
-    The engine's own plans run on a virtual clock. Claims are relative: how many times faster one system is than
-    another. A claim holds if the least gain here (beyond 1) is at least nine tenths of the paper's least; it holds in
-    part if the largest is; it holds by less if all gains here are smaller. Some claims are figures (od-moe): one holds
-    if the result is within the tolerance set for it.
+    The engine's own plans run on a virtual clock. A claim is a gain: how many times faster one system is than another.
+    It holds if the smallest gain of the simulation is above 1 and at least nine tenths of the paper's smallest. It
+    holds in part if only the largest simulated gain is, and by less if none is. od-moe also claims figures: such a
+    claim holds if the simulated figure is within its tolerance.
 
     Every finished setting is stored in the user's cache folder: an interrupted command continues there, and a setting
     that this version of smoe has simulated is not simulated again.

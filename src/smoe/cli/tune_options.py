@@ -51,8 +51,8 @@ class TuneOptions:
     predictor: Annotated[
         str | None,
         typer.Option(
-            help="Fit a predictor of experts, for --prefetch, on a text: corrected-gates; on a text or a trace: "
-            "popularity, affinity, activation-matrix, expert-mlp, or a plug-in's MODULE:CLASS."
+            help="Fit a predictor of experts for --prefetch: corrected-gates (on a text), popularity, affinity, "
+            "activation-matrix, expert-mlp or a plug-in's MODULE:CLASS (on a text or a trace)."
         ),
     ] = None
     held_out: Annotated[

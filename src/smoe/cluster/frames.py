@@ -171,9 +171,9 @@ def parse(parts: Sequence[Any]) -> Frame:
         raise FrameError("no header")
     magic, version, kind, dtype, request, rows = _HEADER.unpack(bytes(parts[0]))
     if magic != _MAGIC or version != VERSION:
-        raise FrameError(f"magic {magic!r}, version {version}")
+        raise FrameError(f"magic {magic!r}, version {version}, where {_MAGIC!r}, version {VERSION} is expected")
     if kind not in set(FrameKind) or dtype >= len(EXPERT_DTYPES):
-        raise FrameError(f"kind {kind}, dtype {dtype}")
+        raise FrameError(f"kind {kind} or dtype {dtype} is unknown")
     return Frame(FrameKind(kind), request, rows, EXPERT_DTYPES[dtype], parts[1:])
 
 

@@ -159,7 +159,8 @@ class Courier:
         return self._admitted(key, fields)
 
     def turn(self, is_quiet: bool, send: Send) -> None:
-        """Send a piece where allowed; `is_quiet`: whether no thread waits for an expert."""
+        """Send the next piece of a model file unless the network is busy. `is_quiet` is false while a thread waits for
+        an expert; pieces then wait for a calm moment."""
         now = self._clock()
         if not is_quiet:
             self._quiet.clear()

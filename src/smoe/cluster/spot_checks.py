@@ -54,8 +54,9 @@ class SpotChecks:
         on_difference: Callable[[Member, ExpertKey, float], None],
         seed: int | None = None,
     ) -> None:
-        """`share`: the share of the workers' results that is recomputed; 1: all, as far as there is time. `ring` causes
-        a call of `go_on` soon. `on_difference` receives the largest difference. `seed`: None: random."""
+        """`share`: the share of the workers' results that `rescue` recomputes; with 1 all, as far as there is time.
+        `ring` requests a call of `go_on` when a recomputed result is there. `on_difference` is called for a result
+        whose bits differ, with the largest absolute difference within it. Without a `seed` the draws are random."""
         self._share = share
         self._rescue = rescue
         self._ring = ring

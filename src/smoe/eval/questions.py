@@ -121,9 +121,10 @@ def ask(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) 
 
 
 def is_right(text: str, question: Question) -> bool:
-    """Return whether a model's reply is right.
+    """Return whether a model's reply is right, by the question's format.
 
-    A short reply must match on its first line, except for case, punctuation and articles.
+    number: the last number in the reply is an answer. letter: the first letter that stands alone is one. Otherwise the
+    first line is an answer, except for case, punctuation and articles.
     """
     if question.format == "number":
         numbers = [_value(found) for found in _NUMBER.findall(text)]

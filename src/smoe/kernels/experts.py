@@ -412,7 +412,8 @@ class PreparedToken:
         return [(self._fields_at + 8 * int(field), n) for field, n in zip(self._at_matrices, self._order, strict=True)]
 
     def run_completed(self, x: int, out: int) -> None:
-        """Run the tasks for a token and its sum, with addresses of matrices and gains already written."""
+        """Run the tasks for the token at address `x`; the sum of its experts' outputs goes to the address `out`. The
+        addresses of matrices and the routing weights must be written already."""
         fields = self._fields
         fields[self._at_x], fields[self._at_out] = x, out
         self._shape.pool.run_packed(self._fields_at, fields.nbytes, self._work.units, self._is_long, self._counts)

@@ -313,7 +313,8 @@ def _answerer(
 def _balancer(
     config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing, own_bytes: int
 ) -> Balancer | None:
-    """Return the balancer of missing experts between the link and the CPU, or None without such a CPU unit."""
+    """Return the balancer of missing experts between the link and the CPU, or None if the CPU computes no
+    experts."""
     if host is None:
         return None
     assert tiers.link is not None, "where there is a host tier there is a link"

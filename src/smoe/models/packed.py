@@ -126,7 +126,7 @@ class Contents:
         return of_model("packs", place).with_suffix(f".{self._own_name}")
 
     def sidecar_name(self, place: Path) -> str:
-        """Return the name of the file if it is next to the weights."""
+        """Return the name that this pack's file has when it is stored next to the weights at `place`."""
         return self._own_name if place.is_dir() else f"{part_stem(place.name)}.{self._own_name}"
 
     @property

@@ -191,7 +191,8 @@ def _replace(
 
 
 def _like(scores: Sequence[float], token: _Token) -> list[_Like]:
-    """Return inactive experts of similar score, best first; ties by number."""
+    """Return (-score, expert) of the experts that may replace one of the token's: their score is above `least` and at
+    most `bound`, and the token does not use them. The highest score comes first, of equal ones the lowest number."""
     bound, least, active = token.bound, token.least, token.active
     found = [(-score, expert) for expert, score in enumerate(scores) if least < score <= bound]
     return sorted(entry for entry in found if entry[1] not in active)

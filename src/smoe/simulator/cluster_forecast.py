@@ -119,8 +119,8 @@ def _dealt_out(
 
 
 def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
-    """Return the tokens with predictions: each expert with probability `recall`, otherwise another expert. The next
-    token is predicted with the same probability. Equal seeds give equal draws."""
+    """Return the tokens with predicted experts: each is right with probability `recall`, otherwise another expert. With
+    the same probability the draft model's own token is right. Equal seeds give equal draws."""
     chance = random.Random(seed)
 
     def named(chosen: Sequence[int], share: float) -> list[int]:
