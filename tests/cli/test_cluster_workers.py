@@ -89,6 +89,6 @@ def test_the_example_is_one() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf8")
     line = line_for_main("demo", "local", 2)
     assert "--preset cluster --set shadow_on=cluster " in line_for_main("demo", "local", 2, shadow=True)
-    assert f"`{line}`" in page and line in str(app.info.epilog)
+    assert f"$ {line}\n" in page and line in str(app.info.epilog)
     assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in page
     assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in str(app.info.epilog)

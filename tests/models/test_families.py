@@ -116,7 +116,7 @@ def test_llama4_with_two_experts_a_token(tmp_path: Path) -> None:
     config = families.config_of("llama4_text")
     config.num_experts_per_tok = 2
     config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="one expert a token"):
+    with pytest.raises(UnsupportedModelError, match="one expert per token"):
         from_pretrained(tmp_path)
 
 
