@@ -214,7 +214,7 @@ class EngineConfig:
     expert_cache: str = setting(
         "budget",
         OneOf(*EXPERT_CACHE),
-        "How many experts stay resident: as many as fit, or as many as one token chooses in a layer.",
+        "Resident experts: as many as fit, or as one token chooses in a layer.",
     )
     """How many experts stay resident. budget: as many as fit; top-k: as many as one token chooses in one layer, besides
     those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
