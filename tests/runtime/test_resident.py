@@ -49,7 +49,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.fixture
 def model(path: Path, open_model: Open) -> PreTrainedModel:
     """All of its experts are in memory."""
-    found = open_model(path, "full", preload=None, context_tokens=256)
+    found = open_model(path, "full", kernels="auto", preload=None, context_tokens=256)
     wait_for_all(found)
     return found
 
@@ -75,7 +75,7 @@ def test_bits_and_counts_are_those_of_the_usual_way(model: PreTrainedModel, pass
 
 
 def test_not_in_a_smaller_budget(path: Path, open_model: Open, passed: list[int]) -> None:
-    steps(open_model(path, "half"), oracle.PROMPT)
+    steps(open_model(path, "half", kernels="auto"), oracle.PROMPT)
     assert not passed
 
 
