@@ -104,3 +104,23 @@ def test_what_was_replaced_or_has_a_hook_is_called(own_order: SpinningPool) -> N
     assert first.may_skip_block()
     second.block.gate = nn.Identity()
     assert not second.may_skip_block()
+    first.routed.gate.weight = nn.Parameter(first.routed.gate.weight.detach().clone(), requires_grad=False)
+    assert not first.may_skip_block(), "another weight, of which the job knows nothing"
+
+
+def negate(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+    args[0].neg_()
+
+
+def test_a_hook_that_changes_the_row_in_place_changes_the_routing(own_order: SpinningPool) -> None:
+    """Would catch a result of the job that is taken for that of another row at the same address."""
+    model = model_of(*QWEN3)
+    (first, _), _ = routed(model, own_order)
+    assert first.routed is not None
+    gate, seen = first.routed.gate, list[tuple[torch.Tensor, Any]]()
+    first.block.register_forward_pre_hook(negate)
+    gate.register_forward_hook(lambda _, args, output: seen.append((args[0].clone(), output)))
+    logits(model)
+    for x, output in seen:
+        if x.shape[0] == 1:
+            assert all(map(torch.equal, gate.forward(x), output))

@@ -6,6 +6,8 @@ missing division, a task that is completed with another expert's matrix.
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -74,11 +76,18 @@ def test_tasks_are_completed_with_the_matrices_of_the_chosen() -> None:
     router, matrices, fields = TokenRouter(16, 2, True), np.arange(48).reshape(16, 3), np.zeros(4, np.int64)
     order = [(1, 2), (0, 0), (1, 0), (0, 1)]
     places = [(fields.ctypes.data + 8 * at, n, m) for at, (n, m) in enumerate(order)]
-    router.complete(matrices, np.array(places, np.int64))
+    router.complete(matrices, np.array(places, np.int64), fields)
     routed = chosen_from(router, torch.randn(1, 16, generator=torch.Generator().manual_seed(3)).bfloat16())
     ascending = sorted(routed.chosen[0].tolist())
     assert fields.tolist() == [matrices[ascending[n], m] for n, m in order]
-    router.complete(None, np.zeros((0, 3), np.int64))
-    fields[:] = 0
-    router.choose()
-    assert not fields.any()
+
+
+def test_the_memory_of_tasks_lives_as_long_as_the_router_writes_there() -> None:
+    """Would catch a write into memory that was freed when an interrupt ended the caller."""
+    router, fields = TokenRouter(16, 1, True), np.zeros(1, np.int64)
+    seen = weakref.ref(fields)
+    router.complete(np.ones((16, 1), np.int64), np.array([[fields.ctypes.data, 0, 0]], np.int64), fields)
+    del fields
+    assert seen() is not None
+    router.complete(np.ones((16, 1), np.int64), np.zeros((0, 3), np.int64), None)
+    assert seen() is None

@@ -197,8 +197,10 @@ class OneToken:
         self._hooks = hooks_of(module for _, _, module in self._parts if module is not None)
         self.routed: RoutedBlock | None = None
         """The mlp, if its router is part of the job; else None."""
-        self._routed_parts: list[tuple[Any, str, nn.Module]] = []
+        self._routed_parts: list[tuple[Any, str, object]] = []
         self._routed_hooks: list[Mapping[int, Any]] = []
+        self._hooks_before: list[Mapping[int, Any]] = []
+        """The hooks that may change the router's row in place."""
 
     @property
     def block(self) -> nn.Module:
@@ -212,14 +214,19 @@ class OneToken:
         self.work.route_by(routing)
         self.routed = routed
         inner = [(routed.block._modules, name, child) for name, child in routed.block.named_children()]
-        self._routed_parts = [(self._modules, self.mlp, routed.block), *inner]
-        self._routed_hooks = hooks_of([module for _, _, module in self._routed_parts])
+        weights = routed.gate._parameters
+        self._routed_parts = [(self._modules, self.mlp, routed.block), *inner, (weights, "weight", weights["weight"])]
+        self._routed_hooks = hooks_of([routed.block, *(child for _, _, child in inner)])
+        modules = (routed.block, routed.gate)
+        self._hooks_before = [all_modules._global_forward_pre_hooks, *(each._forward_pre_hooks for each in modules)]
 
     def may_skip_block(self) -> bool:
         """Return whether the mlp's forward function, its router and its experts may be left out: none was replaced or
         has a hook."""
-        is_same = all(modules[name] is module for modules, name, module in self._routed_parts)
-        return self.routed is not None and is_same and not any(self._routed_hooks)
+        if self.routed is None or "forward" in vars(self.routed.block):
+            return False
+        is_same = all(of[name] is part for of, name, part in self._routed_parts)
+        return is_same and not any(self._routed_hooks)
 
     def forward(
         self,
@@ -251,7 +258,7 @@ class OneToken:
             return experts(after, normed)
         router = None if self.routed is None else self.routed.router
         try:
-            if router is not None:
+            if router is not None and not any(self._hooks_before):
                 router.row_at = normed.data_ptr()  # lets the router's forward function find the result for this row
             output = self.block(normed)
         finally:

@@ -52,7 +52,8 @@ class TokenRouter:
             self._logits.ctypes.data, padded, top_k, is_normalised, *(each.ctypes.data for each in self._numbers),
             self._index.ctypes.data, self._weights.ctypes.data, self.ascending.ctypes.data, self._gains.ctypes.data,
         )  # fmt: skip
-        self._completes: object = None
+        self._completed: object = None
+        """What the machine code reads and writes when it completes tasks."""
         self._function = _function()
         self.function = address_of(self._function)
         self.arguments = ctypes.addressof(self._words)
@@ -72,17 +73,16 @@ class TokenRouter:
         """The address of the weights by ascending expert: float32 [K]."""
         return self._gains.ctypes.data
 
-    def complete(self, matrices: np.ndarray | None, places: np.ndarray) -> None:
+    def complete(self, matrices: np.ndarray, places: np.ndarray, tasks: object) -> None:
         """Make every routing write the addresses of its experts' matrices into fields of tasks.
 
-        `matrices`: int64 [E, M], the addresses of each expert's matrices; None writes nothing. `places`: int64 [n, 3],
-        (address of a field, index of the chosen expert in ascending order, index of the matrix).
+        `matrices`: int64 [E, M], the addresses of each expert's matrices. `places`: int64 [n, 3], (address of a field,
+        index of the chosen expert in ascending order, index of the matrix). `tasks`: the owner of the fields; it lives
+        as long as machine code writes there, also if an interrupt ends the caller.
         """
-        self._completes = matrices, places
-        if matrices is None:
-            self._words[_PLACES:] = [0] * 4
-        else:
-            self._words[_PLACES:] = [matrices.ctypes.data, matrices.shape[1], places.ctypes.data, len(places)]
+        self._words[_PLACES:] = [0] * 4
+        self._completed = matrices, places, tasks
+        self._words[_PLACES:] = [matrices.ctypes.data, matrices.shape[1], places.ctypes.data, len(places)]
 
     def choose(self) -> None:
         """Choose experts by the logits at `logits_at`, outside of a pool's job."""

@@ -81,14 +81,14 @@ class _ResidentLayer:
         self._prepared = PreparedToken(self._math.kernel, chosen, self._router.gains_at)
         each = self._addresses.shape[1]
         places = [(at, *divmod(n, each)) for at, n in self._prepared.places()]
-        self._router.complete(self._addresses, np.array(places, np.int64))
+        self._router.complete(self._addresses, np.array(places, np.int64), self._prepared)
 
     def __call__(self, after: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """after + experts(normed), all [1, 1, H]; the router has just chosen by `normed`."""
+        """Return after + experts(normed), all [1, 1, H], with the experts that the router has just chosen."""
         executor = self._executor
         counters, began = executor.counters, executor.now()
         out = torch.empty_like(after)
-        if not self._prepared.is_current:  # a prompt has taken more memory between the products, elsewhere
+        if not self._prepared.is_current:  # a longer prompt has moved the scratch memory
             self._prepare()
             self._router.choose()
         self._prepared.run_completed(normed.data_ptr(), out.data_ptr())
