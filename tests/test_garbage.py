@@ -1,11 +1,14 @@
 """The collection of garbage is paused for a block only, and stays off where it was off; so is the exclusion of objects.
 
-Would catch a program whose garbage is never collected.
+Would catch a program whose garbage is never collected, and a command that collects it when it ends.
 """
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -51,3 +54,16 @@ def test_objects_are_excluded_for_a_block() -> None:
             assert gc.get_freeze_count() >= excluded
         assert gc.get_freeze_count() >= excluded, "the outer block's objects"
     assert gc.get_freeze_count() == 0
+
+
+def test_a_command_does_not_collect_when_it_ends() -> None:
+    """That takes a second with torch. Functions for the end run last registered first."""
+    lines = """
+    import atexit, gc, sys
+    atexit.register(lambda: print("excluded", gc.get_freeze_count() > 0))
+    sys.argv = ["smoe", "--version"]
+    from smoe.__main__ import main
+    main()
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "excluded True"

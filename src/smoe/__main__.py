@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 
 from smoe.early_interrupt import leave_on_interrupt
@@ -11,6 +13,7 @@ from smoe.safe_path import drop_current_folder
 def main() -> None:
     """Run the command line."""
     drop_current_folder()
+    atexit.register(gc.freeze)  # else Python looks for garbage among all objects when it ends: a second with torch
     os.environ["USE_HUB_KERNELS"] = "NO"  # transformers, which reads this when imported, then downloads no kernel code
     leave_on_interrupt()  # has an effect only if the program was not started by its name
     from smoe.cli import main as run
