@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from smoe.server.totals import totals_of
 from tests.server.conftest import ENDLESS, Running, eventually, served
 
 TOKENS = 12
+
+
+def _answers(running: Running) -> Counter[tuple[str, ...]]:
+    return Counter({labels: int(n) for labels, n in running.serving.meters.count("smoe_http_requests").items()})
 
 
 def test_one_line_says_how_it_went(running: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,10 +61,20 @@ def test_a_stream_that_fails_has_its_status(
     monkeypatch.setattr(Sampler, "choose", fail)
     caplog.set_level(logging.INFO, "smoe.server.request_lines")
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    before = _answers(running)
     assert running.http("POST", "/v1/chat/completions", body).status == 200
+    assert _answers(running) - before == {("/v1/chat/completions", "500"): 1}, "the metrics are those of the log"
     eventually(lambda: caplog.messages[-1:] != [] and caplog.messages[-1].startswith("POST"))
     assert caplog.messages[-1].startswith("POST /v1/chat/completions 500 ")
     assert caplog.messages[-1].endswith("ended=failed")
+
+
+def test_a_stream_whose_client_leaves_is_counted(running: Running) -> None:
+    before = _answers(running)
+    stream = running.chat(max_tokens=300, logit_bias=ENDLESS, stream=True)
+    next(iter(stream))
+    stream.close()
+    eventually(lambda: _answers(running) - before == {("/v1/chat/completions", "200"): 1})
 
 
 def test_nobody_asks_no_line_is_made(running: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,10 +88,13 @@ def test_totals_are_the_sums_of_answers(demo: Any, demo_tokenizer: Any) -> None:
     with served(demo, demo_tokenizer) as running:
         usages = [running.chat(max_tokens=TOKENS, logit_bias=ENDLESS).usage for _ in range(3)]
         assert running.http("POST", "/v1/chat/completions", {"model": "demo"}).status == 400
+        for path in ("completions", "messages", "responses"):
+            assert running.http("POST", f"/v1/{path}", {"model": "demo"}).status == 400
+        assert running.http("POST", "/v1/messages/count_tokens", {"model": "demo"}).status == 400
         running.http("GET", "/health")
         eventually(lambda: running.serving.running == 0)
     totals = totals_of(running.serving)
-    assert (totals.requests, totals.refused_requests, totals.failed_requests) == (4, 1, 0)
+    assert (totals.requests, totals.refused_requests, totals.failed_requests) == (7, 4, 0)
     assert totals.new_tokens == 3 * TOKENS
     assert totals.prompt_tokens == sum(usage.prompt_tokens for usage in usages)
     assert totals.reused_tokens == sum(usage.prompt_tokens_details.cached_tokens for usage in usages) > 0

@@ -17,7 +17,7 @@ from smoe.report.watched import Watched
 from smoe.server.body_budget import BodyBudget
 from smoe.server.chat import chat_completions
 from smoe.server.completion import completions
-from smoe.server.events import ClientGoneError, Json
+from smoe.server.events import CLIENT_GONE, ClientGoneError, Json
 from smoe.server.field_errors import shortened
 from smoe.server.guard import Guard
 from smoe.server.messages import count_tokens, messages
@@ -28,7 +28,6 @@ from smoe.server.responses import Responses
 from smoe.server.serving import Serving
 from smoe.server.watching import Watching, add_page
 
-_CLIENT_LEFT = 499
 _UNKNOWN = "(other)"
 _READ = ["GET", "HEAD"]
 
@@ -155,7 +154,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=_CLIENT_LEFT)
+        return Response(status_code=CLIENT_GONE)
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:

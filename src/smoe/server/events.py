@@ -20,6 +20,8 @@ PATIENCE_SECONDS = 15.0
 STILL_HERE = b": still here\n\n"
 _LINE_ENDS = "\x85\u2028\u2029"
 """Line separators that JSON does not escape."""
+CLIENT_GONE = 499
+"""The status in the log and the metrics of a request whose client disconnected before the response."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -35,6 +37,22 @@ def event(value: Any, name: str | None = None) -> bytes:
         data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
     data = b"data: " + data + b"\n\n"
     return data if name is None else f"event: {name}\n".encode() + data
+
+
+class SentResponse:
+    """What the ASGI messages of one response say of it."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        """The HTTP status; of a stream that an error has ended, the error's. 0 before the response begins."""
+        self.is_whole = False
+        """Whether the last message has come."""
+
+    def note(self, message: Message) -> None:
+        """Process the response's next message."""
+        self.status = message.get("status", self.status)
+        if message["type"] == "http.response.body":
+            self.is_whole = not message.get("more_body", False)
 
 
 class Json(Response):
@@ -64,7 +82,10 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
 
 
 class EventStream(Response):
-    """A response that streams events. When the client disconnects, unfinished texts are cancelled."""
+    """A response that streams events. When the client disconnects, unfinished texts are cancelled.
+
+    After an error its ASGI messages have the error's status, for `SentResponse`; the client has received 200.
+    """
 
     def __init__(self, events: AsyncGenerator[bytes, None], texts: Texts) -> None:
         super().__init__(
@@ -88,8 +109,12 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send(self._body(data, more_body=True))
+        await send(self._body(b"", more_body=False))
+
+    def _body(self, data: bytes, more_body: bool) -> Message:
+        status = self._texts.error_status or self.status_code
+        return {"type": "http.response.body", "body": data, "more_body": more_body, "status": status}
 
 
 async def _left(receive: Receive) -> None:

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smoe.server.body_budget import BodyBudget, BodyBytes
-from smoe.server.events import Json
+from smoe.server.events import Json, SentResponse
 from smoe.server.problem import ApiError
 from smoe.server.settings import ServerConfig, is_loopback
 
@@ -28,7 +28,7 @@ _MOST_WARNINGS = 20
 _LONGEST_ORIGIN = 200
 
 Counted = Callable[[str, int], None]
-"""A function that receives the path and the status of every response."""
+"""A function that receives the path and the status of every response, when it has ended."""
 
 
 class Guard:
@@ -58,13 +58,22 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         scope = {**scope, "path": _meant(scope["path"])}
-        path, headers = scope["path"], Headers(scope=scope)
+        path, response = scope["path"], SentResponse()
 
         async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._counted(path, message["status"])
+            response.note(message)
+            if response.is_whole:
+                self._counted(path, response.status)
             await send(message)
 
+        try:
+            await self._checked(scope, receive, counting)
+        finally:
+            if response.status and not response.is_whole:
+                self._counted(path, response.status)
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, headers = scope["path"], Headers(scope=scope)
         try:
             self._check_host(headers)
             self._check_origin(headers)
@@ -72,11 +81,11 @@ class Guard:
             _check_path(path)
             held = self._admit(headers)
         except ApiError as problem:
-            await _refuse(problem, path, has_body=_has_body(headers))(scope, receive, counting)
+            await _refuse(problem, path, has_body=_has_body(headers))(scope, receive, send)
             return
         held.put_into(scope)
         try:
-            await self._answer(held, scope, receive, counting)
+            await self._answer(held, scope, receive, send)
         finally:
             held.release()
 

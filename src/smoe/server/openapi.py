@@ -1,7 +1,7 @@
 """The content of `/openapi.json`: every path with its requests and responses.
 
-It is declared here and not derived from the route functions: errors have one form and mostly occur before a route is
-called (`guard.py`), and a response may be a stream.
+It is declared here and not derived from the route functions: errors have one form per API and mostly occur before a
+route is called (`guard.py`), and a response may be a stream.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _REFUSALS = {
 _OF_ALL = (403, 408, 413, 429, 500, 503)
 _OF_ASKING = (400, 404, 415)
 _ABOUT = """\
-The API follows OpenAI's. Errors have one form, `Refusal`. In addition to the listed errors, an unknown path
-returns 404, and an unsupported method 405. A stream's status is sent before its first event: a later error
-is an event, `data: {"error": ...}`, or `response.failed` in streams of responses.
+The API follows OpenAI's, and Anthropic's at `/v1/messages`. Errors have one form, `Refusal`, or Anthropic's,
+`MessageRefusal`. In addition to the listed errors, an unknown path returns 404, and an unsupported method 405.
+A stream's status is sent before its first event: a later error is an event, `data: {"error": ...}`, or
+`response.failed` in streams of responses, or `error` in streams of messages.
 """
 
 
@@ -66,6 +67,11 @@ class Operation:
     """Whether the path needs no key."""
     takes_head: bool = True
     """For a GET: whether HEAD is supported as well."""
+
+    @property
+    def generates_text(self) -> bool:
+        """Whether a request hands texts to the decode loop."""
+        return self.asked is not None and _EVENTS in self.content
 
 
 _MESSAGE_REFUSALS: dict[int, type[BaseModel]] = dict.fromkeys((*_OF_ALL, *_OF_ASKING), answers.MessageRefusal)

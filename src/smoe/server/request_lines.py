@@ -19,10 +19,10 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smoe.generation.request import EndReason
+from smoe.server.events import CLIENT_GONE, SentResponse
 from smoe.server.texts import Texts
 
 _log = logging.getLogger(__name__)
-_CLIENT_LEFT = 499
 _LONGEST_PATH = 200
 _ENDED = {
     EndReason.LENGTH: "length",
@@ -52,25 +52,21 @@ class RequestLines:
         if scope["type"] != "http" or not _log.isEnabledFor(logging.INFO):
             await self._app(scope, receive, send)
             return
-        began, status, is_whole = time.perf_counter(), 0, False
+        began, response = time.perf_counter(), SentResponse()
         asked: list[Texts] = []
         _asked.set(asked)
 
         async def seen(message: Message) -> None:
-            nonlocal status, is_whole
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                is_whole = not message.get("more_body", False)
+            response.note(message)
             await send(message)
 
         try:
             await self._app(scope, receive, seen)
         finally:
-            status = next((texts.error_status for texts in asked if texts.error_status is not None), status)
-            words = [scope["method"], _shown(scope["path"]), str(status), f"{time.perf_counter() - began:.2f}s"]
+            seconds = time.perf_counter() - began
+            words = [scope["method"], _shown(scope["path"]), str(response.status), f"{seconds:.2f}s"]
             if asked:
-                words += _of_texts(asked, is_whole and status != _CLIENT_LEFT)
+                words += _of_texts(asked, response.is_whole and response.status != CLIENT_GONE)
             _log.info("%s", " ".join(words))
 
 

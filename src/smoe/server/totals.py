@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smoe.machine.process_memory import peak_bytes
+from smoe.server.openapi import OPERATIONS
 from smoe.server.serving import Serving
 
-_ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_ASKING = frozenset(each.path for each in OPERATIONS if each.generates_text)
 """Paths that generate text."""
 
 
