@@ -1,10 +1,10 @@
 """Compute one row through a layer's router in machine code: softmax, the K largest, and their weights.
 
 transformers uses five operations, which take more time in Python than the router's product. The bits of the weights may
-differ from transformers' by a rounding, so this is used only for models whose products have an order of our own (grade
-E1). A router is tested by comparison: equal logits, experts with the same logits, and weights equal up to a rounding of
-bf16. In a layer whose block consists of a router and experts, the router is part of the attention's job
-(`kernels/token_attention.py`).
+differ from transformers' by a rounding, so this is used only for models with quantized weights or with products in an
+order of our own (grade E1). A router is tested by comparison: equal logits, experts with the same logits, and weights
+equal up to a rounding of bf16. In a layer whose block consists of a router and experts, the router is part of the
+attention's job (`kernels/token_attention.py`).
 """
 
 from __future__ import annotations
