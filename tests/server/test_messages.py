@@ -95,6 +95,14 @@ def test_reasoning_text_and_calls_are_blocks(running: Running, script: Callable[
     )
 
 
+def test_arguments_that_are_not_json_are_not_left_out(running: Running, script: Callable[[str], None]) -> None:
+    """Would catch a call without arguments where the model has given some."""
+    for written in ('{"city": Oslo}', '{"city": "Oslo"', '{"city": "Os'):
+        script(f'<tool_call>{{"name": "warmth", "arguments": {written}')
+        (call,) = ask(running, tools=TOOLS)["content"]
+        assert call["input"] == {"INVALID_JSON": written}
+
+
 def test_a_call_can_be_required(running: Running) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "warmth", "disable_parallel_tool_use": True}):
         answer = ask(running, tools=TOOLS, tool_choice=choice)

@@ -258,9 +258,10 @@ class _MessagesAnswer(EndpointAnswer):
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; without any where the text was cut off within them."""
+    """Return the arguments of a call. A text that is no JSON object (it was cut off, or the model wrote another) is
+    returned as Anthropic's documentation wraps it: without arguments, the call would be another one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}

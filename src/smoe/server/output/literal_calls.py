@@ -28,7 +28,8 @@ from smoe.server.output.rules import Rules
 _DEEPEST = 8
 """The maximum number of levels of objects that the grammar describes; deeper objects may be any text."""
 _PYTHON_CALL = regex.compile(
-    r"""\s*[\w.]{1,200}(?P<group>[(\[{](?:[^()\[\]{}"']++|"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|(?&group))*+[)\]}])""",
+    r"""\s*[\w.]{1,200}"""
+    r"""(?P<group>[(\[{](?:[^()\[\]{}"']++|"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+'|(?&group))*+[)\]}])""",
     regex.S,
 )
 
@@ -62,11 +63,7 @@ class Pythonic(CallSyntax):
 
     def _read_call(self, reader: OutputReader, begin: int) -> Steps[bool]:
         """Consume the call at index `begin` of `reader.rest`; return whether it was one."""
-        while True:
-            found = _PYTHON_CALL.match(reader.rest, begin, partial=not reader.is_over)
-            if found is None or not found.partial:
-                break
-            yield
+        found = yield from reader.match(_PYTHON_CALL, begin)
         try:
             call = ast.parse(found[0].strip(), mode="eval").body if found is not None else None
             if not isinstance(call, ast.Call) or call.args:
