@@ -18,7 +18,7 @@ from smoe.units import format_bytes
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=PUBLISHED, help="model and mixture")
     parser.add_argument("out", type=Path, help="file to write")

@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 
 class LatentAttention(NamedTuple):
-    """Keys and values of low rank (DeepSeek's); queries in full."""
+    """DeepSeek's attention: keys and values have a low rank, queries a full one."""
 
     rank: int
     plain: int
-    """Numbers of a head that positions do not rotate."""
+    """The size of the part of a head without rotary embedding."""
     rotated: int
     values: int
 
 
 class LinearAttention(NamedTuple):
-    """Gated delta rule (Qwen3.5's), in all layers but every `full_every`-th."""
+    """Qwen3.5's gated delta rule; every `full_every`-th layer has full attention instead."""
 
     full_every: int
     key_heads: int
@@ -28,12 +28,12 @@ class LinearAttention(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Numbers of all keys of a token."""
+        """The size of all keys of a token."""
         return self.key_heads * self.head_dim
 
     @property
     def values(self) -> int:
-        """Numbers of all values of a token."""
+        """The size of all values of a token."""
         return self.value_heads * self.head_dim
 
 
@@ -42,9 +42,9 @@ class Geometry:
     """One published model in one mixture."""
 
     architecture: str
-    """As GGUF files name it."""
+    """The architecture's name in GGUF files."""
     mixture: str
-    """What llama.cpp's quantizer was asked for."""
+    """The name of the mixture that llama.cpp's quantizer takes."""
     layers: int
     hidden: int
     heads: int
@@ -53,17 +53,17 @@ class Geometry:
     experts: int
     top_k: int
     inner: int
-    """Of a routed expert."""
+    """The inner size of a routed expert."""
     vocabulary: int
     context_tokens: int
     rope_base: float
     epsilon: float = 1e-6
     dense_inner: int = 0
-    """Of a layer without experts."""
+    """The inner size of a layer without experts."""
     dense_layers: int = 0
-    """Layers without experts, the first ones."""
+    """The number of layers without experts, which come first."""
     shared_inner: int = 0
-    """Of the shared experts of a layer together."""
+    """The inner size of all shared experts of a layer together."""
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
 
@@ -73,7 +73,7 @@ class Geometry:
         return range(self.dense_layers, self.layers)
 
     def has_full_attention(self, layer: int) -> bool:
-        """Whether a layer attends to all positions."""
+        """Return whether a layer attends to all positions."""
         return self.linear is None or (layer + 1) % self.linear.full_every == 0
 
 
@@ -102,4 +102,4 @@ PUBLISHED: Mapping[str, Geometry] = {
         dense_layers=1, shared_inner=1408,
     ),
 }  # fmt: skip
-"""The models by name. GLM-4.5-Air is without the layer that guesses further tokens, and in llama.cpp's own mixture."""
+"""The models by name. GLM-4.5-Air lacks its layer for multi-token prediction, and has llama.cpp's own mixture."""

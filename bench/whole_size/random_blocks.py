@@ -1,4 +1,4 @@
-"""Random blocks of a quantised format, with numbers of a given size, and the blocks of given numbers."""
+"""Make blocks of a quantised format: random ones with a given standard deviation, or those of given numbers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from smoe.formats.base import Bytes, Floats, Format, Scalar
 from smoe.formats.encode import Blocks, encode
 
 _SAMPLE = 4096
-"""Blocks by which the size of numbers is measured."""
+"""The number of blocks by which the standard deviation is measured."""
 
 
 def random_blocks(form: Format, count: int, spread: float, chance: np.random.Generator) -> Bytes:
-    """uint8 [count, bytes of a block]: any codes at all, whose numbers have the mean 0 and the standard deviation
-    `spread`."""
+    """Return blocks of random codes, uint8 [count, bytes of a block], whose numbers have the mean 0 and the standard
+    deviation `spread`."""
     blocks = chance.integers(0, 256, (count, form.nbytes), dtype=np.uint8)
     if form.scale.kind == "E8M0":
         _put_scales(form, blocks, spread)
@@ -25,11 +25,11 @@ def random_blocks(form: Format, count: int, spread: float, chance: np.random.Gen
     if form.minimum is not None:
         _put(blocks, form.minimum, 0.0)
     sample = blocks[:_SAMPLE].copy()
-    without = form.decode(sample)
+    unshifted = form.decode(sample)
     minimum = 0.0
     if form.minimum is not None:
         _put(sample, form.minimum, 1.0)
-        minimum = float(without.mean() / (without - form.decode(sample)).mean())
+        minimum = float(unshifted.mean() / (unshifted - form.decode(sample)).mean())
         _put(sample, form.minimum, minimum)
     scale = spread / float(form.decode(sample).std())
     _put(blocks, form.scale, scale)
@@ -39,8 +39,10 @@ def random_blocks(form: Format, count: int, spread: float, chance: np.random.Gen
 
 
 def blocks_of(form: Format, numbers: Floats) -> Bytes:
-    """uint8 [rows, bytes]: blocks near to [rows, columns], each with one step for all of its numbers; for formats whose
-    codes are whole numbers."""
+    """Return the blocks that approximate `numbers` [rows, columns], uint8 [rows, bytes], with one step for each block.
+
+    The format's codes must be whole numbers.
+    """
     rows = numbers.reshape(-1, form.numbers)
     largest = np.abs(rows).max(axis=1)
     if form.minimum is None:
@@ -56,7 +58,7 @@ def blocks_of(form: Format, numbers: Floats) -> Bytes:
 
 
 def _put_scales(form: Format, blocks: Bytes, spread: float) -> None:
-    """Scales that are powers of two: the nearest one."""
+    """Write the power of two that comes nearest as the scale of every block."""
     blocks[:, form.scale.byte] = 127
     size = float(form.decode(blocks[:_SAMPLE]).std())
     blocks[:, form.scale.byte] = 127 + round(np.log2(spread / size))

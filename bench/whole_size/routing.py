@@ -9,7 +9,7 @@ of steps, and it stays the largest part of the hidden state in all layers, as la
 
 Each token of a prompt thus routes as one step of the trace does, and the text after it follows the trace step by step:
 the same text, with the same experts, in every engine, greedily or sampled. What the layers add is noise to the routers.
-The weights of the norms before them differ from layer to layer, as in trained models: a router that is asked with the
+The weights of the norms before them differ from layer to layer, as in trained models: a router that is applied to the
 input of the layer before is right about as often as in recorded runs.
 """
 
@@ -23,47 +23,47 @@ import numpy as np
 from bench.whole_size.geometry import Geometry
 from smoe.formats.base import Floats
 from smoe.routing import Routing
-from smoe.simulator.synthetic import TYPICAL, DrawnShape, Habits, synthesise
+from smoe.simulator.synthetic import DrawnShape, synthesise
 
 NORM_SPREAD = 0.4
-"""The standard deviation of the logarithms of a norm's weights: the next layer's router, asked with this layer's input,
+"""The standard deviation of the logarithms of a norm's weights: the next layer's router, applied to this layer's input,
 then names 78 % of the experts, as in recorded runs."""
 OUTPUT_MARGIN = 40.0
 """The logit of the next token, where those of all others are about 0."""
 
 
 def steps_of(g: Geometry) -> int:
-    """Steps until the text repeats: so few that the codes of all are nearly orthogonal."""
+    """Return the number of steps until the text repeats; it is low, so that all codes are nearly orthogonal."""
     return min(512, g.hidden // 4)
 
 
 def first_token(g: Geometry) -> int:
-    """The token of the trace's first step in a text: low enough to be a word in every vocabulary."""
+    """Return the text's token for the trace's first step. Its id is low, so every vocabulary has a word for it."""
     return 2 * steps_of(g)
 
 
 @dataclass(frozen=True)
 class TracedRouting:
-    """The routing that a file has."""
+    """The weights that make a file's model follow a trace."""
 
     codes: Floats
     """[steps, H]"""
     norms: dict[int, Floats]
-    """[H] the weights of the norm before the router, by layer."""
+    """The weights [H] of the norm before the router, by layer."""
     routers: dict[int, Floats]
-    """[E, H] by layer."""
+    """The routers [E, H] by layer."""
 
     @property
     def next_token_rows(self) -> Floats:
-        """[steps, H] the output matrix from the row of the first token on."""
+        """The rows [steps, H] of the output matrix, beginning with that of the first token."""
         rows: Floats = OUTPUT_MARGIN / self.codes.shape[1] * np.roll(self.codes, 1, axis=0)
         return rows
 
 
-def routing_of(g: Geometry, codes: Floats, habits: Habits = TYPICAL, seed: int = 0) -> TracedRouting:
-    """Routers that give these codes the logits of a trace with such habits."""
+def routing_of(g: Geometry, codes: Floats, seed: int) -> TracedRouting:
+    """Return routers that give these codes the logits of a trace with typical habits."""
     shape = DrawnShape(g.experts, g.top_k, len(g.sparse_layers), len(codes))
-    logits = _logits(synthesise(shape, habits, seed, with_scores=True), shape)
+    logits = _logits(synthesise(shape, seed=seed, with_scores=True), shape)
     norms, routers = {}, {}
     for layer, of_layer in zip(g.sparse_layers, logits, strict=True):
         norms[layer] = _norm_weights(codes.shape[1], np.random.default_rng([seed, layer]))
@@ -73,14 +73,14 @@ def routing_of(g: Geometry, codes: Floats, habits: Habits = TYPICAL, seed: int =
 
 
 def _norm_weights(hidden: int, chance: np.random.Generator) -> Floats:
-    """[hidden], of the mean square 1."""
+    """Return the weights [hidden] of a norm, with the mean square 1."""
     weights = np.exp(chance.normal(0, NORM_SPREAD, hidden))
     scaled: Floats = (weights / np.sqrt(np.mean(weights**2))).astype(np.float32)
     return scaled
 
 
 def _logits(trace: Sequence[Routing], shape: DrawnShape) -> Floats:
-    """[L, steps, E] logarithms of the scores, the mean of every row 0."""
+    """Return the logarithms [L, steps, E] of the scores, with the mean 0 in every row."""
     scores = np.array([routing.scores for routing in trace]).reshape(shape.steps, shape.layers, shape.experts)
     logits = np.log(scores).swapaxes(0, 1)
     centred: Floats = logits - logits.mean(axis=2, keepdims=True)

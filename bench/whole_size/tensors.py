@@ -1,4 +1,4 @@
-"""Which tensors and metadata a file of each architecture holds, as llama.cpp's converter writes them."""
+"""The tensors and metadata of a file, by architecture, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.whole_size.geometry import Geometry
 
 
 class Kind(enum.Enum):
-    """What a tensor is filled with."""
+    """The contents of a tensor."""
 
     MATRIX = enum.auto()
     BRANCH = enum.auto()
@@ -23,7 +23,7 @@ class Kind(enum.Enum):
     ONES = enum.auto()
     ZEROS = enum.auto()
     DECAY = enum.auto()
-    """How fast a recurrent state fades."""
+    """The decay of a recurrent state."""
 
 
 class Tensor(NamedTuple):
@@ -31,7 +31,7 @@ class Tensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """The last is the row's."""
+    """The last number is the length of a row."""
     kind: Kind = Kind.MATRIX
 
 
@@ -39,7 +39,7 @@ Tensors = Iterator[Tensor]
 
 
 def tensors_of(g: Geometry) -> list[Tensor]:
-    """All tensors of a model, layer by layer."""
+    """Return all tensors of a model, layer by layer."""
     found = [
         Tensor("token_embd.weight", (g.vocabulary, g.hidden), Kind.EMBEDDING),
         Tensor("output_norm.weight", (g.hidden,), Kind.ONES),
@@ -52,7 +52,7 @@ def tensors_of(g: Geometry) -> list[Tensor]:
 
 
 def metadata_of(g: Geometry) -> dict[str, Any]:
-    """What the file says of the model, by keys without the architecture."""
+    """Return the metadata of the model, by keys without the architecture."""
     found = {
         "block_count": g.layers,
         "context_length": g.context_tokens,
@@ -77,7 +77,7 @@ def _norm(name: str, size: int, kind: Kind = Kind.ONES) -> Tensors:
 
 
 def _block_norm(name: str, g: Geometry, layer: int) -> Tensors:
-    """Of what follows attention."""
+    """Yield the norm after attention."""
     yield from _norm(name, g.hidden, Kind.ROUTER_NORM if layer in g.sparse_layers else Kind.ONES)
 
 
@@ -88,7 +88,7 @@ def _matrix(name: str, *shape: int, bias: bool = False, kind: Kind = Kind.MATRIX
 
 
 def _attention(g: Geometry, bias: bool = False, output_bias: bool = False, gates: int = 1) -> Tensors:
-    """`gates` 2: every query has a gate."""
+    """Yield the projections of full attention; with `gates` 2, every query has a gate."""
     yield from _matrix("attn_q", gates * g.heads * g.head_dim, g.hidden, bias=bias)
     yield from _matrix("attn_k", g.key_value_heads * g.head_dim, g.hidden, bias=bias)
     yield from _matrix("attn_v", g.key_value_heads * g.head_dim, g.hidden, bias=bias)
@@ -112,7 +112,7 @@ def _experts(g: Geometry, bias: bool = False) -> Tensors:
 
 
 def _dense_or_experts(g: Geometry, layer: int) -> Tensors:
-    """Dense layers first, then routed experts and shared ones."""
+    """Yield the matrices of a dense layer, or routed and shared experts."""
     if layer < g.dense_layers:
         yield from _feed_forward(g, g.dense_inner, "")
     else:
@@ -186,7 +186,7 @@ def _glm4moe(g: Geometry, layer: int) -> Tensors:
         yield Tensor("exp_probs_b.bias", (g.experts,), Kind.ZEROS)
 
 
-def _no_more(g: Geometry) -> dict[str, Any]:
+def _no_metadata(g: Geometry) -> dict[str, Any]:
     return {}
 
 
@@ -251,7 +251,7 @@ def _glm4moe_metadata(g: Geometry) -> dict[str, Any]:
 
 class _Architecture(NamedTuple):
     layer: Callable[[Geometry, int], Tensors]
-    metadata: Callable[[Geometry], dict[str, Any]] = _no_more
+    metadata: Callable[[Geometry], dict[str, Any]] = _no_metadata
 
 
 _ARCHITECTURES: Mapping[str, _Architecture] = {

@@ -8,13 +8,15 @@ from typing import Any
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 _PADDING, _UNUSED = "[PAD{}]", 5
-"""What llama.cpp's converter calls entries that a model has and its tokenizer lacks, and their type."""
+"""The name and the type that llama.cpp's converter gives to entries that a model has and its tokenizer lacks."""
 _TOKENS, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 
 
 def copy_tokenizer(source: Path, writer: GGUFWriter, count: int) -> None:
-    """Write the tokenizer of a file, with as many entries as the model has. Raises `ValueError` for one that has none,
-    or more."""
+    """Write the tokenizer of a file, with as many entries as the model has.
+
+    Raises `ValueError` if the file has no tokenizer, or one with more entries.
+    """
     entries = {key: field for key, field in GGUFReader(source).fields.items() if key.startswith("tokenizer.")}
     if _TOKENS not in entries:
         raise ValueError(f"{source} holds no vocabulary; give a GGUF file that has a tokenizer")
@@ -33,7 +35,7 @@ def copy_tokenizer(source: Path, writer: GGUFWriter, count: int) -> None:
 
 
 def _elements(field: Any) -> list[Any]:
-    """Texts as bytes: they may be no UTF-8."""
+    """Return the elements of an array; texts as bytes, because they need not be UTF-8."""
     if field.types[-1] is GGUFValueType.STRING:
         return [bytes(field.parts[index]) for index in field.data]
     return [field.parts[index].tolist()[0] for index in field.data]

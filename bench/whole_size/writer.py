@@ -22,7 +22,7 @@ from smoe.formats.registry import GGML
 LAYERS_SHARE = 0.5
 """The energy of what all layers add to a hidden state, as a share of the code's: routing stays that of the trace."""
 _QUIET_GAIN = 0.2
-"""Of the logits of tokens that are not next."""
+"""The standard deviation of the logits of tokens that are not the next one."""
 _FILE_TYPES = {
     "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
     "Q2_K": LlamaFileType.MOSTLY_Q2_K,
@@ -31,7 +31,7 @@ _FILE_TYPES = {
 
 
 def write_file(out: Path, name: str, g: Geometry, vocabulary: Path, seed: int = 0) -> int:
-    """Write the file; the bytes of its tensors."""
+    """Write the file, and return the size of its tensors in bytes."""
     tensors = tensors_of(g)
     types = types_of(g, tensors)
     contents = _Contents(g, types, seed)
@@ -56,12 +56,12 @@ def write_file(out: Path, name: str, g: Geometry, vocabulary: Path, seed: int = 
 
 
 def file_bytes(tensors: Sequence[Tensor], types: Mapping[str, str]) -> int:
-    """What the tensors of a file take, without what alignment adds."""
+    """Return the size of a file's tensors in bytes, without alignment."""
     return sum(math.prod(_stored_shape(tensor, types[tensor.name])) for tensor in tensors)
 
 
 def _stored_shape(tensor: Tensor, kind: str) -> tuple[int, ...]:
-    """The shape in bytes."""
+    """Return the shape of a tensor in bytes."""
     row = 4 * tensor.shape[-1] if kind == "F32" else GGML[kind].row_bytes(tensor.shape[-1])
     return (*tensor.shape[:-1], row)
 
@@ -74,7 +74,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _announce(writer: GGUFWriter, tensor: Tensor, kind: str) -> None:
-    """Write what the header says of a tensor."""
+    """Write the header's entry for a tensor."""
     shape = _stored_shape(tensor, kind)
     if kind == "F32":
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), math.prod(shape))
@@ -100,7 +100,7 @@ class _Contents:
         self._routing = routing_of(g, form.decode(self._embedding), seed=seed)
 
     def of(self, tensor: Tensor) -> np.ndarray:
-        """The tensor as the file has it."""
+        """Return the tensor in the file's format."""
         if tensor.kind is Kind.EMBEDDING:
             return np.resize(self._embedding, (tensor.shape[0], self._embedding.shape[1]))
         if tensor.kind is Kind.OUTPUT:
@@ -123,17 +123,19 @@ class _Contents:
         return rows
 
     def _matrix(self, tensor: Tensor, gain: float) -> np.ndarray:
-        """A random matrix whose products are `gain` as large as what it is multiplied by."""
+        """Return a random matrix; its products have `gain` times the size of what it is multiplied by."""
         spread = gain / math.sqrt(tensor.shape[-1])
         if self._types[tensor.name] == "F32":
             return self._chance.normal(0, spread, tensor.shape).astype(np.float32)
         form = GGML[self._types[tensor.name]]
-        blocks = self._turned(form.name, math.prod(tensor.shape) // form.numbers, spread)
+        blocks = self._rolled_blocks(form.name, math.prod(tensor.shape) // form.numbers, spread)
         return blocks.reshape(*tensor.shape[:-1], -1)
 
-    def _turned(self, form: str, count: int, spread: float) -> Bytes:
-        """Random blocks. Tensors of one size have the same, from another one on: a file is written as fast as memory is
-        copied, and no two experts of a layer are alike."""
+    def _rolled_blocks(self, form: str, count: int, spread: float) -> Bytes:
+        """Return random blocks. Tensors of one size have the same blocks, each from another one on.
+
+        So a file is written at the rate at which memory is copied, and the experts of a layer differ.
+        """
         pool = self._pools.get((form, count, spread))
         if pool is None:
             pool = self._pools[form, count, spread] = random_blocks(GGML[form], count, spread, self._chance)
