@@ -208,8 +208,9 @@ class Engine:
         return "slots" if compute.is_in_slots else compute.arithmetic
 
     def cancel(self) -> bool:
-        """End the running request at its next layer, where it raises `GenerationCancelledError`; any thread may call
-        this. Waiting requests continue (a `Cancellation` ends one call). Return False where none was running."""
+        """End the running request at its next layer, or its next token if all experts are resident: it raises
+        `GenerationCancelledError` there. Any thread may call this. Waiting requests continue (a `Cancellation` ends one
+        call). Return False where none was running."""
         return self._turns.cancel("this request was cancelled by model.offload.cancel()")
 
     def close(self, timeout_seconds: float | None = None) -> None:
