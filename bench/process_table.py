@@ -5,8 +5,8 @@
 Every command runs in a process of its own, on the embedded model, and says what it held most (`VmHWM`). *Libraries* is
 what a process holds that has imported the third-party packages of the command and done nothing with them; *ours* is the
 rest outside the budget: our modules, kernels, the code of the libraries that computing brings in, and what they keep.
-*Files* are the pages of program files in the peak: they can be dropped and read again, and the system maps up to twice
-as many of them while the files are new. `--write` puts the table into the page. Linux alone. Ends with one JSON line.
+*Files* are the pages of program files in a peak: they can be dropped and read again, and the system maps up to twice as
+many of them while the files are new. `--write` puts the table into the page. Linux alone. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from smoe.units import parse_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = (
-    "| command | libraries, MiB | ours, MiB | budget, MiB | peak, MiB | of it files, MiB |\n"
-    "| --- | --- | --- | --- | --- | --- |\n"
+    "| command | libraries, MiB | of it files, MiB | ours, MiB | budget, MiB | peak, MiB | of it files, MiB |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |\n"
 )
 _MIB = 2**20
 _SHELL = ("typer", "rich.console", "pydantic", "numpy", "psutil")
@@ -75,6 +75,7 @@ class Measured(NamedTuple):
     """MiB of one command."""
 
     libraries: float
+    library_files: float
     ours: float
     budget: float
     peak: float
@@ -94,8 +95,8 @@ def measure() -> dict[str, Measured]:
         environment = {**os.environ, "XDG_CACHE_HOME": folder}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         found = peaks(environment)
-        libraries = {names: _imports(names, environment).peak for names in {row.libraries for row in ROWS}}
-    return {row.line: _divided(row, found[row.line], libraries[row.libraries]) for row in ROWS}
+        libraries = baselines(environment)
+    return {row.line: _divided(row, found[row.line], libraries[row.line]) for row in ROWS}
 
 
 def peaks(environment: Mapping[str, str]) -> dict[str, Held]:
@@ -105,9 +106,15 @@ def peaks(environment: Mapping[str, str]) -> dict[str, Held]:
     return {row.line: _peak(row, environment) for row in ROWS}
 
 
-def _divided(row: Row, held: Held, libraries: float) -> Measured:
+def baselines(environment: Mapping[str, str]) -> dict[str, Held]:
+    """Measure processes that import the packages of each command and end, by command line."""
+    held = {names: _imports(names, environment) for names in {row.libraries for row in ROWS}}
+    return {row.line: held[row.libraries] for row in ROWS}
+
+
+def _divided(row: Row, held: Held, libraries: Held) -> Measured:
     budget = row.budget_bytes / _MIB
-    return Measured(libraries, held.peak - libraries - budget, budget, held.peak, held.files)
+    return Measured(*libraries, held.peak - libraries.peak - budget, budget, *held)
 
 
 def _imports(names: Sequence[str], environment: Mapping[str, str]) -> Held:

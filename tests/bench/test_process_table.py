@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.process_table import PAGE, ROWS, peaks, table, written
+from bench.process_table import PAGE, ROWS, baselines, peaks, table, written
 from smoe.machine.process_memory import LIBRARIES_BYTES
 from smoe.user_cache import PLACE
 from tests.fixtures import cache_with
@@ -25,8 +25,8 @@ RUN = "smoe generate demo --memory 20MiB"
 def test_the_page_has_every_command_and_its_sums() -> None:
     assert list(PRINTED) == [row.line for row in ROWS]
     for row in ROWS:
-        libraries, ours, budget, peak, files = PRINTED[row.line]
-        assert 0 < files < peak
+        libraries, library_files, ours, budget, peak, files = PRINTED[row.line]
+        assert 0 < files < peak and 0 < library_files < libraries
         assert peak == pytest.approx(libraries + ours + budget, abs=2) and budget == row.budget_bytes >> 20
     assert table(PRINTED) in PAGE.read_text(encoding="utf8"), "as the command writes it"
 
@@ -46,6 +46,10 @@ def test_what_was_promised_of_it() -> None:
 def test_what_is_measured_is_near_the_table(tmp_path: Path, object_code: Path) -> None:
     environment = {**os.environ, PLACE: cache_with(object_code, tmp_path / "cache")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    for line, held in peaks(environment).items():
-        printed = PRINTED[line]
+    commands, libraries = peaks(environment), baselines(environment)
+    for line, printed in PRINTED.items():
+        held, imported = commands[line], libraries[line]
         assert held.peak - held.files == pytest.approx(printed.peak - printed.files, rel=WITHIN), line
+        assert imported.peak - imported.files == pytest.approx(printed.libraries - printed.library_files, rel=WITHIN), (
+            line
+        )
