@@ -64,8 +64,8 @@ def command(
     The JSON contains machine, versions, model, budget, and the figures of every cell.
     """
     from smoe.benchmark.cells import CELLS, QUICK_CELLS, fitting
-    from smoe.benchmark.shared_block import SHARED_CELL, shared_block
-    from smoe.cli.console import errors, gives_json, is_quiet, output, print_json, warn
+    from smoe.benchmark.shared_block import SHARED_CELL
+    from smoe.cli.console import errors, is_quiet, warn
     from smoe.cli.interrupts import exit_code
     from smoe.cli.session import loaded
     from smoe.generation.sampling import check_seed
@@ -93,16 +93,26 @@ def command(
         if len(possible) < len(cells):
             warn(f"{len(cells) - len(possible)} cells need a context longer than {offload.context_tokens} tokens")
         measurements = _measure(ready, tokenizer, possible, seed)
-        if not (gives_json(json) and is_quiet()):
-            _print_table(measurements)
-        circumstances, figures = _circumstances(ready, model, seed), [each.as_json() for each in measurements]
-        block = shared_block(circumstances, figures[0], offload.config) if share and figures else None
-        if block is not None and not json:
-            output().print(block, soft_wrap=True, highlight=False, markup=False)
-        elif gives_json(json):
-            print_json(circumstances | {"cells": figures} | ({} if block is None else {"shared_block": block}))
+        _print(measurements, _circumstances(ready, model, seed), offload.config, share, json)
     if len(measurements) < len(possible):
         raise typer.Exit(exit_code())
+
+
+def _print(
+    measurements: list[Measurement], circumstances: dict[str, Any], config: EngineConfig, share: bool, json: bool
+) -> None:
+    """Print the table, and the JSON or the block to post."""
+    from smoe.benchmark.shared_block import shared_block
+    from smoe.cli.console import gives_json, is_quiet, output, print_json
+
+    if not (gives_json(json) and is_quiet()):
+        _print_table(measurements)
+    figures = [each.as_json() for each in measurements]
+    block = shared_block(circumstances, figures[0], config) if share and figures else None
+    if block is not None and not json:
+        output().print(block, soft_wrap=True, highlight=False, markup=False)
+    elif gives_json(json):
+        print_json(circumstances | {"cells": figures} | ({} if block is None else {"shared_block": block}))
 
 
 def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
