@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from smoe.units import parse_bytes, parse_link
 
 if TYPE_CHECKING:
     from smoe.memory.emulation import DeviceProfile
-    from smoe.report.cluster_outlook import ClusterCase, ClusterOutlook
+    from smoe.report.cluster_outlook import ClusterCase, ClusterOutlook, Wanted
     from smoe.simulator.cluster_forecast import MeasuredWorker
 
 MOST_WORKERS = 64
@@ -24,9 +25,10 @@ _WORKER_MEMORY = "4GiB"
 _LINK = "1Gbit"
 
 
-def plan(
-    engine: MachineOptions,
-    model: Model = "demo",
+@dataclass(frozen=True)
+class WorkerOptions:
+    """The options that describe the workers."""
+
     workers: Annotated[
         int | None,
         typer.Option(
@@ -35,21 +37,56 @@ def plan(
             max=MOST_WORKERS,
             show_default=False,
         ),
-    ] = None,
+    ] = None
     name: Annotated[
         str | None,
         typer.Option("--name", help="An existing cluster: use its workers' times, as the coordinator measured them."),
-    ] = None,
+    ] = None
     worker_profile: Annotated[
         str | None,
         typer.Option(
             help="Machine profile of the workers: raspberry-pi-5, laptop-cpu, ... \\[default: the coordinator's]"
         ),
-    ] = None,
+    ] = None
     worker_memory: Annotated[
         str | None, typer.Option(help="Memory of each worker for experts.", show_default=_WORKER_MEMORY)
-    ] = None,
-    slots: Annotated[int | None, typer.Option(help="Instead of --worker-memory: how many experts fit.", min=1)] = None,
+    ] = None
+    slots: Annotated[int | None, typer.Option(help="Instead of --worker-memory: how many experts fit.", min=1)] = None
+
+    def check(self) -> None:
+        """Raise `ConfigError` for options that describe the same thing twice."""
+        of_plan = {"worker_profile": self.worker_profile, "worker_memory": self.worker_memory, "slots": self.slots}
+        given = [what for what, value in of_plan.items() if value is not None]
+        if self.name is not None and given:
+            raise ConfigError(
+                f"`name` {self.name} and `{given[0]}` both describe the workers; leave out one of the two",
+                setting=given[0],
+                given=of_plan[given[0]],
+                allowed="only without `name`",
+            )
+        if self.slots is not None and self.worker_memory is not None:
+            raise ConfigError(
+                f"`worker_memory` {self.worker_memory} and `slots` {self.slots} both set how many experts a worker "
+                "holds; leave out one of the two",
+                setting="slots",
+                given=self.slots,
+                allowed="only without `worker_memory`",
+            )
+
+    def wanted(self) -> Wanted:
+        """Return the cluster to forecast."""
+        worker_bytes = parse_bytes(self.worker_memory or _WORKER_MEMORY, "worker_memory")
+        from smoe.report.cluster_outlook import Wanted
+
+        measured = [] if self.name is None else _measured(self.name)
+        profile = None if self.worker_profile is None else _profile(self.worker_profile)
+        return Wanted(self.workers or len(measured) or _WORKERS, measured, profile, worker_bytes, self.slots)
+
+
+def plan(
+    engine: MachineOptions,
+    workers: WorkerOptions,
+    model: Model = "demo",
     link: Annotated[str, typer.Option(help="The coordinator's network: 100Mbit, 1Gbit, 2.5Gbit, ...")] = _LINK,
     trace: Annotated[
         Path | None,
@@ -66,16 +103,12 @@ def plan(
     """
     from smoe.cli.console import Patience, print_json
 
-    _check(name, worker_profile, worker_memory, slots)
+    workers.check()
     bytes_per_second = parse_link(link, "link")
-    room = parse_bytes(worker_memory or _WORKER_MEMORY, "worker_memory")
-    from smoe.report.cluster_outlook import Network, Wanted, cluster_outlook
+    wanted = workers.wanted()
+    from smoe.report.cluster_outlook import Network, cluster_outlook
     from smoe.trace.file import Trace
 
-    measured = [] if name is None else _measured(name)
-    profile = None if worker_profile is None else _profile(worker_profile)
-    count = workers or len(measured) or _WORKERS
-    wanted = Wanted(count, measured, profile, room, slots)
     run = None if trace is None else Trace(trace).routings()
     patience = Patience("simulating")
     patience.start()
@@ -87,27 +120,6 @@ def plan(
         print_json(found.as_json() | {"link": link})
     else:
         _print(found, link)
-
-
-def _check(name: str | None, profile: str | None, memory: str | None, slots: int | None) -> None:
-    """Raise `ConfigError` for options that describe the same thing twice."""
-    plan_options = {"worker_profile": profile, "worker_memory": memory, "slots": slots}
-    given = [what for what, value in plan_options.items() if value is not None]
-    if name is not None and given:
-        raise ConfigError(
-            f"`name` {name} and `{given[0]}` both describe the workers; leave out one of the two",
-            setting=given[0],
-            given=plan_options[given[0]],
-            allowed="only without `name`",
-        )
-    if slots is not None and memory is not None:
-        raise ConfigError(
-            f"`worker_memory` {memory} and `slots` {slots} both set how many experts a worker holds; leave out one of "
-            "the two",
-            setting="slots",
-            given=slots,
-            allowed="only without `worker_memory`",
-        )
 
 
 def _profile(name: str) -> DeviceProfile:

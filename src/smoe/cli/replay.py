@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,6 +39,32 @@ Traces are written by smoe record. Nothing is computed and no model is needed.
 """
 
 
+@dataclass(frozen=True)
+class ClockOptions:
+    """The options of a simulated time."""
+
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Also simulate the time with this device: rtx-a6000, rtx-4060-ti or a JSON file."),
+    ] = None
+    expert_size: Annotated[str | None, typer.Option(help="With --profile: size of an expert, e.g. 9MiB.")] = None
+    balance: Annotated[
+        str | None,
+        typer.Option(help="With --profile: which missing experts the CPU computes: none, optimal, paper, host."),
+    ] = None
+    foresight: Annotated[
+        float | None,
+        typer.Option(help="With --profile: prefetch by a predictor that is right with this probability, 0 to 1."),
+    ] = None
+    prefetch: Annotated[
+        str | None,
+        typer.Option(
+            help="With --profile: prefetch by this predictor of routing history: previous-token, popularity, affinity, "
+            f"activation-matrix, expert-mlp, or a plug-in's {PLACE}."
+        ),
+    ] = None
+
+
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace written by smoe record.")],
     slots: Annotated[int | None, typer.Option(help="Number of experts that fit in memory.")] = None,
@@ -55,26 +82,8 @@ def command(
     pools: Annotated[str, typer.Option(help="One pool of slots for all layers, or one for each: global, layer.")] = (
         "global"
     ),
-    profile: Annotated[
-        str | None,
-        typer.Option(help="Also simulate the time with this device: rtx-a6000, rtx-4060-ti or a JSON file."),
-    ] = None,
-    expert_size: Annotated[str | None, typer.Option(help="With --profile: size of an expert, e.g. 9MiB.")] = None,
-    balance: Annotated[
-        str | None,
-        typer.Option(help="With --profile: which missing experts the CPU computes: none, optimal, paper, host."),
-    ] = None,
-    foresight: Annotated[
-        float | None,
-        typer.Option(help="With --profile: prefetch by a predictor that is right with this probability, 0 to 1."),
-    ] = None,
-    prefetch: Annotated[
-        str | None,
-        typer.Option(
-            help="With --profile: prefetch by this predictor of routing history: previous-token, popularity, affinity, "
-            f"activation-matrix, expert-mlp, or a plug-in's {PLACE}."
-        ),
-    ] = None,
+    *,
+    clock: ClockOptions,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -83,25 +92,32 @@ def command(
     The engine's own planner decides, from an empty cache, without prefetch; prompts warm the cache and are not counted.
     With --profile the same plans run on a virtual clock, with the times of that device.
     """
-    from smoe.cli.console import Patience, output, print_json
+    from smoe.cli.console import Patience, print_json
 
     _check(slots, resident, eviction, alpha, pools)
-    clock = _Clock(profile, expert_size, balance, foresight, prefetch)
     _check_clock(clock, pools)
     bar = Patience("replaying")
     bar.start()
     try:
         found = _replay(trace, slots, resident, eviction, alpha, pools)
-        if profile is not None:
+        if clock.profile is not None:
             found |= _on_clock(trace, found, clock)
     finally:
         bar.stop()
     if json:
         print_json(found)
-        return
+    else:
+        _print(found, clock.profile)
+
+
+def _print(found: dict[str, Any], profile: str | None) -> None:
+    from smoe.cli.console import output
+
     share = f"{found['slots']} of {found['experts']} experts resident ({found['resident_share']:.0%})"
     output().print(
-        f"{found['model']}, {share}, {eviction}, {pools} pools, alpha {alpha:g}", markup=False, soft_wrap=True
+        f"{found['model']}, {share}, {found['eviction']}, {found['pools']} pools, alpha {found['alpha']:g}",
+        markup=False,
+        soft_wrap=True,
     )
     output().print(f"hit ratio  {found['hit_ratio']:.1%}")
     output().print(f"misses     {found['misses']} of {found['uses']} uses in {found['decode_steps']} decode steps")
@@ -134,23 +150,14 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
         raise ConfigError(message, setting="alpha", given=alpha, allowed=f"0 with `eviction` {eviction}")
 
 
-class _Clock(NamedTuple):
-    """The options of a simulated time."""
-
-    profile: str | None
-    expert_size: str | None
-    balance: str | None
-    foresight: float | None
-    prefetch: str | None
-
-
-def _check_clock(clock: _Clock, pools: str) -> None:
+def _check_clock(clock: ClockOptions, pools: str) -> None:
     """Raise `ConfigError` where a simulated time lacks an option, or where an option would have no effect."""
     from smoe.memory.emulation import read_profile
     from smoe.report.replayed import BALANCE
 
-    profile, expert_size, balance, foresight, prefetch = clock
-    for name, value in clock._asdict().items():
+    given = {option.name: getattr(clock, option.name) for option in fields(clock)}
+    profile, expert_size, balance, foresight, prefetch = given.values()
+    for name, value in given.items():
         if profile is None and value is not None:
             raise ConfigError.idle(name, value, "`profile`")
     if profile is not None and expert_size is None:
@@ -175,7 +182,7 @@ def _check_clock(clock: _Clock, pools: str) -> None:
         read_profile(profile)
 
 
-def _on_clock(path: Path, found: dict[str, Any], clock: _Clock) -> dict[str, Any]:
+def _on_clock(path: Path, found: dict[str, Any], clock: ClockOptions) -> dict[str, Any]:
     """Replay the run with the times of a device."""
     from smoe.memory.emulation import read_profile
     from smoe.policy.step import Switches
