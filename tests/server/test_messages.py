@@ -133,6 +133,8 @@ def test_a_conversation_goes_on_with_results_of_tools(running: Running) -> None:
     body = {"messages": messages, "system": [{"type": "text", "text": "S1"}]}
     expected = "system: S1\nuser: Q\nassistant: T[warmth Oslo]\ntool: 3\nuser: So?\nsystem: S2\nassistant:"
     assert ask(running, "/v1/messages/count_tokens", **body) == {"input_tokens": len(expected)}
+    hidden = {"tools": TOOLS, "tool_choice": {"type": "none"}}
+    assert ask(running, "/v1/messages/count_tokens", **body, **hidden) == {"input_tokens": len(expected)}
     usage = ask(running, **body, max_tokens=1)["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(expected) and usage["output_tokens"] == 1
 

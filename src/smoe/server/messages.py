@@ -19,7 +19,7 @@ from smoe.server.fields import CountAsked, MessagesAsked
 from smoe.server.problem import ApiError, refused
 from smoe.server.prompts import text_of
 from smoe.server.serving import Serving
-from smoe.server.talk import Prepared, Talk, prepare
+from smoe.server.talk import Prepared, Talk, prepare, prompt_of
 from smoe.server.texts import Texts
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
@@ -47,9 +47,7 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
     """Count the tokens of a conversation's prompt."""
 
     def work(asked: CountAsked) -> int:
-        talk = _talk(asked)
-        ids = serving.prompts.of_messages(talk.messages, talk.tools, talk.template, "messages", talk.ending)
-        return len(ids)
+        return len(prompt_of(serving, _talk(asked), "messages"))
 
     return Json({"input_tokens": await serving.read(CountAsked, request, work)})
 

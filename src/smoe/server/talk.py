@@ -66,7 +66,7 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     """Make the prompt's tokens, the sampling and the grammar. May take long: do not call this on the event loop's
     thread."""
     offered, must = _offered(talk)
-    ids = serving.prompts.of_messages(talk.messages, offered, talk.template, fields["prompt"], talk.ending)
+    ids = prompt_of(serving, talk, fields["prompt"])
     room = serving.room_for(ids)
     sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
     serving.check(TextRequest(ids, sampling), fields)
@@ -83,6 +83,12 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
         ends=serving.ends,
         has_reasoning=grammar is None and serving.prompts.format.reasons,
     )
+
+
+def prompt_of(serving: Serving, talk: Talk, param: str) -> list[int]:
+    """Return the tokens of the conversation's prompt. `param`: the request's field that errors name."""
+    offered, _ = _offered(talk)
+    return serving.prompts.of_messages(talk.messages, offered, talk.template, param, talk.ending)
 
 
 def _grammar(serving: Serving, talk: Talk, must: Sequence[dict[str, Any]], own: Mapping[str, int]) -> Grammar | None:
