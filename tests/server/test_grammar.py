@@ -87,7 +87,7 @@ def test_text_that_looks_like_an_added_token_is_text(text: str, is_special: bool
 
 def test_a_model_without_an_end_keeps_to_nothing() -> None:
     with pytest.raises(ApiError, match="no end-of-text token"):
-        Grammars(ascii_tokenizer(), 98, []).of_object()
+        Grammars(ascii_tokenizer(), 98, []).of_schema({"type": "object"}, "response_format")
 
 
 def test_a_model_that_never_ends_a_text_cannot_be_held_to_a_form() -> None:

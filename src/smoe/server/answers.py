@@ -112,12 +112,12 @@ class LikelyToken(ResponseModel):
     bytes: list[int]
 
 
-class SaidToken(LikelyToken):
+class TokenLogprob(LikelyToken):
     top_logprobs: list[LikelyToken]
 
 
 class ChatLogprobs(ResponseModel):
-    content: list[SaidToken]
+    content: list[TokenLogprob]
     refusal: None
 
 

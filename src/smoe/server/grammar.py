@@ -48,10 +48,6 @@ class Grammars:
         except (ValueError, RecursionError) as error:
             raise _unsupported_schema(error, param) from error
 
-    def of_object(self) -> Grammar:
-        """Return the grammar of any JSON object."""
-        return self.of_schema({"type": "object"}, "response_format")
-
     def of_lark(self, rules: str, param: str) -> Grammar:
         """Return a grammar from rules in llguidance's Lark format."""
         import llguidance
