@@ -109,6 +109,11 @@ _LLAMA4 = Family(
     keys=((r"^language_model\.", ""),),
 )
 _INDEXED = {"index_head_dim": 128, "first_k_dense_replace": 3, "mlp_layer_types": (), "indexer_types": ()}
+_DEEPSEEK_V3 = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "n_routed_experts": 256, "n_shared_experts": 1, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8,
+    "topk_group": 4,
+}
 _IN_EVERY_LAYER = {"attention_bias": False, "mlp_bias": False, "index_topk_pattern": None}
 FAMILIES: Mapping[str, Family] = {
     "mixtral": Family(
@@ -179,11 +184,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v3": Family(
         layers.deepseek_v3,
-        _defaults(
-            129280, 7168, 18432, 61, 128, 128, 4096, first_k_dense_replace=3, kv_lora_rank=512, q_lora_rank=1536,
-            n_routed_experts=256, n_shared_experts=1, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-            num_experts_per_tok=8, moe_intermediate_size=2048, n_group=8, topk_group=4,
-        ),
+        _defaults(129280, 7168, 18432, 61, 128, 128, 4096, **_DEEPSEEK_V3, first_k_dense_replace=3),
         aliases={"num_local_experts": "n_routed_experts"},
         usual={"attention_bias": False},
         cached=layers.latents,
@@ -191,11 +192,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v32": Family(
         layers.deepseek_v32,
-        _defaults(
-            129280, 7168, 18432, 61, 128, 128, 163840, **_INDEXED, index_n_heads=64, kv_lora_rank=512, q_lora_rank=1536,
-            n_routed_experts=256, n_shared_experts=1, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-            num_experts_per_tok=8, moe_intermediate_size=2048, n_group=8, topk_group=4,
-        ),
+        _defaults(129280, 7168, 18432, 61, 128, 128, 163840, **_DEEPSEEK_V3, **_INDEXED, index_n_heads=64),
         aliases={"num_local_experts": "n_routed_experts"},
         usual=_IN_EVERY_LAYER,
         cached=layers.latents_and_index,
