@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from smoe.bounds import EMULATED
 from smoe.config import EngineConfig
@@ -31,7 +32,7 @@ from smoe.load.ledger import (
     resident_share_with,
     shortages_of,
 )
-from smoe.load.shadow import planned_shadow
+from smoe.load.shadow import PlannedShadow, planned_shadow
 from smoe.load.shadow_apart import following, is_apart, placed_shadow
 from smoe.load.shadow_size import least_shadow_bytes
 from smoe.load.verified_packs import OnBytes, verify_pack
@@ -131,9 +132,7 @@ def load(
     ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes, outside)
     for sentence in shortages_of(config, ledger, device):
         on_shortage(sentence)
-    for form, of in ((EXACT, spec), (LOW, spec.low)):
-        if of is not None:
-            verify_pack(checkpoint, of, by_form[form], on_pack_bytes)
+    _verify_packs(checkpoint, spec, by_form, on_pack_bytes)
     if on_ledger is not None:
         on_ledger(ledger)
     known = known_of(config, checkpoint.place, ledger.resident_share)
@@ -150,9 +149,7 @@ def load(
         known = known._replace(config=config, reasons=fitted | won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
         files = {} if config.cluster is None else worker_files(checkpoint, spec)
-        ahead = None if shadow is None else shadow.on_thread(loaded)
-        if is_apart(config):
-            ahead = ShadowRouting(following(spec, config))
+        ahead = _shadow_routing(shadow, loaded, spec, config)
         budget = Budget(ledger, reason, known, learned, weights, ahead, files)
         served = assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
         give_back_heap()  # memory that only loading needed
@@ -184,6 +181,27 @@ def _open_checkpoint(
         experts = checkpoint.experts(spec)
     low = {} if spec.low is None else {LOW: checkpoint.experts(spec.low)}
     return checkpoint, spec, {EXACT: experts} | low
+
+
+def _verify_packs(
+    checkpoint: Checkpoint,
+    spec: LibrarySpec,
+    by_form: Mapping[int, Mapping[int, StoredLayer]],
+    on_pack_bytes: OnBytes,
+) -> None:
+    """Compare the packs of both formats with their checksums, if they have any and were not compared here before."""
+    for form, of in ((EXACT, spec), (LOW, spec.low)):
+        if of is not None:
+            verify_pack(checkpoint, of, by_form[form], on_pack_bytes)
+
+
+def _shadow_routing(
+    shadow: PlannedShadow | None, loaded: PreTrainedModel, spec: ModelSpec, config: EngineConfig
+) -> ShadowRouting | None:
+    """Return the routing of the draft model, which runs in the cluster or on a thread here; None without one."""
+    if is_apart(config):
+        return ShadowRouting(following(spec, config))
+    return None if shadow is None else shadow.on_thread(loaded)
 
 
 def _check_balance(config: EngineConfig) -> None:
