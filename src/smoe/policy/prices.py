@@ -30,10 +30,6 @@ class Resolution(Enum):
     """The route is dropped (lossy)."""
 
 
-EXACT_ANSWERS = frozenset({Resolution.HIGH, Resolution.HOST})
-"""Resolutions without a quality cost."""
-
-
 class LayerPrices(NamedTuple):
     """Coefficients of one layer, in nats for a route with the whole routing weight of its token."""
 
