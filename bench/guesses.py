@@ -81,7 +81,7 @@ def main() -> None:
 
 
 class Reader:
-    """A model by plain transformers, whose routers are overheard."""
+    """A model by plain transformers, whose routers are observed."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -60,10 +60,10 @@ def some_hidden(model: PreTrainedModel, rows: int, seed: int = 5) -> torch.Tenso
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)).to(model.dtype)
 
 
-def overhear(predictor: CorrectedGates, layer: int, hidden: torch.Tensor, sequences: int) -> None:
+def observe_input(predictor: CorrectedGates, layer: int, hidden: torch.Tensor, sequences: int) -> None:
     index = [[0, 1]] * len(hidden)
     phase = Phase.DECODE if sequences == len(hidden) else Phase.PREFILL
-    predictor.overhear(Routing(layer, phase, zoo.EXPERTS, index, sequences=sequences), hidden)
+    predictor.observe_input(Routing(layer, phase, zoo.EXPERTS, index, sequences=sequences), hidden)
 
 
 @pytest.mark.parametrize("switches", [{}, {"alpha": 0.3}], ids=str)
@@ -126,12 +126,12 @@ def test_the_token_before_is_that_of_the_later_layer_and_of_the_same_row(toy: To
     prompts = {layer: some_hidden(model, 6, seed=layer) for layer in (1, 2)}
     assert not ours.logits(0, 1, hidden).any(), "nothing has been heard yet"
     for layer, prompt in prompts.items():
-        overhear(ours, layer, prompt, 3)  # three prompts of two tokens
+        observe_input(ours, layer, prompt, 3)  # three prompts of two tokens
         assert torch.allclose(ours.logits(0, layer, hidden), matrices[layer].logits(prompt[1::2]), atol=1e-5)
     wanted = matrices[2].logits(prompts[2][[1, 5]])
     assert torch.allclose(ours.logits(0, 2, hidden, [0, 2]), wanted, atol=1e-5)
     given = some_hidden(model, 3, seed=9)
-    overhear(ours, 1, given, 3)
+    observe_input(ours, 1, given, 3)
     kept = matrices[1].logits(given)
     given.zero_()  # whoever computed it may use its memory again
     assert torch.allclose(ours.logits(0, 1, hidden), kept, atol=1e-5)

@@ -112,7 +112,7 @@ class RunListener(StepObserver):
                 self._say(ahead(GATE, depth), after, self._best(after, logits[depth - 1]))
         if self._corrected is None:
             return
-        self._corrected.overhear(Routing(step.layer, step.phase, self.layers[place].experts, ()), step.hidden)
+        self._corrected.observe_input(Routing(step.layer, step.phase, self.layers[place].experts, ()), step.hidden)
         for depth, after in following.items() if not self._is_reading else ():
             if (step.layer, self.layers[after].layer) in self._learned:
                 better = self._corrected.logits(step.layer, self.layers[after].layer, step.hidden)

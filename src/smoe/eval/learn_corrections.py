@@ -223,7 +223,7 @@ def _seconds_per_layer(subject: PredictorInputs, last: Mapping[int, Inputs]) -> 
             for layer, (row, index) in last.items():
                 routing = Routing(layer, Phase.DECODE, experts[layer], index.tolist())
                 began = time.perf_counter()
-                predictor.overhear(routing, row)
+                predictor.observe_input(routing, row)
                 list(predictor.predict(Sight(layer, row)))
                 seconds.append(time.perf_counter() - began)
     return median(seconds)

@@ -169,7 +169,7 @@ class _RoutingCollector(StepObserver):
             return
         started, routing = self._now(), self.trace[-1]
         for name, predictor in self._predictors.items():
-            predictor.overhear(routing, step.hidden)
+            predictor.observe_input(routing, step.hidden)
             partial = output if predictor.asked is Moment.RESIDENTS_DONE else None
             began = time.perf_counter()
             answers = iter(predictor.predict(Sight(step.layer, step.hidden, partial)))

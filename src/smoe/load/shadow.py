@@ -79,8 +79,8 @@ class PlannedShadow(NamedTuple):
                 arena.close()
                 raise
         engine = shadow.offload
-        unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
-        hear_routers(shadow, engine, unheard)
+        without_rules = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
+        hear_routers(shadow, engine, without_rules)
         shadow_routing = Shadow(shadow, scoring_rules(shadow, self.spec), self.spares)
         engine.executor.observers.append(shadow_routing)
         return shadow_routing

@@ -143,7 +143,7 @@ class Predictor(PredictorKind, ABC):
         """Process a router's choice, before any replacement: called for every layer of every step, in order."""
         del routing
 
-    def overhear(self, routing: Routing, hidden: Any) -> None:
+    def observe_input(self, routing: Routing, hidden: Any) -> None:
         """Process that router's input, hidden [T, H], after `observe`. Not called where there are no tensors."""
         del routing, hidden
 

@@ -49,7 +49,7 @@ class ActivationMatrix(FittedPredictor):
     def fit(cls, paths: Paths) -> dict[str, np.ndarray]:
         return {"matrices": matrices_of(paths)}
 
-    def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
+    def _observe(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
         is_new = phase is Phase.PREFILL and self._phase is Phase.DECODE
         self._phase = phase
         if is_new or len(self._counts) != len(chosen):

@@ -46,7 +46,7 @@ class CorrectedGates(Predictor):
         self._before: dict[int, torch.Tensor] = {}
         """The router inputs [sequences, H] of the last token, by layer."""
 
-    def overhear(self, routing: Routing, hidden: torch.Tensor) -> None:
+    def observe_input(self, routing: Routing, hidden: torch.Tensor) -> None:
         if routing.layer not in self._guessed:
             return
         last = hidden.detach().reshape(routing.sequences, -1, hidden.shape[-1])[:, -1]  # padding is on the left

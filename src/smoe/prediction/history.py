@@ -56,7 +56,7 @@ class FromHistory(Predictor):
         chosen = np.asarray(routing.top_k_index, dtype=np.int64)  # [T, K of the layer]
         if routing.phase is Phase.DECODE and place == len(self._path):
             self._path.append(self._widened(chosen, routing.experts))
-        self._hear(place, routing.phase, chosen.reshape(routing.sequences, -1, chosen.shape[-1]))
+        self._observe(place, routing.phase, chosen.reshape(routing.sequences, -1, chosen.shape[-1]))
 
     def predict(self, sight: Sight) -> Sequence[Prediction]:
         place = self._places[sight.layer] + 1
@@ -67,7 +67,7 @@ class FromHistory(Predictor):
         scores = self._scores(place, np.stack([chosen[rows] for chosen in self._path], axis=1), rows) if rows else None
         return () if scores is None else (Prediction(layer.layer, best_first(scores[:, : layer.experts], layer.top_k)),)
 
-    def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
+    def _observe(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
         """Process the choice of the router at `place` for the tokens of every sequence: [S, T / S, K], with E for
         padding."""
         del place, phase, chosen

@@ -25,7 +25,7 @@ from smoe.models.kv_cache import RowCache
 from smoe.models.outline import ExpertsSite
 from smoe.policy.prediction import Moment, Prediction, Predictor, Sight
 from smoe.prediction.next_gate import NextGate
-from smoe.prediction.unheard import has_hooks, unheard
+from smoe.prediction.without_hooks import has_hooks, without_hooks
 
 
 class LookAhead(Predictor):
@@ -164,7 +164,7 @@ class _Station:
         assert self._given is not None and self._residual is not None
         self._replay = partial
         try:
-            with unheard(self._parts):
+            with without_hooks(self._parts):
                 output = self._block(self._given)
         finally:
             self._replay = None
@@ -175,7 +175,7 @@ class _Station:
         """Return the router's output for the layer's input `hidden`."""
         self._is_peeking = True
         try:
-            with unheard(self._parts), _leaving(self._router):
+            with without_hooks(self._parts), _leaving(self._router):
                 self.decoder(hidden, **kwargs)
         except _PeekedError as peeked:
             return peeked.output

@@ -17,7 +17,7 @@ from smoe.models.outline import ExpertsSite
 from smoe.models.scoring import ScoringRule, in_order
 from smoe.policy.importance import ALL_IMPORTANT, graded, scaled
 from smoe.policy.prediction import Prediction, Predictor, Sight
-from smoe.prediction.unheard import unheard
+from smoe.prediction.without_hooks import without_hooks
 from smoe.routing import Phase, Routing
 
 
@@ -50,7 +50,7 @@ class NextGate(Predictor):
         router, experts = self._routers.get(after), self._experts[after]
         if router is None:  # a long prompt uses nearly every expert
             return (Prediction(after, range(experts)),) if hidden.shape[0] >= experts else ()
-        with unheard(self._parts[after]):
+        with without_hooks(self._parts[after]):
             output = router(hidden)
         return (self.named(after, output, sight.rows),)
 

@@ -21,7 +21,7 @@ class PreviousToken(FromHistory):
         self._last: dict[int, np.ndarray] = {}
         """[S, K] choices for the last token, by the layer's place."""
 
-    def _hear(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
+    def _observe(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
         experts = self.layers[place].experts
         length = chosen.shape[1]
         is_real = chosen.min(axis=-1) != experts  # [S, T / S]

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def unheard(modules: Iterable[nn.Module]) -> Iterator[None]:
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Disable all hooks of these modules for the duration of the `with` block: a prediction is not a pass of the model.
 
     Users count calls with hooks, the library records router logits with them, and ours follow a pass with them.

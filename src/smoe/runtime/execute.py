@@ -224,7 +224,7 @@ class LayerExecutor:
             routing = routing._replace(weights=scaled(self.waits.fetch("weights", step.top_k_weights)))
         for predictor in self._hearing:
             predictor.observe(routing)
-            predictor.overhear(routing, step.hidden)
+            predictor.observe_input(routing, step.hidden)
         return routing
 
     def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:

@@ -69,8 +69,8 @@ def hear_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, st
 def routers_heard(model: PreTrainedModel, engine: Engine) -> Iterator[None]:
     """Pass the logits of every router to the engine for the duration of the `with` block; those with a scoring rule are
     passed anyway."""
-    unheard = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
-    hooks = hear_routers(model, engine, unheard)
+    without_rules = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
+    hooks = hear_routers(model, engine, without_rules)
     try:
         yield
     finally:
