@@ -73,6 +73,14 @@ def test_a_file_is_run_once(write: Write) -> None:
     assert configure(eviction="./plug_in_a.py:Mine").eviction == "./plug_in_a.py:Mine"
 
 
+def test_a_policy_without_a_name_has_that_of_its_class(write: Write) -> None:
+    """Would catch a policy that serves a model, and whose report then fails."""
+    body = "def insert(self, key): ...\n    remove = residents = observe = victims = insert"
+    source = f"from smoe.policy.eviction.base import Eviction\nclass Unnamed(Eviction):\n    {body}"
+    policy = EVICTIONS.find(f"{write('plug_in_unnamed', source)}:Unnamed")()
+    assert (policy.name, policy.rule) == ("Unnamed", "Unnamed")
+
+
 def test_a_module_needs_no_file(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("plug_in_b", SOURCE)
     why = refusal("plug_in_b:Mine")

@@ -45,6 +45,7 @@ class Eviction(ABC):
     """A ranking of one device's cache residents by how little they will be needed."""
 
     name: str
+    """The name in reports; without a declared or inherited one, that of the class."""
     needs_scores: ClassVar[bool] = False
     """Whether `observe` needs the router's scores of all experts."""
     is_orderless: ClassVar[bool] = False
@@ -55,6 +56,11 @@ class Eviction(ABC):
     """Whether it needs `next_use`, which must first be trained for the model."""
     only_replayed: ClassVar[str] = ""
     """The reason why it can only be replayed, as in "belady needs the future"; empty: it can serve live requests."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__
 
     @classmethod
     def of_settings(cls, settings: EvictionSettings) -> Eviction:
