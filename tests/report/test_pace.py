@@ -81,8 +81,9 @@ def test_what_a_first_pass_takes_once_is_no_rate() -> None:
     """Nine seconds of compiling before eight layers of 0.1 s, forecast at 0.4: twice the rate, and 8.2 s once."""
     shown = of_prompt(first_pass_seconds=9.0, warm_seconds=0.8, forecast_seconds=0.4, tokens=128)
     assert shown.prompt == pytest.approx(2.0) and shown.first_pass == pytest.approx(8.2)
-    short = of_prompt(first_pass_seconds=9.0, warm_seconds=0.8, forecast_seconds=0.4, tokens=4)
-    assert short.prompt is None and short.first_pass == shown.first_pass, "four tokens show no rate"
+    short = of_prompt(first_pass_seconds=0.09, warm_seconds=0.07, forecast_seconds=0.02, tokens=4)
+    assert short.prompt is None and short.first_pass == pytest.approx(0.07), "its calls, too, which no rate knows of"
+    assert of_prompt(0.09, 0.07, 0.02, 4, factor=2.0).first_pass == pytest.approx(0.05)
 
 
 def test_what_is_learned_of_prompts_is_bounded() -> None:

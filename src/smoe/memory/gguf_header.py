@@ -247,7 +247,11 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
     path = reader.path
     start = reader.take(min(4, reader.left), "its first word")
     if start != MAGIC:
-        raise CheckpointError(f"{path} is not a GGUF file: it begins with {start!r}, not with {MAGIC!r}")
+        found = start.decode("ascii", "backslashreplace")
+        raise CheckpointError(
+            f"{path} is not a GGUF file: it begins with {found!r}, not with {MAGIC.decode()!r}; it is a file of "
+            "another kind, or its download has failed"
+        )
     version = reader.number("I", "the version")
     if version and version & 0xFFFF == 0:
         raise CheckpointError(

@@ -145,4 +145,4 @@ def _prompt_shown(generation: Generation, run: Simulated, pace: Pace, layers: Pr
     if warm is None or measured.forward_passes != 1 or tokens > _LONGEST_PROMPT:
         return UNKNOWN
     by_rates = run.prefill_parts["computing"] / (pace.prompt or 1.0)
-    return of_prompt(measured.compute_seconds + measured.dense_seconds, warm, by_rates, tokens)
+    return of_prompt(measured.compute_seconds + measured.dense_seconds, warm, by_rates, tokens, pace.prompt)

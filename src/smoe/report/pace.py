@@ -62,13 +62,24 @@ LEAST_PROMPT_TOKENS = 32
 arithmetic."""
 
 
-def of_prompt(first_pass_seconds: float, warm_seconds: float, forecast_seconds: float, tokens: int) -> Pace:
+def of_prompt(
+    first_pass_seconds: float, warm_seconds: float, forecast_seconds: float, tokens: int, factor: float | None = None
+) -> Pace:
     """Return what the first pass of a process shows about prompts: it computed `tokens` tokens in `first_pass_seconds`,
-    would have taken `warm_seconds` later, and `forecast_seconds` by the machine's rates."""
+    would have taken `warm_seconds` later, and `forecast_seconds` by the machine's rates.
+
+    A short prompt shows no factor, and is forecast by the known one (`factor`). What its calls take beyond that is part
+    of the extra time of a first pass: a command such as `smoe generate` has no other pass of a prompt.
+    """
     low, high = PROMPT_FACTORS
-    factor = min(high, max(low, warm_seconds / forecast_seconds))
-    once = min(MOST_FIRST_PASS, max(_LEAST_FIRST_PASS, first_pass_seconds - warm_seconds))
-    return Pace(prompt=factor if tokens >= LEAST_PROMPT_TOKENS else None, first_pass=once)
+    if tokens < LEAST_PROMPT_TOKENS:
+        return Pace(first_pass=_first_pass(first_pass_seconds - forecast_seconds * (factor or 1.0)))
+    found = min(high, max(low, warm_seconds / forecast_seconds))
+    return Pace(prompt=found, first_pass=_first_pass(first_pass_seconds - warm_seconds))
+
+
+def _first_pass(seconds: float) -> float:
+    return min(MOST_FIRST_PASS, max(_LEAST_FIRST_PASS, seconds))
 
 
 UNTAUGHT_SPEEDS = (0.3, 1.5)
