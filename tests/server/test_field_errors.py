@@ -56,7 +56,6 @@ def refused(kind: type[RequestFields], fields: Any) -> ApiError:
         ({"logit_bias": MANY}, "logit_bias", "object_above_max_properties", "is an object of 1025 fields; it must be"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "one of: \"text\", \"json_"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_type", "true or false"),
-        ({"temprature": 1}, "temprature", "unknown_parameter", "Unrecognized request argument supplied: temprature"),
         ([1, 2], None, None, "the body must be a JSON object; it is [1, 2]"),
     ],
 )  # fmt: skip
@@ -79,7 +78,6 @@ def test_of_a_union_what_comes_nearest_is_told() -> None:
 
 def test_words_of_a_client_have_a_bound() -> None:
     for fields in (
-        {"x" * 100_000: 1},
         {"temperature": "x" * 100_000},
         {"temperature": ["x"] * 100_000},
         {"logit_bias": {"x" * 100_000: 101}},

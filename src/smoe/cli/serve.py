@@ -143,6 +143,14 @@ class ServerOptions:
             rich_help_panel=_SERVER,
         ),
     ] = False
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Refuse requests with unknown fields; otherwise the fields are ignored.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False
     chat_template: ChatTemplate = None
     parse_control_tokens: ParseControlTokens = False
     drain: Annotated[
@@ -175,6 +183,7 @@ class ServerOptions:
             unread_seconds=self.unread_timeout,
             exit_on_failure=self.exit_on_failure,
             parses_control_tokens=self.parse_control_tokens,
+            is_strict=self.strict,
             drain_seconds=self.drain,
         )
 

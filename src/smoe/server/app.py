@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from smoe.server.problem import ApiError, problem_of
 from smoe.server.request_lines import RequestLines
 from smoe.server.responses import Responses
 from smoe.server.serving import Serving
+from smoe.server.unknown_fields import IGNORED_FIELDS, add_ignored
 from smoe.server.watching import Watching, add_page
 
 _UNKNOWN = "(other)"
@@ -49,7 +51,8 @@ def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget |
     guarded: ASGIApp = Guard(app, serving.config, open_paths, counted, warn, bodies)
     if serving.config.allow_origin:
         origins = list(serving.config.allow_origin)
-        guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"])
+        exposed = [IGNORED_FIELDS]
+        guarded = CORSMiddleware(guarded, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
     return RequestLines(guarded)
 
 
@@ -69,26 +72,11 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 def _add_api(app: FastAPI, serving: Serving) -> None:
     stored_responses = Responses(serving)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await chat_completions(serving, request)
-
-    @app.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await completions(serving, request)
-
-    @app.post("/v1/messages")
-    async def message(request: Request) -> Response:
-        return await messages(serving, request)
-
-    @app.post("/v1/messages/count_tokens")
-    async def count(request: Request) -> Response:
-        return await count_tokens(serving, request)
-
-    @app.post("/v1/responses")
-    async def respond(request: Request) -> Response:
-        return await stored_responses.make(request)
+    _add_post(app, "/v1/chat/completions", partial(chat_completions, serving))
+    _add_post(app, "/v1/completions", partial(completions, serving))
+    _add_post(app, "/v1/messages", partial(messages, serving))
+    _add_post(app, "/v1/messages/count_tokens", partial(count_tokens, serving))
+    _add_post(app, "/v1/responses", stored_responses.make)
 
     @app.api_route("/v1/responses/{name}", methods=_READ)
     async def one_response(name: str) -> Response:
@@ -97,6 +85,16 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
     @app.delete("/v1/responses/{name}")
     async def forget_response(name: str) -> Response:
         return Json(stored_responses.delete(name))
+
+
+def _add_post(app: FastAPI, path: str, respond: Callable[[Request], Awaitable[Response]]) -> None:
+    """Add a path whose responses name the request's ignored fields in a header."""
+
+    @app.post(path)
+    async def answered(request: Request) -> Response:
+        response = await respond(request)
+        add_ignored(request, response)
+        return response
 
 
 def _add_state(app: FastAPI, serving: Serving) -> None:

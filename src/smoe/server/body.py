@@ -21,6 +21,7 @@ from smoe.server.events import ClientGoneError
 from smoe.server.field_errors import refusal_of, shortened
 from smoe.server.fields import RequestFields
 from smoe.server.problem import ApiError, refused
+from smoe.server.unknown_fields import UnknownFields
 
 _DEEPEST = 100
 """The deepest nesting of objects and lists: later code processes them recursively."""
@@ -41,12 +42,13 @@ async def body_of(request: Request) -> bytes:
         raise ClientGoneError from None
 
 
-def asked_of(kind: type[_T], data: bytes) -> _T:
-    """Parse and validate a body. Raises an `ApiError` for an invalid one. May take long: do not call this on the event
-    loop's thread."""
+def asked_of(kind: type[_T], data: bytes, unknown: UnknownFields) -> tuple[_T, list[str]]:
+    """Parse and validate a body. Return its fields, and the names of unknown ones. Raises an `ApiError` for an invalid
+    body. May take long: do not call this on the event loop's thread."""
     value = _value_of(data)
+    names = unknown.check(kind, value)
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value), names
     except ValidationError as error:
         problem = refusal_of(kind, error, value)
     raise problem  # outside of the `except`: the error would keep the body's values in memory

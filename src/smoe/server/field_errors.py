@@ -51,9 +51,6 @@ def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiE
     # of a union, the branch that the value has the type of, if there is one
     first = next((each for each in here if not each["type"].endswith("_type")), here[0])
     found = first["type"]
-    if found == "extra_forbidden":
-        message = f"Unrecognized request argument supplied: {place.name}"
-        return refused(message, place.name, "unknown_parameter")
     if found in ("missing", "union_tag_not_found"):
         name = place.name + (".role" if found == "union_tag_not_found" else "")
         return refused(f"you must provide '{name}'", name, "missing_required_parameter")

@@ -1,9 +1,9 @@
 """The fields of requests, by OpenAI's names.
 
-Unknown fields are refused, as OpenAI does. Fields of OpenAI's API that change nothing here are ignored; fields that
-would change the response are refused (`check_unsupported`). Fields of other servers are accepted with their neutral
-values only (`neutral_fields.py`). The bounds declared here appear in the API's description; checks that need more than
-the request are elsewhere.
+Unknown fields are ignored or refused (`unknown_fields.py`). Fields of OpenAI's API that change nothing here are
+ignored; fields that would change the response are refused (`check_unsupported`). Fields of other servers are accepted
+with their neutral values only (`neutral_fields.py`). The bounds declared here appear in the API's description; checks
+that need more than the request are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_TEXTS = 128
 MOST_MESSAGES = 10_000
 """The maximum number of messages of one conversation. Validating so many takes some 20 ms, during which no other
 request is answered."""
-_MOST_STOPS = 16
+MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASES = 1024
 _HOTTEST = 2.0
@@ -53,7 +53,7 @@ class RequestFields(NeutralFields):
     """The fields that all kinds of requests share."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, use_attribute_docstrings=True, json_schema_extra=_tell_unsupported
+        extra="ignore", strict=True, use_attribute_docstrings=True, json_schema_extra=_tell_unsupported
     )
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Fields that would change the response but are not supported, with the values that change nothing."""
@@ -115,7 +115,7 @@ class Completing(RequestFields):
 
     n: int | None = Field(default=None, ge=1, le=MOST_TEXTS)
     """The number of texts for each prompt; the n-th draws with `seed` + n."""
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS, fail_fast=True)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     """Strings at which a text ends; the string itself is not part of the text. Empty ones are ignored."""
     max_tokens: Tokens = None
     presence_penalty: Penalty = None
@@ -211,7 +211,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -356,42 +356,3 @@ class ResponseAsked(RequestFields):
     service_tier: Any = None
     stream_options: Any = None
     top_logprobs: Any = None
-
-
-class CountAsked(Completing):
-    """A request to `POST /v1/messages/count_tokens`. Unknown fields are ignored, as agents send many."""
-
-    model_config = ConfigDict(extra="ignore")
-    takes_any_model = True
-    names: ClassVar = {"max_new_tokens": "max_tokens", "prompt": "messages"}
-
-    messages: Objects = Field(min_length=1, max_length=MOST_MESSAGES)
-    """Turns of user, assistant and system: text, or blocks of text, thinking, tool_use and tool_result."""
-    system: str | Objects | None = None
-    """The system prompt: a text, or blocks of text."""
-    stop_sequences: list[str] | None = Field(default=None, max_length=_MOST_STOPS, fail_fast=True)
-    """Strings at which the text ends."""
-    tools: Objects | None = Field(default=None, max_length=128)
-    """Tools with a `name` and an `input_schema`."""
-    tool_choice: dict[str, Any] | None = None
-    """`{"type": ...}`: auto, any, none, or tool with a `name`; `disable_parallel_tool_use`."""
-    thinking: dict[str, Any] | None = None
-    """`{"type": "disabled"}` turns reasoning off, other types on, where the chat template supports it."""
-    output_config: dict[str, Any] | None = None
-    """Its `effort` is given to the chat template; its `format` is a JSON schema that the response matches."""
-    output_format: dict[str, Any] | None = None
-    """An earlier name of `output_config.format`."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Not Anthropic's: given to the chat template."""
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The strings at which the text ends."""
-        return tuple(stop for stop in self.stop_sequences or () if stop)
-
-
-class MessagesAsked(CountAsked):
-    """A request to `POST /v1/messages`."""
-
-    max_tokens: int = Field(ge=1)
-    """The most tokens of the response."""

@@ -15,7 +15,7 @@ from smoe.generation.request import EndReason
 from smoe.server.answer import EndpointAnswer
 from smoe.server.choice import ChoiceText, Delta
 from smoe.server.events import Json, event
-from smoe.server.fields import CountAsked, MessagesAsked
+from smoe.server.message_fields import CountAsked, MessagesAsked
 from smoe.server.problem import ApiError, refused
 from smoe.server.prompts import text_of
 from smoe.server.serving import Serving

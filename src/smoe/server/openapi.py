@@ -18,11 +18,11 @@ from smoe.server import answers
 from smoe.server.fields import (
     ChatAsked,
     CompletionAsked,
-    CountAsked,
-    MessagesAsked,
     RequestFields,
     ResponseAsked,
 )
+from smoe.server.message_fields import CountAsked, MessagesAsked
+from smoe.server.unknown_fields import IGNORED_FIELDS
 
 METRICS_TYPE = "text/plain; version=0.0.4"
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -39,6 +39,7 @@ _REFUSALS = {
     500: "The server failed; only this request is lost.",
     503: "The server is shutting down, its model can no longer be used, or all connections are in use.",
 }
+_IGNORED = {"description": "Unknown fields of the request, which were ignored.", "schema": {"type": "string"}}
 _OF_ALL = (403, 408, 413, 429, 500, 503)
 _OF_ASKING = (400, 404, 415)
 _ABOUT = """\
@@ -179,7 +180,9 @@ def _described(operation: Operation, needs_key: bool) -> dict[str, Any]:
         if isinstance(events, type)
         else "The result."
     )
-    responses = {"200": {"description": description, "content": _content(operation.content)}}
+    responses: dict[str, Any] = {"200": {"description": description, "content": _content(operation.content)}}
+    if operation.asked is not None:
+        responses["200"]["headers"] = {IGNORED_FIELDS: _IGNORED}
     responses |= {
         str(status): {"description": _REFUSALS[status], "content": _content({_JSON: operation.others[status]})}
         for status in operation.others

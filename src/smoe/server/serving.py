@@ -35,6 +35,7 @@ from smoe.server.request_lines import note_asked
 from smoe.server.settings import ServerConfig
 from smoe.server.texts import Bell, TextRequest, Texts
 from smoe.server.token_text import TokenTexts
+from smoe.server.unknown_fields import UnknownFields, list_ignored
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -70,6 +71,7 @@ class Serving:
         self._bell = Bell()
         self._asked: weakref.WeakSet[Texts] = weakref.WeakSet()
         self.health = ModelHealth()
+        self._unknown = UnknownFields(config.is_strict)
         self._is_ending = self._has_read = False
         self._thread = threading.Thread(target=self._run, name="smoe-decode", daemon=True)
         self._preparing = ThreadPoolExecutor(1, "smoe-prompts")
@@ -139,17 +141,20 @@ class Serving:
         try:
             data = [await body_of(request)]
             here = asyncio.get_running_loop()
-            return await here.run_in_executor(self._preparing, lambda: self._prepared(kind, data.pop(), work))
+            prepared = await here.run_in_executor(self._preparing, lambda: self._prepared(kind, data.pop(), work))
+            list_ignored(request, prepared[1])
+            return prepared[0]
         finally:
             release_body(request.scope)
 
-    def _prepared(self, kind: type[_A], data: bytes, work: Callable[[_A], _T]) -> _T:
-        asked = asked_of(kind, data)
+    def _prepared(self, kind: type[_A], data: bytes, work: Callable[[_A], _T]) -> tuple[_T, list[str]]:
+        """Return what `work` makes of a body, and the names of the body's unknown fields."""
+        asked, unknown = asked_of(kind, data, self._unknown)
         asked.check_unsupported()
         if not asked.takes_any_model:
             self.check_name(asked.model)
         try:
-            return work(asked)
+            return work(asked), unknown
         except Exception as error:
             problem = problem_of(error, asked.settings, self._is_whole_context)
         raise problem  # outside of the `except`: the error would keep what was parsed in memory

@@ -48,6 +48,8 @@ class ServerConfig:
     """Whether the server ends when the model can no longer be used."""
     parses_control_tokens: bool = False
     """Whether the text of a control token in a message becomes that token; otherwise it stays text."""
+    is_strict: bool = False
+    """Whether requests with unknown fields are refused; otherwise the fields are ignored."""
     drain_seconds: float = 30.0
     """How long running texts may continue when the server shuts down."""
 

@@ -1,0 +1,58 @@
+"""The fields of requests to Anthropic's Messages API, by its names."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from smoe.server.fields import MOST_MESSAGES, MOST_STOPS, Completing, Objects
+
+
+class CountAsked(Completing):
+    """A request to `POST /v1/messages/count_tokens`."""
+
+    takes_any_model = True
+    unsupported = {"container": (), "mcp_servers": ([],)}
+    names: ClassVar = {"max_new_tokens": "max_tokens", "prompt": "messages"}
+
+    messages: Objects = Field(min_length=1, max_length=MOST_MESSAGES)
+    """Turns of user, assistant and system: text, or blocks of text, thinking, tool_use and tool_result."""
+    system: str | Objects | None = None
+    """The system prompt: a text, or blocks of text."""
+    stop_sequences: list[str] | None = Field(default=None, max_length=MOST_STOPS, fail_fast=True)
+    """Strings at which the text ends."""
+    tools: Objects | None = Field(default=None, max_length=128)
+    """Tools with a `name` and an `input_schema`."""
+    tool_choice: dict[str, Any] | None = None
+    """`{"type": ...}`: auto, any, none, or tool with a `name`; `disable_parallel_tool_use`."""
+    thinking: dict[str, Any] | None = None
+    """`{"type": "disabled"}` turns reasoning off, other types on, where the chat template supports it."""
+    output_config: dict[str, Any] | None = None
+    """Its `effort` is given to the chat template; its `format` is a JSON schema that the response matches."""
+    output_format: dict[str, Any] | None = None
+    """An earlier name of `output_config.format`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not Anthropic's: given to the chat template."""
+    container: Any = None
+    mcp_servers: Any = None
+    # ignored: the answer is right without them
+    cache_control: Any = None
+    context_management: Any = None
+    inference_geo: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings at which the text ends."""
+        return tuple(stop for stop in self.stop_sequences or () if stop)
+
+
+class MessagesAsked(CountAsked):
+    """A request to `POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    """The most tokens of the response."""

@@ -1,0 +1,100 @@
+"""Fields that no API here has. Would catch a typing error that changes nothing without a word, a strict server that
+ignores one, and names that break a header or fill the log."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from smoe.server.fields import ChatAsked, RequestFields, ResponseAsked
+from smoe.server.message_fields import CountAsked, MessagesAsked
+from smoe.server.unknown_fields import IGNORED_FIELDS, UnknownFields, unknown_fields
+from tests.server.conftest import Running, served
+
+SAID = [{"role": "user", "content": "x", "own": 1}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "demo", "messages": SAID, "max_tokens": 1},
+    "/v1/completions": {"model": "demo", "prompt": "x", "max_tokens": 1},
+    "/v1/responses": {"model": "demo", "input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"model": "demo", "messages": SAID, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"model": "demo", "messages": SAID},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_fields_are_ignored_and_listed(running: Running, path: str) -> None:
+    answer = running.http("POST", path, {**BODIES[path], "temprature": 1, "söme, thing\n": 2})
+    assert answer.status == 200 and IGNORED_FIELDS not in running.http("POST", path, BODIES[path]).headers
+    assert [unquote(name) for name in answer.headers[IGNORED_FIELDS].split(",")] == ["temprature", "söme, thing\n"]
+    wrong = running.http("POST", path, {**BODIES[path], "temperature": 5, "temprature": 1})
+    assert wrong.status == 400 and "'temperature' is 5; it must be a number between 0 and 2" in wrong.text
+
+
+def test_a_stream_lists_them_too(running: Running) -> None:
+    answer = running.http("POST", "/v1/chat/completions", {**BODIES["/v1/chat/completions"], "stream": True, "best": 1})
+    assert answer.status == 200 and answer.headers[IGNORED_FIELDS] == "best"
+
+
+def test_a_strict_server_names_the_nearest_field(demo: Any, demo_tokenizer: Any) -> None:
+    with served(demo, demo_tokenizer, is_strict=True) as running:
+        for path, body in BODIES.items():
+            answer = running.http("POST", path, {**body, "Temprature": 1})
+            assert answer.status == 400
+            assert "Unrecognized request argument supplied: Temprature (did you mean temperature?)" in answer.text
+            assert running.http("POST", path, body).status == 200
+        wrong = {"response_format": {"type": "text", "json_shema": {}}}
+        answer = running.http("POST", "/v1/chat/completions", BODIES["/v1/chat/completions"] | wrong)
+        assert (answer.status, answer.error["code"]) == (400, "unknown_parameter")
+        assert answer.error["param"] == "response_format.json_shema"
+        assert "(did you mean response_format.json_schema?)" in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "expected"),
+    [
+        (ChatAsked, {"messages": SAID, "stream_options": {"usage": 1}}, ["stream_options.usage"]),
+        (ChatAsked, {"chat_template_kwargs": {"own": 1}, "tools": [{"own": 1}], "logit_bias": {"5": 1}}, []),
+        (ChatAsked, {"response_format": {"json_schema": {"schema": {"own": 1}, "shema": 1}}},
+         ["response_format.json_schema.shema"]),
+        (ResponseAsked, {"text": {"form": 1}, "input": [{"own": 1}]}, ["text.form"]),
+        (ChatAsked, [], []),
+        (ChatAsked, {"x" * 100_000: 1}, ["x" * 80 + "..."]),
+    ],
+)  # fmt: skip
+def test_names_say_where_the_field_is(kind: type[RequestFields], fields: Any, expected: list[str]) -> None:
+    assert [field.shown for field in unknown_fields(kind, fields)] == expected
+
+
+def test_each_name_has_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    fields = UnknownFields(is_strict=False)
+    with caplog.at_level(logging.INFO, "smoe.server.unknown_fields"):
+        for _ in range(2):
+            assert fields.check(ChatAsked, {"temprature": 1, "own": 2}) == ["temprature", "own"]
+        assert [record.getMessage() for record in caplog.records] == [
+            "the unknown field 'temprature' is ignored (did you mean temperature?)",
+            "the unknown field 'own' is ignored",
+        ]
+        for number in range(1000):
+            fields.check(ChatAsked, {f"{number}": 1})
+    assert len(caplog.records) == 200
+
+
+def test_many_names_fit_in_the_header(running: Running) -> None:
+    body = BODIES["/v1/completions"] | {f"{number}" + "x" * 200: 1 for number in range(100)}
+    listed = running.http("POST", "/v1/completions", body).headers[IGNORED_FIELDS]
+    assert listed.endswith(",and 80 more") and len(listed) < 4096
+
+
+def test_every_field_of_anthropics_client_is_known() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(api_key="none")
+    for messages in (client.messages, client.beta.messages):
+        for kind, method in ((MessagesAsked, messages.create), (CountAsked, messages.count_tokens)):
+            fields = set(inspect.signature(method).parameters) - {
+                "extra_headers", "extra_query", "extra_body", "timeout", "betas", "stream"
+            }  # fmt: skip
+            assert fields <= set(kind.model_fields), kind
