@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from smoe.generation.choices import generation_config
 from smoe.generation.sampler import Sampler
@@ -42,6 +48,23 @@ def test_min_p_draws_as_the_library_does(
         expected = int(torch.multinomial(scores.softmax(-1), 1, generator=theirs))
         assert sampler.choose(logits)[0] == expected
     assert (allowed == DRAWS) == (min_p == 1.0)
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_a_repetition_penalty_has_the_librarys_effect_on_its_window(window: int, toy: Callable[..., Path]) -> None:
+    model = oracle.reference(toy("qwen2_moe"))
+    sampling = Sampling(repetition_penalty=1.7, repetition_window=window)
+    config = generation_config(model, NoText(), sampling, 9)
+    ids = [5, 6, 7, 8]
+    sampler = Sampler(model, config, sampling, ids, None, None)
+    penalty = RepetitionPenaltyLogitsProcessor(1.7)
+    chance = torch.Generator().manual_seed(8)
+    for _ in range(60):
+        logits = torch.randn(128, generator=chance)
+        logits[:12] += 2
+        expected = int(penalty(torch.tensor([ids[-window:]]), logits[None].clone()).argmax())
+        assert sampler.choose(logits)[0] == expected
+        ids.append(expected)
 
 
 def test_min_p_alone_is_a_wish_to_draw(toy: Callable[..., Path]) -> None:

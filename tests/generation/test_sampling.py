@@ -23,6 +23,7 @@ from smoe.generation.sampling import Sampling
         ("min_p", 1.1, "between 0 .none. and 1"),
         ("min_p", float("nan"), "between 0 .none. and 1"),
         ("top_k", -1, "0 .all. or more"),
+        ("repetition_window", 0, "at least 1"),
         ("repetition_penalty", 0.0, "between 0.01 and 100 .1: none."),
         ("repetition_penalty", 5e-324, "between 0.01 and 100 .1: none."),
         ("repetition_penalty", float("nan"), "between 0.01 and 100 .1: none."),

@@ -16,7 +16,8 @@ from smoe.server.neutral_fields import NEUTRAL, NeutralFields
 from smoe.server.problem import ApiError
 
 OURS = {"seed", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "chat_template_kwargs",
-        "add_generation_prompt", "continue_final_message"}  # fmt: skip
+        "add_generation_prompt", "continue_final_message", "cache_prompt", "ignore_eos", "repeat_last_n",
+        "thinking_budget_tokens", "grammar", "n_predict", "num_predict"}  # fmt: skip
 OTHERS = set(NeutralFields.model_fields)
 ASKED = [(ChatAsked, Completions), (CompletionAsked, TextCompletions), (ResponseAsked, Responses)]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from smoe.errors import ModelError
 from smoe.generation.request import Constraint, Likely
@@ -35,6 +35,7 @@ class Sampler:
         self._ids = torch.tensor([list(prompt)], device=model.device) if len(self._processors) else None
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
         self._bias = dict(sampling.logit_bias)
+        self._window = sampling.repetition_window
         self._counts: dict[int, int] = {}
         """The number of occurrences of each token since the prompt."""
         self._logprobs = logprobs
@@ -54,7 +55,7 @@ class Sampler:
         if self._constraint is not None:
             self._constraint.narrow(scores[0])
         if self._ids is not None:
-            scores = self._processors(self._ids, scores)
+            scores = self._processed(self._ids, scores)
         if self._draws:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
         else:
@@ -65,6 +66,16 @@ class Sampler:
         best = plain.topk(self._logprobs or 0)
         top = tuple(map(Likely, best.indices.tolist(), best.values.tolist()))
         return token, float(plain[token]), top
+
+    def _processed(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Apply the library's processors; that of repetition gets the last tokens only, if a window is set."""
+        if self._window is None:
+            processed: torch.Tensor = self._processors(ids, scores)
+            return processed
+        for processor in self._processors:
+            is_windowed = isinstance(processor, RepetitionPenaltyLogitsProcessor)
+            scores = processor(ids[:, -self._window :] if is_windowed else ids, scores)
+        return scores
 
     def _penalise(self, scores: torch.Tensor) -> None:
         """Apply OpenAI's presence and frequency penalties, and the bias of single tokens."""

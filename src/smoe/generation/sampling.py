@@ -28,6 +28,8 @@ class Sampling:
     repetition_penalty: float | None = 1.0
     min_p: float | None = None
     """The least probability of a token that may be chosen, as a share of the likeliest token's; 0: none."""
+    repetition_window: int | None = None
+    """The number of last tokens, of prompt and text, whose repetition is penalised; None: all."""
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
@@ -42,13 +44,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty
-        min_p = self.min_p
+        min_p, window = self.min_p, self.repetition_window
         for name, holds, allowed in (
             ("max_new_tokens", self.max_new_tokens >= 1, "a whole number of at least 1"),
             ("temperature", heat is None or 0 <= heat < math.inf, "0 (greedy) or more"),
             ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
             ("top_k", top_k is None or top_k >= 0, "0 (all) or more"),
             ("min_p", min_p is None or 0 <= min_p <= 1, "between 0 (none) and 1"),
+            ("repetition_window", window is None or window >= 1, "at least 1 (None: all)"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("repetition_penalty", penalty is None or 0.01 <= penalty <= 100, "between 0.01 and 100 (1: none)"),

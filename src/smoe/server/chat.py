@@ -14,7 +14,7 @@ from smoe.server.events import event
 from smoe.server.fields import ChatAsked, ResponseFormat
 from smoe.server.problem import refused
 from smoe.server.serving import Serving
-from smoe.server.talk import Prepared, Talk, prepare
+from smoe.server.talk import Prepared, Talk, prepare, template_of
 from smoe.server.texts import Texts
 
 
@@ -33,19 +33,16 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
 def _talk(asked: ChatAsked) -> Talk:
     if asked.top_logprobs and asked.likeliest is None:
         raise refused("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
-    most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    template = dict(asked.chat_template_kwargs or {})
-    if asked.reasoning_effort is not None:
-        template.setdefault("reasoning_effort", asked.reasoning_effort)
     return Talk(
         messages=[message.model_dump(exclude_none=True) for message in asked.messages],
         tools=[tool.model_dump(exclude_none=True) for tool in asked.tools or ()],
         tool_choice=asked.tool_choice,
         is_single_call=asked.parallel_tool_calls is False,
         schema=schema_of(asked.response_format),
-        template=template,
+        template=template_of(asked.chat_template_kwargs, asked.reasoning_effort),
         ending=_ending(asked),
-        max_new_tokens=most,
+        max_new_tokens=asked.most_tokens,
+        grammar=asked.grammar,
         texts=asked.n or 1,
         logprobs=asked.likeliest,
     )
@@ -62,10 +59,11 @@ def _ending(asked: ChatAsked) -> Ending:
     if last.role != "assistant" or last.tool_calls:
         message = "'continue_final_message' needs a last message of the role assistant without tool calls"
         raise refused(message, "continue_final_message")
-    if schema_of(asked.response_format) is not None or asked.tool_choice not in (None, "auto", "none"):
+    is_free = schema_of(asked.response_format) is None and asked.grammar is None
+    if not is_free or asked.tool_choice not in (None, "auto", "none"):
         message = (
-            "'continue_final_message' cannot be combined with a 'response_format' or a 'tool_choice' that constrains "
-            "the response from its first token"
+            "'continue_final_message' cannot be combined with a 'response_format', a 'grammar' or a 'tool_choice' that "
+            "constrains the response from its first token"
         )
         raise refused(message, "continue_final_message")
     return Ending(add_generation_prompt=False, continue_final_message=True)
@@ -75,13 +73,14 @@ def schema_of(form: ResponseFormat | None) -> dict[str, Any] | None:
     """Return the JSON schema that the response must follow; None for free text."""
     if form is None or form.type == "text":
         return None
+    given = form.schema_ if form.json_schema is None else form.json_schema.schema_
     if form.type == "json_object":
-        return {"type": "object"}
-    if form.json_schema is None or form.json_schema.schema_ is None:
+        return {"type": "object"} if given is None else given
+    if given is None:
         raise refused(
             "'response_format' of the type json_schema needs a 'json_schema' with a 'schema'", "response_format"
         )
-    return form.json_schema.schema_
+    return given
 
 
 class _ChatAnswer(EndpointAnswer):

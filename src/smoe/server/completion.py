@@ -12,7 +12,7 @@ from smoe.server.choice import ChoiceText, Delta, TokenChances, usage_of
 from smoe.server.events import event
 from smoe.server.fields import MOST_TEXTS, CompletionAsked
 from smoe.server.problem import refused
-from smoe.server.sampled import another, sampling_of
+from smoe.server.sampled import another, refuse_endless, sampling_of, texts_of
 from smoe.server.serving import Serving
 from smoe.server.texts import TextRequest, Texts
 from smoe.server.token_text import TokenTexts
@@ -37,12 +37,16 @@ def _wanted(serving: Serving, asked: CompletionAsked) -> list[TextRequest]:
     prompts = _prompts(serving, asked.prompt)
     if len(prompts) * (asked.n or 1) > MOST_TEXTS:
         raise refused(f"a request may have at most {MOST_TEXTS} texts (prompts times 'n')", "n")
-    tokens = _USUAL_TOKENS if asked.max_tokens is None else asked.max_tokens
-    sampling = sampling_of(asked, serving.model, tokens)
+    tokens = _USUAL_TOKENS if asked.most_tokens is None else asked.most_tokens
+    grammar = None
+    if asked.grammar is not None:
+        refuse_endless(asked)
+        grammar = serving.grammars.of_given(asked.grammar)
     wanted: list[TextRequest] = []
     for ids in prompts:
-        for _ in range(asked.n or 1):
-            wanted.append(TextRequest(ids, another(sampling, len(wanted)), asked.likeliest))
+        sampling = another(sampling_of(asked, serving.model, serving.limit(ids, tokens)), len(wanted))
+        own = None if grammar is None else grammar.another()
+        wanted += texts_of(ids, sampling, asked.n or 1, asked.likeliest, own)
         serving.check(wanted[-1], asked.settings)
     return wanted
 

@@ -27,7 +27,9 @@ _MOST_BIASES = 1024
 _HOTTEST = 2.0
 """OpenAI's upper bound of `temperature`."""
 
-Tokens = Annotated[int | None, Field(ge=1)]
+UP_TO_THE_CONTEXT = -1
+"""As a number of new tokens: as many as the context has room for."""
+Tokens = Annotated[int, Field(ge=1)] | Literal[-1] | None
 Likeliest = Annotated[int | None, Field(ge=0, le=20)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(max_length=_LONGEST_STOP)]
@@ -76,6 +78,14 @@ class RequestFields(NeutralFields):
     """Not OpenAI's: values above 1 reduce repetition."""
     repeat_penalty: float | None = Field(default=None, ge=0.01, le=100)
     """The same, as llama.cpp and Ollama name it."""
+    repeat_last_n: int | None = Field(default=None, ge=-1)
+    """Not OpenAI's: the number of last tokens whose repetition is penalised; 0: none; -1 or left out: all."""
+    ignore_eos: bool | None = None
+    """Not OpenAI's: whether the model's end token is never chosen, so that the text ends at its other limits."""
+    thinking_budget_tokens: int | None = Field(default=None, ge=-1)
+    """Not OpenAI's: reasoning is ended after this many tokens; -1 or left out: it is not."""
+    cache_prompt: bool | None = None
+    """Accepted and ignored: what is reused from the KV cache changes no response."""
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     """Equal seeds draw equal texts. 64 bits; -1: as if left out."""
     stream: bool | None = None
@@ -103,11 +113,26 @@ def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
+def first_given(*values: int | None) -> int | None:
+    """Return the first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     include_usage: bool | None = None
     """Whether a stream ends with the token counts."""
+
+
+class GivenGrammar(BaseModel):
+    """A grammar and its language."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["gbnf", "lark", "regex", "json"]
+    value: str | dict[str, Any]
+    """The grammar, or for `json` a JSON schema."""
 
 
 class Completing(RequestFields):
@@ -118,11 +143,23 @@ class Completing(RequestFields):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     """Strings at which a text ends; the string itself is not part of the text. Empty ones are ignored."""
     max_tokens: Tokens = None
+    """-1: as many as the context has room for."""
+    n_predict: Tokens = None
+    """The same, as llama.cpp names it."""
+    num_predict: Tokens = None
+    """The same, as Ollama names it."""
+    grammar: str | GivenGrammar | None = None
+    """Not OpenAI's: the grammar that the response follows, in GBNF or Lark; or its language and itself."""
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
     logit_bias: dict[str, Bias] | None = Field(default=None, max_length=_MOST_BIASES)
     """The value added to the logit of each token, by token id."""
     stream_options: StreamOptions | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The given maximum number of new tokens; None where none is given."""
+        return first_given(self.max_tokens, self.n_predict, self.num_predict)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -211,10 +248,12 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=(), use_attribute_docstrings=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """Not OpenAI's: the schema, without a `json_schema` around it; also with `json_object`."""
 
 
 class ChatAsked(Completing):
@@ -269,6 +308,10 @@ class ChatAsked(Completing):
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return first_given(self.max_completion_tokens, super().most_tokens)
 
     @property
     def likeliest(self) -> int | None:
@@ -332,6 +375,8 @@ class ResponseAsked(RequestFields):
     """Returned unchanged in the response."""
     reasoning: dict[str, Any] | None = None
     """Its `effort` is passed to the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not OpenAI's: variables for the chat template."""
     background: Any = None
     conversation: Any = None
     image: Any = None

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from smoe.server.fields import GivenGrammar
 from smoe.server.problem import ApiError, refused
 
 _LONGEST_SCHEMA = 200_000
@@ -46,13 +47,39 @@ class Grammars:
             text = schema_text(schema, param)
             return self.of_rules(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), param)
         except (ValueError, RecursionError) as error:
-            raise _unsupported_schema(error, param) from error
+            raise _unsupported(error, param) from error
 
     def of_lark(self, rules: str, param: str) -> Grammar:
         """Return a grammar from rules in llguidance's Lark format."""
         import llguidance
 
         return self.of_rules(llguidance.LLMatcher.grammar_from_lark(rules), param)
+
+    def of_given(self, given: str | GivenGrammar, param: str = "grammar") -> Grammar:
+        """Return the grammar that a request gives: in GBNF or Lark, a regular expression, or a JSON schema. Raises an
+        `ApiError` for an invalid one."""
+        import llguidance
+        from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
+
+        kind, value = (None, given) if isinstance(given, str) else (given.type, given.value)
+        if (kind == "json") != isinstance(value, dict):
+            raise refused(f"'{param}.value' must be a JSON schema with the type json, else a string", param)
+        if isinstance(value, dict):
+            return self.of_schema(value, param)
+        if len(value) > _LONGEST_SCHEMA:
+            raise refused(f"the grammar is longer than {_LONGEST_SCHEMA} characters", param, "invalid_grammar")
+        try:
+            match kind:
+                case "regex":
+                    rules = llguidance.LLMatcher.grammar_from_regex(value)
+                case "lark":
+                    rules = llguidance.LLMatcher.grammar_from_lark(value)
+                case _:
+                    lark = gbnf_to_lark(value) if kind == "gbnf" else any_to_lark(value)
+                    rules = llguidance.LLMatcher.grammar_from_lark(lark)
+        except Exception as error:  # the converter raises errors of many classes for invalid grammars
+            raise _unsupported(error, param) from error
+        return self.of_rules(rules, param)
 
     def of_rules(self, rules: str, param: str) -> Grammar:
         """Return a grammar from rules in llguidance's internal format."""
@@ -61,7 +88,7 @@ class Grammars:
         tokens = self._known_tokens(param)
         matcher = self._on_a_deep_stack(lambda: llguidance.LLMatcher(tokens, rules))
         if matcher.is_error():
-            raise _unsupported_schema(matcher.get_error(), param)
+            raise _unsupported(matcher.get_error(), param)
         grammar = Grammar(matcher, self._vocabulary, param)
         grammar.check_first()
         return grammar
@@ -108,7 +135,7 @@ class Grammar:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         if not self._mask.any():
-            raise _unsupported_schema("no text can match it", self._param)
+            raise _unsupported("no text can match it", self._param)
 
     def narrow(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to minus infinity. `logits`: [V]."""
@@ -128,7 +155,7 @@ class Grammar:
         """Raise an `ApiError` where the rules have become too complex within a text: the request's schema causes
         that."""
         if self._matcher.is_error():
-            raise _unsupported_schema(self._matcher.get_error(), self._param)
+            raise _unsupported(self._matcher.get_error(), self._param)
 
 
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref"}
@@ -156,8 +183,9 @@ def schema_text(schema: dict[str, Any], param: str) -> str:
     return json.dumps(closed(schema))
 
 
-def _unsupported_schema(why: object, param: str) -> ApiError:
-    return refused(f"'{param}' cannot be enforced: {_first_line(str(why))}", param, "invalid_json_schema")
+def _unsupported(why: object, param: str) -> ApiError:
+    code = "invalid_grammar" if param == "grammar" else "invalid_json_schema"
+    return refused(f"'{param}' cannot be enforced: {_first_line(str(why))}", param, code)
 
 
 def _first_line(text: str) -> str:

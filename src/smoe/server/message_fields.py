@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,8 @@ class CountAsked(Completing):
     tool_choice: dict[str, Any] | None = None
     """`{"type": ...}`: auto, any, none, or tool with a `name`; `disable_parallel_tool_use`."""
     thinking: dict[str, Any] | None = None
-    """`{"type": "disabled"}` turns reasoning off, other types on, where the chat template supports it."""
+    """`{"type": "disabled"}` turns reasoning off, other types on, where the chat template supports it. Reasoning ends
+    after `budget_tokens`."""
     output_config: dict[str, Any] | None = None
     """Its `effort` is given to the chat template; its `format` is a JSON schema that the response matches."""
     output_format: dict[str, Any] | None = None
@@ -54,5 +55,5 @@ class CountAsked(Completing):
 class MessagesAsked(CountAsked):
     """A request to `POST /v1/messages`."""
 
-    max_tokens: int = Field(ge=1)
-    """The most tokens of the response."""
+    max_tokens: Annotated[int, Field(ge=1)] | Literal[-1]
+    """The most tokens of the response; -1: as many as the context has room for."""

@@ -19,7 +19,7 @@ from smoe.server.message_fields import CountAsked, MessagesAsked
 from smoe.server.problem import ApiError, refused
 from smoe.server.prompts import text_of
 from smoe.server.serving import Serving
-from smoe.server.talk import Prepared, Talk, prepare, prompt_of
+from smoe.server.talk import Prepared, Talk, prepare, prompt_of, template_of, thinking
 from smoe.server.texts import Texts
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
@@ -67,12 +67,10 @@ def _talk(asked: CountAsked) -> Talk:
     if asked.system:
         turns.insert(0, {"role": "system", "content": text_of(asked.system, "system")})
     choice = asked.tool_choice or {}
-    template: dict[str, Any] = dict(asked.chat_template_kwargs or {})
-    if asked.thinking is not None:
-        template.setdefault("enable_thinking", asked.thinking.get("type") != "disabled")
     output = asked.output_config or {}
-    if output.get("effort") is not None:
-        template.setdefault("reasoning_effort", output["effort"])
+    template = template_of(asked.chat_template_kwargs, output.get("effort"))
+    if asked.thinking is not None:
+        template = thinking(template, asked.thinking.get("type") != "disabled")
     return Talk(
         messages=turns,
         tools=[_tool(tool) for tool in asked.tools or ()],
@@ -82,8 +80,20 @@ def _talk(asked: CountAsked) -> Talk:
         schema_field="output_config.format",
         template=template,
         ending=_ending(turns),
-        max_new_tokens=asked.max_tokens,
+        max_new_tokens=asked.most_tokens,
+        grammar=asked.grammar,
+        thinking_tokens=_thinking_tokens(asked.thinking or {}),
     )
+
+
+def _thinking_tokens(thinking: dict[str, Any]) -> int | None:
+    """Return the most tokens of reasoning; None: any number."""
+    given = thinking.get("budget_tokens")
+    if given is None or thinking.get("type") != "enabled":
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise refused("'thinking.budget_tokens' must be a whole number of at least 0", "thinking.budget_tokens")
+    return given
 
 
 def _ending(turns: list[dict[str, Any]]) -> Ending:

@@ -17,7 +17,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "guidance_scale": (1,),
-    "ignore_eos": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "min_tokens": (0,),
@@ -29,6 +32,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "smoothing_factor": (0,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
+    "structured_outputs": (),
     "suffix": ("",),
     "tfs_z": (1,),
     "top_a": (0,),
@@ -52,7 +56,10 @@ class NeutralFields(BaseModel):
     epsilon_cutoff: Any = None
     eta_cutoff: Any = None
     guidance_scale: Any = None
-    ignore_eos: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
     include_stop_str_in_output: Any = None
     length_penalty: Any = None
     min_tokens: Any = None
@@ -64,6 +71,7 @@ class NeutralFields(BaseModel):
     smoothing_factor: Any = None
     spaces_between_special_tokens: Any = None
     stop_token_ids: Any = None
+    structured_outputs: Any = None
     suffix: Any = None
     tfs_z: Any = None
     top_a: Any = None
@@ -72,9 +80,7 @@ class NeutralFields(BaseModel):
     use_beam_search: Any = None
     xtc_probability: Any = None
     # ignored: what they are about is off
-    cache_prompt: Any = None
     dynatemp_exponent: Any = None
     mirostat_eta: Any = None
     mirostat_tau: Any = None
-    repeat_last_n: Any = None
     xtc_threshold: Any = None

@@ -8,7 +8,7 @@ from typing import Any
 from smoe.server.fields import ResponseAsked
 from smoe.server.problem import refused
 from smoe.server.prompts import text_of
-from smoe.server.talk import Talk
+from smoe.server.talk import Talk, template_of
 
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -18,7 +18,6 @@ def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, l
     stored response that is continued."""
     messages = before + messages_of(asked.input)
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    effort = (asked.reasoning or {}).get("effort")
     talk = Talk(
         messages=first + messages,
         tools=[_tool(tool) for tool in asked.tools or ()],
@@ -26,7 +25,7 @@ def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, l
         is_single_call=asked.parallel_tool_calls is False,
         schema=_schema(asked),
         schema_field="text.format",
-        template={} if effort is None else {"reasoning_effort": effort},
+        template=template_of(asked.chat_template_kwargs, (asked.reasoning or {}).get("effort")),
         max_new_tokens=asked.max_output_tokens,
     )
     return talk, messages

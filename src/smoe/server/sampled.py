@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
 from smoe.generation.choices import COLDEST
+from smoe.generation.request import Constraint
 from smoe.generation.sampling import Sampling
 from smoe.server.fields import Completing, RequestFields
 from smoe.server.problem import refused
+from smoe.server.texts import TextRequest
 
 _ANY_SEED = -1
 """The seed that vLLM and llama.cpp treat like none."""
+
+
+class Copied(Constraint, Protocol):
+    """A constraint of which each text has a copy."""
+
+    def another(self) -> Copied:
+        """Return a copy for another text that has the same prompt."""
 
 
 def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
@@ -25,13 +36,16 @@ def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: in
         temperature = 0.0  # no token but the most likely one
     elif temperature is None:
         temperature = (1.0 if own.temperature is None else own.temperature) if own.do_sample or narrows else 0.0
+    penalties = asked.repetition_penalty, asked.repeat_penalty
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=_first(asked.top_p or None, own.top_p, 1.0),
         top_k=int(_first(top_k, own.top_k, 0)),
         min_p=own.min_p if asked.min_p is None else asked.min_p,
-        repetition_penalty=_first(asked.repetition_penalty, asked.repeat_penalty, own.repetition_penalty, 1.0),
+        repetition_penalty=1.0 if asked.repeat_last_n == 0 else _first(*penalties, own.repetition_penalty, 1.0),
+        repetition_window=asked.repeat_last_n if (asked.repeat_last_n or 0) > 0 else None,
+        ignores_end=bool(asked.ignore_eos),
         seed=secrets.randbelow(2**31) if asked.seed in (None, _ANY_SEED) else asked.seed,
     )
     if sampling.temperature is not None and sampling.temperature <= COLDEST:  # the likeliest token, of however many
@@ -50,6 +64,20 @@ def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: in
 def another(sampling: Sampling, number: int) -> Sampling:
     """Return the sampling of the `number`-th text of a request, which differs in its seed."""
     return replace(sampling, seed=(sampling.seed + number) % 2**63) if number else sampling
+
+
+def texts_of(
+    ids: Sequence[int], sampling: Sampling, count: int, logprobs: int | None, constraint: Copied | None
+) -> list[TextRequest]:
+    """Return the texts of one prompt; each has a copy of the constraint."""
+    copies = [constraint if constraint is None or not number else constraint.another() for number in range(count)]
+    return [TextRequest(ids, another(sampling, n), logprobs, each) for n, each in enumerate(copies)]
+
+
+def refuse_endless(asked: RequestFields) -> None:
+    """Raise an `ApiError` for a text that must follow a grammar and must not end where the grammar does."""
+    if asked.ignore_eos:
+        raise refused("'ignore_eos' must be false where a grammar constrains the response", "ignore_eos")
 
 
 def _first(*values: float | None) -> float:

@@ -25,7 +25,7 @@ from smoe.models.position_limit import position_limit
 from smoe.runtime.engine import Engine
 from smoe.server.body import asked_of, body_of
 from smoe.server.body_budget import release_body
-from smoe.server.fields import RequestFields
+from smoe.server.fields import UP_TO_THE_CONTEXT, RequestFields
 from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
 from smoe.server.model_health import ModelHealth
@@ -206,9 +206,10 @@ class Serving:
             message = f"the model {model[:100]!r} does not exist here; this server serves {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def room_for(self, ids: Sequence[int]) -> int:
-        """Return how many new tokens the context allows after a prompt, at least 1."""
-        return max(1, self.engine.context_tokens - len(ids))
+    def limit(self, ids: Sequence[int], given: int | None) -> int:
+        """Return the maximum number of new tokens after a prompt: the given one, or as many as the context has room
+        for, at least 1."""
+        return max(1, self.engine.context_tokens - len(ids)) if given in (None, UP_TO_THE_CONTEXT) else given
 
     def _run(self) -> None:
         try:

@@ -10,16 +10,17 @@ from typing import Any
 from smoe.conversation.conversation import NEW_ANSWER, Ending
 from smoe.generation.request import Request
 from smoe.server.choice import ChoiceText
-from smoe.server.fields import RequestFields
+from smoe.server.fields import GivenGrammar, RequestFields
 from smoe.server.grammar import Grammar
 from smoe.server.output.output_format import At
 from smoe.server.output.output_reader import OutputReader, plain_text
 from smoe.server.output.rules import Rules
 from smoe.server.problem import refused
 from smoe.server.prompts import text_of
-from smoe.server.sampled import another, sampling_of
+from smoe.server.sampled import refuse_endless, sampling_of, texts_of
 from smoe.server.serving import Serving
 from smoe.server.texts import TextRequest
+from smoe.server.thinking_budget import ThinkingBudget
 
 
 @dataclass
@@ -35,11 +36,15 @@ class Talk:
     schema: dict[str, Any] | None = None
     """The JSON schema that the response must follow; None: free text."""
     schema_field: str = "response_format"
+    grammar: str | GivenGrammar | None = None
+    """The grammar that the response must follow."""
+    thinking_tokens: int | None = None
+    """The maximum number of tokens of reasoning; None: as many as `asked` says."""
     template: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template."""
     ending: Ending = NEW_ANSWER
     max_new_tokens: int | None = None
-    """The maximum number of new tokens; None: as many as the context has room for."""
+    """The maximum number of new tokens; None or -1: as many as the context has room for."""
     texts: int = 1
     logprobs: int | None = None
 
@@ -67,22 +72,39 @@ def prepare(serving: Serving, asked: RequestFields, talk: Talk, fields: dict[str
     thread."""
     offered, must = _offered(talk)
     ids = prompt_of(serving, talk, fields["prompt"])
-    room = serving.room_for(ids)
-    sampling = sampling_of(asked, serving.model, room if talk.max_new_tokens is None else talk.max_new_tokens)
+    sampling = sampling_of(asked, serving.model, serving.limit(ids, talk.max_new_tokens))
     serving.check(TextRequest(ids, sampling), fields)
     own = _added_within(serving.tokenizer, serving.prompts.format.texts)
     grammar = _grammar(serving, talk, must, own)
-    grammars = [grammar if grammar is None or not number else grammar.another() for number in range(talk.texts)]
-    wanted = [TextRequest(ids, another(sampling, n), talk.logprobs, each) for n, each in enumerate(grammars)]
+    if grammar is not None:
+        refuse_endless(asked)
+    at = _place(serving, talk, ids)
+    budget = asked.thinking_budget_tokens if talk.thinking_tokens is None else talk.thinking_tokens
+    constraint = _thinking_budget(serving, at, budget) if grammar is None else grammar
+    wanted = texts_of(ids, sampling, talk.texts, talk.logprobs, constraint)
     markers = _left_out(serving.tokenizer, own)
     return Prepared(
         wanted,
-        _reader(serving, talk, ids, offered, markers.values(), must_call=bool(must)),
+        _reader(serving, talk, at, offered, markers.values(), must_call=bool(must)),
         ends_early=bool(offered) and talk.is_single_call,
         markers=markers,
         ends=serving.ends,
         has_reasoning=grammar is None and serving.prompts.format.reasons,
     )
+
+
+def template_of(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Return the chat template's variables: those that a request gives, and its reasoning effort."""
+    template = dict(given or {})
+    if effort is not None:
+        template.setdefault("reasoning_effort", effort)
+    return thinking(template, False) if effort == "none" else template
+
+
+def thinking(template: Mapping[str, Any], is_on: bool) -> dict[str, Any]:
+    """Return the template's variables with reasoning turned on or off, by the names that templates use, unless the
+    variables say otherwise."""
+    return {"enable_thinking": is_on, "thinking": is_on, **template}
 
 
 def prompt_of(serving: Serving, talk: Talk, param: str) -> list[int]:
@@ -99,13 +121,33 @@ def _grammar(serving: Serving, talk: Talk, must: Sequence[dict[str, Any]], own: 
             raise refused(message, "tool_choice", "unsupported_parameter")
         rules = serving.prompts.format.must_call(Rules(own), [tool["function"] for tool in must])
         return serving.grammars.of_lark(rules, "tools")
+    if talk.grammar is not None:
+        if talk.schema is not None:
+            raise refused(f"'grammar' and '{talk.schema_field}' exclude each other; leave one out", "grammar")
+        return serving.grammars.of_given(talk.grammar)
     return None if talk.schema is None else serving.grammars.of_schema(talk.schema, talk.schema_field)
+
+
+def _place(serving: Serving, talk: Talk, ids: Sequence[int]) -> At:
+    """Return the place in the output's format where the prompt ends."""
+    if talk.ending.continue_final_message:
+        last = text_of(talk.messages[-1].get("content"), "messages")
+        return serving.prompts.format.place_within(last)
+    return serving.prompts.place_of(ids)
+
+
+def _thinking_budget(serving: Serving, at: At, budget_tokens: int | None) -> ThinkingBudget | None:
+    """Return the limit of reasoning; None where there is none, or where the model's format has no marks for it."""
+    marks = serving.prompts.format.reasoning
+    if budget_tokens is None or budget_tokens < 0 or marks is None:
+        return None
+    return ThinkingBudget(serving.tokenizer, marks, budget_tokens, at in ("reasoning", "within reasoning"))
 
 
 def _reader(
     serving: Serving,
     talk: Talk,
-    ids: Sequence[int],
+    at: At,
     offered: Sequence[dict[str, Any]],
     special: Collection[str],
     *,
@@ -113,12 +155,10 @@ def _reader(
 ) -> Callable[[], OutputReader]:
     """Return a constructor of the response's reader. A response that must match a grammar has no reasoning."""
     form = serving.prompts.format
-    at: At = serving.prompts.place_of(ids)
-    if talk.ending.continue_final_message:
-        at = form.place_within(text_of(talk.messages[-1].get("content"), "messages"))
     if must_call and at != "beginning":
         at = "answer"
-    reads = plain_text if talk.schema is not None and not must_call else form.reads(at, bool(offered))
+    is_free = talk.schema is None and talk.grammar is None
+    reads = form.reads(at, bool(offered)) if is_free or must_call else plain_text
     tools = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in offered}
     return partial(
         OutputReader, reads, tools, is_single=talk.is_single_call, calls_only=must_call, hidden=tuple(special)

@@ -1,0 +1,78 @@
+"""A limit on the tokens of reasoning: at the limit the model's own mark ends the reasoning, and the answer follows.
+
+prompt ...<think>  I  see  that  </think>  Yes.
+                   1   2    3    forced    chosen freely
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from smoe.generation.detokenizer import overlap
+from smoe.server.output.output_format import Marks
+
+_LAST_TOKENS = 24
+"""The number of last tokens in which a mark is looked for: some tokenizers write one in several tokens."""
+_HALF = "\ufffd"
+"""What a tokenizer decodes for a character whose last bytes are missing."""
+_MOST_HALVES = 3
+"""A character has at most four bytes, and so at most this many tokens before its last one."""
+
+
+class ThinkingBudget:
+    """Ends one text's reasoning after a number of tokens: a `Constraint` of the decode loop. Reasoning that begins
+    again is ended at once."""
+
+    def __init__(self, tokenizer: Any, marks: Marks, budget_tokens: int, is_reasoning: bool) -> None:
+        """`marks`: the strings around reasoning. `is_reasoning`: whether the prompt ends within reasoning."""
+        self._tokenizer, self._marks, self._budget_tokens = tokenizer, marks, budget_tokens
+        self._is_reasoning = is_reasoning
+        self._end = self._tokens_of(marks.end)
+        self._forced = deque[int]()
+        """The tokens of the mark that are still to come."""
+        self._last = deque[int](maxlen=_LAST_TOKENS)
+        self._spent = 0
+        self._force_if_spent("")
+
+    def another(self) -> ThinkingBudget:
+        """Return the budget of another text with the same prompt; neither has begun."""
+        return ThinkingBudget(self._tokenizer, self._marks, self._budget_tokens, self._is_reasoning)
+
+    def narrow(self, logits: torch.Tensor) -> None:
+        """Allow only the mark's next token once the budget is spent. `logits`: [V]."""
+        if self._forced:
+            logits.fill_(-torch.inf)
+            logits[self._forced[0]] = 0.0
+
+    def take(self, token: int) -> None:
+        """Count the chosen token."""
+        if self._forced:
+            self._forced.popleft()
+            self._is_reasoning = bool(self._forced)
+            return
+        self._last.append(token)
+        text = self._tokenizer.decode(list(self._last), skip_special_tokens=False)
+        if (self._marks.end if self._is_reasoning else self._marks.begin) in text:
+            self._is_reasoning = not self._is_reasoning
+            self._last.clear()
+        elif self._is_reasoning:
+            self._spent += 1
+            if text.endswith(_HALF) and self._spent < self._budget_tokens + _MOST_HALVES:
+                return
+        self._force_if_spent(text)
+
+    def _force_if_spent(self, text: str) -> None:
+        """Require the mark, once the budget is spent. `text`: the last text, which may end with the mark's beginning if
+        the mark is several tokens."""
+        if self._is_reasoning and self._spent >= self._budget_tokens:
+            begun = overlap(text, self._marks.end) if len(self._end) > 1 else 0
+            self._forced.extend(self._tokens_of(self._marks.end[begun:]) if begun else self._end)
+            self._last.clear()
+
+    def _tokens_of(self, text: str) -> Sequence[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens
