@@ -13,7 +13,7 @@ class CountAsked(Completing):
     """A request to `POST /v1/messages/count_tokens`."""
 
     takes_any_model = True
-    unsupported = {"container": (), "mcp_servers": ([],)}
+    unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
     names: ClassVar = {"max_new_tokens": "max_tokens", "prompt": "messages"}
 
     messages: Objects = Field(min_length=1, max_length=MOST_MESSAGES)
@@ -37,14 +37,21 @@ class CountAsked(Completing):
     """Not Anthropic's: given to the chat template."""
     container: Any = None
     mcp_servers: Any = None
+    thread: Any = None
     # ignored: the answer is right without them
+    billing_policy: Any = None
     cache_control: Any = None
+    compaction: Any = None
     context_management: Any = None
+    diagnostics: Any = None
+    fallback_credit_token: Any = None
+    fallbacks: Any = None
     inference_geo: Any = None
     metadata: Any = None
     service_tier: Any = None
     speed: Any = None
     user_profile_id: Any = None
+    workspace_id: Any = None
 
     @property
     def stops(self) -> tuple[str, ...]:
