@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import pytest
 
 from smoe.cli import serve
 from smoe.cli.serve import ServerOptions, _with_libraries
+from smoe.cli.summary import print_totals
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError
+from smoe.server.totals import Totals
 from tests import forked
 from tests.cli.conftest import Run
 from tests.forked import Forked
@@ -308,3 +311,17 @@ def test_a_model_is_named_after_its_path_as_it_was_given(
     (folder / "link.gguf").symlink_to(tmp_path / "0123abcd")
     monkeypatch.chdir(folder)
     assert serve._name(None, given) == named
+
+
+def test_the_last_lines_count_a_request_once(capsys: pytest.CaptureFixture[str]) -> None:
+    counts: dict[str, Any] = {**dict.fromkeys((field.name for field in fields(Totals)), 0), "hit_ratio": None}
+    for given, expected in (
+        ({"requests": 1}, "answered        1 request\n"),
+        ({"requests": 12, "refused_requests": 8}, "answered        4 of 12 requests, 8 refused\n"),
+        (
+            {"requests": 9, "refused_requests": 1, "failed_requests": 2, "abandoned_requests": 3},
+            "answered        3 of 9 requests, 1 refused, 2 failed, 3 left by their clients\n",
+        ),
+    ):
+        print_totals(Totals(**counts | given))
+        assert expected in capsys.readouterr().err

@@ -34,9 +34,14 @@ def print_totals(totals: Totals) -> None:
     tokens = f"{read:,} read, {totals.reused_tokens:,} reused from the KV cache, {totals.new_tokens:,} new"
     if totals.tokens_per_second is not None:
         tokens += f" = {format_rate(totals.tokens_per_second)} while requests were in flight"
-    requests, parts = format_count(totals.requests, "request"), []
-    parts += [f"{totals.refused_requests:,} refused"] if totals.refused_requests else []
-    parts += [f"{totals.failed_requests:,} failed"] if totals.failed_requests else []
+    others = {
+        "refused": totals.refused_requests,
+        "failed": totals.failed_requests,
+        "left by their clients": totals.abandoned_requests,
+    }
+    parts = [f"{count:,} {what}" for what, count in others.items() if count]
+    requests = format_count(totals.requests, "request")
+    requests = f"{totals.answered_requests:,} of {requests}" if parts else requests
     rows = [
         ("answered", ", ".join([requests, *parts])),
         ("tokens", tokens),

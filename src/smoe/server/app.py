@@ -43,10 +43,9 @@ def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget |
     _add_api(app, serving)
     _add_state(app, serving)
     open_paths = frozenset({"/health", "/healthz", "/ready"} | add_page(app, _watching(serving)))
-    known = {getattr(route, "path", "") for route in app.routes}
 
     def counted(path: str, status: int) -> None:
-        serving.meters.answers.labels(path if path in known else _UNKNOWN, status).inc()
+        serving.meters.answers.labels(_template_of(app.routes, path), status).inc()
 
     guarded: ASGIApp = Guard(app, serving.config, open_paths, counted, warn, bodies)
     if serving.config.allow_origin:
@@ -169,6 +168,13 @@ def _of_path(app: FastAPI, scope: Scope, error: HTTPException) -> str:
     if _methods_of(app.routes, {**scope, "path": meant}):
         return f"there is no {path} here; did you mean {meant}?"
     return f"there is no {path} here; /openapi.json lists all paths, those of the API begin with /v1"
+
+
+def _template_of(routes: list[BaseRoute], path: str) -> str:
+    """Return the path of a route, such as `/v1/models/{name}`, as `/openapi.json` has it."""
+    scope = {"type": "http", "path": path, "method": ""}
+    found = next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
+    return _UNKNOWN if found is None else str(getattr(found, "path", _UNKNOWN)).replace(":path", "")
 
 
 def _methods_of(routes: list[BaseRoute], scope: Scope) -> list[str]:

@@ -70,9 +70,9 @@ class Operation:
     """For a GET: whether HEAD is supported as well."""
 
     @property
-    def generates_text(self) -> bool:
-        """Whether a request hands texts to the decode loop."""
-        return self.asked is not None and _EVENTS in self.content
+    def is_api(self) -> bool:
+        """Whether the path belongs to the API, and not to probes, metrics or the page."""
+        return self.path.startswith("/v1/")
 
 
 _MESSAGE_REFUSALS: dict[int, type[BaseModel]] = dict.fromkeys((*_OF_ALL, *_OF_ASKING), answers.MessageRefusal)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from smoe.machine.process_memory import peak_bytes
+from smoe.server.events import CLIENT_GONE
 from smoe.server.openapi import OPERATIONS
 from smoe.server.serving import Serving
 
-_ASKING = frozenset(each.path for each in OPERATIONS if each.generates_text)
-"""Paths that generate text."""
+_NOT_COUNTED = frozenset(each.path for each in OPERATIONS if not each.is_api)
+"""Paths of probes, metrics and the page, which supervisors and browsers request by themselves."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,13 @@ class Totals:
     """The totals of one server since its start."""
 
     requests: int
-    """Requests for text, whatever their result."""
+    """Requests to the API, whatever their result; not those of probes, metrics and the page."""
     refused_requests: int
-    """Requests for text that were answered with 4xx."""
+    """Requests that were answered with 4xx."""
     failed_requests: int
-    """Requests for text that were answered with 5xx."""
+    """Requests that were answered with 5xx, and streams that ended with an error."""
+    abandoned_requests: int
+    """Requests whose client disconnected before the response."""
     prompt_tokens: int
     """Tokens of prompts whose prefill began."""
     reused_tokens: int
@@ -39,6 +43,10 @@ class Totals:
     process_peak_bytes: int | None
 
     @property
+    def answered_requests(self) -> int:
+        return self.requests - self.refused_requests - self.failed_requests - self.abandoned_requests
+
+    @property
     def tokens_per_second(self) -> float | None:
         """New tokens of all texts, divided by `busy_seconds`; None where there are none."""
         return self.new_tokens / self.busy_seconds if self.new_tokens and self.busy_seconds > 0 else None
@@ -50,16 +58,20 @@ class Totals:
 def totals_of(serving: Serving) -> Totals:
     """Return the totals of a server whose model is still open."""
     engine, meters = serving.engine, serving.meters
-    answers = {labels: int(n) for labels, n in meters.count("smoe_http_requests").items() if labels[0] in _ASKING}
+    statuses = Counter[str]()
+    for (path, status), count in meters.count("smoe_http_requests").items():
+        if path not in _NOT_COUNTED:
+            statuses[str(status) if int(status) == CLIENT_GONE else f"{status[0]}xx"] += int(count)
     counters = engine.stats() - serving.before
 
     def whole(name: str) -> int:
         return int(sum(meters.count(name).values()))
 
     return Totals(
-        requests=sum(answers.values()),
-        refused_requests=sum(count for (_, status), count in answers.items() if status.startswith("4")),
-        failed_requests=sum(count for (_, status), count in answers.items() if status.startswith("5")),
+        requests=statuses.total(),
+        refused_requests=statuses["4xx"],
+        failed_requests=statuses["5xx"],
+        abandoned_requests=statuses[str(CLIENT_GONE)],
         prompt_tokens=whole("smoe_prompt_tokens"),
         reused_tokens=whole("smoe_prompt_tokens_reused"),
         new_tokens=whole("smoe_generated_tokens"),
