@@ -69,7 +69,7 @@ def test_logprobs_lie_beside_their_tokens(running: Running) -> None:
         ({"best_of": 3}, "best_of"),
         ({"prompt": ["x"] * 65, "n": 2}, "n"),
         ({"logprobs": 99}, "logprobs"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
     ],
 )
 def test_what_cannot_be_done_is_refused(running: Running, fields: dict[str, Any], param: str) -> None:
