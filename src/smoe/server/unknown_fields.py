@@ -94,7 +94,7 @@ def add_ignored(request: Request, response: Response) -> None:
 
 
 def _refused(field: UnknownField) -> ApiError:
-    message = f"Unrecognized request argument supplied: {field.shown}{field.hint}; this server is strict (--strict)"
+    message = f"Unrecognized request argument supplied: {field.shown}{field.hint}; this server is strict"
     return refused(message, field.shown, "unknown_parameter")
 
 
