@@ -22,8 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto import modeling_auto as auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from smoe.models import deepseek
 from tests import families, gguf_toy, zoo
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -83,8 +84,9 @@ def make(family: Architecture, dtype: torch.dtype = torch.float32, **more: Any) 
     config = AutoConfig.for_model(**{**base, "rms_norm_eps": 1e-4, **family.config, **more})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        writes_text = family.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        own = AutoModelForCausalLM if writes_text else AutoModelForImageTextToText
+        is_text = family.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        has_images = family.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not is_text
+        own = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
         model = families.eager(own.from_config, config, dtype)
     zoo.fill(model, dtype)
     _only_signs(model)
@@ -139,7 +141,7 @@ def common(config: PretrainedConfig) -> dict[str, Any]:
         "embedding_length": config.hidden_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.to_dict().get("num_key_value_heads"),
-        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", 1e-6)),
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-6),
         "feed_forward_length": getattr(config, "intermediate_size", None),
         "expert_used_count": getattr(config, "num_experts_per_tok", None),
     }
@@ -377,7 +379,7 @@ def _pairs(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def _granite(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+def granite(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     if rest.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         is_query = rest.startswith("self_attn.q_proj")
         weight = _pairs(weight, config.num_attention_heads if is_query else config.num_key_value_heads)
@@ -398,7 +400,7 @@ _MAMBA = {"in_proj.weight": "ssm_in.weight", "out_proj.weight": "ssm_out.weight"
 def _granite_hybrid(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     part = rest.removeprefix("mamba.")
     if part == rest:
-        yield from _granite(rest, weight, config)
+        yield from granite(rest, weight, config)
     elif part == "A_log":
         yield "ssm_a", -weight.exp().unsqueeze(1)
     elif part == "D":
@@ -413,7 +415,7 @@ def _granite_hybrid(rest: str, weight: torch.Tensor, config: PretrainedConfig) -
         yield _MAMBA[part], weight
 
 
-def _granite_metadata(config: PretrainedConfig) -> dict[str, Any]:
+def granite_metadata(config: PretrainedConfig) -> dict[str, Any]:
     return {
         "attention.scale": float(config.attention_multiplier),
         "embedding_scale": float(config.embedding_multiplier),
@@ -427,7 +429,7 @@ def _granite_metadata(config: PretrainedConfig) -> dict[str, Any]:
 
 def _granite_hybrid_metadata(config: PretrainedConfig) -> dict[str, Any]:
     return {
-        **_granite_metadata(config),
+        **granite_metadata(config),
         "attention.head_count_kv": [2 * (kind == "full_attention") for kind in config.layer_types],
         "rope.dimension_count": None,
         "rope.scaling.finetuned": False,
@@ -440,7 +442,7 @@ def _granite_hybrid_metadata(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-_GRANITE: dict[str, Any] = {
+GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.125,
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -448,15 +450,15 @@ _GRANITE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
-GRANITE_MOE = Architecture("granitemoe", "granitemoe", _GRANITE, _granite, _granite_metadata, "refact")
+GRANITE_MOE = Architecture("granitemoe", "granitemoe", GRANITE, granite, granite_metadata, "refact")
 GRANITE_MOE_SHARED = GRANITE_MOE._replace(
-    model_type="granitemoeshared", config={**_GRANITE, "shared_intermediate_size": 64}
+    model_type="granitemoeshared", config={**GRANITE, "shared_intermediate_size": 64}
 )
 GRANITE_MOE_HYBRID = Architecture(
     "granitehybrid",
     "granitemoehybrid",
     {
-        **_GRANITE,
+        **GRANITE,
         "shared_intermediate_size": 64,
         "mamba_n_groups": 2,
         "mamba_d_conv": 3,
@@ -1315,6 +1317,46 @@ GLM_DSA = Architecture(
     _indexed_metadata,
     "glm4",
 )
+
+
+def _hy_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    names = {**_V4_NAMES, "self_attn.gate_proj.weight": "attn_gate.weight"}
+    yield from ((names[rest], weight),) if rest in names else _indexed(rest, weight, config)
+
+
+def _hy_v4_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        **_indexed_metadata(config),
+        "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
+        "expert_group_count": None,
+        "expert_group_used_count": None,
+        "hyper_connection.count": config.hc_mult,
+        "hyper_connection.epsilon": config.hc_eps,
+        "hyper_connection.magnitude": config.hc_magnitude,
+        "swiglu_clamp_exp": [config.swiglu_limit] * config.num_hidden_layers,
+    }
+
+
+HY_V4 = Architecture(
+    "hy_v4",
+    "hy_v4",
+    {
+        **_LATENT,
+        **_THETA,
+        "n_group": 1,
+        "topk_group": 1,
+        "hc_magnitude": 1.5,
+        "hc_eps": 1e-4,
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "swiglu_limit": 5.0,
+    },
+    _hy_v4,
+    _hy_v4_metadata,
+    "hy_v4",
+    frozenset({"first_k_dense_replace", "learnable_sink_init"}),
+)
 DEEPSEEK_V32 = GLM_DSA._replace(
     name="deepseek32",
     model_type="deepseek_v32",
@@ -1386,6 +1428,28 @@ def _bailing3_metadata(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def _deepseek_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "expert_count": config.n_routed_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": 1.0,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.type": "none",
+        "vocab_size": config.vocab_size,
+    }
+
+
+DEEPSEEK_MOE = Architecture(
+    "deepseek",
+    "deepseek",
+    {**_THETA, "intermediate_size": 96, "num_key_value_heads": 2, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    granite,
+    _deepseek_metadata,
+    "deepseek-llm",
+)
+
 BAILING3 = Architecture(
     "bailingmoe3",
     "bailing_hybrid",
@@ -1419,6 +1483,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": GRANITE_MOE,
     "granitemoe with a shared expert": GRANITE_MOE_SHARED,
     "granitehybrid": GRANITE_MOE_HYBRID,
+    "deepseek": DEEPSEEK_MOE,
     "dots1": DOTS,
     "ernie4_5-moe": ERNIE,
     "hunyuan-moe": HUNYUAN,
@@ -1439,9 +1504,11 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "dbrx": DBRX,
     "glm-dsa": GLM_DSA,
     "deepseek32": DEEPSEEK_V32,
+    "hy_v4": HY_V4,
     "exaone-moe": EXAONE,
     "bailingmoe3": BAILING3,
 }
-ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING_NAMES}
+deepseek.register()
+ALL = {name: family for name, family in _ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING}
 """By architecture, and the published family where one architecture has several: those that the installed transformers
 has."""

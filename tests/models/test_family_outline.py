@@ -30,6 +30,7 @@ from smoe.models.registration import register_local_families
 from smoe.models.spec import LibrarySpec, ModelSpec
 from smoe.presets import configure
 from tests import families, gguf_converted, gguf_toy, zoo
+from tests.gguf_windowed import TOYS
 from tests.published_configs import PUBLISHED, Published
 
 CONFIG = configure(context_tokens=32, resident_share=0.5)
@@ -147,9 +148,9 @@ def test_the_same_of_gguf_files(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Type.BF16, Type.Q8_0], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", gguf_converted.ALL)
+@pytest.mark.parametrize("name", TOYS)
 def test_the_same_of_gguf_files_with_other_matrices(name: str, kind: Type, tmp_path: Path) -> None:
-    architecture = gguf_converted.ALL[name]
+    architecture = TOYS[name]
     path = gguf_converted.write(tmp_path / "toy.gguf", architecture, gguf_converted.make(architecture), kind)
     if described_at(path).fields()[0] in FAMILIES:
         compare(by_arithmetic(path, CONFIG)[1], read_spec(path, CONFIG))

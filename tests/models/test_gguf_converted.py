@@ -29,10 +29,11 @@ from smoe.models.read_spec import read_spec
 from smoe.presets import configure
 from tests import families, gguf_toy, oracle, zoo
 from tests import gguf_converted as converted
+from tests.gguf_windowed import TOYS
 from tests.models.test_gguf_quantised import assert_near, steps
 
 Open = Callable[..., PreTrainedModel]
-ALL = pytest.mark.parametrize("name", converted.ALL)
+ALL = pytest.mark.parametrize("name", TOYS)
 UNSAID = {
     "_name_or_path",
     "architectures",
@@ -49,7 +50,7 @@ UNSAID |= {"router_aux_loss_coef"}
 @ALL
 def test_every_bit_is_the_librarys(name: str, tmp_path: Path, open_model: Open) -> None:
     """In a model of 16 bits of a file of 32, also where weights have 32 in the library."""
-    family = converted.ALL[name]
+    family = TOYS[name]
     model = converted.make(family, torch.bfloat16)
     path = converted.write(tmp_path / "toy.gguf", family, model)
     assert all(map(torch.equal, steps(open_model(path, "half"), oracle.PROMPT), steps(model, oracle.PROMPT)))
@@ -58,7 +59,7 @@ def test_every_bit_is_the_librarys(name: str, tmp_path: Path, open_model: Open) 
 @ALL
 def test_quantised_matrices_are_the_same_numbers(name: str, tmp_path: Path, open_model: Open) -> None:
     """In Q8_0, whichever of them are put together or turned round."""
-    family = converted.ALL[name]
+    family = TOYS[name]
     model = converted.make(family)
     path = converted.write(tmp_path / "toy.gguf", family, model, Type.Q8_0)
     ours = open_model(path, "half", dtype="float32")
@@ -67,7 +68,7 @@ def test_quantised_matrices_are_the_same_numbers(name: str, tmp_path: Path, open
 
 @ALL
 def test_the_configuration_is_the_models(name: str, tmp_path: Path) -> None:
-    family = converted.ALL[name]
+    family = TOYS[name]
     model = converted.make(family)
     config = checkpoint_at(converted.write(tmp_path / "toy.gguf", family, model)).config()
     ours, theirs = config.to_dict(), model.config.to_dict()
@@ -89,7 +90,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 @ALL
 def test_sizes_are_those_of_the_safetensors_release(name: str, tmp_path: Path) -> None:
-    family = converted.ALL[name]
+    family = TOYS[name]
     model = converted.make(family, torch.bfloat16)
     model.save_pretrained(tmp_path / "folder")
     path = converted.write(tmp_path / "toy.gguf", family, model, Type.BF16)
@@ -113,7 +114,7 @@ def test_matrices_whose_rows_move_stay_quantised(tmp_path: Path, open_model: Ope
 
 @pytest.mark.parametrize("name", ["qwen35moe", "qwen3next", "deepseek2 V3", "deepseek2 GLM-4.7-Flash"])
 def test_layers_that_guess_further_tokens_are_left_out(name: str, tmp_path: Path, open_model: Open) -> None:
-    family = converted.ALL[name]
+    family = TOYS[name]
     model = converted.make(family)
     more = {"metadata": {"block_count": 5, "nextn_predict_layers": 1}}
     tensors = {"blk.4.nextn.eh_proj.weight": torch.ones(64, 128), "blk.4.attn_q.weight": torch.ones(8, 64)}
@@ -121,6 +122,44 @@ def test_layers_that_guess_further_tokens_are_left_out(name: str, tmp_path: Path
     assert checkpoint_at(path).config().num_hidden_layers == 4
     ours = open_model(path, "half", dtype="float32")
     assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+
+
+def test_mimo_as_published_later(tmp_path: Path, open_model: Open) -> None:
+    """Queries, keys and values in one matrix, as different as the layers are, and layers that guess further tokens."""
+    family = TOYS["mimo2"]
+    model = converted.make(family)
+    tensors: dict[str, torch.Tensor | None] = {"blk.5.nextn.eh_proj.weight": torch.ones(64, 128)}
+    for number, layer in enumerate(model.model.layers):
+        parts = [getattr(layer.self_attn, f"{kind}_proj").weight.detach() for kind in "qkv"]
+        tensors |= {f"blk.{number}.attn_{kind}.weight": None for kind in "qkv"}
+        tensors[f"blk.{number}.attn_qkv.weight"] = torch.cat(parts)
+    more = {
+        "attention.head_count_kv": [2, 4, 4, 4, 4, 4],
+        "attention.sliding_window_pattern": [0, 1, 1, 1, 1, 1],
+        "block_count": 6,
+        "nextn_predict_layers": 2,
+    }
+    path = converted.write(tmp_path / "toy.gguf", family, model, tensors=tensors, metadata=more)
+    ours = open_model(path, "half", dtype="float32")
+    assert_near(steps(ours, oracle.PROMPT), steps(model, oracle.PROMPT), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "expected"),
+    [
+        ("laguna XS", None, "fsss"),
+        ("laguna XS", 2, "sfsf"),
+        ("laguna XS", [True, False, False, True], "sffs"),
+        ("cohere2moe", None, "sssf"),
+        ("mellum", None, "sssf"),
+    ],
+)
+def test_which_layers_have_a_window(name: str, pattern: Any, expected: str, tmp_path: Path) -> None:
+    """Of a list, of a period, and of files that have neither."""
+    family = TOYS[name]
+    changed = {"attention.sliding_window_pattern": pattern}
+    path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), metadata=changed)
+    assert "".join(kind[0] for kind in checkpoint_at(path).config().layer_types) == expected
 
 
 def test_early_files_of_latent_attention(tmp_path: Path, open_model: Open) -> None:
@@ -210,7 +249,7 @@ def test_the_text_part_of_a_model_of_images(tmp_path: Path, open_model: Open) ->
 
 @ALL
 def test_entries_that_are_missing_or_odd_are_errors_or_harmless(name: str, tmp_path: Path) -> None:
-    family = converted.ALL[name]
+    family = TOYS[name]
     path = converted.write(tmp_path / "toy.gguf", family, converted.make(family))
     header = read_gguf_header(path)
     entries = entries_of(header, checkpoint_at(path).tensors())
@@ -239,12 +278,16 @@ def test_parts_of_a_matrix_take_its_bytes_together(tmp_path: Path) -> None:
         ("jamba", {"attention.head_count_kv": [2, 2, 0, 2]}, r"attention in the layers \[0, 1, 3\]"),
         ("llama4 Scout", {"attention.sliding_window": 0}, "'llama4.attention.sliding_window' is 0"),
         ("deepseek4", {"expert_gating_func": 2}, "'deepseek4.expert_gating_func' is 2"),
+        ("deepseek2 V2", {"expert_weights_norm": True}, "'deepseek2.expert_weights_norm' is True"),
+        ("hy_v3", {"expert_weights_norm": False}, "'hy_v3.expert_weights_norm' is False"),
+        ("mimo2", {"attention.head_count_kv": [2, 2, 2, 2]}, "twice as many in layers with a window"),
+        ("cohere2moe with softmax", {"expert_weights_norm": False}, "normalises the weights of such a router"),
     ],
 )
 def test_what_the_librarys_class_does_not_compute_is_refused(
     name: str, changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    family = converted.ALL[name]
+    family = TOYS[name]
     path = converted.write(tmp_path / "toy.gguf", family, converted.make(family), metadata=changed)
     with pytest.raises(UnsupportedModelError, match=message):
         checkpoint_at(path).config()

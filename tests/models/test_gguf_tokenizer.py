@@ -183,6 +183,10 @@ SAME_AS = {
     "hunyuan": "qwen2",
     "grok-2": "qwen2",
     "bailingmoe2": "bailingmoe",
+    "hy_v4": "deepseek-v3",
+    "hunyuan-dense": "deepseek-v3",
+    "laguna": "qwen2",
+    "mellum2": "refact",
 }
 
 
@@ -192,6 +196,15 @@ def test_a_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
     splitter = tokenizer.backend_tokenizer.pre_tokenizer
     found = [SPLIT_TEXT[begin:end] for _, (begin, end) in splitter.pre_tokenize_str(SPLIT_TEXT)]
     assert found == SPLIT_INTO[SAME_AS.get(pre, pre)].split("|")
+
+
+def test_laguna_splits_lines_first(tmp_path: Path) -> None:
+    """Unlike Qwen, in which the ends of lines belong to the signs before them."""
+    text, found = "a=\n\n=b", {}
+    for pre in ("laguna", "qwen2"):
+        splitter = write(tmp_path / f"{pre}.gguf", "gpt2", PLAIN, merges=MERGES, pre=pre).backend_tokenizer
+        found[pre] = [text[begin:end] for _, (begin, end) in splitter.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == {"laguna": ["a", "=", "\n\n", "=b"], "qwen2": ["a", "=\n\n", "=b"]}
 
 
 @pytest.mark.parametrize("pre", SPLITS)

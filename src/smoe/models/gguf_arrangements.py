@@ -122,12 +122,15 @@ JOINED_CONVOLUTIONS = Arrangement(_joined_convolutions, tuple(f"ssm_conv1d_{kind
 
 
 def _rows_of(kind: str) -> Arrangement:
-    """Return the arrangement that takes queries, keys or values out of a matrix of all three."""
+    """Return the arrangement that takes queries, keys or values out of a matrix of all three. Layers may differ in the
+    number of key-value heads."""
 
     def rows(parts: Tensors, config: Any) -> torch.Tensor:
         width = config.head_dim
-        queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
-        split = parts[0].split([queries, keys, len(parts[0]) - queries - keys])
+        queries = config.num_attention_heads * width
+        others = len(parts[0]) - queries
+        keys = others * width // (width + getattr(config, "v_head_dim", width))
+        split = parts[0].split([queries, keys, others - keys])
         found: torch.Tensor = split["qkv".index(kind)]
         return found
 

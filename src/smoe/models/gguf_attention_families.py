@@ -1,4 +1,4 @@
-"""Table of GGUF architectures whose layers all have ordinary attention (`gguf_families.py`)."""
+"""Table of GGUF architectures whose layers all have ordinary attention to the whole text (`gguf_families.py`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from smoe.models.gguf_arrangements import JOINED_DENSE, JOINED_SHARED, LESS_ONE, PAIRED_ROWS, SPLIT_ATTENTION
-from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
+from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily, dense_first
 
 SIGMOID = (0, 2)
 """Allowed values of `expert_gating_func` for routers with sigmoid scores: 2, or 0 where the file does not set it."""
 
-_ROUTED = {
+ROUTED = {
     "expert_count": "n_routed_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_group_count": "n_group",
@@ -52,13 +52,6 @@ _QWEN3_SIZES = {
 }
 
 
-def _exaone(entries: Entries, fields: dict[str, Any]) -> None:
-    count, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
-    is_sliding = entries.numbers("attention.sliding_window_pattern", count)
-    fields["layer_types"] = ["sliding_attention" if each else "full_attention" for each in is_sliding]
-    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
-
-
 def _ernie(entries: Entries, fields: dict[str, Any]) -> None:
     fields["moe_layer_end_index"] = fields["num_hidden_layers"] - 1
 
@@ -92,44 +85,23 @@ def _dots(entries: Entries, fields: dict[str, Any]) -> None:
     fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
 
 
-def _gemma4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types and head sizes: global layers have other heads and may use their keys as values."""
-    count = fields["num_hidden_layers"]
-    is_sliding = entries.numbers("attention.sliding_window_pattern", count)
-    heads = entries.numbers("attention.head_count_kv", count)
-    fields["layer_types"] = ["sliding_attention" if each else "full_attention" for each in is_sliding]
-    fields["num_key_value_heads"] = next((n for n, each in zip(heads, is_sliding, strict=True) if each), heads[0])
-    fields["per_layer_config"] = {
-        str(layer): {"head_dim": entries.number("attention.key_length")}
-        | ({"num_key_value_heads": heads[layer]} if heads[layer] != fields["num_key_value_heads"] else {})
-        for layer in range(count)
-        if not is_sliding[layer]
-    }
-    fields["attention_k_eq_v"] = any(
-        f"blk.{layer}.attn_v.weight" not in entries.tensors for layer in fields["per_layer_config"]
-    )
-    theta, near_theta = fields["rope_parameters"]["rope_theta"], entries.number("rope.freq_base_swa", 10_000.0)
-    fields["rope_parameters"] = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": near_theta},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": theta},
-    }
-    fields["vocab_size_per_layer_input"] = fields["vocab_size"]
-
-
-def _gemma4_frequencies(config: Any) -> list[float]:
-    """Return the factors by which files divide rotary frequencies: 1 for rotated dimensions, else a huge number."""
-    half = config.per_layer_config["full_attention"].head_dim // 2
-    turned = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
-    return [1.0] * turned + [1e30] * (half - turned)
-
-
 def _minimax_m3(entries: Entries, fields: dict[str, Any]) -> None:
     count, dense = fields["num_hidden_layers"], entries.number("leading_dense_block_count", 0)
-    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
+    fields["mlp_layer_types"] = dense_first(dense, count)
     is_sparse = [f"blk.{layer}.indexer.q_proj.weight" in entries.tensors for layer in range(count)]
     fields["layer_types"] = ["minimax_m3_sparse" if each else "full_attention" for each in is_sparse]
     fields["rope_parameters"]["partial_rotary_factor"] = fields["rotary_dim"] / fields["head_dim"]
     fields["shared_intermediate_size"] = fields["intermediate_size"] * entries.number("expert_shared_count", 1)
+
+
+def _hy_v3(entries: Entries, fields: dict[str, Any]) -> None:
+    """Add which layers have experts, and the number of shared experts, of which files state the width."""
+    fields["mlp_layer_types"] = [
+        "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in entries.tensors else "dense"
+        for layer in range(fields["num_hidden_layers"])
+    ]
+    width = fields["moe_intermediate_size"]
+    fields["num_shared_experts"] = entries.number("expert_shared_feed_forward_length", width) // width
 
 
 def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
@@ -174,7 +146,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "bailingmoe2": GgufFamily(
         "glm4_moe",  # transformers has no class for Ling 2; glm4_moe computes the same
         {
-            **_ROUTED,
+            **ROUTED,
             "attention.key_length": "head_dim",
             "nextn_predict_layers": NEXT_TOKEN_LAYERS,
         },
@@ -187,10 +159,23 @@ FAMILIES: Mapping[str, GgufFamily] = {
         split="bailingmoe2",
     ),
     "dbrx": GgufFamily("dbrx", {}, read=frozenset({"attention.clamp_kqv"}), complete=_dbrx, split="dbrx"),
+    "deepseek": GgufFamily(
+        "deepseek",
+        {
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        fixed={"first_k_dense_replace": 0},
+        allowed={"expert_weights_norm": (False,)},
+        arrangements=PAIRED_ROWS,
+        split="deepseek-llm",
+    ),
     "dots1": GgufFamily(
         "dots1",
         {
-            **_ROUTED,
+            **ROUTED,
             "attention.key_length": "head_dim",
         },
         fixed={"sliding_window": None},
@@ -211,47 +196,10 @@ FAMILIES: Mapping[str, GgufFamily] = {
         from_tensors={"use_bias": "blk.0.attn_q.bias"},
         split=None,
     ),
-    "exaone-moe": GgufFamily(
-        "exaone_moe",
-        {
-            **_ROUTED,
-            "attention.key_length": "head_dim",
-            "attention.sliding_window": "sliding_window",
-            "expert_count": "num_experts",
-            "expert_shared_count": "num_shared_experts",
-        },
-        fixed={"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
-        allowed={"expert_gating_func": SIGMOID},
-        complete=_exaone,
-        split="exaone-moe",
-    ),
-    "gemma4": GgufFamily(
-        "gemma4_text",
-        {
-            "attention.key_length_swa": "head_dim",
-            "attention.shared_kv_layers": "num_kv_shared_layers",
-            "attention.sliding_window": "sliding_window",
-            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
-            "expert_count": "num_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_used_count": "top_k_experts",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        fixed={"enable_moe_block": True, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-        read=frozenset({"attention.head_count_kv", "rope.dimension_count"}),
-        complete=_gemma4,
-        names={
-            "layer_scalar": "layer_output_scale.weight",
-            "router.scale": "ffn_gate_inp.scale",
-            "router.per_expert_scale": "ffn_down_exps.scale",
-        },
-        implied={"rope_freqs.weight": _gemma4_frequencies},
-        split=None,
-    ),
     "glm4moe": GgufFamily(
         "glm4_moe",
         {
-            **_ROUTED,
+            **ROUTED,
             "attention.key_length": "head_dim",
             "nextn_predict_layers": NEXT_TOKEN_LAYERS,
         },
@@ -278,6 +226,21 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "expert_used_count": "moe_topk",
         },
         split="hunyuan",
+    ),
+    "hy_v3": GgufFamily(
+        "hy_v3",
+        {
+            "attention.key_length": "head_dim",
+            "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "router_scaling_factor",
+        },
+        fixed={"router_scaling_factor": 1.0},
+        allowed={"expert_gating_func": SIGMOID, "expert_weights_norm": (True,)},
+        complete=_hy_v3,
+        named_as="dots1",
+        names={"mlp.e_score_correction_bias": "exp_probs_b"},
+        split=None,
     ),
     "gpt-oss": GgufFamily(
         "gpt_oss",

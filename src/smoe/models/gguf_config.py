@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
+from smoe.errors import CheckpointError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 from smoe.memory.safetensors_index import StoredTensor
 from smoe.models.config_file import check_sizes
 from smoe.models.files import naming
-from smoe.models.gguf_families import architecture_of
+from smoe.models.gguf_families import architecture_of, not_moe
 from smoe.models.gguf_family import Entries, GgufFamily
 
 _SIZES = {
@@ -50,13 +50,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "logit_scale": (0.0, 1.0),
     "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),  # an absent entry means 1
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Values with which an entry does not change the computation; other values are refused unless the family allows
 them."""
-_YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+_YARN = {
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
 _THETA = 10_000.0
 """llama.cpp's default base of rotary frequencies, for files without an entry."""
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -90,18 +93,16 @@ def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tup
     path, tensors = entries.path, entries.tensors
     _check_computed(family, entries)
     if not entries.values.get("expert_count") and not any(_ROUTER in key for key in tensors):
-        raise NotMoEError(
-            f"{path} holds a model of the architecture {entries.architecture!r} that has no routed experts: it is a "
-            "dense model, which transformers alone serves as well"
-        )
+        raise not_moe(path, entries.architecture)
     names = {key: name for key, name in (_SIZES | dict(family.sizes)).items() if key not in family.read}
     values: dict[str, Any] = dict(family.fixed)
     values |= {name: entries.number(key) for key, name in names.items() if key in entries.values}
     for key in _NEEDED:
-        entries.number(key)
+        if key not in family.read:
+            entries.number(key)
     check_sizes(values, path)
     values["num_hidden_layers"] -= next_token_layers(entries)
-    heads = values["num_attention_heads"]
+    heads = values.get("num_attention_heads")
     values.setdefault("num_key_value_heads", heads)
     if "head_dim" in names.values() and heads:
         values.setdefault("head_dim", values["hidden_size"] // heads)
@@ -120,15 +121,20 @@ def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tup
 
 def _check_computed(family: GgufFamily, entries: Entries) -> None:
     """Raise `UnsupportedModelError` if an entry requires a computation that transformers' family does not have."""
-    for key, known in _ONLY.items():
+    for key, allowed in (_ONLY | dict(family.allowed)).items():
         if key in family.sizes or key in family.read:
             continue
-        allowed, value = family.allowed.get(key, known), entries.values.get(key)
-        if value is not None and (isinstance(value, (bool, list)) or value not in allowed):  # because True == 1
+        value = entries.values.get(key)
+        if value is not None and not any(_is_same(value, each) for each in allowed):
             raise UnsupportedModelError(
                 f"{entries.path}: '{entries.architecture}.{key}' is {value!r:.80}; smoe reads files without it, or "
                 f"where it is {allowed[-1]}"
             )
+
+
+def _is_same(value: Any, allowed: Any) -> bool:
+    """Return whether two values of an entry are equal; true and 1 are not."""
+    return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)
 
 
 def _shapes(

@@ -1,68 +1,92 @@
 """The supported architectures of GGUF files: names of sizes, implied values, and how stored tensors become weights.
 
-A new architecture is one entry in one of the three tables, and a toy model in the tests.
+A new architecture is one entry in one of the four tables, and a toy model in the tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from smoe.errors import CheckpointError, UnsupportedModelError
+from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
 from smoe.memory.gguf_header import GgufHeader
-from smoe.models import gguf_attention_families, gguf_latent_families, gguf_state_families
+from smoe.models import gguf_attention_families, gguf_latent_families, gguf_state_families, gguf_window_families
 from smoe.models.gguf_family import Entries, GgufFamily
 
 FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_attention_families.FAMILIES,
     **gguf_latent_families.FAMILIES,
     **gguf_state_families.FAMILIES,
+    **gguf_window_families.FAMILIES,
 }
 """The families by the architecture's name in the file."""
 
-
+_OTHER_TYPES = {
+    "adapter": "an adapter (LoRA) of one: give the model's own file",
+    "imatrix": "an importance matrix (imatrix), by which one was quantised",
+}
+"""What files are that hold no model, by the type that they state."""
+_OTHER_KINDS = {
+    "clip": "it is the part of another model that sees images (mmproj): give that model's own file",
+    "deepseek2-ocr": "it reads images of texts",
+    "dflash": "it is a draft model of another model: give that model's own file",
+    "llama-embed": "it embeds texts and generates none",
+    "nomic-bert-moe": "it embeds texts and generates none",
+    "rnd1": "it generates text by diffusion, not token by token",
+}
+"""The architectures that are no language models, and what they are."""
 _NO_CLASS = "transformers has no class for it"
 _DEPENDS_ON_NUMBERS = (
     "what transformers' class computes depends on the values of its weights, so it cannot be examined without them"
 )
 _REFUSED = {
     **dict.fromkeys(
-        ("arctic", "bailingmoe", "grok", "grovemoe", "kimi-k3", "llada-moe", "maple", "smallthinker"),
-        _NO_CLASS,
+        ("arctic", "bailingmoe", "deci", "grok", "grovemoe", "kimi-k3", "maple", "minicpm", "smallthinker"), _NO_CLASS
     ),
-    "clip": "it is the part of another model that sees images (mmproj): give that model's own file",
-    "deepseek2-ocr": "it reads images of texts",
-    "dflash": "it is a draft model of another model: give that model's own file",
+    "dots3note": "its layers have latent attention of two sizes, which the reader of GGUF files does not know yet",
     "glm5-next": _DEPENDS_ON_NUMBERS,
+    "llada-moe": "it generates text by diffusion, not token by token",
     "minimax-01": "transformers stores its keys and values in a cache that only this family has",
-    "nomic-bert-moe": "it embeds texts and generates none",
+    "mistral3": "transformers' class for it has no experts",
     "phimoe": "its files lack the factors of its scaled positions (short_mscale, long_mscale)",
     "qwen4exp": _DEPENDS_ON_NUMBERS,
-    "rnd1": "it generates text by diffusion, not token by token",
     "step35": "transformers does not expose its experts to other implementations",
 }
-"""The reasons why some known architectures are not supported."""
+"""The reasons why files with experts of some known architectures are not supported."""
 
 
 def architecture_of(header: GgufHeader) -> str:
-    """Return the name of a file's architecture; raises `UnsupportedModelError` if smoe does not read it."""
-    name = header.metadata.get("general.architecture")
-    if header.metadata.get("general.type") == "imatrix":
-        raise UnsupportedModelError(
-            f"{header.path} is no model, but an importance matrix (imatrix), by which one was quantised"
-        )
+    """Return the name of a file's architecture. Raises `UnsupportedModelError` if smoe does not read it, and
+    `NotMoEError` if it is an unknown one without experts."""
+    metadata = header.metadata
+    name, kind = metadata.get("general.architecture"), metadata.get("general.type")
+    if isinstance(kind, str) and kind in _OTHER_TYPES:
+        raise UnsupportedModelError(f"{header.path} is no model, but {_OTHER_TYPES[kind]}")
     if not isinstance(name, str):
         raise CheckpointError(f"{header.path} does not say which architecture it is for; download it again")
-    if name in _REFUSED:
+    if name in FAMILIES:
+        return name
+    reason = _OTHER_KINDS.get(name)
+    if reason is None and not metadata.get(f"{name}.expert_count"):
+        raise not_moe(header.path, name)
+    reason = reason or _REFUSED.get(name)
+    if reason is not None:
         raise UnsupportedModelError(
-            f"{header.path} holds a model of the architecture {name!r}, which smoe does not read: {_REFUSED[name]}. "
+            f"{header.path} holds a model of the architecture {name!r}, which smoe does not read: {reason}. "
             "docs/families.md lists what works"
         )
-    if name not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{header.path} holds a model of the architecture {name!r:.80}; of GGUF files smoe reads "
-            f"{', '.join(FAMILIES)}: take the model's safetensors release, which may well work"
-        )
-    return name
+    raise UnsupportedModelError(
+        f"{header.path} holds a model of the architecture {name!r:.80}; of GGUF files smoe reads "
+        f"{', '.join(FAMILIES)}: take the model's safetensors release, which may well work"
+    )
+
+
+def not_moe(path: Path, architecture: str) -> NotMoEError:
+    """Return the error for a file of a dense model."""
+    return NotMoEError(
+        f"{path} holds a model of the architecture {architecture!r:.80} that has no routed experts: it is a dense "
+        "model, which transformers alone serves as well"
+    )
 
 
 def family_of(entries: Entries) -> GgufFamily:

@@ -116,3 +116,8 @@ class GgufFamily:
     """Returns the description of another transformers family if the file is for that one, else None."""
     split: str | None = "qwen2"
     """The name of the pre-tokenizer (`gguf_splits.py`) if a file has no entry for it; None if all files have one."""
+
+
+def dense_first(dense: int, count: int) -> list[str]:
+    """Return transformers' names of the networks of `count` layers of which the first `dense` have no experts."""
+    return ["dense"] * dense + ["sparse"] * (count - dense)

@@ -8,7 +8,7 @@ from typing import Any
 
 from smoe.models.gguf_arrangements import KEYS_AND_VALUES
 from smoe.models.gguf_attention_families import SIGMOID
-from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
+from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily, dense_first
 
 
 def latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
@@ -101,17 +101,17 @@ def _indexed(entries: Entries, fields: dict[str, Any]) -> None:
     count, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
     has_indexer = [f"blk.{layer}.indexer.attn_k.weight" in entries.tensors for layer in range(count)]
     fields["indexer_types"] = ["full" if each else "shared" for each in has_indexer]
-    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
+    fields["mlp_layer_types"] = dense_first(dense, count)
 
 
+_INDEXER_SIZES = {
+    "attention.indexer.head_count": "index_n_heads",
+    "attention.indexer.key_length": "index_head_dim",
+    "attention.indexer.top_k": "index_topk",
+}
 _INDEXED = GgufFamily(
     "glm_moe_dsa",
-    {
-        **_DEEPSEEK_V3.sizes,
-        "attention.indexer.head_count": "index_n_heads",
-        "attention.indexer.key_length": "index_head_dim",
-        "attention.indexer.top_k": "index_topk",
-    },
+    {**_DEEPSEEK_V3.sizes, **_INDEXER_SIZES},
     fixed=_DEEPSEEK_V3.fixed,
     allowed={"expert_gating_func": SIGMOID},
     read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
@@ -119,6 +119,16 @@ _INDEXED = GgufFamily(
     arrangements=KEYS_AND_VALUES,
     split="glm4",
 )
+
+
+def _hy_v4(entries: Entries, fields: dict[str, Any]) -> None:
+    """Add which layers have experts and which an indexer of their own, and the limit of the experts' activation."""
+    latent_attention(entries, fields)
+    count = fields["num_hidden_layers"]
+    fields["mlp_layer_types"] = dense_first(fields.pop("first_k_dense_replace"), count)
+    has_indexer = entries.numbers("attention.indexer.types", count)
+    fields["indexer_types"] = ["full" if each else "shared" for each in has_indexer]
+    fields["swiglu_limit"] = entries.number("swiglu_clamp_exp", 0.0)
 
 
 def _mistral4(entries: Entries, fields: dict[str, Any]) -> None:
@@ -130,6 +140,7 @@ def _mistral4(entries: Entries, fields: dict[str, Any]) -> None:
 _HYPER = {
     f"{part}_hc.{kind}": f"hc_{part}_{kind}.weight" for part in ("attn", "ffn") for kind in ("fn", "base", "scale")
 }
+_HYPER_HEAD = {f"model.hc_head.hc_{kind}": f"output_hc_{kind}.weight" for kind in ("fn", "base", "scale")}
 _COMPRESSOR = {
     f"self_attn.compressor.{part}{theirs}": f"{prefix}_compressor_{name}.weight"
     for part, prefix in (("", "attn"), ("indexer.", "indexer"))
@@ -146,10 +157,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "deepseek4": GgufFamily(
         "deepseek_v4",
         {
+            **_INDEXER_SIZES,
             "attention.compress_rope_freq_base": "compress_rope_theta",
-            "attention.indexer.head_count": "index_n_heads",
-            "attention.indexer.key_length": "index_head_dim",
-            "attention.indexer.top_k": "index_topk",
             "attention.key_length": "head_dim",
             "attention.output_group_count": "o_groups",
             "attention.output_lora_rank": "o_lora_rank",
@@ -182,10 +191,34 @@ FAMILIES: Mapping[str, GgufFamily] = {
             "self_attn.compressor.indexer.scorer.weights_proj.weight": "indexer.proj.weight",
             "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
             **_HYPER,
-            **{f"model.hc_head.hc_{kind}": f"output_hc_{kind}.weight" for kind in ("fn", "base", "scale")},
+            **_HYPER_HEAD,
         },
         unread=r"exp_probs_b_vl\.bias$",
         split="deepseek-v3",
+    ),
+    "hy_v4": GgufFamily(
+        "hy_v4",
+        {
+            **DEEPSEEK_SIZES,
+            **_INDEXER_SIZES,
+            "expert_weights_norm": "norm_topk_prob",
+            "hyper_connection.count": "hc_mult",
+            "hyper_connection.epsilon": "hc_eps",
+            "hyper_connection.magnitude": "hc_magnitude",
+        },
+        fixed=ROUTED_IN_GROUPS,
+        allowed={"expert_gating_func": SIGMOID},
+        read=frozenset({"attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
+        complete=_hy_v4,
+        arrangements=KEYS_AND_VALUES,
+        named_as="glm-dsa",
+        names={
+            "self_attn.gate_proj.weight": "attn_gate.weight",
+            "self_attn.sinks": "attn_sinks.weight",
+            **_HYPER,
+            **_HYPER_HEAD,
+        },
+        split=None,
     ),
     "mistral4": GgufFamily(
         "mistral4",

@@ -24,7 +24,7 @@ from smoe.models.gguf_arrangements import (
     STATE_GATE,
 )
 from smoe.models.gguf_attention_families import GRANITE_NAMES, GRANITE_SIZES, SIGMOID
-from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily
+from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily, dense_first
 from smoe.models.gguf_latent_families import DEEPSEEK_SIZES, ROUTED_IN_GROUPS, latent_attention
 
 
@@ -139,7 +139,7 @@ def _kimi_linear(entries: Entries, fields: dict[str, Any]) -> None:
     count, dense = fields["num_hidden_layers"], entries.number("leading_dense_block_count", 0)
     has_keys = entries.numbers("attention.head_count_kv", count)
     fields["layer_types"] = ["full_attention" if each else "linear_attention" for each in has_keys]
-    fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
+    fields["mlp_layer_types"] = dense_first(dense, count)
     fields["linear_num_heads"] = fields["num_attention_heads"]
 
 
