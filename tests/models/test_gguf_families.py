@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -17,7 +18,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from smoe import from_pretrained
 from smoe.errors import CheckpointError, NotMoEError, UnsupportedModelError
-from smoe.memory.gguf_header import read_gguf_header
+from smoe.memory.gguf_header import GgufHeader, read_gguf_header
+from smoe.memory.safetensors_index import FileIdentity
+from smoe.models import gguf_families
 from smoe.models.checkpoint import checkpoint_at
 from tests import gguf_toy, oracle, zoo
 from tests.models.test_gguf_quantised import assert_near, steps
@@ -205,3 +208,40 @@ def test_a_file_says_how_its_family_splits_texts(family: str, tmp_path: Path) ->
     said = repr(checkpoint_at(path).tokenizer().backend_tokenizer.pre_tokenizer)
     silent = gguf_toy.write(tmp_path / "silent.gguf", gguf_toy.make(family), experts=Type.Q8_0, split=None)
     assert repr(checkpoint_at(silent).tokenizer().backend_tokenizer.pre_tokenizer) == said
+
+
+_NAMES = (
+    "afmoe arctic bailingmoe bailingmoe2 bailingmoe3 cohere2moe dbrx deci deepseek deepseek2 deepseek2-ocr deepseek32 "
+    "deepseek4 dflash dots1 dots3note ernie4_5-moe exaone-moe gemma4 glm-dsa glm4moe glm5-next gpt-oss granite_swa "
+    "granitehybrid granitemoe grok grovemoe hunyuan-moe hy_v3 hy_v4 jamba kimi-k3 kimi-linear laguna lfm2moe llada-moe "
+    "llama llama-embed llama4 maple mellum mimo2 minicpm minimax-01 minimax-m2 minimax-m3 mistral3 mistral4 "
+    "nemotron_h_moe nomic-bert-moe olmoe phimoe qwen2moe qwen35moe qwen3moe qwen3next qwen3vlmoe qwen4exp rnd1 "
+    "smallthinker step35"
+)
+WITH_EXPERTS = set(_NAMES.split())
+"""The architectures of llama.cpp whose tables have a router (state of llama-cpp-python 0.3.36)."""
+
+
+def header_of(metadata: dict[str, Any]) -> GgufHeader:
+    """The header of a file with these entries and no tensors."""
+    return GgufHeader(Path("toy.gguf"), FileIdentity(0, 0, 0, 0), metadata, (), 0, 32)
+
+
+@pytest.mark.parametrize("architecture", sorted(WITH_EXPERTS - gguf_families.FAMILIES.keys()))
+def test_every_other_architecture_with_experts_is_refused_with_a_reason(architecture: str) -> None:
+    header = header_of({"general.architecture": architecture, f"{architecture}.expert_count": 8})
+    with pytest.raises(UnsupportedModelError, match=f"'{architecture}', which smoe does not read: .{{12,}}"):
+        gguf_families.architecture_of(header)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "mistral3", "qwen3"])
+def test_a_dense_model_is_no_unknown_one(architecture: str) -> None:
+    with pytest.raises(NotMoEError, match=f"'{architecture}' that has no routed experts"):
+        gguf_families.architecture_of(header_of({"general.architecture": architecture}))
+
+
+@pytest.mark.parametrize(("kind", "what"), [("adapter", "an adapter"), ("imatrix", "an importance matrix")])
+def test_a_file_of_another_type_is_no_model(kind: str, what: str) -> None:
+    header = header_of({"general.architecture": "qwen3moe", "general.type": kind})
+    with pytest.raises(UnsupportedModelError, match=f"is no model, but {what}"):
+        gguf_families.architecture_of(header)
