@@ -71,6 +71,12 @@ _TEXT: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "inkling_text": {"tie_word_embeddings": False, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "inkling2_text": {"tie_word_embeddings": False, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "dots3_note_text": {
+        **{f"swa_{name}": 2 for name in ("num_attention_heads", "num_key_value_heads")},
+        **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")},
+        "swa_head_dim": 24,
+        "head_dim": 24,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,

@@ -135,12 +135,13 @@ def write(path: Path, family: Architecture, model: PreTrainedModel, kind: Type =
 
 def common(config: PretrainedConfig) -> dict[str, Any]:
     """What the converter takes of every config.json."""
+    given = config.to_dict()
     found: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.to_dict().get("num_key_value_heads"),
+        "attention.head_count": given.get("num_attention_heads") or config.num_attention_heads,
+        "attention.head_count_kv": given.get("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", 1e-6),
         "feed_forward_length": getattr(config, "intermediate_size", None),
         "expert_used_count": getattr(config, "num_experts_per_tok", None),
@@ -220,7 +221,7 @@ def _latent_sigmoid(config: PretrainedConfig) -> dict[str, Any]:
     return {**_latent_metadata(config), "expert_gating_func": 2, "expert_weights_norm": True}
 
 
-_LATENT: dict[str, Any] = {
+LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
     "kv_lora_rank": 32,
@@ -247,7 +248,7 @@ DEEPSEEK_V2 = Architecture(
     "deepseek2",
     "deepseek_v2",
     {
-        **_LATENT,
+        **LATENT,
         "n_group": 4,
         "topk_group": 2,
         "topk_method": "group_limited_greedy",
@@ -260,19 +261,19 @@ DEEPSEEK_V2 = Architecture(
     "deepseek-llm",
 )
 DEEPSEEK_V2_LITE = DEEPSEEK_V2._replace(
-    config={**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    config={**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
 )
 DEEPSEEK_V3 = Architecture(
     "deepseek2",
     "deepseek_v3",
-    {**_LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
+    {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
     _latent,
     _latent_sigmoid,
     "deepseek-v3",
     frozenset({"num_nextn_predict_layers"}),
 )
 GLM4_MOE_LITE = Architecture(
-    "deepseek2", "glm4_moe_lite", {**_LATENT, "n_group": 1, "topk_group": 1}, _latent, _latent_sigmoid, "glm4"
+    "deepseek2", "glm4_moe_lite", {**LATENT, "n_group": 1, "topk_group": 1}, _latent, _latent_sigmoid, "glm4"
 )
 
 _STATE_NAMES = {
@@ -803,7 +804,7 @@ KIMI_LINEAR = Architecture(
     "kimi-linear",
     "kimi_linear",
     {
-        **{key: value for key, value in _LATENT.items() if key not in ("first_k_dense_replace", "q_lora_rank")},
+        **{key: value for key, value in LATENT.items() if key not in ("first_k_dense_replace", "q_lora_rank")},
         "num_expert_group": 1,
         "topk_group": 1,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -1150,7 +1151,7 @@ MISTRAL4 = Architecture(
     "mistral4",
     "mistral4",
     {
-        **_LATENT,
+        **LATENT,
         "head_dim": 40,
         "first_k_dense_replace": 0,
         "n_group": 1,
@@ -1287,11 +1288,11 @@ _INDEXER_NAMES = {
 }
 
 
-def _indexed(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+def indexed(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     yield from ((_INDEXER_NAMES[rest], weight),) if rest in _INDEXER_NAMES else _latent(rest, weight, config)
 
 
-def _indexed_metadata(config: PretrainedConfig) -> dict[str, Any]:
+def indexed_metadata(config: PretrainedConfig) -> dict[str, Any]:
     return {
         **_latent_sigmoid(config),
         "attention.indexer.head_count": config.index_n_heads,
@@ -1304,7 +1305,7 @@ GLM_DSA = Architecture(
     "glm-dsa",
     "glm_moe_dsa",
     {
-        **_LATENT,
+        **LATENT,
         **_THETA,
         "n_group": 1,
         "topk_group": 1,
@@ -1313,20 +1314,20 @@ GLM_DSA = Architecture(
         "mlp_layer_types": None,
         "indexer_types": ["full", "shared", "full", "shared"],
     },
-    _indexed,
-    _indexed_metadata,
+    indexed,
+    indexed_metadata,
     "glm4",
 )
 
 
 def _hy_v4(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
     names = {**_V4_NAMES, "self_attn.gate_proj.weight": "attn_gate.weight"}
-    yield from ((names[rest], weight),) if rest in names else _indexed(rest, weight, config)
+    yield from ((names[rest], weight),) if rest in names else indexed(rest, weight, config)
 
 
 def _hy_v4_metadata(config: PretrainedConfig) -> dict[str, Any]:
     return {
-        **_indexed_metadata(config),
+        **indexed_metadata(config),
         "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
         "expert_group_count": None,
         "expert_group_used_count": None,
@@ -1341,7 +1342,7 @@ HY_V4 = Architecture(
     "hy_v4",
     "hy_v4",
     {
-        **_LATENT,
+        **LATENT,
         **_THETA,
         "n_group": 1,
         "topk_group": 1,
@@ -1454,7 +1455,7 @@ BAILING3 = Architecture(
     "bailingmoe3",
     "bailing_hybrid",
     {
-        **{key: value for key, value in _LATENT.items() if key != "q_lora_rank"},
+        **{key: value for key, value in LATENT.items() if key != "q_lora_rank"},
         **_THETA,
         "num_expert_group": 4,
         "topk_group": 2,

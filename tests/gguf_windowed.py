@@ -277,6 +277,78 @@ GRANITE_SWA = Architecture(
     "refact",
 )
 
+
+def _dots3(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """Norms of latents times the factor of their outputs; keys and values apart, of the sizes that the layer has."""
+    names = {
+        "self_attn.k_rope_only_layernorm.weight": "attn_k_norm.weight",
+        "self_attn.g_proj.weight": "attn_gate.weight",
+    }
+    if rest in ("self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"):
+        weight = weight * (config.hidden_size / len(weight)) ** 0.5
+    if rest == "self_attn.kv_b_proj.weight":
+        config = config.per_layer_config["sliding_attention" if weight.shape[1] == 32 else "indexed_attention"]
+    yield from ((names[rest], weight),) if rest in names else converted.indexed(rest, weight, config)
+
+
+def _dots3_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    near = config.per_layer_config["sliding_attention"]
+    turned = near.qk_rope_head_dim
+    return {
+        **converted.indexed_metadata(config.per_layer_config["indexed_attention"]),
+        "attention.head_count": [near.num_attention_heads if each else 4 for each in _pattern(config)],
+        "attention.indexer.types": [not each for each in _pattern(config)],
+        "attention.key_length_swa": near.kv_lora_rank + turned,
+        "attention.value_length_swa": near.kv_lora_rank,
+        "attention.key_length_mla_swa": near.qk_nope_head_dim + turned,
+        "attention.value_length_mla_swa": near.v_head_dim,
+        "attention.kv_lora_rank_swa": near.kv_lora_rank,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": _pattern(config),
+        "rope.freq_base": config.rope_parameters["indexed_attention"]["rope_theta"],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+    }
+
+
+_DOTS3_LAYERS = ["indexed_attention", "sliding_attention"] * 2
+DOTS3 = Architecture(
+    "dots3note",
+    "dots3_note_text",
+    {
+        **converted.LATENT,
+        "head_dim": 40,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "intermediate_size": 96,
+        "shared_experts_intermediate_size": 32,
+        "layer_types": _DOTS3_LAYERS,
+        "mlp_layer_types": _DENSE_FIRST,
+        "norm_topk_prob": True,
+        "sliding_window": 8,
+        "per_layer_config": {
+            str(layer): {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "kv_lora_rank": 32,
+                "head_dim": 24,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 32,
+            }
+            for layer in (1, 3)
+        },
+        "rope_parameters": {
+            "indexed_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        },
+    },
+    _dots3,
+    _dots3_metadata,
+    "qwen2",
+)
+
 _ARCHITECTURES: dict[str, Architecture] = {
     "mimo2": MIMO,
     "hy_v3": HY_V3,
@@ -286,6 +358,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "laguna M": LAGUNA_M,
     "mellum": MELLUM,
     "granite_swa": GRANITE_SWA,
+    "dots3note": DOTS3,
 }
 TOYS = {
     **converted.ALL,

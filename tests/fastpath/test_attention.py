@@ -25,7 +25,8 @@ from smoe.kernels import attention as kernel
 from smoe.kernels.attention import attend, fits
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.threads import threads
-from tests import oracle, promised
+from tests import gguf_converted, oracle, promised
+from tests.gguf_windowed import LAGUNA
 
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 511, 512, 513, 1023, 1025)
 SHAPE = Shape(heads=4, key_heads=2, size=64)
@@ -55,6 +56,13 @@ def caller(shape: Shape) -> nn.Module:
     module = nn.Module()
     module.num_key_value_groups = shape.heads // shape.key_heads  # type: ignore[assignment]
     return module
+
+
+def test_heads_are_counted_layer_by_layer() -> None:
+    """Laguna's: their number in the configuration is that of layers without a window."""
+    model = gguf_converted.make(LAGUNA)
+    shapes = [attention._shape(layer.self_attn, model) for layer in model.model.layers]
+    assert shapes == [Shape(4, 2, 16), *[Shape(2, 2, 16)] * 3]
 
 
 @pytest.fixture

@@ -27,8 +27,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 PROMPT = oracle.PROMPT.clamp(max=110)
 """Without the numbers that stand for images."""
 NEW_TOKENS = 6
-SLOW = {"dots3_note_text"}
-"""Ten seconds for a toy: thousands of heads are in its shell."""
 TWINS = {"aria_text", "gemma4_text", "llama4_text", "minimax_m3_vl_text", "qwen3_5_moe_text"}
 """The text part of a family that is tried as a whole."""
 BY_FILES = {"inkling2_text"}
@@ -61,7 +59,7 @@ INSTALLED = frozenset(families.model_types())
 IS_OLDER = Version(transformers.__version__) < Version("5.23")
 OTHERWISE = {"aria", "deepseek_v4", "jamba", "qwen4_exp", "qwen4_exp_text"} if IS_OLDER else set()
 """What the page says of these is not so in transformers 5.17."""
-TRIED = INSTALLED - {*zoo.FAMILIES} - SLOW - TWINS - OTHERWISE
+TRIED = INSTALLED - {*zoo.FAMILIES} - TWINS - OTHERWISE
 SERVED = [model_type for model_type, row in ROWS.items() if row.served.startswith("E0") and model_type in TRIED]
 REFUSED = [model_type for model_type, row in ROWS.items() if row.served == "no" and model_type in TRIED]
 

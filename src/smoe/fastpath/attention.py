@@ -304,10 +304,12 @@ def _logarithms(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:
-    """Return the shape of heads of an attention module of transformers, or None for other modules."""
-    size, heads = getattr(module, "head_dim", None), model.config.get_text_config().num_attention_heads
+    """Return the shape of heads of an attention module of transformers, or None for other modules. Where layers differ
+    in the number of heads, modules state it."""
+    size = getattr(module, "head_dim", None)
     if size is None or not hasattr(module, "is_causal"):
         return None
+    heads = getattr(module, "num_heads", None) or model.config.get_text_config().num_attention_heads
     return Shape(heads, heads // getattr(module, "num_key_value_groups", 1), size)
 
 

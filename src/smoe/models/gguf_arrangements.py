@@ -64,6 +64,15 @@ POSITIVE_LOGARITHM = Arrangement(lambda parts, config: parts[0].float().log())
 """A_log of a state-space layer, computed from the stored exp(A_log)."""
 
 
+def _unscaled(parts: Tensors, config: Any) -> torch.Tensor:
+    scale: float = (config.hidden_size / parts[0].numel()) ** 0.5
+    return parts[0].float() / scale
+
+
+UNSCALED_LATENT_NORMS = {f"self_attn.{kind}_a_layernorm.weight": Arrangement(_unscaled) for kind in ("q", "kv")}
+"""Norms of latents, which files store times the factor by which transformers multiplies their outputs."""
+
+
 def _query_key_value_gate(parts: Tensors, config: Any) -> torch.Tensor:
     """Interleave queries, keys, values and gates head by head."""
     import torch

@@ -43,7 +43,6 @@ _REFUSED = {
     **dict.fromkeys(
         ("arctic", "bailingmoe", "deci", "grok", "grovemoe", "kimi-k3", "maple", "minicpm", "smallthinker"), _NO_CLASS
     ),
-    "dots3note": "its layers have latent attention of two sizes, which the reader of GGUF files does not know yet",
     "glm5-next": _DEPENDS_ON_NUMBERS,
     "llada-moe": "it generates text by diffusion, not token by token",
     "minimax-01": "transformers stores its keys and values in a cache that only this family has",

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from smoe.models.gguf_arrangements import KEYS_AND_VALUES
+from smoe.errors import UnsupportedModelError
+from smoe.models.gguf_arrangements import KEYS_AND_VALUES, UNSCALED_LATENT_NORMS
 from smoe.models.gguf_attention_families import SIGMOID
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily, dense_first
+from smoe.models.gguf_window_families import sliding_layers
 
 
 def latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
@@ -131,6 +133,39 @@ def _hy_v4(entries: Entries, fields: dict[str, Any]) -> None:
     fields["swiglu_limit"] = entries.number("swiglu_clamp_exp", 0.0)
 
 
+def _dots3(entries: Entries, fields: dict[str, Any]) -> None:
+    """Add the two kinds of layers: those with a window have heads and a latent of other sizes, and no indexer."""
+    count = fields["num_hidden_layers"]
+    is_sliding, heads = sliding_layers(entries, count), entries.numbers("attention.head_count", count)
+    if entries.values.get("attention.indexer.types", [])[:count] != [not each for each in is_sliding]:
+        raise UnsupportedModelError(
+            f"{entries.path}: in transformers' 'dots3_note_text' exactly the layers without a window have an indexer; "
+            "'dots3note.attention.indexer.types' is otherwise"
+        )
+    fields["num_attention_heads"] = heads[is_sliding.index(False)] if False in is_sliding else heads[0]
+    latent_attention(entries, fields)
+    turned, keys = fields["qk_rope_head_dim"], entries.number("attention.key_length_mla_swa")
+    fields["head_dim"] = fields["qk_nope_head_dim"] + turned
+    fields["layer_types"] = ["sliding_attention" if each else "indexed_attention" for each in is_sliding]
+    fields["mlp_layer_types"] = dense_first(fields.pop("first_k_dense_replace"), count)
+    fields["shared_experts_intermediate_size"] = fields["moe_intermediate_size"]
+    near = {
+        "head_dim": keys,
+        "kv_lora_rank": entries.number("attention.kv_lora_rank_swa"),
+        "qk_nope_head_dim": keys - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": entries.number("attention.value_length_mla_swa"),
+    }
+    fields["per_layer_config"] = {
+        str(layer): {**near, "num_attention_heads": heads[layer], "num_key_value_heads": heads[layer]}
+        for layer, each in enumerate(is_sliding)
+        if each
+    }
+    rope = fields["rope_parameters"]
+    near_rope = {"rope_type": "default", "rope_theta": entries.number("rope.freq_base_swa", rope["rope_theta"])}
+    fields["rope_parameters"] = {"indexed_attention": rope, "sliding_attention": near_rope}
+
+
 def _mistral4(entries: Entries, fields: dict[str, Any]) -> None:
     """Add the factor by which queries grow beyond the training length; most files leave it out."""
     latent_attention(entries, fields)
@@ -195,6 +230,26 @@ FAMILIES: Mapping[str, GgufFamily] = {
         },
         unread=r"exp_probs_b_vl\.bias$",
         split="deepseek-v3",
+    ),
+    "dots3note": GgufFamily(
+        "dots3_note_text",
+        {
+            **DEEPSEEK_SIZES,
+            **_INDEXER_SIZES,
+            "attention.sliding_window": "sliding_window",
+            "expert_weights_norm": "norm_topk_prob",
+        },
+        fixed=ROUTED_IN_GROUPS,
+        allowed={"expert_gating_func": SIGMOID},
+        read=frozenset({"attention.head_count", "attention.head_count_kv", "rope.scaling.yarn_log_multiplier"}),
+        complete=_dots3,
+        named_as="glm-dsa",
+        names={
+            "self_attn.g_proj.weight": "attn_gate.weight",
+            "self_attn.k_rope_only_layernorm.weight": "attn_k_norm.weight",
+        },
+        arrangements={**KEYS_AND_VALUES, **UNSCALED_LATENT_NORMS},
+        split=None,
     ),
     "hy_v4": GgufFamily(
         "hy_v4",
