@@ -1,4 +1,4 @@
-"""A listener to a shadow that runs ahead: remembers what it was told."""
+"""A listener to a draft that runs ahead: remembers what it was told."""
 
 from __future__ import annotations
 

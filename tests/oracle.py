@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from smoe import from_pretrained
 from smoe.config import EngineConfig
 from smoe.kernels.spinning_pool import is_supported
+from smoe.load.draft_model import planned_draft
 from smoe.load.ledger import demand_of, open_store
-from smoe.load.shadow import planned_shadow
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.registration import register_local_families
@@ -83,8 +83,8 @@ def _demand(folder: Path, config: EngineConfig, _files: tuple[tuple[str, int, in
     plan = read_spec(folder, config)
     cpu, checkpoint = torch.device("cpu"), checkpoint_at(folder)
     needs = demand_of(plan, config, cpu, open_store(checkpoint, plan, checkpoint.experts(plan), cpu))
-    shadow = planned_shadow(checkpoint, plan, config, cpu)
-    return needs if shadow is None else replace(needs, shadow_bytes=shadow.nbytes)
+    draft = planned_draft(checkpoint, plan, config, cpu)
+    return needs if draft is None else replace(needs, draft_bytes=draft.nbytes)
 
 
 def budget_bytes(folder: Path, budget: str | int, **switches: Any) -> int:

@@ -57,7 +57,7 @@ def test_only_what_sees_routing_alone_is_asked_beside_the_experts() -> None:
     refusal = "`prefetch_asked` belongs to `prefetch` previous-token or popularity or affinity"
     for prefetch in ("auto", "none", "next-gate", "look-ahead", "whole-layer"):
         with pytest.raises(ConfigError, match=refusal):
-            configure(prefetch=prefetch, prefetch_asked="beside")
+            configure(prefetch=prefetch, prefetch_asked="concurrent")
         assert configure("duoserve", prefetch=prefetch).prefetch_asked is None
     assert configure("duoserve", prefetch="affinity").prefetch_asked == "first-expert"
     assert configure("duoserve", prefetch_asked="before").prefetch_asked == "before"

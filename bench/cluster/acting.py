@@ -100,7 +100,7 @@ def _slow_disk(seconds: float, dials: Dials) -> None:
     def slowly(filler: Filler, *what: Any) -> int:
         came: int = fill(filler, *what)
         if isinstance(filler._stores[EXACT], QuantisedStore):
-            return came  # a shadow's, once and before the first token
+            return came  # a draft's, once and before the first token
         with lock:
             dials.count_load()
             ends = free[0] = max(time.perf_counter(), free[0]) + seconds * dials.slowness

@@ -107,7 +107,7 @@ def noting() -> Iterator[Notes]:
         def noted(compute: LayerCompute, plan: Any, *given: Any) -> Any:
             began = time.monotonic()
             result = run(compute, plan, *given)
-            if compute.others is not None:  # a shadow has none
+            if compute.others is not None:  # a draft has none
                 notes.spans.append(Span(plan.layer, began, time.monotonic()))
             return result
 

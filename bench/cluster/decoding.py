@@ -25,7 +25,7 @@ from bench.cluster.workers import NAME, Shape
 from smoe import from_pretrained
 from smoe.cluster.members import Member
 from smoe.expert import EXACT
-from smoe.runtime.shadow import Shadow
+from smoe.runtime.draft_model import Draft
 
 TEXT = Path(__file__).parent.parent / "text.txt"
 _CONTEXT = 512
@@ -96,7 +96,7 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
     engine, digest, seconds = model.offload, hashlib.sha256(), []
     if asked.reads_all:
         read_all(asked.shape, engine.executor.compute.others, [machines[n] for n in range(1, asked.workers + 1)])
-    with engine, torch.no_grad(), answers() as heard, followed() as shadow:
+    with engine, torch.no_grad(), answers() as heard, followed() as draft:
         cache = engine.new_cache()
         for logits, took in steps(model, ids, asked.untimed + asked.tokens, cache):
             digest.update(logits.float().numpy().tobytes())
@@ -105,7 +105,7 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
                 before, before_loads, began = engine.stats(), _loads(machines), time.perf_counter()
         counters, loaded = engine.stats() - before, _loads(machines)
         others = engine.executor.compute.others
-        apart = None if others is None else others.shadow
+        apart = None if others is None else others.draft
         return {
             "ttft_seconds": seconds[0],
             "seconds": seconds[asked.untimed + 1 :],
@@ -116,10 +116,10 @@ def decode(asked: Decoding, machines: Mapping[int, Dials]) -> dict[str, Any]:
             "waits": waits([each for each in heard if each.came >= began], asked.tokens, asked.load_there)
             | parts(counters, asked.tokens),
             "slots": engine.ledger.cache_slots,
-            "shadow_bytes": engine.ledger.demand.shadow_bytes or (0 if apart is None else apart["memory_bytes"]),
-            "shadow": apart,
+            "draft_bytes": engine.ledger.demand.draft_bytes or (0 if apart is None else apart["memory_bytes"]),
+            "draft": apart,
             "workers": [] if others is None else others.described(),
-            "seconds_per_shadow_layer": median(shadow) / asked.shape.layers if shadow else None,
+            "seconds_per_draft_layer": median(draft) / asked.shape.layers if draft else None,
             "seconds_per_own_load": counters.read_busy_seconds / max(1, counters.loads + counters.prefetches),
         }
 
@@ -177,20 +177,20 @@ def answers() -> Iterator[list[Answer]]:
 
 @contextmanager
 def followed() -> Iterator[list[float]]:
-    """Inside, what a shadow takes for each token that it decodes to the end is written down, seconds."""
+    """Inside, what a draft takes for each token that it decodes to the end is written down, seconds."""
     taken: list[float] = []
-    follow: Any = Shadow.follow
+    follow: Any = Draft.follow
 
-    def timed(shadow: Shadow, *what: Any) -> None:
+    def timed(draft: Draft, *what: Any) -> None:
         began = time.perf_counter()
-        follow(shadow, *what)
+        follow(draft, *what)
         taken.append(time.perf_counter() - began)
 
-    Shadow.follow = timed  # type: ignore[method-assign, assignment]
+    Draft.follow = timed  # type: ignore[method-assign, assignment]
     try:
         yield taken
     finally:
-        Shadow.follow = follow  # type: ignore[method-assign]
+        Draft.follow = follow  # type: ignore[method-assign]
 
 
 def waits(heard: Iterable[Answer], tokens: int, load: float) -> dict[str, float]:

@@ -22,25 +22,25 @@ from bench.cluster.acting import Times
 from bench.cluster.child import Child
 from bench.cluster.decoding import Decoding
 from bench.cluster.pieces import UNSHAPED, Hops, Pieces
-from bench.cluster.recorded import SHADOW, as_tokens, before, record
+from bench.cluster.recorded import DRAFT, as_tokens, before, record
 from bench.cluster.results import spread, write
 from bench.cluster.speed import KINDS, Cell, aligned, circumstances, main_times, measure, one_machine, seconds
 from bench.cluster.workers import Shape
 from smoe.presets import configure
+from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_forecast import foretell
 from smoe.simulator.cluster_ours import OurRun, TokenWaits
-from smoe.simulator.cluster_shadow import ShadowTimes
 
 MOST_MEDIAN, MOST_WORST = 0.15, 0.35
 """Errors that forecasts may have."""
 _WORKERS = "1,2,4,8"
-_KINDS = "finish,finish-shadow,od-moe,od-moe-blind,resident,resident-od-moe"
+_KINDS = "finish,finish-draft,od-moe,od-moe-blind,resident,resident-od-moe"
 _LINKS = "100mbit,1gbit,unshaped"
 _RUN_SECONDS = 200.0
 _RECORDED, _PIECES = (160, 230, 300), 80
 """Where in the text prompts begin of what is replayed, and of what pieces are measured with."""
 _TRACE, _ALONE, _LOADING = "trace", "pieces, main alone", "pieces, loading"
-_RESIDENT, _SHADOWED = "pieces, resident", "pieces, resident with a shadow"
+_RESIDENT, _WITH_DRAFT = "pieces, resident", "pieces, resident with a draft"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -94,8 +94,8 @@ def _work(
     yield _TRACE, lambda: _recorded(options, shape)
     yield _ALONE, lambda: one_machine(options, shape, main_times(options), _PIECES)
     few = Cell(1, "od-moe-blind", UNSHAPED, options.slots)
-    every, shadowed = (few._replace(kind=kind, slots=0) for kind in ("resident-od-moe", "resident-od-moe-shadow"))
-    for key, cell in ((_RESIDENT, every), (_SHADOWED, shadowed), (_LOADING, few)):
+    every, with_draft = (few._replace(kind=kind, slots=0) for kind in ("resident-od-moe", "resident-od-moe-draft"))
+    for key, cell in ((_RESIDENT, every), (_WITH_DRAFT, with_draft), (_LOADING, few)):
         yield key, lambda cell=cell: measure(options, shape, cell, begin=_PIECES)  # type: ignore[misc]
     for link in dict.fromkeys([UNSHAPED, *options.links.split(",")]):
         yield _hops_of(link), lambda link=link: asdict(measured.hops(link))  # type: ignore[misc]
@@ -114,7 +114,7 @@ def _run_of(cell: Cell, number: int) -> str:
 
 
 def _recorded(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
-    asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, SHADOW, tokens=options.tokens)
+    asked = Decoding(shape, Times(0.0, 0.0), 0.0, 0, DRAFT, tokens=options.tokens)
     child = Child("alone", lambda child: child.say(record(asked, _RECORDED)))
     try:
         return dict(child.hear(_RUN_SECONDS))
@@ -125,9 +125,9 @@ def _recorded(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
 # -- forecasts --------------------------------------------------------------------------------------------------------
 
 
-def pieces_of(shape: Shape, found: dict[str, Any], has_shadow: bool) -> Pieces:
-    """All cells' forecasts are made of these: a shadow, where there is one, wants the same cores as main."""
-    return Pieces.of(found[_SHADOWED if has_shadow else _RESIDENT], found[_LOADING], found[_ALONE], shape.layers)
+def pieces_of(shape: Shape, found: dict[str, Any], has_draft: bool) -> Pieces:
+    """All cells' forecasts are made of these: a draft, where there is one, wants the same cores as main."""
+    return Pieces.of(found[_WITH_DRAFT if has_draft else _RESIDENT], found[_LOADING], found[_ALONE], shape.layers)
 
 
 def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> list[OurRun]:
@@ -135,19 +135,19 @@ def foretold(shape: Shape, found: dict[str, Any], cell: Cell) -> list[OurRun]:
     hops, unshaped = (Hops(**found[_hops_of(link)]) for link in (cell.link, UNSHAPED))
     settings = dict(KINDS[cell.kind])
     config = configure(settings.pop("preset", "exact"), **settings)
-    has_shadow = config.prefetch == "shadow"
-    is_early = (config.shadow_departure or "at-once") == "at-once"
-    pieces = pieces_of(shape, found, has_shadow)
-    times = ShadowTimes(pieces.shadow_layer, kv_period=0, is_early=is_early)
+    has_draft = config.prefetch == "draft-model"
+    is_early = (config.draft_start or "at-once") == "at-once"
+    pieces = pieces_of(shape, found, has_draft)
+    times = DraftTimes(pieces.draft_layer, kv_period=0, is_early=is_early)
     worker = measured.worker_of(pieces, hops, unshaped, cell.slots or shape.all_experts, loads=not cell.is_resident)
     count = Decoding.untimed + found["asked"]["tokens"]
     return [
         foretell(
-            as_tokens(text, count, has_shadow),
+            as_tokens(text, count, has_draft),
             measured.main_of(pieces, hops, shape.chosen),
             [worker] * cell.workers,
             config.placement or "finish",
-            times if has_shadow else None,
+            times if has_draft else None,
             measured.port_of(cell.link, shape.row_bytes),
             before(text),
         )
@@ -162,7 +162,7 @@ def report(options: argparse.Namespace, shape: Shape, found: dict[str, Any], cel
     rows = list(rows_of(options, shape, found, cells))
     errors = sorted(abs(row["error"]) for row in rows)
     said: dict[str, Any] = {"cells": rows}
-    said |= {"pieces": [asdict(pieces_of(shape, found, has_shadow)) for has_shadow in (False, True)]}
+    said |= {"pieces": [asdict(pieces_of(shape, found, has_draft)) for has_draft in (False, True)]}
     said |= {"hops": {link: found.get(_hops_of(link)) for link in options.links.split(",")}}
     if errors:
         said |= {"median_error": median(errors), "worst_error": errors[-1]}

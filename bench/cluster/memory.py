@@ -30,7 +30,7 @@ import psutil
 
 from bench.cluster.child import ChildError
 from bench.cluster.results import write
-from smoe.cluster.identity import invitation, keep_main, new_main
+from smoe.cluster.identity import invitation, new_coordinator, store_coordinator
 from smoe.models.files import DEMO_FOLDER
 
 IS_NETWORKED = False
@@ -98,10 +98,10 @@ def run(options: argparse.Namespace) -> None:
 def _measured(folder: Path, python: str, option: str, slots: int, tokens: int, alone: str) -> dict[str, Any]:
     """One worker that has written a text for a main, and waits for the next."""
     folder.mkdir()
-    main = new_main("bench", f"127.0.0.1:{_a_free_port()}")
+    main = new_coordinator("bench", f"127.0.0.1:{_a_free_port()}")
     os.environ["XDG_CONFIG_HOME"] = str(folder / "main")
     expecting, line = invitation(main)
-    keep_main(expecting)
+    store_coordinator(expecting)
     joined = [python, "-m", "smoe", "cluster", "join", line, "demo", "--slots", str(slots), "--threads", "1", option]
     with (folder / "log").open("wb") as log:
         worker = subprocess.Popen(

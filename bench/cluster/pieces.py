@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.cluster.hops import hop_seconds
 from bench.cluster.network import LINKS, Network
-from smoe.simulator.cluster_forecast import MeasuredMain, MeasuredWorker, Port
+from smoe.simulator.cluster_forecast import MeasuredCoordinator, MeasuredWorker, Port
 
 UNSHAPED = "unshaped"
 MOST_MACHINES = 8
@@ -49,21 +49,21 @@ class Pieces:
     """At a worker."""
     own_load: float
     """At main."""
-    shadow_layer: float = 0.0
-    """Beside main, where a shadow runs there."""
+    draft_layer: float = 0.0
+    """Beside main, where a draft runs there."""
 
     @classmethod
     def of(
         cls, resident: Mapping[str, Any], loading: Mapping[str, Any], alone: Mapping[str, Any], layers: int
     ) -> Pieces:
-        """`resident`: what `decode` has found of one worker with all experts, perhaps with a shadow on main that has
+        """`resident`: what `decode` has found of one worker with all experts, perhaps with a draft on main that has
         nothing to do with it, `loading`: of one with few of them, `alone`: of main without any."""
         waits, (loader,) = resident["waits"], loading["workers"]
         there, between = waits["loads there"] + waits["computing there"], waits["between"]
         token = sum(resident["seconds"]) / len(resident["seconds"])
         expert, layer = there / resident["at_workers"], (token - there - between) / layers
         load, own_load = loader["seconds_per_load"], alone["seconds_per_own_load"]
-        return cls(layer, expert, between / layers, load, own_load, resident["seconds_per_shadow_layer"] or 0.0)
+        return cls(layer, expert, between / layers, load, own_load, resident["seconds_per_draft_layer"] or 0.0)
 
 
 def hops(link: str, tokens: int = 20) -> Hops:
@@ -73,9 +73,9 @@ def hops(link: str, tokens: int = 20) -> Hops:
     return Hops(one, most)
 
 
-def main_of(pieces: Pieces, hops: Hops, slots: int) -> MeasuredMain:
+def main_of(pieces: Pieces, hops: Hops, slots: int) -> MeasuredCoordinator:
     """As a forecast takes it."""
-    return MeasuredMain(pieces.layer, hops.message, pieces.own_load, pieces.expert, slots)
+    return MeasuredCoordinator(pieces.layer, hops.message, pieces.own_load, pieces.expert, slots)
 
 
 def worker_of(pieces: Pieces, hops: Hops, unshaped: Hops, slots: int, loads: bool) -> MeasuredWorker:

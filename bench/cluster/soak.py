@@ -1,8 +1,8 @@
 """Random faults while a model decodes: does a bit change, is a token lost, how long is the worst one, does memory grow?
 
-Main decodes the same tokens again and again; meanwhile a worker is killed and started again, frozen, cut off, made ten
-times slower or made to lie, or a stranger sends noise, at random moments of tokens, by a seed. A token's added latency
-is what it took beyond the median of the same token in other passes, so that its own loads do not count
+The coordinator decodes the same tokens again and again; meanwhile a worker is killed and started again, frozen, cut
+off, made ten times slower or made to lie, or a stranger sends noise, at random moments of tokens, by a seed. A token's
+added latency is what it took beyond the median of the same token in other passes, so that its own loads do not count
 (`aftermath.py`).
 """
 

@@ -23,26 +23,26 @@ from bench.cluster.network import LINKS, Network
 from bench.cluster.results import spread, write
 from bench.cluster.workers import Shape, Workers
 
-_SHADOW: dict[str, Any] = {"prefetch": "shadow", "shadow_precision": "int4"}
-_APART: dict[str, Any] = {"shadow_on": "cluster"}
+_DRAFT: dict[str, Any] = {"prefetch": "draft-model", "draft_precision": "int4"}
+_APART: dict[str, Any] = {"draft_on": "cluster"}
 KINDS: dict[str, dict[str, Any]] = {
     "finish": {},
-    "finish-shadow": _SHADOW,
-    "finish-shadow-apart": _SHADOW | _APART,
-    "finish-shadow-spare": _SHADOW | {"shadow_spares": 1},
-    "od-moe": {"preset": "od-moe", "shadow_precision": "int4"},
-    "od-moe-apart": {"preset": "od-moe", "shadow_precision": "int4"} | _APART,
-    "od-moe-at-once": {"preset": "od-moe", "shadow_precision": "int4", "shadow_departure": "at-once"},
-    "od-moe-at-once-apart": {"preset": "od-moe", "shadow_precision": "int4", "shadow_departure": "at-once"} | _APART,
+    "finish-draft": _DRAFT,
+    "finish-draft-apart": _DRAFT | _APART,
+    "finish-draft-spare": _DRAFT | {"draft_extra": 1},
+    "od-moe": {"preset": "od-moe", "draft_precision": "int4"},
+    "od-moe-apart": {"preset": "od-moe", "draft_precision": "int4"} | _APART,
+    "od-moe-at-once": {"preset": "od-moe", "draft_precision": "int4", "draft_start": "at-once"},
+    "od-moe-at-once-apart": {"preset": "od-moe", "draft_precision": "int4", "draft_start": "at-once"} | _APART,
     "od-moe-int8": {"preset": "od-moe"},
     "od-moe-next-gate": {"preset": "od-moe", "prefetch": "next-gate"},
     "od-moe-blind": {"preset": "od-moe", "prefetch": "none"},
     "resident": {},
     "resident-od-moe": {"preset": "od-moe", "prefetch": "none"},
-    "resident-od-moe-shadow": {"preset": "od-moe", "shadow_precision": "int4"},
-    "resident-od-moe-shadow-apart": {"preset": "od-moe", "shadow_precision": "int4"} | _APART,
+    "resident-od-moe-draft": {"preset": "od-moe", "draft_precision": "int4"},
+    "resident-od-moe-draft-apart": {"preset": "od-moe", "draft_precision": "int4"} | _APART,
 }
-"""Preset and switches of main; of *apart* the shadow is a machine more."""
+"""Preset and switches of main; of *apart* the draft is a machine more."""
 _CELLS = "1xfinish,4xfinish,1xod-moe,4xod-moe,4xresident,4xresident-od-moe"
 _RUN_SECONDS = 300.0
 _AT_ONCE = Times(0.0, 0.0)
@@ -115,12 +115,12 @@ def measure(options: argparse.Namespace, shape: Shape, cell: Cell, begin: int = 
         reads_all=cell.is_resident,
         begin=begin,
     )
-    slots, has_shadow = cell.slots or shape.all_experts, KINDS[cell.kind].get("shadow_on") == "cluster"
+    slots, has_draft = cell.slots or shape.all_experts, KINDS[cell.kind].get("draft_on") == "cluster"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (
-            Network(cell.workers + 1 + has_shadow, LINKS[cell.link]) as network,
-            Workers(network, folder, shape, times, slots, cell.workers, has_shadow) as workers,
+            Network(cell.workers + 1 + has_draft, LINKS[cell.link]) as network,
+            Workers(network, folder, shape, times, slots, cell.workers, has_draft) as workers,
         ):
             machines = {0: Dials()} | workers.dials
             main = workers.main(lambda child: child.say(decode(asked, machines)))
@@ -171,7 +171,7 @@ def rows(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> list[dict[s
         one = _speed_over(results, cell, cell._replace(workers=1))
         resident = _speed_over(results, cell, cell.reference)
         held = sum(member["slots"] for member in runs[0]["workers"]) + runs[0]["slots"]
-        shadow = runs[0]["shadow_bytes"] / shape.expert_bytes
+        draft = runs[0]["draft_bytes"] / shape.expert_bytes
         found.append(
             {
                 "cell": cell._asdict(),
@@ -179,7 +179,7 @@ def rows(results: dict[Cell, list[dict[str, Any]]], shape: Shape) -> list[dict[s
                 "ttft_seconds": spread([each["ttft_seconds"] for each in runs]),
                 "speed_over_one_worker": one,
                 "share_of_resident_speed": resident,
-                "share_of_experts_in_memory": (held + shadow) / shape.all_experts,
+                "share_of_experts_in_memory": (held + draft) / shape.all_experts,
                 "is_exact": all(each["is_exact"] for each in runs),
                 "runs": runs,
             }

@@ -1,7 +1,7 @@
 """A cluster's main and workers as users start them, each in a namespace of its own.
 
-Workers join by an invitation (`smoe cluster join LINE MODEL`), and again by the cluster's name after a restart. Main is
-machine 0; worker n is machine n.
+Workers join by an invitation (`smoe cluster join LINE MODEL`), and again by the cluster's name after a restart. The
+coordinator is machine 0; worker n is machine n.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.cluster.acting import Dials, Times, act, lie_when_told
 from bench.cluster.child import Child, ChildError
 from bench.cluster.network import Network, address
 from smoe import cli
-from smoe.cluster.identity import invitation, keep_main, new_main, read_main
+from smoe.cluster.identity import invitation, new_coordinator, read_coordinator, store_coordinator
 
 NAME = "bench"
 _CONFIGURATION = "XDG_CONFIG_HOME"
@@ -70,25 +70,25 @@ class Workers:
         times: Times,
         slots: int,
         count: int,
-        has_shadow: bool = False,
+        has_draft: bool = False,
     ) -> None:
-        """Each with so many experts in memory; after the last one a shadow, as fast as it goes."""
+        """Each with so many experts in memory; after the last one a draft, as fast as it goes."""
         self._network, self._folder = network, folder
         self._shape, self._times = shape, times
         self._slots = slots
-        self._shadows = [count + 1] if has_shadow else []
+        self._drafts = [count + 1] if has_draft else []
         self.dials = {n: Dials() for n in range(1, count + 1)}
         self.running: dict[int, Child] = {}
         """By the number of the machine."""
 
     def __enter__(self) -> Workers:
         with _configured(self._folder / "main"):
-            keep_main(new_main(NAME, address(0)))
+            store_coordinator(new_coordinator(NAME, address(0)))
         try:
             for n in self.dials:
                 self._start(n, self._invite())
-            for n in self._shadows:
-                self._start_shadow(n, self._invite())
+            for n in self._drafts:
+                self._start_draft(n, self._invite())
         except BaseException:
             self.__exit__()
             raise
@@ -123,8 +123,8 @@ class Workers:
 
     def _invite(self) -> str:
         with _configured(self._folder / "main"):
-            expecting, line = invitation(read_main(NAME))
-            keep_main(expecting)
+            expecting, line = invitation(read_coordinator(NAME))
+            store_coordinator(expecting)
         return line
 
     def _start(self, n: int, invited: str) -> None:
@@ -136,8 +136,8 @@ class Workers:
 
         self._join(n, f"w{n}", [invited, str(self._shape.folder), "--slots", str(self._slots)], as_acted)
 
-    def _start_shadow(self, n: int, invited: str) -> None:
-        self._join(n, "shadow", [invited, str(self._shape.folder), "--shadow"], lambda: None)
+    def _start_draft(self, n: int, invited: str) -> None:
+        self._join(n, "draft", [invited, str(self._shape.folder), "--draft"], lambda: None)
 
     def _join(self, n: int, name: str, given: list[str], prepare: Callable[[], None]) -> None:
         def begin(_: Child) -> None:

@@ -1,4 +1,4 @@
-"""A cluster that decodes on a clock of its own: a main machine, workers that compute the experts, perhaps a shadow.
+"""A cluster that decodes on a clock of its own: a main machine, workers that compute the experts, perhaps a draft.
 
 One layer, time to the right; main's port carries one message after the other in each direction:
 
@@ -26,7 +26,7 @@ from smoe.policy.placement import Placement, WorkerView, by_turns, group
 from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
-from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
+from smoe.simulator.cluster_draft import DraftTimes, SimulatedDraft
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
@@ -51,10 +51,10 @@ class ClusterSetting:
     """Whether turns continue from token to token, so that each group has all the turns of the others to load; else a
     layer's turn is always the same group's, as in the product, and where groups do not divide the layers some come too
     soon."""
-    shadow: ShadowTimes | None = None
+    draft: DraftTimes | None = None
     """None: what is named is known in advance, as far ahead as slots allow."""
     main_names: bool = False
-    """Without a shadow: main itself names a layer's experts, when the router of the layer before has spoken."""
+    """Without a draft: main itself names a layer's experts, when the router of the layer before has spoken."""
     here: WorkerTimes | None = None
     """What main computes itself, by `finish`: the experts in its own slots, and those that are done here first. None:
     nothing."""
@@ -71,7 +71,7 @@ class ClusterRun:
     late_loads: int = 0
     """Begun when main had asked for the expert: not named, named wrongly, or not in time."""
     busy: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """(begin, end) of all that each part did: main's ports, the shadow's, every worker's link and arithmetic."""
+    """(begin, end) of all that each part did: main's ports, the draft's, every worker's link and arithmetic."""
     most_held: int = 0
     """Experts in a worker's slots at one time."""
 
@@ -92,7 +92,7 @@ class _PaperDecoding:
         self._setting, self._tokens = setting, tokens
         self._layers = len(tokens[0].chosen)
         self._events = Events()
-        self._up, self._down, self._shadow_up = (Resource(self._events) for _ in range(3))
+        self._up, self._down, self._draft_up = (Resource(self._events) for _ in range(3))
         self._units = range(FIRST_WORKER, FIRST_WORKER + len(setting.workers))
         self._workers = {
             unit: SimulatedWorker(self._events, times) for unit, times in zip(self._units, setting.workers, strict=True)
@@ -103,16 +103,14 @@ class _PaperDecoding:
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
         self._kv_due = False
-        self._shadow: SimulatedShadow | None = None
-        if setting.shadow is not None:
+        self._draft: SimulatedDraft | None = None
+        if setting.draft is not None:
             is_right = [token.own_is_right for token in tokens]
-            self._shadow = SimulatedShadow(
-                self._events, setting.shadow, self._layers, is_right, self._says, self._unsays
-            )
+            self._draft = SimulatedDraft(self._events, setting.draft, self._layers, is_right, self._says, self._unsays)
 
     @property
     def _knows_ahead(self) -> bool:
-        return self._shadow is None and not self._setting.main_names
+        return self._draft is None and not self._setting.main_names
 
     def begin(self) -> None:
         if self._knows_ahead:
@@ -123,7 +121,7 @@ class _PaperDecoding:
 
     def finished(self) -> ClusterRun:
         run = self._run
-        run.busy = {"up": self._up.spans, "down": self._down.spans, "shadow's": self._shadow_up.spans}
+        run.busy = {"up": self._up.spans, "down": self._down.spans, "draft's": self._draft_up.spans}
         for unit, worker in self._workers.items():
             run.busy[f"link of {unit}"], run.busy[f"experts of {unit}"] = worker.loads, worker.computing
             run.loads += len(worker.loads)
@@ -144,15 +142,15 @@ class _PaperDecoding:
         token = self._tokens[number]
         named = token.named if is_right else token.astray
         for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
-            self._shadow_sends(partial(self._workers[unit].name, step, keys))
+            self._draft_sends(partial(self._workers[unit].name, step, keys))
 
     def _unsays(self, number: int) -> None:
         for worker in self._workers.values():
-            self._shadow_sends(partial(worker.unname, number * self._layers))
+            self._draft_sends(partial(worker.unname, number * self._layers))
 
-    def _shadow_sends(self, arrives: partial[None]) -> None:
+    def _draft_sends(self, arrives: partial[None]) -> None:
         wire = self._setting.wire
-        self._events.at(self._shadow_up.use(wire.seconds(_NAMES_BYTES)) + wire.delay, arrives)
+        self._events.at(self._draft_up.use(wire.seconds(_NAMES_BYTES)) + wire.delay, arrives)
 
     def _shared_out(
         self, number: int, layer: int, experts: Sequence[int]
@@ -177,21 +175,21 @@ class _PaperDecoding:
         self._token_began = self._events.now
         if self._knows_ahead and 0 < number < len(self._tokens) - 1:
             self._name_token(number + 1)
-        if self._shadow is not None:
-            self._tell_shadow(number)
+        if self._draft is not None:
+            self._tell_draft(number)
         self._begin_layer(number, 0)
 
-    def _tell_shadow(self, number: int) -> None:
-        shadow, times, wire = self._shadow, self._setting.shadow, self._setting.wire
-        assert shadow is not None and times is not None
+    def _tell_draft(self, number: int) -> None:
+        draft, times, wire = self._draft, self._setting.draft, self._setting.wire
+        assert draft is not None and times is not None
         nbytes = float(_NAMES_BYTES)
         self._kv_due = times.is_early and times.kv_is_due(number)
         if times.kv_is_due(number) and not times.is_early:
             nbytes += times.kv_message_bytes
         if times.is_early or times.is_sent(number):
-            self._events.at(self._up.use(wire.seconds(nbytes)) + wire.delay, partial(shadow.tell, number))
+            self._events.at(self._up.use(wire.seconds(nbytes)) + wire.delay, partial(draft.tell, number))
         else:
-            shadow.tell(number)  # it goes on by itself, and begins with main
+            draft.tell(number)  # it goes on by itself, and begins with main
 
     def _begin_layer(self, number: int, layer: int) -> None:
         self._layer_began = self._events.now
@@ -210,15 +208,15 @@ class _PaperDecoding:
         self._awaited = len(shares)
         for unit, share in shares.items():
             answer = partial(self._answered, number, layer, unit, len(share))
-            self._main_sends(unit, setting.row_bytes, partial(self._workers[unit].ask, step, share, answer))
+            self._coordinator_sends(unit, setting.row_bytes, partial(self._workers[unit].ask, step, share, answer))
         for unit in others:  # announced in vain
             nothing = partial(self._workers[unit].ask, step, [], _ignore)
-            if setting.shadow is None:
+            if setting.draft is None:
                 nothing()  # a guess of the product's is just forgotten in time
             else:
-                self._main_sends(unit, _NAMES_BYTES, nothing)
-        if self._kv_due and self._setting.shadow is not None:  # after the first rows: no thread waits for it
-            self._up.use(self._setting.wire.seconds(self._setting.shadow.kv_message_bytes))
+                self._coordinator_sends(unit, _NAMES_BYTES, nothing)
+        if self._kv_due and self._setting.draft is not None:  # after the first rows: no thread waits for it
+            self._up.use(self._setting.wire.seconds(self._setting.draft.kv_message_bytes))
             self._kv_due = False
         if self._setting.main_names and layer + 1 < self._layers:
             self._name_layer(number, layer + 1)
@@ -227,9 +225,9 @@ class _PaperDecoding:
         """Name a layer's experts, by the coordinator, after the rows."""
         named = self._tokens[number].named
         for step, unit, keys in self._shared_out(number, layer, named[layer] if named else ()):
-            self._main_sends(unit, _NAMES_BYTES, partial(self._workers[unit].name, step, keys))
+            self._coordinator_sends(unit, _NAMES_BYTES, partial(self._workers[unit].name, step, keys))
 
-    def _main_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
+    def _coordinator_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
         if unit == DEVICE:
             arrives()
             return

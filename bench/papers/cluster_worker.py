@@ -98,7 +98,7 @@ class SimulatedWorker:
     def _load_next(self) -> None:
         asked = next((key for request in self._requests for key in request.left if key not in self._held), None)
         key, step = (asked, None) if asked is not None else self._next_expected()
-        if key is None or not self._make_room(for_main=asked is not None):
+        if key is None or not self._make_room(for_coordinator=asked is not None):
             return
         if step is None:
             self.asked_loads += 1
@@ -119,13 +119,13 @@ class SimulatedWorker:
             self._named[key] = step
         return None, None
 
-    def _make_room(self, for_main: bool) -> bool:
+    def _make_room(self, for_coordinator: bool) -> bool:
         """Whether a slot is free now; for main, what was named for later gives way, too."""
         if len(self._held) < self.times.slots:
             return True
         wanted = {key for request in self._requests for key in request.left}
         free = [key for key in self._held if key not in wanted]
-        if not for_main:
+        if not for_coordinator:
             free = [key for key in free if key not in self._named]
         if not free:
             return False

@@ -52,7 +52,7 @@ DECODED, TTFT_MS = 3.6925, {16: 1345.3, 128: 3143.4}
 _NOTHING, _RANDOM = "nothing", "random"
 """In addition to recalls: what is predicted."""
 CASES = {"case 1": (1, 1), "case 2": (1, 0), "case 3": (0, 1), "case 4": (0, 0)}
-"""Of figure 8, those with a shadow: periods of tokens and of keys and values."""
+"""Of figure 8, those with a draft: periods of tokens and of keys and values."""
 PERIODS = {PRINTED: (1, 4, 16), EMBEDDED: (1, 4, 16), WITNESS: (1, 16)}
 """Those of the paper's 1, 2, 4, 8, 16 at which a recall is known."""
 _BITS = {"int8": 8.0, "int4": 4.5, "int3": 3.5}
@@ -164,8 +164,8 @@ def _constants() -> list[_ClusterCase]:
         "messages of 0.2 ms": ("message", 0.2e-3),
         "main a fifth faster": ("layer", base.layer * 0.8),
         "main a fifth slower": ("layer", base.layer * 1.2),
-        "shadow of 1.25 ms": ("shadow_layer", 1.25e-3),
-        "shadow of 4 ms": ("shadow_layer", 4e-3),
+        "draft of 1.25 ms": ("draft_layer", 1.25e-3),
+        "draft of 4 ms": ("draft_layer", 4e-3),
     }
     return [
         _ClusterCase(_constants_name(length), system, aligned, NEW_TOKENS, length, changed=(change,))
@@ -231,12 +231,12 @@ def _in_case(case: _ClusterCase) -> Cell:
     count = min(case.new_tokens, NEW_TOKENS)
     tokens = named_tokens(recall, count, case.spares, is_random=case.recall == _RANDOM)
     group_size = MIXTRAL.top_k + case.spares
-    shadow = None if recall is None else base.shadow(*case.periods, case.is_early, case.since)
-    cluster = base.cluster(case.groups, group_size, shadow, case.is_ours)
+    draft = None if recall is None else base.draft(*case.periods, case.is_early, case.since)
+    cluster = base.cluster(case.groups, group_size, draft, case.is_ours)
     run = decode(replace(cluster, turns_run_on=case.turns_run_on), tokens)
     batch_rows = BATCH_ROWS if case.is_ours else None
     prompt = base.prompt(case.prompt, case.slots, batch_rows, is_serial=not case.is_ours)
-    bits = None if shadow is None else _BITS[case.precision]
+    bits = None if draft is None else _BITS[case.precision]
     nbytes = memory_bytes(len(cluster.workers), bits, case.slots) if base.load else ALL_BYTES
     ttft, seconds = prefill_seconds(prompt), run.seconds_per_token
     return Cell([Setting(case.name, case.system, ttft, seconds, case.new_tokens, nbytes)], {})
@@ -362,7 +362,7 @@ def _of_bars(rows: Mapping[str, Setting], case: str) -> list[Claim]:
 
 _WHY_DECODED = "the link and the recall count most: see `other constants`, `other recalls`"
 _WHY_TTFT = "a load, main's part, and 2 rows of 16 KB a token over 1 Gbit/s both ways, one after the other, 32 times"
-_WHY_MEMORY = "the paper's own sizes of the parts: 7 on main, 45 of the shadow, 1 on each of eight workers"
+_WHY_MEMORY = "the paper's own sizes of the parts: 7 on main, 45 of the draft, 1 on each of eight workers"
 _WHY_ORDER = "bars are in pictures alone, so no more is asked than that one is higher: above 1"
 _WHY_BARS = "set by ourselves; recalls with a spare are our witness's, or its misses stretched as the others are"
 
@@ -377,8 +377,8 @@ def _remarks() -> tuple[str, ...]:
         "routing is synthetic: every expert is as likely as any other; without caches who is chosen decides nothing",
         f"times chosen beforehand: {load:.1f} ms to load an expert (24 GB/s), {expert:.2f} to compute one, {layer:.2f} "
         f"for main's part of a layer (so that all resident is the paper's {ALL_RESIDENT} tokens/s); assumed: "
-        f"{1e3 * base.message:.1f} a message, {1e3 * base.delay:.1f} one way, {1e3 * base.shadow_layer:.1f} a layer of "
-        "the shadow",
+        f"{1e3 * base.message:.1f} a message, {1e3 * base.delay:.1f} one way, {1e3 * base.draft_layer:.1f} a layer of "
+        "the draft",
         f"the paper prints recalls of T1 KV1 ({100 * RECALL[1, 1]:.2f} %) and T0 KV0 (some {100 * RECALL[0, 0]:.0f} %) "
         "alone: between them ours, stretched over these two; periods of 2, 8 and 32 were not recorded",
         f"with every guess right and in time a layer takes {bound:.1f} ms of {GROUPS} groups' loads, all resident "

@@ -1,6 +1,6 @@
-"""How often OD-MoE's shadow is right: as the paper prints it, and as ours was (`smoe eval --recall`).
+"""How often OD-MoE's draft is right: as the paper prints it, and as ours was (`smoe eval --recall`).
 
-The paper prints two figures of its int8 shadow, aligned after each token and never. What lies between is
+The paper prints two figures of its int8 draft, aligned after each token and never. What lies between is
 in pictures alone, so it is put where our own recordings have it: misses on the straight line, logarithms on both axes,
 through these two figures and what was recorded at their periods.
 """
@@ -40,7 +40,7 @@ _WITNESS_INT8 = {
 
 
 class DraftRecall(NamedTuple):
-    """Of one shadow. Shares of one."""
+    """Of one draft. Shares of one."""
 
     experts: tuple[float, ...]
     """Of those chosen, how many were named; over the tokens, in equal parts."""
@@ -66,7 +66,7 @@ WITNESS_ALIGNED = {
 
 
 def recall_of(source: str, token_period: int, kv_period: int) -> DraftRecall:
-    """Of the int8 shadow at these periods. Raises KeyError where nothing was recorded."""
+    """Of the int8 draft at these periods. Raises KeyError where nothing was recorded."""
     periods = token_period, kv_period
     if source == PRINTED and periods == (0, 0):
         return DraftRecall(_UNALIGNED)

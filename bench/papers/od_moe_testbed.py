@@ -8,7 +8,7 @@
 | the port | 1 Gbit/s | the paper |
 | one way | 0.1 ms | assumed, of a LAN |
 | a message | 0.1 ms | assumed: our own hop on an emulated 1 Gbit/s takes 0.4 ms beyond the wire, four messages |
-| a layer of the shadow | 2.5 ms | assumed |
+| a layer of the draft | 2.5 ms | assumed |
 | 16 KB a row, 8 KB of keys and values a layer | | the paper |
 
 What is assumed is weak; `od_moe.py` has what follows of other times.
@@ -24,7 +24,7 @@ from bench.papers.cluster_prefill import PromptTimes
 from bench.papers.geometry import MIXTRAL
 from smoe.memory.emulation import read_profile
 from smoe.simulator.cluster import Wire, WorkerTimes
-from smoe.simulator.cluster_shadow import ShadowTimes
+from smoe.simulator.cluster_draft import DraftTimes
 
 BITS = 32
 ALL_RESIDENT = 4.89
@@ -38,7 +38,7 @@ PROMPT_WORKERS = MIXTRAL.experts
 """One expert of every layer each (section 3.3)."""
 _GB = 1e9
 MAIN_BYTES, WORKER_BYTES, ALL_BYTES = 7 * _GB, 1 * _GB, 180 * _GB
-_SHADOW_BYTES, _SHADOW_BITS = 45 * _GB, 8.0
+_DRAFT_BYTES, _DRAFT_BITS = 45 * _GB, 8.0
 """Section 4.4, all four."""
 _RTX_3080_SHARE = 760 / 936
 """Of the 3090's memory bandwidth; its PCIe is the same (data sheets)."""
@@ -55,7 +55,7 @@ class Machines:
     layer: float
     message: float = 0.1e-3
     delay: float = 0.1e-3
-    shadow_layer: float = 2.5e-3
+    draft_layer: float = 2.5e-3
     port_bytes_per_second: float = 1e9 / 8
 
     @property
@@ -66,17 +66,15 @@ class Machines:
         chunk = self.load * CHUNK_BYTES / MIXTRAL.expert_bytes(BITS) if gives_up else None
         return WorkerTimes(self.load, self.expert, chunk=chunk)
 
-    def shadow(
+    def draft(
         self, token_period: int = 1, kv_period: int = 1, is_early: bool = False, since: bool = True
-    ) -> ShadowTimes:
-        return ShadowTimes(self.shadow_layer, token_period, kv_period, KV_BYTES, since, is_early)
+    ) -> DraftTimes:
+        return DraftTimes(self.draft_layer, token_period, kv_period, KV_BYTES, since, is_early)
 
-    def cluster(
-        self, groups: int, group_size: int, shadow: ShadowTimes | None, is_ours: bool = False
-    ) -> ClusterSetting:
+    def cluster(self, groups: int, group_size: int, draft: DraftTimes | None, is_ours: bool = False) -> ClusterSetting:
         """`is_ours`: wrong loads are given up."""
         workers = [self.worker(is_ours)] * (groups * group_size)
-        return ClusterSetting(self.layer, self.wire, ROW_BYTES, workers, group_size=group_size, shadow=shadow)
+        return ClusterSetting(self.layer, self.wire, ROW_BYTES, workers, group_size=group_size, draft=draft)
 
     def prompt(self, tokens: int, slots: int = 1, batch_rows: int | None = None, is_serial: bool = True) -> PromptTimes:
         """`batch_rows` None: a worker's rows travel in one message."""
@@ -114,8 +112,8 @@ def rtx_3080_expert_seconds() -> float:
     return profile.device_expert_seconds + nbytes / (profile.device_bytes_per_second * _RTX_3080_SHARE)
 
 
-def memory_bytes(workers: int, shadow_bits: float | None = _SHADOW_BITS, slots: int = 1) -> float:
-    """Of all GPUs, by the paper's own sizes of the parts; a shadow's goes with its bits, None: there is none. A second
+def memory_bytes(workers: int, draft_bits: float | None = _DRAFT_BITS, slots: int = 1) -> float:
+    """Of all GPUs, by the paper's own sizes of the parts; a draft's goes with its bits, None: there is none. A second
     slot is an expert more in each worker that a prompt uses."""
-    shadow = 0.0 if shadow_bits is None else _SHADOW_BYTES * shadow_bits / _SHADOW_BITS
-    return MAIN_BYTES + shadow + workers * WORKER_BYTES + (slots - 1) * PROMPT_WORKERS * MIXTRAL.expert_bytes(BITS)
+    draft = 0.0 if draft_bits is None else _DRAFT_BYTES * draft_bits / _DRAFT_BITS
+    return MAIN_BYTES + draft + workers * WORKER_BYTES + (slots - 1) * PROMPT_WORKERS * MIXTRAL.expert_bytes(BITS)

@@ -11,7 +11,7 @@ import sys
 from smoe.safe_path import drop_current_folder, is_program, is_run_by_name
 
 if is_run_by_name():
-    drop_current_folder()  # before any import, because a file in the current folder could shadow an imported module
+    drop_current_folder()  # before any import, because a file in the current folder could draft an imported module
 if is_program():
     from smoe.early_interrupt import leave_on_interrupt
 

@@ -12,12 +12,12 @@ MOST_PREFETCH_DEPTH = 16
 DEFAULT_PREFETCH_DEPTH = 2
 MOST_CORRECTED_LAYERS = 4
 """The number of layers in advance for which corrections are learned."""
-DEFAULT_SHADOW = "int4"
+DEFAULT_DRAFT = "int4"
 """The default precision of the draft model."""
 DEPARTURE = ("at-once", "late")
 """When the draft model begins the next token: at once, from its own prediction, or late, once the model has sampled
 it."""
-MOST_SHADOW_SPARES = 64
+MOST_DRAFT_EXTRA = 64
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")

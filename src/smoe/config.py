@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from smoe.bounds import (
     ACTIVATIONS,
     AUTO,
+    DEFAULT_DRAFT,
     DEFAULT_PREFETCH_DEPTH,
-    DEFAULT_SHADOW,
     DEPARTURE,
     DIRECT_IO,
     DTYPES,
@@ -21,9 +21,9 @@ from smoe.bounds import (
     INT8,
     KERNELS,
     LOW_PRECISION,
+    MOST_DRAFT_EXTRA,
     MOST_IO_THREADS,
     MOST_PREFETCH_DEPTH,
-    MOST_SHADOW_SPARES,
     MOST_THREADS,
     PRECISION,
 )
@@ -249,8 +249,8 @@ class EngineConfig:
         owner="prefetch",
     )
     """When a predictor runs that uses only the routers' choices. before: between router and experts (the default);
-    beside: concurrently with the experts, on another thread; first-expert: likewise, but its loads begin when the first
-    expert is done (DuoServe-MoE, section 5.3)."""
+    concurrent: on another thread, while experts are computed; first-expert: likewise, but its loads begin when the
+    first expert is done (DuoServe-MoE, section 5.3)."""
     prefetch_what: str = setting(
         "top-score", OneOf(*PREFETCH_WHAT), "Which predicted experts are loaded: those of top score, or all."
     )
@@ -266,41 +266,41 @@ class EngineConfig:
     """For the prefetch `stacked-gates` or `corrected-gates`: the greatest number of layers to predict in advance
     (HOBBIT's p). None: `DEFAULT_PREFETCH_DEPTH`. A layer is predicted only once all predicted experts of the layers
     before it are in memory."""
-    shadow_precision: str | None = setting(
+    draft_precision: str | None = setting(
         None,
         OneOf(*PRECISION[1:]),
-        "With --prefetch shadow: the precision of the draft model.",
-        left_out=DEFAULT_SHADOW,
+        "With --prefetch draft-model: the precision of the draft model.",
+        left_out=DEFAULT_DRAFT,
         owner="prefetch",
     )
-    """For the prefetch `shadow`: the precision of the draft model, whose experts are in a file that `smoe pack
+    """For the prefetch `draft`: the precision of the draft model, whose experts are in a file that `smoe pack
     --precision` wrote. None: int4."""
-    shadow_departure: str | None = setting(
+    draft_start: str | None = setting(
         None,
         OneOf(*DEPARTURE),
-        "With --prefetch shadow: start a token from a prediction, or wait for it.",
+        "With --prefetch draft-model: begin a token at once, or wait for it.",
         left_out=DEPARTURE[0],
         owner="prefetch",
     )
-    """For the prefetch `shadow`: whether the draft model begins the next token from its own prediction (at-once, the
+    """For the prefetch `draft`: whether the draft model begins the next token from its own prediction (at-once, the
     default) or once the model has sampled it (late: OD-MoE, section 3.2)."""
-    shadow_on: str | None = setting(
+    draft_on: str | None = setting(
         None,
-        OneOf("main", "cluster"),
-        "With --prefetch shadow: on the coordinator (main) or in the cluster.",
-        left_out="cluster if it has a draft model, else main",
+        OneOf("coordinator", "cluster"),
+        "With --prefetch draft-model: on the coordinator or in the cluster.",
+        left_out="cluster if it has a draft model, else coordinator",
         owner="prefetch",
     )
-    """For the prefetch `shadow`: whether the draft model runs on a thread of the coordinator (main) or on a machine of
+    """For the prefetch `draft`: whether the draft model runs on a thread of the coordinator or on a machine of
     the `cluster`. None: in the cluster if one of its machines has a draft model, else on the coordinator."""
-    shadow_spares: int | None = setting(
+    draft_extra: int | None = setting(
         None,
-        Count(0, MOST_SHADOW_SPARES),
-        "With --prefetch shadow: experts predicted in addition, for each layer.",
+        Count(0, MOST_DRAFT_EXTRA),
+        "With --prefetch draft-model: experts predicted in addition, for each layer.",
         left_out="0",
         owner="prefetch",
     )
-    """For the prefetch `shadow`: the number of experts predicted per layer in addition to those that the draft model
+    """For the prefetch `draft`: the number of experts predicted per layer in addition to those that the draft model
     chooses. None: 0."""
     balance: str = setting(
         "none",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smoe.bounds import BF16, DEFAULT_SHADOW, EMULATED, INT8, PRECISION
+from smoe.bounds import BF16, DEFAULT_DRAFT, EMULATED, INT8, PRECISION
 from smoe.errors import ConfigError, UnpreparedError
-from smoe.policy.registry import ONLINE_EVICTION, SHADOW, eviction_kind
+from smoe.policy.registry import DRAFT, ONLINE_EVICTION, eviction_kind
 from smoe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def check_together(config: EngineConfig) -> None:
     _check_activations(config)
     _check_low(config)
     _check_cluster(config)
-    _check_shadow(config)
+    _check_draft(config)
     if config.device == "cpu" and config.balance not in ("auto", "none"):
         raise UnpreparedError(
             f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU: "
@@ -86,16 +86,16 @@ def _check_cluster(config: EngineConfig) -> None:
         )
 
 
-def _check_shadow(config: EngineConfig) -> None:
+def _check_draft(config: EngineConfig) -> None:
     """Raise `ConfigError` unless the draft model has a lower precision than the model."""
     fewer = PRECISION[PRECISION.index(config.precision) + 1 :]
-    wanted = config.shadow_precision or DEFAULT_SHADOW
-    if config.prefetch == SHADOW and wanted not in fewer:
+    wanted = config.draft_precision or DEFAULT_DRAFT
+    if config.prefetch == DRAFT and wanted not in fewer:
         raise ConfigError(
-            f"`shadow_precision` {wanted} is not lower than `precision` {config.precision}; choose one of: "
+            f"`draft_precision` {wanted} is not lower than `precision` {config.precision}; choose one of: "
             f"{', '.join(fewer) or '(there is none)'}",
-            setting="shadow_precision",
-            given=config.shadow_precision,
+            setting="draft_precision",
+            given=config.draft_precision,
             allowed=", ".join(fewer),
         )
 

@@ -93,7 +93,7 @@ def main() -> NoReturn:
     me = Worker(**worker | {"keys": KeyPair(**worker["keys"])})
     signals, ends = set[int](), list[Callable[[], None]]()
 
-    def hear(number: int, _: object) -> None:
+    def on_signal(number: int, _: object) -> None:
         is_first = not signals
         signals.add(number)
         if not ends or not is_first:
@@ -101,7 +101,7 @@ def main() -> NoReturn:
         ends[0]()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, hear)
+        signal.signal(number, on_signal)
     try:
         run(me, Task(**task), lambda words: print(words, file=sys.stderr, flush=True), ends.append)
         if signals:

@@ -9,7 +9,8 @@ from smoe.bounds import BF16
 from smoe.config import DEFAULT_ALPHA, SETTINGS, EngineConfig, belongs_to
 from smoe.cpu_isa import max_cpu_isa
 from smoe.errors import ConfigError
-from smoe.policy.registry import EXPERT_MLP, SHADOW
+from smoe.former_names import present_names
+from smoe.policy.registry import DRAFT, EXPERT_MLP
 from smoe.unknown_setting import unknown_setting
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -46,15 +47,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "od-moe": {
         "placement": "round-robin",
         "eviction": "lru",
-        "prefetch": SHADOW,
-        "shadow_precision": "int8",
-        "shadow_departure": "late",
+        "prefetch": DRAFT,
+        "draft_precision": "int8",
+        "draft_start": "late",
         "prefetch_trial": False,
     },
     "cluster": {
         "placement": "finish",
-        "prefetch": SHADOW,
-        "shadow_precision": "int4",
+        "prefetch": DRAFT,
+        "draft_precision": "int4",
         "prefetch_trial": False,
     },
     "hobbit": {
@@ -104,6 +105,7 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
     max_cpu_isa()  # an invalid SMOE_MAX_CPU_ISA is refused even if nothing uses it
     if preset not in PRESETS:
         raise ConfigError.no_choice("preset", preset, PRESETS)
+    switches = present_names(switches)
     for name in sorted(switches.keys() - SETTINGS):
         raise unknown_setting(name, switches[name])
     given = {name: value for name, value in switches.items() if value is not None}

@@ -119,7 +119,7 @@ def ran(*tokens: float) -> dict[str, Any]:
         "experts": 4.0,
         "waits": {"between": 0.1, "requests that waited for loads": 0.5},
         "slots": 2,
-        "shadow_bytes": 100,
+        "draft_bytes": 100,
         "workers": [{"slots": 6}],
         "peak_rss_bytes": {1: 1 << 20},
     }

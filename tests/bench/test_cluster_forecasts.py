@@ -44,7 +44,7 @@ def decoded(seconds: float, there: float, computing: float, between: float, **wo
         "loads": {0: 0.0, 1: 2.0},
         "logits": "the same",
         "seconds_per_own_load": 7e-3,
-        "seconds_per_shadow_layer": None,
+        "seconds_per_draft_layer": None,
     }
 
 
@@ -53,7 +53,7 @@ def found() -> dict[str, Any]:
     token = {"chosen": [[0, 1], [2, 3]], "named": [[0, 1], [2, 3]], "own_is_right": True, "astray": None}
     return {
         "asked": {"tokens": 4},
-        "trace": {"texts": [{"prompt": [[0], [2]], "tokens": [token] * 20}] * 2, "shadow_layer_seconds": 1e-3},
+        "trace": {"texts": [{"prompt": [[0], [2]], "tokens": [token] * 20}] * 2, "draft_layer_seconds": 1e-3},
         "pieces, resident": decoded(30e-3, 1e-3, 3e-3, 6e-3),
         "pieces, loading": decoded(1.0, 0.0, 0.0, 0.0, seconds_per_load=20e-3),
         "pieces, main alone": decoded(1.0, 0.0, 0.0, 0.0),

@@ -1,7 +1,7 @@
 """`smoe cluster` as a user has it: real processes, killed and frozen for real.
 
-Would catch workers that outlive `up`, a main that waits for ever for a worker that was killed, a text that is another
-one because of it, a port that the neighbours can reach.
+Would catch workers that outlive `up`, a coordinator that waits for ever for a worker that was killed, a text that is
+another one because of it, a port that the neighbours can reach.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 pytest.importorskip("zmq")
 
 import smoe
-from smoe.cluster.identity import keep_main, keep_status, new_main, read_main
+from smoe.cluster.identity import keep_status, new_coordinator, read_coordinator, store_coordinator
 from tests.forked import Forked
 from tests.packs import pack_folder
 
@@ -42,7 +42,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
-    keep_main(new_main("local", f"127.0.0.1:{found}"))
+    store_coordinator(new_coordinator("local", f"127.0.0.1:{found}"))
     return found
 
 
@@ -102,22 +102,22 @@ def test_workers_that_are_killed_and_frozen_change_no_word(
     environment = {**os.environ, "PYTHONPATH": str(Path(smoe.__file__).parents[1])}
     line = [*LINE, "generate", str(model), *size, *with_cluster, *waits]
     line += request
-    main = Forked(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    coordinator = Forked(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     until = time.monotonic() + 60
-    while time.monotonic() < until and main.poll() is None:
+    while time.monotonic() < until and coordinator.poll() is None:
         said = run("cluster", "status", "--json").json
-        if said["process"] == main.pid and any(each["experts_computed"] > 40 for each in said["workers"]):
+        if said["process"] == coordinator.pid and any(each["experts_computed"] > 40 for each in said["workers"]):
             break
         time.sleep(0.02)
     killed.kill()
     frozen.send_signal(signal.SIGSTOP)
-    out, err = main.communicate(timeout=120)
-    assert main.returncode == 0, err.decode()
+    out, err = coordinator.communicate(timeout=120)
+    assert coordinator.returncode == 0, err.decode()
     assert json.loads(out)["token_ids"] == alone["token_ids"]
 
 
 @pytest.mark.slow
-def test_a_shadow_of_its_own_takes_no_memory_of_main_s(
+def test_a_draft_of_its_own_takes_no_memory_of_main_s(
     run: Any, checkpoint: Path, up: Up, port: int, tmp_path: Path
 ) -> None:
     """In 2700 KiB there is no room for one; it is killed, and started again."""
@@ -127,18 +127,18 @@ def test_a_shadow_of_its_own_takes_no_memory_of_main_s(
     alone = run("generate", model, *SIZE, *request).json
     with_cluster = ["--cluster", "local", "--preset", "cluster", "--set", "cluster_timeout_seconds=90"]
     none = run("generate", model, *SIZE, *with_cluster, *request)
-    assert none.code == 2 and "shadow" in none.err
-    process = up(model, 1, "--shadow")
+    assert none.code == 2 and "draft" in none.err
+    process = up(model, 1, "--draft")
     workers_of(process, 2)
     first = run("generate", model, *SIZE, *with_cluster, *request).json
     assert first["token_ids"] == alone["token_ids"]
-    assert first["shadow"]["name"] == "local-shadow" and first["shadow"]["tokens_followed"] > 20
-    assert "draft model local-shadow in int4" in run("cluster", "status").out
-    (shadow,) = [each for each in workers_of(process, 2) if "--shadow" in each.cmdline()]
-    shadow.kill()
+    assert first["shadow"]["name"] == "local-draft" and first["shadow"]["tokens_followed"] > 20
+    assert "draft model local-draft in int4" in run("cluster", "status").out
+    (draft,) = [each for each in workers_of(process, 2) if "--draft" in each.cmdline()]
+    draft.kill()
     again = run("generate", model, *SIZE, *with_cluster, *request)
     assert again.json["token_ids"] == alone["token_ids"] and again.json["shadow"]["tokens_followed"] > 20
-    assert "draft model: local-shadow, in int4" in again.err
+    assert "draft model: local-draft, in int4" in again.err
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_the_commands_of_a_refusal_work_as_printed(
     assert words.index("starting 2 workers and a draft model") < words.index("they wait for a coordinator at")
     ran = run(*again[1:])
     assert ran.code == 0 and ran.out.startswith(run(*asked[:-6], *asked[-4:]).out), ran.err
-    assert "draft model: local-shadow" in ran.err and "workers: local-" in ran.err
+    assert "draft model: local-draft" in ran.err and "workers: local-" in ran.err
     assert printed(run(*asked)) == [pack, again]
 
 
@@ -181,12 +181,12 @@ def test_an_invitation_is_printed_for_an_address(run: Any, port: int, monkeypatc
     assert everyone.code == 2 and "--every-interface" in everyone.err
     ran = run("cluster", "invite", "--address", "192.0.2.7", "--json").json
     assert ran["invitation"].startswith("smoe://192.0.2.7:5717/home?")
-    assert read_main("home").expects_someone()
+    assert read_coordinator("home").expects_someone()
     shown = run("cluster", "invite")
     assert shown.code == 0 and "smoe cluster join 'smoe://192.0.2.7:5717/home?" in shown.out
     assert "open to every machine that reaches this address" in " ".join(shown.err.split())
     wide = run("cluster", "invite", "--every-interface")
-    assert "tcp://*:5717, open to every machine" in " ".join(wide.err.split()) and read_main("home").everywhere
+    assert "tcp://*:5717, open to every machine" in " ".join(wide.err.split()) and read_coordinator("home").everywhere
     assert "smoe://192.0.2.7:5717/home?" in wide.out
 
 
@@ -194,14 +194,14 @@ def test_an_address_of_another_machine_is_refused_before_anything_changes(run: A
     """192.0.2.7 is nobody's (RFC 5737)."""
     refused = run("cluster", "invite", "--name", "local", "--address", "192.0.2.7")
     assert refused.code == 2 and "not an address of this machine" in refused.err and "--every-interface" in refused.err
-    assert read_main("local").address == f"tcp://127.0.0.1:{port}"
+    assert read_coordinator("local").address == f"tcp://127.0.0.1:{port}"
     assert run("cluster", "invite", "--name", "new", "--address", "192.0.2.7").code == 2
     assert run("cluster", "status", "--name", "new").code == 2, "it was not made"
     assert run("cluster", "invite", "--name", "new", "--address", "192.0.2.7", "--every-interface").code == 0
 
 
 def test_a_cluster_that_moves_is_told_of(run: Any, port: int) -> None:
-    keep_main(read_main("local").with_worker("w", "k" * 40))
+    store_coordinator(read_coordinator("local").with_worker("w", "k" * 40))
     stays = run("cluster", "invite", "--name", "local", "--address", f"127.0.0.1:{port}")
     assert stays.code == 0 and "moves" not in stays.err
     moved = run("cluster", "invite", "--name", "local", "--address", "127.0.0.1:5999")
@@ -222,19 +222,19 @@ def test_refusals_name_what_was_typed(run: Any, checkpoint: Path, port: int) -> 
     assert small.code == 2 and "--worker-memory" not in small.err and "hint" not in small.err
 
 
-def test_a_budget_without_room_for_the_shadow_says_so(run: Any, checkpoint: Path, port: int, tmp_path: Path) -> None:
+def test_a_budget_without_room_for_the_draft_says_so(run: Any, checkpoint: Path, port: int, tmp_path: Path) -> None:
     """What is said to be the least is enough, and the hint is of use."""
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     pack_folder(model, precision="int8")
-    shadow = ["--context", "128", "--threads", "1", "--prefetch", "shadow", "--set", "shadow_precision=int8"]
-    refused = run("generate", model, "--memory", "1MiB", *shadow, "-p", "x")
+    draft = ["--context", "128", "--threads", "1", "--prefetch", "draft-model", "--set", "draft_precision=int8"]
+    refused = run("generate", model, "--memory", "1MiB", *draft, "-p", "x")
     words = " ".join(refused.err.split())
-    assert refused.code == 2 and "\n  shadow  " in refused.err and "leave out the draft model" in words
-    assert "without --memory and --prefetch shadow, shows" in words
-    least = run("generate", model, "--memory", "1MiB", *shadow, "-p", "x", "--json").json["error"]["allowed"].split()[2]
-    works = run("generate", model, "--memory", least, *shadow, "-p", "x", "--max-new-tokens", "2")
+    assert refused.code == 2 and "\n  draft model  " in refused.err and "leave out the draft model" in words
+    assert "without --memory and --prefetch draft-model, shows" in words
+    least = run("generate", model, "--memory", "1MiB", *draft, "-p", "x", "--json").json["error"]["allowed"].split()[2]
+    works = run("generate", model, "--memory", least, *draft, "-p", "x", "--max-new-tokens", "2")
     assert works.code == 0, works.err
-    assert run("generate", model, "--memory", str(int(least) - 1), *shadow, "-p", "x").code == 2
+    assert run("generate", model, "--memory", str(int(least) - 1), *draft, "-p", "x").code == 2
     preset = run("generate", model, "--memory", "1MiB", "--cluster", "local", "--preset", "od-moe", "-p", "x")
     assert "without --memory, --cluster and --preset od-moe, shows" in " ".join(preset.err.split())
 
@@ -264,7 +264,7 @@ def test_status_of_a_cluster_that_never_ran(run: Any, port: int) -> None:
     }
     shown = run("cluster", "status")
     assert shown.code == 0 and "no coordinator is running" in shown.out
-    keep_main(new_main("home"))
+    store_coordinator(new_coordinator("home"))
     several = run("cluster", "status")
     assert several.code == 2 and "choose one with --name: home, local" in " ".join(several.err.split())
     unknown = run("cluster", "status", "--name", "nowhere")
@@ -293,7 +293,7 @@ def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, port: int) -> 
     assert line.code == 2 and "not an invitation" in line.err
     never = run("cluster", "join", "local", checkpoint)
     assert never.code == 2 and "has not joined a cluster" in never.err
-    line = ["cluster", "join", "smoe://127.0.0.1:1/x?key=k&code=c", checkpoint, "--shadow"]
+    line = ["cluster", "join", "smoe://127.0.0.1:1/x?key=k&code=c", checkpoint, "--draft"]
     for option, value in {"--slots": "2", "--worker-memory": "1MiB", "--precision": "int4"}.items():
         idle = run(*line, option, value)
         assert idle.code == 2 and f"{option} {value} applies to" in idle.err

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("zmq")
 
 import smoe
-from smoe.cluster.identity import invitation, keep_main, new_main, read_main, read_worker
+from smoe.cluster.identity import invitation, new_coordinator, read_coordinator, read_worker, store_coordinator
 from tests import forked
 from tests.forked import Forked
 
@@ -30,8 +30,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        main, line = invitation(new_main("local", f"127.0.0.1:{free.getsockname()[1]}"))
-    keep_main(main)
+        coordinator, line = invitation(new_coordinator("local", f"127.0.0.1:{free.getsockname()[1]}"))
+    store_coordinator(coordinator)
     return line
 
 
@@ -62,7 +62,7 @@ def test_a_machine_without_the_model_becomes_a_worker(run: Any, checkpoint: Path
         whole = run("generate", checkpoint, *SIZE, "--cluster", "local", *turns, *waits, *request).json
         assert whole["token_ids"] == alone["token_ids"]
         assert [each["experts_computed"] > 0 for each in whole["workers"]] == [True]
-        assert set(read_main("local").workers) == {"shelf"}
+        assert set(read_coordinator("local").workers) == {"shelf"}
         assert read_worker("local").code is None
     finally:
         joining.send_signal(signal.SIGTERM)

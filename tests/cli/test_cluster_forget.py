@@ -21,11 +21,11 @@ from smoe.cluster.identity import (
     clusters_folder,
     joined,
     keep_keeper,
-    keep_main,
     keep_status,
     keep_worker,
-    new_main,
-    read_main,
+    new_coordinator,
+    read_coordinator,
+    store_coordinator,
 )
 from smoe.cluster.running import become_keeper, keeper_process
 from smoe.errors import ClusterError
@@ -35,24 +35,24 @@ from smoe.errors import ClusterError
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster with two workers of this machine and one elsewhere; another one; and one that was joined."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    main = new_main("home")
+    coordinator = new_coordinator("home")
     for name in ("home-1", "home-2", "far"):
-        me = Worker(name, name, main.address, main.keys.public, KeyPair.new())
-        main = main.with_worker(name, me.keys.public)
+        me = Worker(name, name, coordinator.address, coordinator.keys.public, KeyPair.new())
+        coordinator = coordinator.with_worker(name, me.keys.public)
         if name != "far":
             keep_worker(me)
-    keep_main(main)
+    store_coordinator(coordinator)
     keep_status("home", [], is_over=True)
-    keep_main(new_main("other"))
+    store_coordinator(new_coordinator("other"))
     keep_worker(Worker("work", "desk", "tcp://192.0.2.7:5717", "k" * 40, KeyPair.new()))
 
 
 def test_a_worker_is_let_in_no_longer(run: Any) -> None:
     ran = run("cluster", "forget", "--name", "home", "--worker", "far")
     assert ran.out.splitlines() == ["removed worker far of the cluster home: it is no longer admitted"]
-    assert sorted(read_main("home").workers) == ["home-1", "home-2"] and joined() == ["home-1", "home-2", "work"]
+    assert sorted(read_coordinator("home").workers) == ["home-1", "home-2"] and joined() == ["home-1", "home-2", "work"]
     assert "its keys on this machine" in run("cluster", "forget", "--name", "home", "--worker", "home-1").out
-    assert sorted(read_main("home").workers) == ["home-2"] and joined() == ["home-2", "work"]
+    assert sorted(read_coordinator("home").workers) == ["home-2"] and joined() == ["home-2", "work"]
 
 
 def test_a_cluster_goes_with_its_workers_here(run: Any) -> None:

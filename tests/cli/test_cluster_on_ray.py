@@ -15,7 +15,7 @@ pytest.importorskip("zmq")
 
 from smoe.cli.cluster_on_ray import token_file
 from smoe.cluster import on_ray
-from smoe.cluster.identity import read_main
+from smoe.cluster.identity import read_coordinator
 from tests.cluster.ray_stand_in import StandIn
 
 
@@ -61,7 +61,7 @@ def test_workers_end_with_the_command(run: Any, checkpoint: Path, monkeypatch: p
     ran = run("cluster", "up", checkpoint, *given, "--address", "192.0.2.7")
     assert ran.code == 130
     assert "--cluster local --set cluster_workers=2" in ran.err
-    assert read_main("local").address == "tcp://192.0.2.7:5717"
+    assert read_coordinator("local").address == "tcp://192.0.2.7:5717"
     assert all(actor.is_dead for actor in ray.actors) and ray.joined is None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from smoe.cluster.identity import keep_main, keep_status, new_main
+from smoe.cluster.identity import keep_status, new_coordinator, store_coordinator
 
 SIZE = ("--memory", "4MiB", "--context", 128, "--profile", "raspberry-pi-5")
 
@@ -15,7 +15,7 @@ SIZE = ("--memory", "4MiB", "--context", 128, "--profile", "raspberry-pi-5")
 def home(tmp_path, monkeypatch):
     """A cluster that has never run."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    keep_main(new_main("home"))
+    store_coordinator(new_coordinator("home"))
 
 
 def member(**times):
@@ -109,7 +109,7 @@ def test_a_plan_of_one_machine_names_what_was_typed(run, checkpoint):
 
 
 def test_a_missing_pack_is_named_once_before_the_commands_that_make_it(run, checkpoint):
-    ran = run("generate", checkpoint, "--prefetch", "shadow", "--memory", "6MiB", "--context", 128, "-p", "x")
+    ran = run("generate", checkpoint, "--prefetch", "draft-model", "--memory", "6MiB", "--context", 128, "-p", "x")
     reason, _, commands = ran.err.partition("\nto make it work:\n")
     assert ran.code == 2 and reason.count("smoe pack") == reason.count("--precision int4") == 1
     assert commands.count("smoe pack") == commands.count("--precision int4") == 1

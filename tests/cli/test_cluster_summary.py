@@ -1,7 +1,7 @@
 """What a run on a cluster says of its workers.
 
-Would catch: a worker that is lost without a word, workers that did nothing and are listed as if they had, a main that
-keeps no experts and says how many are resident.
+Would catch: a worker that is lost without a word, workers that did nothing and are listed as if they had, a coordinator
+that keeps no experts and says how many are resident.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_division_names_sequences_and_what_would_leave_more_to_experts() -> 
 
 
 def test_a_main_that_keeps_no_experts_says_so() -> None:
-    ledger: Ledger = allocate(1000, Demand(10, 10, 10, (SlotClass(10, 2, 200),), shadow_bytes=100))
+    ledger: Ledger = allocate(1000, Demand(10, 10, 10, (SlotClass(10, 2, 200),), draft_bytes=100))
     assert "resident (" in describe(ledger, "as asked")
     by_turns = describe(ledger, "as asked", keeps_experts=False)
     assert "no experts resident while workers are connected (room for" in by_turns and "%" not in by_turns

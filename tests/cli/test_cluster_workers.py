@@ -1,6 +1,7 @@
 """The processes of `smoe cluster up`.
 
-Would catch: a worker that main refuses and that is started over and over, workers whose keys a second `up` takes away.
+Would catch: a worker that the coordinator refuses and that is started over and over, workers whose keys a second `up`
+takes away.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ pytest.importorskip("zmq")
 
 from smoe.cli import cluster_workers
 from smoe.cli.cluster import app
-from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers
+from smoe.cli.cluster_workers import keep_running, line_for_coordinator, local_workers
 from smoe.cli.interrupts import REFUSED, listening
-from smoe.cluster.identity import keep_keeper, read_main
+from smoe.cluster.identity import keep_keeper, read_coordinator
 from smoe.errors import ClusterError, WorkerRefusedError
 
 
@@ -63,7 +64,7 @@ def test_an_interrupt_while_a_worker_starts_leaves_none_running(monkeypatch: pyt
 
 def test_a_refusal_has_an_exit_code_of_its_own(run: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
-        raise WorkerRefusedError("main refuses worker home-1: its weights is 'a', main has 'b'")
+        raise WorkerRefusedError("main refuses worker home-1: its weights is 'a', coordinator has 'b'")
 
     monkeypatch.setattr("smoe.cli.cluster.be_worker", refused)
     monkeypatch.setattr("smoe.cluster.identity.read_worker", lambda name: None)
@@ -77,18 +78,18 @@ def test_one_process_keeps_a_cluster_s_workers(tmp_path: Path, monkeypatch: pyte
     assert local_workers("local", 1)[0].keys == first.keys, "the same process may"
     parent = psutil.Process(os.getppid())
     keep_keeper("local", parent.pid, parent.create_time())
-    before = read_main("local")
+    before = read_coordinator("local")
     ran = run("cluster", "up", "demo")
     words = " ".join(ran.err.split())
     assert ran.code == 2 and f"are already running: process {parent.pid}" in words and "another --name" in words
-    assert read_main("local") == before, "their keys are good still"
+    assert read_coordinator("local") == before, "their keys are good still"
 
 
 def test_the_example_is_one() -> None:
     """What is printed, what help says, and what the documentation says."""
     page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf8")
-    line = line_for_main("demo", "local", 2)
-    assert "--preset cluster --set shadow_on=cluster " in line_for_main("demo", "local", 2, shadow=True)
+    line = line_for_coordinator("demo", "local", 2)
+    assert "--preset cluster --set draft_on=cluster " in line_for_coordinator("demo", "local", 2, draft=True)
     assert f"$ {line}\n" in page and line in str(app.info.epilog)
     assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in page
     assert "smoe cluster up demo --local 2 --worker-memory 8MiB" in str(app.info.epilog)

@@ -57,12 +57,13 @@ def test_a_preset_runs_or_says_what_makes_it_run(preset: str, run: Run, model: P
 def test_a_preset_of_several_machines_names_its_pack_and_its_workers(
     preset: str, precision: str, run: Run, model: Path
 ) -> None:
-    """The shadow is the cluster's from the first run on: main, which does not know it yet, would want room for one."""
+    """The draft is the cluster's from the first run on: the coordinator, which does not know it yet, would want room
+    for one."""
     asked = ["smoe", "generate", str(model), *map(str, SIZE), "--preset", preset, "-p", "once"]
     pack, up, again = printed(run(*asked[1:]))
     assert pack == ["smoe", "pack", str(model), "--precision", precision]
-    assert up[: up.index("#")] == ["smoe", "cluster", "up", str(model), "--local", "2", "--shadow"]
-    assert again == [*asked, "--cluster", "local", "--set", "shadow_on=cluster"]
+    assert up[: up.index("#")] == ["smoe", "cluster", "up", str(model), "--local", "2", "--draft"]
+    assert again == [*asked, "--cluster", "local", "--set", "draft_on=cluster"]
 
 
 def test_pyzmq_is_installed_first_where_it_is_missing(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

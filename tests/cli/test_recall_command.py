@@ -29,7 +29,7 @@ def text(tmp_path):
 
 def test_a_table_for_people_and_json_for_programs(run, packed, text, tmp_path):
     few = ("--text", text, "--prompts", 2, "--prompt-tokens", 12, "--tokens", 6)
-    ran = run("eval", packed, "--recall", "--shadow", "int4,auto", "--periods", "0,1", *few, "--plot", tmp_path / "new")
+    ran = run("eval", packed, "--recall", "--draft", "int4,auto", "--periods", "0,1", *few, "--plot", tmp_path / "new")
     assert ran.code == 0, ran.err
     said = ran.json
     assert [(of["precision"], of["token_period"], of["kv_period"]) for of in said["shadows"]] == [
@@ -47,14 +47,14 @@ def test_a_table_for_people_and_json_for_programs(run, packed, text, tmp_path):
         and "smoe tune on the model with --predictor" in words
     )
     lines = ran.err.splitlines()
-    begin = next(n for n, line in enumerate(lines) if line.startswith("shadow "))
+    begin = next(n for n, line in enumerate(lines) if line.startswith("draft  "))
     table = [line for line in lines[begin - 1 :] if not line.startswith(str(tmp_path))]
     assert len(table) > 15 and max(map(len, table)) <= 80 and "…" not in ran.err
 
 
-def test_the_model_may_be_smaller_than_its_shadow(run, packed, text):
+def test_the_model_may_be_smaller_than_its_draft(run, packed, text):
     few = ("--text", text, "--prompts", 1, "--tokens", 3, "--periods", "T1KV1,T0KV0")
-    ran = run("eval", packed, "--recall", "--shadow", "auto", "--resident", "40%", *few)
+    ran = run("eval", packed, "--recall", "--draft", "auto", "--resident", "40%", *few)
     assert ran.code == 0, ran.err
     assert [of["recall"] for of in ran.json["shadows"]] == [1.0, 1.0]
     shares = re.findall(r"of 32 experts resident \((\d+)%\)", ran.err)
@@ -62,22 +62,22 @@ def test_the_model_may_be_smaller_than_its_shadow(run, packed, text):
 
 
 def test_a_missing_pack_names_the_command_that_writes_it(run, packed):
-    ran = run("eval", packed, "--recall", "--tokens", 20, "--shadow", "int4,int8", "--json")
+    ran = run("eval", packed, "--recall", "--tokens", 20, "--draft", "int4,int8", "--json")
     assert ran.code == 2 and f"run smoe pack --precision int8 {packed}" in " ".join(ran.err.split())
-    assert ran.json["error"]["setting"] == "shadow" and "budget" not in ran.err, "before anything is loaded"
+    assert ran.json["error"]["setting"] == "draft" and "budget" not in ran.err, "before anything is loaded"
 
 
-def test_shadows_that_do_not_fit_are_refused(run, packed, monkeypatch):
+def test_drafts_that_do_not_fit_are_refused(run, packed, monkeypatch):
     monkeypatch.setattr("smoe.machine.available_memory.free_device_bytes", lambda device: (300 << 20, "some RAM"))
     monkeypatch.setattr("smoe.machine.available_memory.less_margin", lambda free: 1 << 20)
-    ran = run("eval", packed, "--recall", "--tokens", 20, "--shadow", "int4")
+    ran = run("eval", packed, "--recall", "--tokens", 20, "--draft", "int4")
     assert ran.code == 2 and "1.00 MiB are available (some RAM less a margin)" in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--recall", "--shadow", "int5"), "choose one of: auto, int8"),
+        (("--recall", "--draft", "int5"), "choose one of: auto, int8"),
         (("--recall", "--periods", "T1"), "it must be numbers of tokens such as"),
         (("--recall", "--periods", "1,-2"), "it must be numbers of tokens such as"),
         (("--recall", "--prompts", 0), "--prompts is 0; it must be at least 1"),
@@ -93,7 +93,7 @@ def test_shadows_that_do_not_fit_are_refused(run, packed, monkeypatch):
         (("--recall", "--tokens", 20, "--text", "missing.txt"), "cannot read"),
         (("--recall", "--plot", "/nowhere/pictures"), "the folder /nowhere does not exist; create it"),
         (("--recall", "--plot", "/proc/nowhere"), "nothing can be written in /proc"),
-        (("--shadow", "int4"), "--shadow belongs to --recall"),
+        (("--draft", "int4"), "--draft belongs to --recall"),
         (("--periods", "1"), "--periods belongs to --recall"),
         (("--prompt-tokens", "1"), "--prompt-tokens belongs to --recall"),
     ],
@@ -107,7 +107,7 @@ def test_periods_and_pairs():
     assert RecallOptions(periods="1, 0").pairs == [(1, 1), (1, 0), (0, 1), (0, 0)]
     assert RecallOptions(periods="T1KV16,t0_kv0,T1KV16").pairs == [(1, 16), (0, 0)]
     assert len(RecallOptions().pairs) == 16 and RecallOptions().precisions == ["int8", "int4"]
-    assert RecallOptions(shadow="int4, bfloat16,int4").precisions == ["int4", "bfloat16"]
+    assert RecallOptions(draft="int4, bfloat16,int4").precisions == ["int4", "bfloat16"]
     for periods in ("1,T1KV1", "", "1.5", "99999999"):
         with pytest.raises(ConfigError, match="`periods`"):
             _ = RecallOptions(periods=periods).pairs

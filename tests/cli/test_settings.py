@@ -31,7 +31,7 @@ GIVEN = {
     "emulated_expert_bytes": ("9MiB", 9 * 2**20),
     "expert_cache": ("top-k", "top-k"),
     "io_threads": ("3", 3),
-    "prefetch_asked": ("beside", "beside"),
+    "prefetch_asked": ("concurrent", "concurrent"),
     "prefetch_depth": ("2", 2),
     "prefetch_trial": ("on", True),
     "prefetch_what": ("chosen", "chosen"),
@@ -43,10 +43,10 @@ GIVEN = {
     "preload": ("off", False),
     "recent_costs": ("4", 4),
     "score_window": ("8", 8),
-    "shadow_departure": ("late", "late"),
-    "shadow_on": ("main", "main"),
-    "shadow_precision": ("int3", "int3"),
-    "shadow_spares": ("2", 2),
+    "draft_start": ("late", "late"),
+    "draft_on": ("coordinator", "coordinator"),
+    "draft_precision": ("int3", "int3"),
+    "draft_extra": ("2", 2),
     "share_substitutes": ("false", False),
     "substitute_weights": ("inherited", "inherited"),
     "substitutes": ("drop", "drop"),
@@ -68,7 +68,7 @@ def test_values_have_their_type(name: str) -> None:
     assert settings_of([f"{name.replace('_', '-')}={text}"]) == {name: value}
     device = "emulated" if name in ("dilation", "emulated_expert_bytes") else None
     prefetch = {"prefetch_depth": "stacked-gates", "prefetch_asked": "previous-token"}.get(name)
-    prefetch = "shadow" if name.startswith("shadow") else prefetch
+    prefetch = "draft-model" if name.startswith("draft") else prefetch
     eviction = "multidimensional" if name.startswith("cache_") else None
     config = EngineOptions(settings=[f"{name}={text}"], device=device, prefetch=prefetch, eviction=eviction).config()
     assert getattr(config, name) == value

@@ -1,4 +1,4 @@
-"""Clusters in one process: main and workers are threads, the sockets are real."""
+"""Clusters in one process: coordinator and workers are threads, the sockets are real."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("zmq")
 
 from transformers import PreTrainedModel
 
-from smoe.cluster.identity import Main, Worker, accepted, invitation, keep_main, new_main
+from smoe.cluster.identity import Coordinator, Worker, accepted, invitation, new_coordinator, store_coordinator
 from smoe.cluster.remote import Cluster
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError
@@ -34,10 +34,10 @@ def own_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def main(own_clusters: None) -> Main:
+def coordinator(own_clusters: None) -> Coordinator:
     """A cluster on this machine, that nobody belongs to yet."""
-    made = new_main("test", f"127.0.0.1:{a_free_port()}")
-    keep_main(made)
+    made = new_coordinator("test", f"127.0.0.1:{a_free_port()}")
+    store_coordinator(made)
     return made
 
 
@@ -58,7 +58,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.fixture
-def start(main: Main) -> Iterator[Start]:
+def start(coordinator: Coordinator) -> Iterator[Start]:
     """`start(model, count, kind=WorkerProcess, slots=None, name=None, **switches)`: invited workers, each on a thread
     of its own, with 1 MiB each, or with so many slots; all called `name`, or w0, w1, ..."""
     running: list[tuple[WorkerProcess, threading.Thread]] = []
@@ -94,17 +94,17 @@ def start(main: Main) -> Iterator[Start]:
 
 
 def served_or_refused(worker: WorkerProcess) -> None:
-    """A worker that main refuses ends; a process would say why."""
+    """A worker that the coordinator refuses ends; a process would say why."""
     with suppress(ClusterError):
         worker.serve()
 
 
 def member(name: str) -> Worker:
     """An invited worker of the cluster `test`."""
-    from smoe.cluster.identity import read_main
+    from smoe.cluster.identity import read_coordinator
 
-    expecting, line = invitation(read_main("test"))
-    keep_main(expecting)
+    expecting, line = invitation(read_coordinator("test"))
+    store_coordinator(expecting)
     return accepted(line, name)
 
 

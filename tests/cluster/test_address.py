@@ -1,5 +1,5 @@
-"""Where main listens. Would catch a wildcard in disguise, an IPv6 address cut at its last colon, a name that main and
-its workers look up in different ways, a socket that other machines reach unasked.
+"""Where the coordinator listens. Would catch a wildcard in disguise, an IPv6 address cut at its last colon, a name that
+the coordinator and its workers look up in different ways, a socket that other machines reach unasked.
 """
 
 from __future__ import annotations

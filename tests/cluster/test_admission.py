@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from smoe.cluster.admission import Admission, numbered
-from smoe.cluster.identity import MOST_NAME, Main, is_name, read_main
+from smoe.cluster.identity import MOST_NAME, Coordinator, is_name, read_coordinator
 from tests import oracle
 from tests.cluster.conftest import BY_TURNS, Start, cluster_of, member
 
@@ -38,12 +38,12 @@ def test_numbers_of_two_digits_fit_as_well() -> None:
     assert numbered(long, taken) == f"{'a' * (MOST_NAME - 3)}-10"
 
 
-def test_two_machines_of_one_host_name_are_two_workers(main: Main) -> None:
+def test_two_machines_of_one_host_name_are_two_workers(coordinator: Coordinator) -> None:
     first, second = member("raspberrypi"), member("raspberrypi")
-    admission = Admission(read_main("test"))
+    admission = Admission(read_coordinator("test"))
     for one in (first, second):
         assert admission.admitted(one.keys.public, {"name": one.name, "code": one.code}) == ""
-    kept = read_main("test").workers
+    kept = read_coordinator("test").workers
     assert kept == {"raspberrypi": first.keys.public, "raspberrypi-2": second.keys.public}
     assert admission.name_of(second.keys.public) == "raspberrypi-2"
     assert admission.admitted(second.keys.public, {"name": second.name}) == "", "as it comes again, without invitation"

@@ -1,4 +1,5 @@
-"""What main says of its experts to workers without torch: the same weights, found in their own files, or a refusal.
+"""What the coordinator says of its experts to workers without torch: the same weights, found in their own files, or a
+refusal.
 
 Would catch gate and up the wrong way round, a key of another layer, a row of a fused tensor that is its neighbour, and
 words of main's that are believed though they cannot be.

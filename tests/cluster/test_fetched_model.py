@@ -1,5 +1,5 @@
-"""A worker that had nothing computes for the main that its files came from. Would catch a file too few, and experts
-that wait for files.
+"""A worker that had nothing computes for the coordinator that its files came from. Would catch a file too few, and
+experts that wait for files.
 """
 
 from __future__ import annotations

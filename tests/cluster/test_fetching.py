@@ -20,7 +20,7 @@ from smoe.cluster.fetching import Course, Fetcher
 from smoe.cluster.file_sender import FileSender
 from smoe.cluster.files import CHUNK_BYTES, PIECE_BYTES, Manifest, PiecePosition, SentFile
 from smoe.cluster.frames import FrameKind
-from smoe.cluster.identity import KeyPair, Main, Worker, keep_main, read_main
+from smoe.cluster.identity import Coordinator, KeyPair, Worker, read_coordinator, store_coordinator
 from smoe.errors import ClusterError, DiskSpaceError
 from tests.cluster.conftest import member
 
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> dict[str, Path]:
 
 
 class Sending(NamedTuple):
-    """A main that sends files."""
+    """A coordinator that sends files."""
 
     post: FileSender
     thread: threading.Thread
@@ -53,13 +53,13 @@ class Sending(NamedTuple):
 
 
 @pytest.fixture
-def send(main: Main, model: dict[str, Path]) -> Iterator[Callable[[], Sending]]:
-    """Begin to send the model's files, as another main each time."""
+def send(coordinator: Coordinator, model: dict[str, Path]) -> Iterator[Callable[[], Sending]]:
+    """Begin to send the model's files, as another coordinator each time."""
     begun: list[Sending] = []
 
     def begin() -> Sending:
         whole: list[str] = []
-        post = FileSender(read_main("test"), model, "auto", None, whole.append)
+        post = FileSender(read_coordinator("test"), model, "auto", None, whole.append)
         thread = threading.Thread(target=post.serve, daemon=True)
         thread.start()
         begun.append(Sending(post, thread, whole))
@@ -72,7 +72,7 @@ def send(main: Main, model: dict[str, Path]) -> Iterator[Callable[[], Sending]]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[PiecePosition]:
-    """Which pieces main has sent, and how often."""
+    """Which pieces the coordinator has sent, and how often."""
     counted: Counter[PiecePosition] = Counter()
     original = files.piece
 
@@ -104,7 +104,7 @@ def test_a_transfer_gives_equal_files(
     assert_same(folder, model)
     assert set(sent.values()) == {1}, "each piece once"
     assert fetcher.me.code is None
-    assert read_main("test").workers == {"shelf": fetcher.me.keys.public}
+    assert read_coordinator("test").workers == {"shelf": fetcher.me.keys.public}
     assert courses[-1] == Course("fetching", fetcher._sent.nbytes, fetcher._sent.nbytes, 0)  # type: ignore[union-attr]
     sending.thread.join(30)
     assert not sending.thread.is_alive() and sending.whole == ["shelf"], "all that belong to the cluster have it"
@@ -222,10 +222,10 @@ def test_a_stranger_gets_nothing(send: Callable[[], Sending], sent: Counter[Piec
     with pytest.raises(ClusterError, match="its invitation is unknown"):
         fetch(stranger, tmp_path / "thief")
     assert not sent and not (tmp_path / "thief").exists()
-    main = read_main("test")
-    assert not main.workers
-    keep_main(Main(main.name, main.address, main.keys))
-    assert not Admission(read_main("test")).may_connect(stranger.keys.public), "nobody is expected any more"
+    coordinator = read_coordinator("test")
+    assert not coordinator.workers
+    store_coordinator(Coordinator(coordinator.name, coordinator.address, coordinator.keys))
+    assert not Admission(read_coordinator("test")).may_connect(stranger.keys.public), "nobody is expected any more"
 
 
 def test_too_little_disk_is_refused_before(
@@ -264,7 +264,7 @@ def test_two_do_not_write_to_one_folder(send: Callable[[], Sending], model: dict
 
 
 class Dealer:
-    """A connection to a main that the test plays."""
+    """A connection to a coordinator that the test plays."""
 
     def __init__(self) -> None:
         self.asked: list[frames.Frame] = []
@@ -290,8 +290,8 @@ class Dealer:
 
 
 @pytest.fixture
-def me(main: Main) -> Worker:
-    return Worker("test", "shelf", main.address, main.keys.public, KeyPair.new())
+def me(coordinator: Coordinator) -> Worker:
+    return Worker("test", "shelf", coordinator.address, coordinator.keys.public, KeyPair.new())
 
 
 def test_it_greets_a_silent_main_again_and_asks_for_what_has_not_come(me: Worker, tmp_path: Path) -> None:

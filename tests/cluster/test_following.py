@@ -1,4 +1,4 @@
-"""What a shadow elsewhere is sent next. Would catch keys and values that are sent twice, or not again where a text was
+"""What a draft elsewhere is sent next. Would catch keys and values that are sent twice, or not again where a text was
 taken back; a token sent before what lies before it, or when the model is further on; words of another text.
 """
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from smoe.cluster import frames, shadow_frames
+from smoe.cluster import draft_frames, frames
+from smoe.cluster.draft_frames import ExpectedExperts
 from smoe.cluster.following import Following
 from smoe.cluster.frames import FrameError, FrameKind
-from smoe.cluster.shadow_frames import ExpectedExperts
 from smoe.errors import EngineStateError
 from tests.listener import Heard
 
-BYTES = shadow_frames.PART_BYTES // 10
+BYTES = draft_frames.PART_BYTES // 10
 """Of a position."""
 
 
@@ -39,7 +39,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def following(heard: Heard) -> Following:
-    """A shadow is there; two layers of four experts, two named."""
+    """A draft is there; two layers of four experts, two named."""
     found = Following({}, {0: 4, 1: 4}, {0: 2, 1: 2}, 50)
     found.tell(heard)
     found.reset(True)
@@ -56,16 +56,16 @@ def sent(following: Following, may_send_keys: bool = True) -> list[Any]:
     while (parts := following.next_message(may_send_keys)) is not None:
         frame = frames.parse([bytes(part) for part in parts])
         if frame.kind is FrameKind.KEYS:
-            found.append(shadow_frames.parse_keys(frame, BYTES, 50)[1:3])
+            found.append(draft_frames.parse_keys(frame, BYTES, 50)[1:3])
         else:
-            step = shadow_frames.parse_follow(frame)
+            step = draft_frames.parse_follow(frame)
             found.append(None if step is None else step[1:])
     return found
 
 
 def says(following: Following, *said: ExpectedExperts, other: int = 0) -> None:
     text = following._text + other
-    following.hear(frames.parse([bytes(part) for part in shadow_frames.expected(text, said)]))
+    following.receive(frames.parse([bytes(part) for part in draft_frames.expected(text, said)]))
 
 
 def test_keys_go_first_in_parts_and_once(following: Following) -> None:
@@ -112,7 +112,7 @@ def test_nothing_is_sent_where_nobody_is_or_there_is_no_room(following: Followin
     sent(following)
     cache.length = 50
     following.begin(7, cache)
-    assert sent(following) == [None] and following.said() == ([], [])
+    assert sent(following) == [None] and following.predicted() == ([], [])
     following.reset(False)
     following.begin(7, cache_of(3))
     assert sent(following) == []
@@ -137,14 +137,14 @@ def test_what_is_said_reaches_the_listener_and_the_next_token(following: Followi
         following, ExpectedExperts(3, 7, 0, (2, 1)), ExpectedExperts(3, 7, 1, (0, 3)), ExpectedExperts(4, 9, 0, (1, 2))
     )
     assert heard.said == [(3, 0, 2, 1), (3, 1, 0, 3), (4, 0, 1, 2)] and following.layers == 3
-    now, after = following.said()
+    now, after = following.predicted()
     assert [each.experts for each in now] == [(2, 1), (0, 3)] and [each.experts for each in after] == [(1, 2)]
     cache.length = 4
     following.begin(9, cache)
-    assert len(heard.said) == 3 and following.said()[0] == after, "as it had guessed: nothing is taken back"
+    assert len(heard.said) == 3 and following.predicted()[0] == after, "as it had guessed: nothing is taken back"
     cache.length = 5
     following.begin(1, cache)
-    assert heard.said[3:] == [(5,)] and following.said() == ([], [])
+    assert heard.said[3:] == [(5,)] and following.predicted() == ([], [])
 
 
 def test_what_is_of_no_use_is_not_heard(following: Following, heard: Heard) -> None:
@@ -156,7 +156,7 @@ def test_what_is_of_no_use_is_not_heard(following: Following, heard: Heard) -> N
     says(following, ExpectedExperts(3, 7, 0, (2, 1)), other=-1)
     following.pause()
     says(following, ExpectedExperts(3, 7, 0, (2, 1)))
-    assert not heard.said and following.said() == ([], []) and following.layers == 0
+    assert not heard.said and following.predicted() == ([], []) and following.layers == 0
     with pytest.raises(FrameError):
         says(following, ExpectedExperts(3, 7, 2, (2, 1)))
 
@@ -166,7 +166,7 @@ def test_who_has_gone_has_said_nothing(following: Following, heard: Heard) -> No
     says(following, ExpectedExperts(3, 7, 0, (2, 1)))
     heard.said.clear()
     following.reset(False)
-    assert heard.said == [(3,)] and following.said() == ([], [])
+    assert heard.said == [(3,)] and following.predicted() == ([], [])
     following.close()
     following.close()
     assert sent(following) == []

@@ -16,33 +16,33 @@ from smoe.cluster.identity import (
     checked_name,
     clusters_folder,
     invitation,
-    keep_main,
     keep_worker,
-    new_main,
-    read_main,
+    new_coordinator,
+    read_coordinator,
     read_worker,
+    store_coordinator,
 )
 from smoe.errors import ClusterError
 
 
 def test_an_invitation_is_good_once_and_for_ten_minutes() -> None:
-    main, line = invitation(new_main("home"), now=1000.0)
+    coordinator, line = invitation(new_coordinator("home"), now=1000.0)
     worker = accepted(line, "shelf")
-    assert (worker.cluster, worker.address, worker.main_key) == ("home", main.address, main.keys.public)
+    assert (worker.cluster, worker.address, worker.main_key) == ("home", coordinator.address, coordinator.keys.public)
     assert worker.code is not None
-    assert main.expects_someone(1000.0 + INVITATION_SECONDS)
-    assert main.invited(worker.code, 1001.0 + INVITATION_SECONDS) is None, "too late"
-    assert main.invited("another", 1001.0) is None
-    after = main.invited(worker.code, 1001.0)
+    assert coordinator.expects_someone(1000.0 + INVITATION_SECONDS)
+    assert coordinator.invited(worker.code, 1001.0 + INVITATION_SECONDS) is None, "too late"
+    assert coordinator.invited("another", 1001.0) is None
+    after = coordinator.invited(worker.code, 1001.0)
     assert after is not None
     assert after.invited(worker.code, 1001.0) is None, "used"
-    assert worker.code not in str(main), "main keeps a checksum"
+    assert worker.code not in str(coordinator), "main keeps a checksum"
 
 
 def test_what_is_kept_comes_back_and_is_the_users_alone() -> None:
-    main, line = invitation(new_main("home", "127.0.0.1:6000"))
-    path = keep_main(main.with_worker("shelf", "k" * 40))
-    assert read_main("home") == replace(main, workers={"shelf": "k" * 40})
+    coordinator, line = invitation(new_coordinator("home", "127.0.0.1:6000"))
+    path = store_coordinator(coordinator.with_worker("shelf", "k" * 40))
+    assert read_coordinator("home") == replace(coordinator, workers={"shelf": "k" * 40})
     worker = accepted(line, "shelf")
     keep_worker(worker)
     assert read_worker("home") == worker
@@ -50,21 +50,21 @@ def test_what_is_kept_comes_back_and_is_the_users_alone() -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert path.is_relative_to(clusters_folder())
-    keep_main(replace(main, everywhere=True))
-    assert read_main("home").everywhere
+    store_coordinator(replace(coordinator, everywhere=True))
+    assert read_coordinator("home").everywhere
 
 
 def test_an_invitation_names_an_address_that_can_be_reached() -> None:
-    _, line = invitation(new_main("home", "fd00::5"))
+    _, line = invitation(new_coordinator("home", "fd00::5"))
     assert accepted(line, "shelf").address == "tcp://[fd00::5]:5717"
     with pytest.raises(ClusterError, match="every interface"):
-        invitation(replace(new_main("home"), address="tcp://0.0.0.0:5717"))
+        invitation(replace(new_coordinator("home"), address="tcp://0.0.0.0:5717"))
 
 
 def test_who_may_come_is_said() -> None:
-    main = new_main("home").with_worker("shelf", "k" * 40)
-    assert main.who_may_come() == "1 known worker by their keys, no others"
-    expecting, _ = invitation(main, now=1000.0)
+    coordinator = new_coordinator("home").with_worker("shelf", "k" * 40)
+    assert coordinator.who_may_come() == "1 known worker by their keys, no others"
+    expecting, _ = invitation(coordinator, now=1000.0)
     assert "workers with an invitation" in expecting.who_may_come(1001.0)
     assert "no others" in expecting.who_may_come(1001.0 + INVITATION_SECONDS)
 
@@ -93,15 +93,15 @@ def test_what_is_no_invitation_is_refused(line: str) -> None:
 
 def test_what_is_not_there_or_damaged_is_said() -> None:
     with pytest.raises(ClusterError, match="smoe cluster up"):
-        read_main("nowhere")
-    path = keep_main(new_main("home"))
+        read_coordinator("nowhere")
+    path = store_coordinator(new_coordinator("home"))
     with pytest.raises(ClusterError, match="there are: home"):
-        read_main("nowhere")
+        read_coordinator("nowhere")
     with pytest.raises(ClusterError, match="smoe cluster join"):
         read_worker("home")
     path.write_text('{"format": 1}', encoding="utf8")
     with pytest.raises(ClusterError, match="damaged"):
-        read_main("home")
+        read_coordinator("home")
     path.write_text('{"format": 99}', encoding="utf8")
     with pytest.raises(ClusterError, match="another version"):
-        read_main("home")
+        read_coordinator("home")

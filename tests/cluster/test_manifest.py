@@ -1,5 +1,6 @@
-"""What files there are, as main says it: what comes is what was sent, and what could harm is no manifest. Would catch a
-file that lands outside of the folder, or is more than data; memory taken by a number that a stranger named.
+"""What files there are, as the coordinator says it: what comes is what was sent, and what could harm is no manifest.
+Would catch a file that lands outside of the folder, or is more than data; memory taken by a number that a stranger
+named.
 """
 
 from __future__ import annotations

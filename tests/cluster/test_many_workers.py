@@ -47,4 +47,4 @@ def test_eight_workers_are_exact(
     theirs = oracle.greedy(oracle.reference(folder), new_tokens=2 * oracle.NEW_TOKENS)
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=2 * oracle.NEW_TOKENS), theirs)
     assert sum(member.experts > 0 for member in cluster.members) == WORKERS, "all have worked"
-    assert cluster.link is not None and cluster.link.under_way.rescued == 0, "and main has not"
+    assert cluster.link is not None and cluster.link.under_way.rescued == 0, "and coordinator has not"

@@ -1,5 +1,5 @@
-"""What main believes of a worker. Would catch a deadline that never comes or comes at once, a worker that is thought to
-hold more than it has room for, a time of many rows taken for that of few.
+"""What the coordinator believes of a worker. Would catch a deadline that never comes or comes at once, a worker that is
+thought to hold more than it has room for, a time of many rows taken for that of few.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 import smoe
 from smoe.cli.cluster_on_ray import opened
 from smoe.cluster import on_ray
-from smoe.cluster.identity import KeyPair, Main, Worker, keep_main, new_main, read_main
+from smoe.cluster.identity import Coordinator, KeyPair, Worker, new_coordinator, read_coordinator, store_coordinator
 from smoe.cluster.on_ray import OnRay, join_ray
 from smoe.cluster.remote import Cluster
 from smoe.errors import ClusterError, ConfigError
@@ -52,9 +52,9 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 class Kept:
     """Workers on Ray, and what was said of them."""
 
-    def __init__(self, ray: StandIn, main: Main) -> None:
+    def __init__(self, ray: StandIn, coordinator: Coordinator) -> None:
         self.said: list[str] = []
-        self.workers = OnRay(ray, main, self.said.append, self.said.append)
+        self.workers = OnRay(ray, coordinator, self.said.append, self.said.append)
 
     def turns_until(self, what: Callable[[], bool]) -> None:
         until = time.monotonic() + 30
@@ -68,9 +68,9 @@ class Kept:
 
 
 @pytest.fixture
-def kept(ray: StandIn, main: Main, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+def kept(ray: StandIn, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     monkeypatch.setattr(on_ray, "_PAUSE_SECONDS", 0.1)
-    made = Kept(ray, main)
+    made = Kept(ray, coordinator)
     yield made
     made.workers.close()
 
@@ -98,10 +98,10 @@ def test_who_has_died_is_let_in_again_with_other_keys(
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     kept.start(folder, 2)
     model = open_model(folder, "minimum", cluster="test", cluster_workers=2, **BY_TURNS)
-    before = read_main("test").workers
+    before = read_coordinator("test").workers
     ray.actors[0].dies()
     kept.turns_until(lambda: sum("room for" in words for words in kept.said) == 3)
-    after = read_main("test").workers
+    after = read_coordinator("test").workers
     assert any("test-ray-1" in words and "died;" in words for words in kept.said)
     assert after.keys() == before.keys()
     assert after["test-ray-1"] != before["test-ray-1"] and after["test-ray-2"] == before["test-ray-2"]
@@ -118,7 +118,7 @@ def here(model: PreTrainedModel) -> list[Any]:
 
 def test_nothing_secret_goes_through_ray(toy: Callable[..., Path], kept: Kept, ray: StandIn, tmp_path: Path) -> None:
     kept.start(toy("qwen3_moe", dtype=torch.bfloat16), 2)
-    secrets = [actor.one._me.keys.secret for actor in ray.actors] + [read_main("test").keys.secret]
+    secrets = [actor.one._me.keys.secret for actor in ray.actors] + [read_coordinator("test").keys.secret]
     assert len(set(secrets)) == 3
     assert ray.passed and not any(secret.encode() in each for secret in secrets for each in ray.passed)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -126,18 +126,18 @@ def test_nothing_secret_goes_through_ray(toy: Callable[..., Path], kept: Kept, r
 
 
 def test_workers_are_spread_and_started_again_for_ever(
-    toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, main: Main
+    toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
 ) -> None:
-    keep_main(new_main("test", "192.0.2.7"))
+    store_coordinator(new_coordinator("test", "192.0.2.7"))
     ray = StandIn(["10.0.0.1", "10.0.0.2"])
     ray.installed(monkeypatch)
-    kept = Kept(ray, read_main("test"))
+    kept = Kept(ray, read_coordinator("test"))
     kept.start(toy("qwen3_moe", dtype=torch.bfloat16), None)
     assert [each["max_restarts"] for each in ray.asked] == [-1, -1], "one a node"
     assert [group.strategy for group in ray.groups] == ["STRICT_SPREAD"]
     kept.workers.close()
     assert ray.joined is None and not ray.groups and all(actor.is_dead for actor in ray.actors)
-    assert read_main("test").workers == {}, "their keys are good no longer"
+    assert read_coordinator("test").workers == {}, "their keys are good no longer"
 
 
 @pytest.mark.parametrize(
@@ -177,23 +177,23 @@ def test_who_is_refused_by_main_is_given_up(toy: Callable[..., Path], kept: Kept
     with pytest.raises(ClusterError, match="0 of 1 workers"):
         open_model(toy("qwen3_moe", dtype=torch.bfloat16), "minimum", cluster="test", cluster_timeout_seconds=2.0)
     kept.turns_until(lambda: "its weights" in kept.said[-1])
-    assert kept.workers.names == [] and read_main("test").workers == {}
+    assert kept.workers.names == [] and read_coordinator("test").workers == {}
 
 
-def test_nodes_that_could_not_reach_main_are_refused(monkeypatch: pytest.MonkeyPatch, main: Main) -> None:
+def test_nodes_that_could_not_reach_main_are_refused(monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator) -> None:
     ray = StandIn(["10.0.0.1", "10.0.0.2"])
     ray.installed(monkeypatch)
     with pytest.raises(ClusterError, match=r"10\.0\.0\.2 could not reach the coordinator at tcp://127") as refused:
-        Kept(ray, main).workers.start(None, partial(opened, "demo", None, 1, "auto"), 1)
+        Kept(ray, coordinator).workers.start(None, partial(opened, "demo", None, 1, "auto"), 1)
     assert refused.value.setting == "address"
     assert not ray.actors
 
 
-def test_a_ray_without_cpus_is_refused(monkeypatch: pytest.MonkeyPatch, main: Main) -> None:
+def test_a_ray_without_cpus_is_refused(monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator) -> None:
     ray = StandIn(cpus=0)
     ray.installed(monkeypatch)
     with pytest.raises(ClusterError, match="no node of the Ray cluster has a CPU"):
-        Kept(ray, main).workers.start(None, partial(opened, "demo", None, 1, "auto"), 1)
+        Kept(ray, coordinator).workers.start(None, partial(opened, "demo", None, 1, "auto"), 1)
 
 
 def test_more_workers_than_ray_has_places_for_are_refused(kept: Kept, ray: StandIn) -> None:
@@ -326,7 +326,11 @@ def ray_itself() -> Iterator[Callable[..., RayItself]]:
 
 @pytest.mark.slow
 def test_ray_itself_starts_workers_again(
-    toy: Callable[..., Path], main: Main, ray_itself: Callable[..., RayItself], open_model: Open, tmp_path: Path
+    toy: Callable[..., Path],
+    coordinator: Coordinator,
+    ray_itself: Callable[..., RayItself],
+    open_model: Open,
+    tmp_path: Path,
 ) -> None:
     """One process is killed, then a whole node, in whose place another one comes."""
     folder, ray = toy("qwen3_moe", dtype=torch.bfloat16), ray_itself("token", 2)
@@ -341,7 +345,7 @@ def test_ray_itself_starts_workers_again(
 
         def is_exact() -> None:
             until = time.monotonic() + 30
-            while {each.key for each in here(model)} != set(read_main("test").workers.values()):
+            while {each.key for each in here(model)} != set(read_coordinator("test").workers.values()):
                 assert time.monotonic() < until, said.read_text(encoding="utf8")
                 time.sleep(0.1)
             oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
@@ -361,7 +365,7 @@ def test_ray_itself_starts_workers_again(
         up.wait(30)
     assert up.returncode == 143, "Ray would end it with 15"
     assert not [each for each in last if psutil.pid_exists(each) and psutil.Process(each).status() != "zombie"]
-    assert read_main("test").workers == {}
+    assert read_coordinator("test").workers == {}
 
 
 def begun(up: subprocess.Popen[bytes], said: Path, count: int) -> list[int]:
@@ -388,7 +392,7 @@ def test_ray_itself_says_whether_it_is_open(
     assert on_ray._answers(ray.address, "token") is (mode == "disabled")
 
 
-def test_nobody_at_an_address_is_said(main: Main) -> None:
+def test_nobody_at_an_address_is_said(coordinator: Coordinator) -> None:
     pytest.importorskip("ray")
     with pytest.raises(ClusterError, match="cannot be joined"):
-        on_ray._answers(main.address.removeprefix("tcp://"), "disabled")
+        on_ray._answers(coordinator.address.removeprefix("tcp://"), "disabled")

@@ -157,7 +157,7 @@ def test_workers_take_turns(courier: Any) -> None:
 
 
 def test_pieces_stay_in_the_gaps_between_requests(courier: Any) -> None:
-    """One in each, however long the thread looks; many when main has nothing else to do."""
+    """One in each, however long the thread looks; many when the coordinator has nothing else to do."""
     courier, wire, clock, _ = courier()
     for piece in range(6):
         courier.receive(b"r", "known", asked(piece), wire.send)

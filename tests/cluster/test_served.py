@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from smoe.cluster import frames
 from smoe.cluster.address import checked_address
 from smoe.cluster.frames import Times
-from smoe.cluster.identity import Main, keep_main, read_main
+from smoe.cluster.identity import Coordinator, read_coordinator, store_coordinator
 from smoe.cluster.remote import _PROOF_ROWS
 from smoe.cluster.worker import WorkerProcess
 from smoe.errors import ClusterError, ConfigError, WorkerRefusedError
@@ -66,7 +66,7 @@ def test_a_cluster_is_exact(
 
 
 @pytest.mark.parametrize("placement", PLACEMENT)
-def test_what_a_shadow_expects_is_brought_in_before_it_is_asked_for(
+def test_what_a_draft_expects_is_brought_in_before_it_is_asked_for(
     placement: str, tmp_path: Path, start: Start, open_model: Open
 ) -> None:
     folder = zoo.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16)
@@ -76,7 +76,7 @@ def test_what_a_shadow_expects_is_brought_in_before_it_is_asked_for(
     for worker in workers:
         bring = worker._served.alone.experts.bring
         worker._served.alone.experts.bring = lambda key, bring=bring: (fetched.append(key), bring(key))
-    switches = {"prefetch": "shadow", "shadow_spares": 1, "prefetch_trial": False, "eviction": "lru"}
+    switches = {"prefetch": "draft-model", "draft_extra": 1, "prefetch_trial": False, "eviction": "lru"}
     model = open_model(folder, "minimum", cluster="test", cluster_workers=3, placement=placement, **switches)
     everything_there(model)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
@@ -115,11 +115,11 @@ def test_a_batch_is_exact(toy: Callable[..., Path], start: Start, open_model: Op
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])
 def test_workers_come_by_a_name_and_by_ipv6(
-    host: str, toy: Callable[..., Path], main: Main, start: Start, open_model: Open
+    host: str, toy: Callable[..., Path], coordinator: Coordinator, start: Start, open_model: Open
 ) -> None:
     if host == "[::1]" and not has_ipv6():
         pytest.skip("no IPv6 here")
-    keep_main(replace(main, address=checked_address(f"{host}:{main.address.rpartition(':')[2]}")))
+    store_coordinator(replace(coordinator, address=checked_address(f"{host}:{coordinator.address.rpartition(':')[2]}")))
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     start(folder, 1)
     model = open_model(folder, "minimum", cluster="test", **BY_TURNS)
@@ -130,7 +130,7 @@ def test_workers_come_by_a_name_and_by_ipv6(
 def test_a_worker_makes_room_for_a_main_of_longer_prompts(
     toy: Callable[..., Path], start: Start, open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be cut off from main by the first of them."""
+    """Else it would be cut off from the coordinator by the first of them."""
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     monkeypatch.setattr("smoe.cluster.worker.PLANNED_ROWS", 8)
     monkeypatch.setattr("smoe.cluster.members._LEAST_DEADLINE", 5.0)  # however busy this machine is
@@ -214,7 +214,7 @@ def test_workers_without_a_cache_are_exact(
     assert all(member.experts for member in cluster_of(model).members)
 
 
-def test_another_model_is_refused_by_name(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
+def test_another_model_is_refused_by_name(toy: Callable[..., Path], coordinator: Coordinator, open_model: Open) -> None:
     folder, other = toy("qwen3_moe", dtype=torch.bfloat16), toy("mixtral", dtype=torch.bfloat16)
     served = open_experts(other, 1 << 20, configure(threads=1))
     said: list[str] = []
@@ -255,19 +255,25 @@ def test_other_bits_are_refused(
 def test_a_stranger_is_not_let_in(toy: Callable[..., Path], start: Start, open_model: Open) -> None:
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     start(folder, 1)
-    main = read_main("test")
-    keep_main(Main(main.name, main.address, main.keys))  # all invitations are withdrawn
+    coordinator = read_coordinator("test")
+    store_coordinator(
+        Coordinator(coordinator.name, coordinator.address, coordinator.keys)
+    )  # all invitations are withdrawn
     with pytest.raises(ClusterError, match="0 of 1 workers"):
         open_model(folder, "minimum", cluster="test", cluster_timeout_seconds=1.5)
 
 
-def test_a_worker_whose_key_is_not_known_is_told(toy: Callable[..., Path], main: Main, open_model: Open) -> None:
+def test_a_worker_whose_key_is_not_known_is_told(
+    toy: Callable[..., Path], coordinator: Coordinator, open_model: Open
+) -> None:
     """By the connection that is closed, as nobody speaks with it; a worker that is known comes in all the same."""
     folder = toy("qwen3_moe", dtype=torch.bfloat16)
     served = open_experts(folder, 1 << 20, configure(threads=1))
     said: list[str] = []
     worker = WorkerProcess(member("w"), served)
-    keep_main(Main(main.name, main.address, main.keys))  # its invitation is withdrawn
+    store_coordinator(
+        Coordinator(coordinator.name, coordinator.address, coordinator.keys)
+    )  # its invitation is withdrawn
 
     def serve() -> None:
         try:

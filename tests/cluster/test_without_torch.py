@@ -1,7 +1,7 @@
 """Workers in a process where importing torch or transformers fails: the text is what the unmodified library writes.
 
 Would catch an import of torch anywhere on a worker's way, another bit from kernels that stand alone, rows that such a
-worker cannot compute and is asked for, a main that forgets what it was when it comes again.
+worker cannot compute and is asked for, a coordinator that forgets what it was when it comes again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import smoe
 from smoe.cli.interrupts import REFUSED
-from smoe.cluster.identity import Main, invitation, keep_main, read_main
+from smoe.cluster.identity import Coordinator, invitation, read_coordinator, store_coordinator
 from smoe.cluster.remote import Cluster
 from smoe.errors import ClusterError
 from smoe.kernels import machine_code
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not machine_code.is_known(), reason="x86-64 Linu
 
 
 @pytest.fixture
-def join(main: Main, tmp_path: Path) -> Iterator[Join]:
+def join(coordinator: Coordinator, tmp_path: Path) -> Iterator[Join]:
     """`join(folder, name, *options)`: a worker's process; what it says goes to the file NAME.log."""
     absent, started = tmp_path / "absent", list["subprocess.Popen[bytes]"]()
     for library in ("torch", "transformers"):
@@ -43,8 +43,8 @@ def join(main: Main, tmp_path: Path) -> Iterator[Join]:
         (absent / library / "__init__.py").write_text(f"raise ImportError('no {library} on this machine')\n")
 
     def begin(folder: Path | None, name: str, *options: str) -> subprocess.Popen[bytes]:
-        expecting, line = invitation(read_main("test"))
-        keep_main(expecting)
+        expecting, line = invitation(read_coordinator("test"))
+        store_coordinator(expecting)
         path = os.pathsep.join([str(absent), str(Path(smoe.__file__).parents[1])])
         environment = {**os.environ, "PYTHONPATH": path, "XDG_CONFIG_HOME": str(tmp_path / name)}
         model = [] if folder is None else [str(folder)]
@@ -70,7 +70,7 @@ def members_of(model: PreTrainedModel) -> dict[str, Any]:
 def test_the_text_is_the_same(
     kernels: str, toy: Callable[..., Path], join: Join, open_model: Open, tmp_path: Path
 ) -> None:
-    """For main after main; and whatever multiplies few rows there."""
+    """For the coordinator after the coordinator; and whatever multiplies few rows there."""
     if kernels == "own-order":
         promised.needs(widest() is not None, "own order needs llvmlite and AVX2")
     else:

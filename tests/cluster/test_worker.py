@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from smoe.cluster import frames
-from smoe.cluster.identity import Main
+from smoe.cluster.identity import Coordinator
 from smoe.cluster.worker import WorkerProcess
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.unit import ExpertTask
@@ -26,9 +26,9 @@ from tests.cluster.conftest import member
 
 
 def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
-    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+    toy: Callable[..., Path], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An expert that was being computed when the next main let the worker in."""
+    """An expert that was being computed when the next the coordinator let the worker in."""
     served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), 1 << 20, configure(threads=1))
     worker, experts = WorkerProcess(member("w"), served), served.alone.experts
     worker._welcomed({"arithmetic": "torch"})
@@ -58,7 +58,7 @@ def test_what_an_earlier_main_asked_for_is_not_sent_to_the_next(
 
 
 def test_a_worker_reads_an_expert_while_it_computes_another(
-    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+    toy: Callable[..., Path], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt's experts come in requests of their own."""
     served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
@@ -88,7 +88,7 @@ def test_a_worker_reads_an_expert_while_it_computes_another(
 
 
 def test_what_is_here_is_computed_while_the_rest_is_read(
-    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+    toy: Callable[..., Path], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the answers are in the order asked for."""
     served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)
@@ -110,7 +110,7 @@ def test_what_is_here_is_computed_while_the_rest_is_read(
 
 
 def test_what_nobody_waits_for_leaves_its_slot(
-    toy: Callable[..., Path], main: Main, monkeypatch: pytest.MonkeyPatch
+    toy: Callable[..., Path], coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that are forgotten while their experts are read, or hold a slot; others get the slots."""
     served = open_experts(toy("qwen3_moe", dtype=torch.bfloat16), None, configure(threads=1), slots=2)

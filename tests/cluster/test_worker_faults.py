@@ -1,4 +1,4 @@
-"""Workers that end, fall silent, are late or lie while a model is served: the bits stay, and main goes on.
+"""Workers that end, fall silent, are late or lie while a model is served: the bits stay, and the coordinator goes on.
 
 Would catch a request that is lost with its worker, one that is waited for twice, a liar who is believed.
 """
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from smoe.cluster import frames
 from smoe.cluster.frames import Frame, FrameKind, Times
-from smoe.cluster.identity import read_main
+from smoe.cluster.identity import read_coordinator
 from smoe.cluster.members import WorkerState
 from smoe.cluster.remote import _PROOF_ROWS
 from smoe.cluster.worker import WorkerProcess
@@ -120,7 +120,7 @@ def test_a_worker_that_is_silent_is_asked_no_more(toy: Callable[..., Path], star
     while not frozen.came_meanwhile and time.monotonic() < until:
         oracle.assert_same_steps(oracle.greedy(model, new_tokens=8), alone)
     came = [frame.kind for frame in frozen.came_meanwhile]
-    assert came[-1] is FrameKind.BEAT, "the last word was no request, though main has gone on"
+    assert came[-1] is FrameKind.BEAT, "the last word was no request, though coordinator has gone on"
     asked = cluster_of(model).members[0].requests
     while cluster_of(model).members[0].requests == asked and time.monotonic() < until:
         oracle.greedy(model, new_tokens=8)
@@ -135,13 +135,13 @@ def test_a_worker_that_lies_after_its_proof_is_found_out(
     start(folder, 1)
     model = open_model(folder, "minimum", cluster="test", cluster_workers=2, cluster_verify=1.0, **BY_TURNS)
     cluster = cluster_of(model)
-    assert set(read_main("test").workers) == {"w0", "w1"}
+    assert set(read_coordinator("test").workers) == {"w0", "w1"}
     oracle.greedy(model, new_tokens=12)
     model.offload.close()
     (doubt,) = cluster.doubts
     assert re.search(r"worker w0 returned a wrong result for expert \d of layer \d .* is no longer admitted", doubt)
     assert "may be wrong, so generate it again" in doubt
-    assert set(read_main("test").workers) == {"w1"}
+    assert set(read_coordinator("test").workers) == {"w1"}
     assert isinstance(cluster.greeted(liar._me.keys.public, liar._hello() | {"code": None}), str)
 
 

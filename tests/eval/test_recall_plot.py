@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from smoe.eval.draft_recall import DraftRecall, RecallComparison
 from smoe.eval.recall import Recall, Tally
-from smoe.eval.shadow_recall import RecallComparison, ShadowRecall
-from smoe.runtime.shadow import Alignment
+from smoe.runtime.draft_model import Alignment
 
 pytest.importorskip("matplotlib")
 
@@ -23,9 +23,9 @@ def recall(right: int) -> Recall:
 
 
 def found(*alignments: Alignment) -> RecallComparison:
-    shadows = [ShadowRecall("int4", each, recall(5 + n), 1.0) for n, each in enumerate(alignments)]
+    drafts = [DraftRecall("int4", each, recall(5 + n), 1.0) for n, each in enumerate(alignments)]
     gates = {"popularity": recall(9), "gate 1 ahead": recall(3), "gate 2 ahead": recall(2)}
-    return RecallComparison(tuple(shadows), gates, {}, (4,), (10,))
+    return RecallComparison(tuple(drafts), gates, {}, (4,), (10,))
 
 
 def test_curves_are_those_of_the_extremes_beside_the_best_gate(tmp_path: Path) -> None:

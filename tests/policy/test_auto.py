@@ -129,7 +129,7 @@ def test_no_thrashing_where_slots_are_fewer_than_a_token_uses(choice: Choice) ->
 
 
 def test_the_leader_is_the_one_that_fits() -> None:
-    """Would catch shadows that are charged something else than the cache, and a leader that never changes."""
+    """Would catch drafts that are charged something else than the cache, and a leader that never changes."""
     leaders = {}
     for choice in (drifting, scan):
         leaders[choice] = Adaptive()

@@ -80,15 +80,15 @@ def test_what_is_lent_fits_beside_what_is_used(demand: Demand, more: int, used: 
     others = ledger.total_bytes - demand.slots_bytes([pool.cache for pool in ledger.pools]) - demand.reserve_bytes
     little, much = (int(share * demand.reserve_bytes) for share in used)
     for taken in (little, much, demand.reserve_bytes):
-        slots = ledger.slots_beside(taken)
+        slots = ledger.slots_after(taken)
         assert others + taken + demand.slots_bytes(slots) <= ledger.budget_bytes
         assert all(
             pool.cache <= n <= each.experts for pool, n, each in zip(ledger.pools, slots, demand.classes, strict=True)
         )
-    assert all(a >= b for a, b in zip(ledger.slots_beside(little), ledger.slots_beside(much), strict=True))
+    assert all(a >= b for a, b in zip(ledger.slots_after(little), ledger.slots_after(much), strict=True))
     lent = ledger.lending()
     assert lent.entries() == ledger.entries()
-    assert [pool.cache + pool.spare for pool in lent.pools] == ledger.slots_beside(0)
+    assert [pool.cache + pool.spare for pool in lent.pools] == ledger.slots_after(0)
 
 
 @given(demand=demands(), more=extra)

@@ -76,14 +76,14 @@ def test_the_first_step_of_a_turn_does_not_count() -> None:
 
 
 def test_a_look_ahead_needs_a_wait_as_long_as_itself() -> None:
-    shadow = LookAheadTrial()
-    assert not shadow.fits(0), "nothing is waited for"
-    assert shadow.fits(1), "nothing is known: find out"
-    shadow.note_cost(0.3)
-    assert shadow.fits(1), "the wait is not known"
-    shadow.note_wait(1, 0.1)
-    shadow.note_wait(3, 0.9)
-    assert (shadow.fits(1), shadow.fits(3)) == (False, True)
+    trial = LookAheadTrial()
+    assert not trial.fits(0), "nothing is waited for"
+    assert trial.fits(1), "nothing is known: find out"
+    trial.note_cost(0.3)
+    assert trial.fits(1), "the wait is not known"
+    trial.note_wait(1, 0.1)
+    trial.note_wait(3, 0.9)
+    assert (trial.fits(1), trial.fits(3)) == (False, True)
     for _ in range(100):
-        shadow.note_wait(1, 0.5)  # the link has become slower
-    assert shadow.fits(1)
+        trial.note_wait(1, 0.5)  # the link has become slower
+    assert trial.fits(1)

@@ -32,7 +32,7 @@ from tests.toy import save_toy
 MAIN = configure(memory_bytes=3 << 20, context_tokens=128, device="emulated", profile="raspberry-pi-5")
 """The toy: 8 experts, top-4, in each of 4 layers."""
 ROOMY = replace(MAIN, memory_bytes=4 << 20)
-"""Beside a shadow, too."""
+"""Beside a draft, too."""
 OF_MAIN = ("memory_bytes", "context_tokens", "device", "profile")
 NEAR = Network(inf, way=1e-3, message=1e-4)
 WORKER = MeasuredWorker(load=1e-3, expert=1e-4, hop=1.2e-3, slots=16)
@@ -58,19 +58,19 @@ def test_every_number_of_workers_and_every_schedule(toy: str) -> None:
     assert {case.placement for case in found.cases} == set(PLACEMENT)
     for case in found.cases:
         assert sum(case.waits) == pytest.approx(case.seconds_per_token), "what it waits for is all of it"
-        assert case.waits.main == pytest.approx(4 * found.main.layer)
+        assert case.waits.main == pytest.approx(4 * found.coordinator.layer)
         assert case.placement == "finish" or case.waits.own_loads == case.loads_at_main == 0
     assert found.as_json()["enough_workers"].keys() == set(SCHEDULES)
 
 
-def test_a_shadow_takes_of_main_s_memory(toy: str) -> None:
+def test_a_draft_takes_of_main_s_memory(toy: str) -> None:
     found = cluster_outlook(toy, ROOMY, Wanted(1, [WORKER]), NEAR)
-    assert found.beside_shadow is not None and 4 <= found.beside_shadow.slots < found.main.slots
+    assert found.with_draft is not None and 4 <= found.with_draft.slots < found.coordinator.slots
     asked = [configure(preset, **{each: getattr(ROOMY, each) for each in OF_MAIN}) for preset in ("cluster", "od-moe")]
     for config in asked:
         assert cluster_outlook(toy, config, Wanted(1, [WORKER]), NEAR).cases == found.cases, "presets are known"
     without = of(toy, Wanted(1, [WORKER]))
-    assert without.schedules == ["finish", "round-robin"] and without.beside_shadow is None
+    assert without.schedules == ["finish", "round-robin"] and without.with_draft is None
     assert sum("which does not fit in its memory" in remark for remark in without.remarks) == 2
     with pytest.raises(ConfigError, match="to plan with its measured workers, give `name`"):
         cluster_outlook(toy, configure(memory_bytes=3 << 20, cluster="home"), Wanted(1, [WORKER]), NEAR)
@@ -78,7 +78,7 @@ def test_a_shadow_takes_of_main_s_memory(toy: str) -> None:
 
 def test_a_main_with_room_for_everything_loads_nothing(toy: str) -> None:
     found = cluster_outlook(toy, replace(MAIN, memory_bytes=64 << 20), Wanted(2, [WORKER]), NEAR)
-    assert found.main.slots == 32
+    assert found.coordinator.slots == 32
     for case in found.of("finish"):
         assert case.loads_at_main == case.loads_at_workers == 0
     assert found.enough("finish") == 0

@@ -101,7 +101,7 @@ def test_bits_are_those_of_the_unmodified_model(
     device: str, family: str, budget: str, toy: Callable[..., Path], open_model: Open
 ) -> None:
     bench: dict[str, Any] = {"device": "emulated", "dilation": 1.0} if device == "emulated" else {}
-    folder, asked = toy(family), "beside" if family == "mixtral" else "first-expert"
+    folder, asked = toy(family), "concurrent" if family == "mixtral" else "first-expert"
     model = open_model(folder, budget, prefetch="previous-token", prefetch_asked=asked, **bench)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     model.offload.executor.table.check()
@@ -189,7 +189,7 @@ def test_loads_begin_when_they_may_and_questions_end_before_the_next_router(
         if "prefetched" in names:
             assert names.index("said") < names.index("prefetched")
             behind_the_first = names.index("served") < names.index("prefetched")
-            assert behind_the_first if asked == "first-expert" else asked == "beside" or not behind_the_first
+            assert behind_the_first if asked == "first-expert" else asked == "concurrent" or not behind_the_first
             assert all(at == each[0][1] + 1 for what, at in each if what == "prefetched")
 
 
@@ -197,9 +197,9 @@ def test_an_error_of_the_asking_thread_ends_the_request_alone(
     toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = toy("mixtral")
-    model = open_model(folder, "half", prefetch="previous-token", prefetch_asked="beside")
+    model = open_model(folder, "half", prefetch="previous-token", prefetch_asked="concurrent")
     predictor = model.offload.executor._predictors[Phase.DECODE]
-    assert predictor.asked is Moment.BESIDE
+    assert predictor.asked is Moment.CONCURRENT
 
     def fail(sight: Sight) -> Sequence[Prediction]:
         raise ZeroDivisionError(sight.layer)

@@ -26,9 +26,9 @@ from tests.threads import engine_threads
 Toy = Callable[..., Path]
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "shadow": {"prefetch": "shadow"},
+    "draft-model": {"prefetch": "draft-model"},
     "prefetch": {"prefetch": "next-gate", "eviction": "score"},
-    "asked beside": {"prefetch": "previous-token", "prefetch_asked": "beside"},
+    "asked beside": {"prefetch": "previous-token", "prefetch_asked": "concurrent"},
     "own kernels": {"threads": 2, "kernels": "native"},
     "thread_pool": {"threads": 2, "kernels": "torch"},
     "beside a device": {"device": "emulated", "dilation": 1.0, "balance": "optimal", "prefetch": "look-ahead"},
@@ -47,7 +47,7 @@ def wait_for_threads(before: set[threading.Thread]) -> set[threading.Thread]:
 def test_a_dropped_model_gives_memory_and_threads_back(
     switches: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts, a predictor's, a shadow's."""
+    """Whatever threads it has: readers, a pool, a thread_pool, the CPU's experts, a predictor's, a draft's."""
     if switches == "thread_pool":
         monkeypatch.setattr("smoe.load.choose_kernel.MIN_EXPERT_BYTES", 0)
         monkeypatch.setattr("smoe.load.choose_kernel._seconds", lambda compute, *_: 1.0 - bool(compute.thread_pool))
@@ -55,7 +55,7 @@ def test_a_dropped_model_gives_memory_and_threads_back(
     try:
         wide = {"hidden_size": 256, "moe_intermediate_size": 64}
         folder = zoo.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16, **wide)
-        if switches == "shadow":
+        if switches == "draft-model":
             pack_folder(folder, precision="int4")
         model = oracle.open_model(folder, "half", **SWITCHES[switches])
         model.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False)

@@ -223,7 +223,7 @@ def test_a_look_ahead_that_is_switched_off_costs_nothing(toy: Callable[..., Path
     executor = model.offload.executor
     executor.trial = Trial()
     executor.trial.note = lambda *_: None
-    executor.shadow.fits = lambda *_: True  # by the clock a look-ahead may be too slow, on a busy machine
+    executor.look_ahead_trial.fits = lambda *_: True  # by the clock a look-ahead may be too slow, on a busy machine
     executor.trial.is_on = False
     oracle.greedy(model)
     assert model.offload.stats().look_aheads == 0

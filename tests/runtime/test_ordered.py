@@ -130,7 +130,7 @@ def plan_of(*experts: int) -> Any:
 
 
 def test_what_the_device_waits_for_is_still_under_way(arrivals: Arrivals) -> None:
-    """For the balancer and for the shadow, though the computing thread has gone on."""
+    """For the balancer and for the draft, though the computing thread has gone on."""
     ticket, held = start(arrivals, 1), []
     assert arrivals.awaited(plan_of(1)) == [ticket] and arrivals.running == 0.5
     ticket.order(lambda: held.append(1))

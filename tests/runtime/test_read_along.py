@@ -1,5 +1,5 @@
-"""The text of a main elsewhere, as a shadow has it. Would catch rows of an earlier text that stay, a token that is
-decoded before what lies before it has come, a cache that changes while the shadow reads it.
+"""The text of a coordinator elsewhere, as a draft has it. Would catch rows of an earlier text that stay, a token that
+is decoded before what lies before it has come, a cache that changes while the draft reads it.
 """
 
 from __future__ import annotations

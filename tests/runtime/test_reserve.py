@@ -82,7 +82,7 @@ def test_slots_are_withdrawn_before_positions_are_written(toy: Callable[..., Pat
     before = slots(engine)
     cache = engine.new_cache(4)
     cache.back(0, 4, CONTEXT)
-    assert slots(engine) == sum(engine.ledger.slots_beside(engine.ledger.demand.kv_cache_bytes)) < before
+    assert slots(engine) == sum(engine.ledger.slots_after(engine.ledger.demand.kv_cache_bytes)) < before
     engine.executor.table.check()
 
 

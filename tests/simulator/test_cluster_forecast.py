@@ -10,12 +10,19 @@ import pytest
 from smoe.expert import EXACT
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster import DecodedToken
-from smoe.simulator.cluster_forecast import MeasuredMain, MeasuredWorker, Port, decoded_tokens, foretell, named_at
+from smoe.simulator.cluster_draft import DraftTimes
+from smoe.simulator.cluster_forecast import (
+    MeasuredCoordinator,
+    MeasuredWorker,
+    Port,
+    decoded_tokens,
+    foretell,
+    named_at,
+)
 from smoe.simulator.cluster_ours import TokenWaits
-from smoe.simulator.cluster_shadow import ShadowTimes
 
 WORKER = MeasuredWorker(load=4.0, expert=0.5, hop=1.0, slots=8)
-MAIN = MeasuredMain(layer=1.0)
+MAIN = MeasuredCoordinator(layer=1.0)
 
 
 def trace(*tokens: list[list[int]]) -> list[Routing]:
@@ -53,14 +60,14 @@ def test_one_worker_computes_one_expert_after_the_other() -> None:
 
 
 def test_messages_wait_for_each_other_at_main() -> None:
-    slow = MeasuredMain(layer=1.0, message=0.25)
+    slow = MeasuredCoordinator(layer=1.0, message=0.25)
     run = foretell(tokens(*[[[0, 1], [2, 3]]] * 2), slow, [WORKER] * 2, "finish")
     assert run.token_seconds[1] == 2 * (1.0 + 2 * 0.25 + 1.0 + 0.5 + 0.25)
 
 
 def test_main_keeps_what_it_loads_where_that_is_sooner() -> None:
     """A load of 1.0 here is sooner than 4.0 there: the first expert comes here, the second after it, and both stay."""
-    own = MeasuredMain(layer=1.0, load=1.0, expert=0.5, slots=8)
+    own = MeasuredCoordinator(layer=1.0, load=1.0, expert=0.5, slots=8)
     run = foretell(tokens(*[[[0, 1], [2, 3]]] * 2), own, [WORKER] * 2, "finish")
     assert run.token_seconds == [2 * (1.0 + 2 * 1.0 + 0.5), 2 * (1.0 + 2 * 0.5)]
     assert foretell(tokens([[0, 1], [2, 3]]), own, [WORKER] * 2, "round-robin").token_seconds == [2 * 6.5]
@@ -74,7 +81,7 @@ def test_what_main_names_a_layer_ahead_is_there_sooner() -> None:
 
 @pytest.mark.parametrize("placement", ["finish", "round-robin"])
 def test_what_is_named_comes_behind_what_was_asked_for(placement: str) -> None:
-    """The second layer's come from 5.5 to 9.5, behind the first's; main asks at 8.0."""
+    """The second layer's come from 5.5 to 9.5, behind the first's; the coordinator asks at 8.0."""
     run = foretell(tokens([[0, 1], [2, 3]], named=[[], [2, 3]]), MAIN, [WORKER] * 2, placement)
     assert run.token_seconds == [9.5 + 0.5 + 0.5]
 
@@ -89,13 +96,18 @@ def test_by_finish_who_is_told_is_chosen_among_what_nobody_has() -> None:
 def test_what_a_token_waits_for() -> None:
     """By the last answer of each of two layers."""
     there = foretell(tokens([[0, 1], [2, 3]]), MAIN, [WORKER] * 2, "finish")
-    assert there.waits == [TokenWaits(main=2.0, between=2.0, computing=1.0, loads=8.0)] and there.loads_since(0) == (
+    assert there.waits == [TokenWaits(coordinator=2.0, between=2.0, computing=1.0, loads=8.0)] and there.loads_since(
+        0
+    ) == (
         4,
         0,
     )
-    own = MeasuredMain(layer=1.0, load=1.0, expert=0.5, slots=8)
+    own = MeasuredCoordinator(layer=1.0, load=1.0, expert=0.5, slots=8)
     here = foretell(tokens(*[[[0, 1], [2, 3]]] * 2), own, [WORKER] * 2, "finish")
-    assert here.waits == [TokenWaits(main=2.0, computing=2.0, own_loads=3.0), TokenWaits(main=2.0, computing=2.0)]
+    assert here.waits == [
+        TokenWaits(coordinator=2.0, computing=2.0, own_loads=3.0),
+        TokenWaits(coordinator=2.0, computing=2.0),
+    ]
     assert here.loads_since(0) == (0, 4) and here.loads_since(1) == (0, 0)
     assert [sum(waits) for waits in here.waits] == here.token_seconds
 
@@ -115,10 +127,10 @@ def test_of_what_was_used_before_the_last_stays() -> None:
     assert run.token_seconds == [(1.0 + 1.0 + 4.0 + 0.5) + (1.0 + 1.0 + 0.5)]
 
 
-def test_a_shadow_on_main_tells_workers_by_mains_port() -> None:
+def test_a_draft_on_main_tells_workers_by_the_coordinators_port() -> None:
     """Named at 0.5 and 1.0, there half a hop later: loads from 1.0 to 5.0 and on to 9.0. Rows come at 1.5 and 7.5."""
     ahead = tokens([[0, 1], [2, 3]], named=[[0, 1], [2, 3]])
-    run = foretell(ahead, MAIN, [WORKER] * 2, "round-robin", ShadowTimes(layer=0.5, kv_period=0))
+    run = foretell(ahead, MAIN, [WORKER] * 2, "round-robin", DraftTimes(layer=0.5, kv_period=0))
     assert run.token_seconds == [9.0 + 0.5 + 0.5]
 
 

@@ -1,7 +1,7 @@
 """A cluster of our own on any tokens: what must hold whoever computes what.
 
 Would catch: an answer that is lost, seconds that nothing accounts for, an expert loaded twice while there is room, a
-shadow's wrong token that is waited for, times that hang on luck.
+draft's wrong token that is waited for, times that hang on luck.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import pytest
 
 from smoe.policy.placement import PLACEMENT
 from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
+from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
-from smoe.simulator.cluster_shadow import ShadowTimes
 
 LAYERS, EXPERTS, CHOSEN, TOKENS = 5, 8, 2, 30
-SHADOWS = [None, ShadowTimes(0.3, kv_period=0), ShadowTimes(0.3, kv_period=0, is_early=True)]
+DRAFTS = [None, DraftTimes(0.3, kv_period=0), DraftTimes(0.3, kv_period=0, is_early=True)]
 
 
 def drawn(seed: int, recall: float = 0.8) -> list[DecodedToken]:
@@ -41,19 +41,19 @@ def cluster(placement: str, workers: int = 4, slots: int = 6, **more: object) ->
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shadow", SHADOWS)
+@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("placement", PLACEMENT)
 @pytest.mark.parametrize(("workers", "slots"), [(1, 1), (1, 6), (3, 1), (4, 3)])
 def test_every_token_ends_and_every_second_is_accounted_for(
-    placement: str, shadow: ShadowTimes | None, workers: int, slots: int, seed: int
+    placement: str, draft: DraftTimes | None, workers: int, slots: int, seed: int
 ) -> None:
     tokens = drawn(seed)
-    run = decode(cluster(placement, workers, slots, shadow=shadow), tokens)
+    run = decode(cluster(placement, workers, slots, draft=draft), tokens)
     assert len(run.token_seconds) == len(run.waits) == TOKENS
     for seconds, waits in zip(run.token_seconds, run.waits, strict=True):
         assert sum(waits) == pytest.approx(seconds) and waits.main == LAYERS * 1.0
         assert min(waits) >= -1e-9
-    again = decode(cluster(placement, workers, slots, shadow=shadow), tokens)
+    again = decode(cluster(placement, workers, slots, draft=draft), tokens)
     assert again.token_seconds == run.token_seconds
 
 
@@ -77,16 +77,16 @@ def waited(run: OurRun) -> float:
 
 
 @pytest.mark.parametrize("placement", PLACEMENT)
-def test_a_shadow_that_is_right_saves_waiting_for_loads(placement: str) -> None:
+def test_a_draft_that_is_right_saves_waiting_for_loads(placement: str) -> None:
     tokens = drawn(1, recall=1.0)
-    named, *shadowed = (decode(cluster(placement, here=None, shadow=shadow), tokens) for shadow in SHADOWS)
+    named, *with_draft = (decode(cluster(placement, here=None, draft=draft), tokens) for draft in DRAFTS)
     blind = decode(cluster(placement, here=None), [DecodedToken(token.chosen) for token in tokens])
-    assert waited(shadowed[-1]) < waited(named) < waited(blind), "main names the next layer alone"
-    assert all(waited(run) < waited(blind) for run in shadowed)
+    assert waited(with_draft[-1]) < waited(named) < waited(blind), "main names the next layer alone"
+    assert all(waited(run) < waited(blind) for run in with_draft)
 
 
 def test_what_main_would_forget_is_left_to_workers() -> None:
     """Main has two slots and no wire before it, and would be done first; what workers load stays there."""
     run = decode(cluster("finish", workers=2, slots=LAYERS * EXPERTS), drawn(2))
     there, here = run.loads_since(TOKENS // 2)
-    assert here <= there + 2, "once workers have kept what they loaded, main loads hardly anything"
+    assert here <= there + 2, "once workers have kept what they loaded, coordinator loads hardly anything"

@@ -170,7 +170,7 @@ def test_beside_the_experts_asking_hides(asking: float, before: float, beside: f
     at 4 at the earliest. The last layer asks, too.
     """
     step = [Routing(0, Phase.DECODE, 4, [[0]]), Routing(1, Phase.DECODE, 4, [[1]])]
-    for moment, expected in ((Moment.ROUTED, before), (Moment.BESIDE, beside), (Moment.FIRST_DONE, behind)):
+    for moment, expected in ((Moment.ROUTED, before), (Moment.CONCURRENT, beside), (Moment.FIRST_DONE, behind)):
         trace = step * 5
         took = StepTimes(2.0, lambda rows: 1.0, lambda tokens: 1.0, asking=asking)
         timed = replay_on_clock(trace, 1, 2, make_eviction("lru"), took, predictor=Foresight(trace, asked=moment))
@@ -179,7 +179,7 @@ def test_beside_the_experts_asking_hides(asking: float, before: float, beside: f
 
 
 def test_asking_takes_time() -> None:
-    """A layer that waits for nothing is not slower: there is no shadow to look ahead in, so nobody is asked."""
+    """A layer that waits for nothing is not slower: there is no draft to look ahead in, so nobody is asked."""
     assert foreseen(1.0, asking=0.5).seconds_per_step > foreseen(1.0).seconds_per_step
     resident = [
         replay_on_clock(

@@ -18,7 +18,7 @@ from smoe.units import format_bytes, format_rate, format_seconds
 SHARED_CELL = TableCell(128, 64, 1)
 """What is measured for the block."""
 _SAID_APART = ("memory_bytes", "count", "resident_share", "context_tokens", "threads", "max_sequences")
-_PRIVATE = ("cluster", "shadow_on", "cache_records")
+_PRIVATE = ("cluster", "draft_on", "cache_records")
 """Settings whose values are names of the user's machines and files: that they are set is all that is said."""
 
 

@@ -8,14 +8,14 @@ import typer
 
 from smoe.bounds import MOST_THREADS, PRECISION
 from smoe.cli.cluster_address import moved_to
+from smoe.cli.cluster_draft import Draft, be_draft, check_alone
 from smoe.cli.cluster_files import Fetch, Rate, check_fetch, fetched, send
 from smoe.cli.cluster_forget import forget
 from smoe.cli.cluster_on_ray import RayOptions, up_on_ray
 from smoe.cli.cluster_plan import plan
-from smoe.cli.cluster_shadow import Shadow, be_shadow, check_alone
 from smoe.cli.cluster_status import status
 from smoe.cli.cluster_work import DEFAULT_WORKER_MEMORY, Torch, WorkerRoom, be_worker, check
-from smoe.cli.cluster_workers import keep_running, line_for_main, local_workers, shadow_of
+from smoe.cli.cluster_workers import draft_of, keep_running, line_for_coordinator, local_workers
 from smoe.cli.options import Debug, Json, Model
 from smoe.cli.spread import with_options
 from smoe.errors import ClusterError, ConfigError
@@ -52,7 +52,7 @@ app = typer.Typer(
 
 smoe cluster up demo --local 2 --worker-memory 8MiB
 
-{line_for_main("demo", DEFAULT_NAME, DEFAULT_LOCAL)}
+{line_for_coordinator("demo", DEFAULT_NAME, DEFAULT_LOCAL)}
 
 With other machines: here smoe cluster invite --name home --address
 192.168.1.5, there the command that it prints. The coordinator is smoe
@@ -73,7 +73,7 @@ def up(
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,
-    shadow: Shadow = False,
+    draft: Draft = False,
     debug: Debug = False,
 ) -> None:
     """Start workers on this machine, or on the nodes of a Ray cluster, and restart those that end, until Ctrl-C.
@@ -87,7 +87,7 @@ def up(
 
     check_zmq()
     room, is_on_ray = WorkerRoom.of(worker_memory, slots), on_ray.are_given(local)
-    for setting, value in {"torch": torch, "shadow": shadow or None}.items():
+    for setting, value in {"torch": torch, "draft": draft or None}.items():
         if is_on_ray and value is not None:
             raise ConfigError.idle(setting, value, "`local`")
     check(model, room, precision, torch)
@@ -95,19 +95,19 @@ def up(
         up_on_ray(on_ray, name, threads, model, (room.memory_bytes, room.slots, precision))
         return
     local = local or DEFAULT_LOCAL
-    main, workers = local_workers(name, local, shadow)
+    coordinator, workers = local_workers(name, local, draft)
     given = ["--precision", precision, *room.as_given]
     given += [] if threads is None else ["--threads", str(threads)]
     given += [] if torch is None else ["--torch" if torch else "--no-torch"]
     work = module_line("smoe.__main__", "cluster", "work", named_elsewhere(model), "--name")
     lines = {each: [*work, each, *given] for each in workers}
-    if shadow:
-        lines[shadow_of(name)] = [*work, shadow_of(name), "--shadow", "--threads", str(threads or 1)]
-    note(f"starting {format_count(local, 'worker')}{' and a draft model' if shadow else ''}")
+    if draft:
+        lines[draft_of(name)] = [*work, draft_of(name), "--draft", "--threads", str(threads or 1)]
+    note(f"starting {format_count(local, 'worker')}{' and a draft model' if draft else ''}")
 
     def started() -> None:
-        note(f"they wait for a coordinator at {main.address}; in another terminal:")
-        note(line_for_main(model, main.name, local, shadow))
+        note(f"they wait for a coordinator at {coordinator.address}; in another terminal:")
+        note(line_for_coordinator(model, coordinator.name, local, draft))
 
     keep_running(lines, started)
 
@@ -139,10 +139,10 @@ def invite(
     check_zmq()
     from smoe.cluster import identity
     from smoe.cluster.address import reach_of
-    from smoe.cluster.identity import INVITATION_SECONDS, checked_name, invitation, keep_main, new_main
+    from smoe.cluster.identity import INVITATION_SECONDS, checked_name, invitation, new_coordinator, store_coordinator
 
     if checked_name(name, "name") in identity.clusters():
-        main = identity.read_main(name)
+        coordinator = identity.read_coordinator(name)
     else:
         if address is None:
             raise ConfigError(
@@ -151,16 +151,23 @@ def invite(
                 given=None,
                 allowed="this machine's address in your network",
             )
-        main = new_main(name, address)
+        coordinator = new_coordinator(name, address)
     if every_interface is not None:
-        main = replace(main, everywhere=every_interface)
+        coordinator = replace(coordinator, everywhere=every_interface)
     if address is not None:
-        main = moved_to(main, address)
-    reach = reach_of(main.address, main.everywhere)
-    main, line = invitation(main)
-    keep_main(main)
+        coordinator = moved_to(coordinator, address)
+    reach = reach_of(coordinator.address, coordinator.everywhere)
+    coordinator, line = invitation(coordinator)
+    store_coordinator(coordinator)
     if json:
-        print_json({"cluster": main.name, "address": main.address, "invitation": line, "seconds": INVITATION_SECONDS})
+        print_json(
+            {
+                "cluster": coordinator.name,
+                "address": coordinator.address,
+                "invitation": line,
+                "seconds": INVITATION_SECONDS,
+            }
+        )
         return
     note(
         f"valid once, for {INVITATION_SECONDS // 60} minutes; the coordinator will listen at {reach}. Run on the "
@@ -185,10 +192,10 @@ def join(
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,
-    shadow: Shadow = False,
+    draft: Draft = False,
     debug: Debug = False,
 ) -> None:
-    """Run a worker of another machine's cluster, or its draft model (--shadow), until Ctrl-C.
+    """Run a worker of another machine's cluster, or its draft model (--draft), until Ctrl-C.
 
     The same model must be on this machine. With --fetch FOLDER instead of MODEL, its files are first downloaded from
     the coordinator into a folder and verified; after an interrupt the same command continues. The coordinator, or smoe
@@ -198,7 +205,7 @@ def join(
     from smoe.load.check_zmq import check_zmq
 
     check_fetch(model, fetch, rate)
-    if shadow:
+    if draft:
         packs = None if precision == "auto" or fetch is not None else precision
         check_alone({"worker_memory": worker_memory, "slots": slots, "torch": torch, "precision": packs})
     check_zmq()
@@ -221,8 +228,8 @@ def join(
         me = read_worker(invitation)
     if fetch is not None:
         me, model = fetched(me, fetch, precision, rate), str(fetch.expanduser().absolute())
-    if shadow:
-        be_shadow(me, model, threads)
+    if draft:
+        be_draft(me, model, threads)
     else:
         be_worker(me, model, WorkerRoom.of(worker_memory, slots), threads, precision, torch)
 
@@ -235,13 +242,13 @@ def work(
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,
-    shadow: Shadow = False,
+    draft: Draft = False,
 ) -> None:
     """Run one of the workers of `smoe cluster up`, or its draft model."""
     from smoe.cluster.identity import read_worker
 
-    if shadow:
-        be_shadow(read_worker(name), model, threads)
+    if draft:
+        be_draft(read_worker(name), model, threads)
     else:
         be_worker(read_worker(name), model, WorkerRoom.of(worker_memory, slots), threads, precision, torch)
 

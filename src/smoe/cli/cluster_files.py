@@ -44,22 +44,24 @@ def send(
     check_zmq()
     from smoe.cluster.address import reach_of
     from smoe.cluster.file_sender import FileSender
-    from smoe.cluster.identity import read_main
+    from smoe.cluster.identity import read_coordinator
     from smoe.load.worker_files import worker_files
     from smoe.models.checkpoint import whole_checkpoint
     from smoe.models.read_spec import read_spec
     from smoe.presets import configure
 
-    main, bytes_per_second = read_main(name, "name"), None if rate is None else parse_rate(rate, "rate")
+    coordinator, bytes_per_second = read_coordinator(name, "name"), None if rate is None else parse_rate(rate, "rate")
     spec, checkpoint = read_spec(model, configure(precision=precision)), whole_checkpoint(model, None)
     checkpoint.experts(spec)  # what could not be served is not sent
     paths = worker_files(checkpoint, spec)
     total = format_bytes(sum(path.stat().st_size for path in paths.values()))
-    sender = FileSender(main, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files"))
-    reach = reach_of(main.address, main.everywhere)
-    note(f"listening at {reach}; admitted: {main.who_may_come()}")
-    note(f"{len(paths)} files, {total}, for workers that connect to {main.address}; run on each of them:")
-    note(f"smoe cluster join {main.name} --fetch FOLDER (or with the line of smoe cluster invite)")
+    sender = FileSender(
+        coordinator, paths, precision, bytes_per_second, lambda worker: note(f"worker {worker} has all files")
+    )
+    reach = reach_of(coordinator.address, coordinator.everywhere)
+    note(f"listening at {reach}; admitted: {coordinator.who_may_come()}")
+    note(f"{len(paths)} files, {total}, for workers that connect to {coordinator.address}; run on each of them:")
+    note(f"smoe cluster join {coordinator.name} --fetch FOLDER (or with the line of smoe cluster invite)")
     try:
         sender.serve()
     except KeyboardInterrupt:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smoe.cli.cluster_address import moved_to
-from smoe.cli.cluster_workers import line_for_main
+from smoe.cli.cluster_workers import line_for_coordinator
 from smoe.errors import ConfigError
 from smoe.units import format_count
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Main
+    from smoe.cluster.identity import Coordinator
     from smoe.cluster.worker import Served
 
 MOST_WORKERS = 1024
@@ -89,7 +89,7 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
     from smoe.cluster.on_ray import OnRay, join_ray
 
     assert on_ray.ray is not None
-    main = _main_of(name, on_ray.address)
+    coordinator = _coordinator_of(name, on_ray.address)
     shows_logs = logging.getLogger("smoe").isEnabledFor(logging.INFO)
     token = token_file()
     if token is not None:
@@ -100,15 +100,15 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
     ray = join_ray(on_ray.ray, on_ray.allow_open_ray, shows_logs)
     there = str(Path(model).resolve()) if Path(model).exists() else model
     opening = partial(opened, there, *room)
-    workers = OnRay(ray, main, note, warn)
+    workers = OnRay(ray, coordinator, note, warn)
     try:
         workers.start(on_ray.workers, opening, threads)
         count = len(workers.names)
         note(
-            f"Ray starts {format_count(count, 'worker')}; they wait for a coordinator at {main.address}. In another "
-            "terminal:"
+            f"Ray starts {format_count(count, 'worker')}; they wait for a coordinator at "
+            f"{coordinator.address}. In another terminal:"
         )
-        note(line_for_main(model, main.name, count))
+        note(line_for_coordinator(model, coordinator.name, count))
         while True:
             workers.turn(_TURN_SECONDS)
     finally:
@@ -131,13 +131,13 @@ def token_file() -> Path | None:
     return path if path.exists() and path.stat().st_mode & 0o077 else None
 
 
-def _main_of(name: str, address: str | None) -> Main:
+def _coordinator_of(name: str, address: str | None) -> Coordinator:
     """Return the cluster; create it if there is none of that name."""
-    from smoe.cluster.identity import checked_name, clusters, keep_main, new_main, read_main
+    from smoe.cluster.identity import checked_name, clusters, new_coordinator, read_coordinator, store_coordinator
 
     is_known = checked_name(name, "name") in clusters()
-    main = read_main(name) if is_known else new_main(name, address or "127.0.0.1")
+    coordinator = read_coordinator(name) if is_known else new_coordinator(name, address or "127.0.0.1")
     if address is not None:
-        main = moved_to(main, address)
-    keep_main(main)
-    return main
+        coordinator = moved_to(coordinator, address)
+    store_coordinator(coordinator)
+    return coordinator

@@ -140,9 +140,9 @@ def _measured(name: str) -> list[MeasuredWorker]:
     from smoe.simulator.cluster_forecast import MeasuredWorker
 
     check_zmq()
-    from smoe.cluster.identity import read_main, read_status
+    from smoe.cluster.identity import read_coordinator, read_status
 
-    stored = read_status(read_main(name, "name").name)
+    stored = read_status(read_coordinator(name, "name").name)
     known = [each for each in (stored or {"workers": []})["workers"] if each["seconds_per_expert"]]
     if not known:
         raise ClusterError(
@@ -179,12 +179,12 @@ def _print(found: ClusterOutlook, link: str) -> None:
     from smoe.units import format_digits, format_seconds
 
     workers, console = found.workers, output()
-    main, beside = found.main, found.beside_shadow
-    shadowed = "" if beside is None else f" ({beside.slots} with a draft model)"
+    coordinator, beside = found.coordinator, found.with_draft
+    with_draft = "" if beside is None else f" ({beside.slots} with a draft model)"
     console.print(
-        f"[bold]{escape(found.model)}[/bold]  the coordinator: a layer {format_seconds(main.layer)}, room for "
-        f"{main.slots} experts{shadowed}; workers: room for {_span([each.slots for each in workers], str)}, a load "
-        f"{_span([each.load for each in workers], format_seconds)}, an expert "
+        f"[bold]{escape(found.model)}[/bold]  the coordinator: a layer {format_seconds(coordinator.layer)}, room for "
+        f"{coordinator.slots} experts{with_draft}; workers: room for {_span([each.slots for each in workers], str)}, "
+        f"a load {_span([each.load for each in workers], format_seconds)}, an expert "
         f"{_span([each.expert for each in workers], format_seconds)}; {link}",
         soft_wrap=True,
         highlight=False,

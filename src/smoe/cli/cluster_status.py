@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smoe.cli.cluster_shadow import shadow_line
+from smoe.cli.cluster_draft import draft_line
 from smoe.cli.options import Debug, Json
 from smoe.errors import ClusterError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from smoe.cluster.identity import Main
+    from smoe.cluster.identity import Coordinator
 
 
 def status(
@@ -34,23 +34,23 @@ def status(
     from rich.text import Text
 
     from smoe.cli.console import output, print_json
-    from smoe.cluster.identity import read_main
+    from smoe.cluster.identity import read_coordinator
 
-    main = read_main(_only_cluster() if name is None else name, "name")
-    report = _state_of(main)
+    coordinator = read_coordinator(_only_cluster() if name is None else name, "name")
+    report = _state_of(coordinator)
     if json:
         print_json(report)
         return
     if not watch:
-        output().print(_head(main, report), soft_wrap=True, markup=False)
+        output().print(_head(coordinator, report), soft_wrap=True, markup=False)
         if report["workers"]:
             output().print(_table(report))
         return
-    with Live(Group(Text(_head(main, report)), _table(report)), console=output(), auto_refresh=False) as live:
+    with Live(Group(Text(_head(coordinator, report)), _table(report)), console=output(), auto_refresh=False) as live:
         while True:
             time.sleep(0.5)
-            report = _state_of(main)
-            live.update(Group(Text(_head(main, report)), _table(report)), refresh=True)
+            report = _state_of(coordinator)
+            live.update(Group(Text(_head(coordinator, report)), _table(report)), refresh=True)
 
 
 def _only_cluster() -> str:
@@ -67,24 +67,24 @@ def _only_cluster() -> str:
     raise ClusterError(message, setting="name", given=None, allowed=", ".join(known) or "none yet")
 
 
-def _state_of(main: Main) -> dict[str, Any]:
+def _state_of(coordinator: Coordinator) -> dict[str, Any]:
     """Return the coordinator's last state, and whether it still runs."""
     from smoe.cluster.identity import read_status
-    from smoe.cluster.running import main_process
+    from smoe.cluster.running import coordinator_process
 
-    stored, process = read_status(main.name), main_process(main.name)
+    stored, process = read_status(coordinator.name), coordinator_process(coordinator.name)
     return {
-        "cluster": main.name,
-        "address": main.address,
+        "cluster": coordinator.name,
+        "address": coordinator.address,
         "is_running": process is not None,
         "process": process,
-        "known": sorted(main.workers),
+        "known": sorted(coordinator.workers),
         "workers": stored["workers"] if stored is not None else [],
         "shadow": stored.get("shadow") if stored is not None else None,
     }
 
 
-def _head(main: Main, report: dict[str, Any]) -> str:
+def _head(coordinator: Coordinator, report: dict[str, Any]) -> str:
     """Return the line above the table."""
     if report["is_running"]:
         state = (
@@ -95,8 +95,8 @@ def _head(main: Main, report: dict[str, Any]) -> str:
     else:
         state = "no coordinator is running; the last one had" if report["workers"] else "no coordinator is running"
     known = f"; known workers: {', '.join(report['known'])}" if report["known"] and not report["workers"] else ""
-    shadow = f"\n{shadow_line(report['shadow'])}" if report["shadow"] is not None else ""
-    return f"cluster {main.name} at {main.address}: {state}{known}{shadow}"
+    draft = f"\n{draft_line(report['shadow'])}" if report["shadow"] is not None else ""
+    return f"cluster {coordinator.name} at {coordinator.address}: {state}{known}{draft}"
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -12,7 +12,7 @@ from smoe.errors import ClusterError
 from smoe.safe_path import WORKING_FOLDER, child_environment
 
 if TYPE_CHECKING:
-    from smoe.cluster.identity import Main
+    from smoe.cluster.identity import Coordinator
 
 _ENDING_SECONDS = 10.0
 """Seconds for a worker to end in order."""
@@ -20,43 +20,43 @@ _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not restarted."""
 
 
-def line_for_main(model: str, name: str, workers: int, shadow: bool = False) -> str:
+def line_for_coordinator(model: str, name: str, workers: int, draft: bool = False) -> str:
     """Return the command line of a coordinator. For the demo, the coordinator's own disk is faster than a worker on the
     same machine, unless workers take turns."""
-    preset = " --preset cluster --set shadow_on=cluster" if shadow else ""
+    preset = " --preset cluster --set draft_on=cluster" if draft else ""
     line = f"smoe generate {model} --cluster {name}{preset} --set cluster_workers={workers} --memory"
     return f"{line} 24MiB --set placement=round-robin" if model == "demo" else f"{line} SIZE -p TEXT"
 
 
-def shadow_of(name: str) -> str:
+def draft_of(name: str) -> str:
     """Return the name of a cluster's own draft model."""
-    return f"{name}-shadow"
+    return f"{name}-draft"
 
 
-def local_workers(name: str, count: int, shadow: bool = False) -> tuple[Main, list[str]]:
+def local_workers(name: str, count: int, draft: bool = False) -> tuple[Coordinator, list[str]]:
     """Return the cluster, whose workers this process supervises from now on, and the names of their folders; a draft
-    model (`shadow`) has one more. Raises `ClusterError` where another process supervises them."""
+    model (`draft`) has one more. Raises `ClusterError` where another process supervises them."""
     from smoe.cluster.identity import (
         KeyPair,
         Worker,
         checked_name,
         clusters,
-        keep_main,
         keep_worker,
-        new_main,
-        read_main,
+        new_coordinator,
+        read_coordinator,
+        store_coordinator,
     )
     from smoe.cluster.running import become_keeper
 
     become_keeper(checked_name(name, "name"))
-    main = read_main(name) if name in clusters() else new_main(name)
+    coordinator = read_coordinator(name) if name in clusters() else new_coordinator(name)
     names = [f"{name}-{n}" for n in range(1, count + 1)]
-    for each in [*names, shadow_of(name)] if shadow else names:
-        me = Worker(each, each, main.address, main.keys.public, KeyPair.new())
-        main = main.with_worker(me.name, me.keys.public)
+    for each in [*names, draft_of(name)] if draft else names:
+        me = Worker(each, each, coordinator.address, coordinator.keys.public, KeyPair.new())
+        coordinator = coordinator.with_worker(me.name, me.keys.public)
         keep_worker(me)
-    keep_main(main.with_role(shadow_of(name), shadow))
-    return main, names
+    store_coordinator(coordinator.with_role(draft_of(name), draft))
+    return coordinator, names
 
 
 def _started(line: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from smoe.cli.settings import OPTION_OF, SERVED_SEQUENCES, in_words, option_of
 from smoe.errors import BudgetError, ContextError, NotMoEError, SmoeError
-from smoe.policy.registry import SHADOW
+from smoe.policy.registry import DRAFT
 from smoe.presets import PRESETS
 from smoe.units import format_bytes, format_remaining
 
@@ -170,7 +170,7 @@ def _sequences_typed() -> str:
 def _not_of_plans() -> list[str]:
     """Return the typed options that `smoe plan` refuses, and --memory, which it chooses."""
     typed = {option: typed_value([option]) for option in ("--cluster", "--preset", "--prefetch")}
-    refused = {"--preset": ("cluster", "od-moe"), "--prefetch": (SHADOW,)}
+    refused = {"--preset": ("cluster", "od-moe"), "--prefetch": (DRAFT,)}
     return ["--memory"] + [
         option if option == "--cluster" else f"{option} {value}"
         for option, value in typed.items()

@@ -9,7 +9,7 @@ import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.cli.plot_file import check_plot
-from smoe.cli.recall import RecallOptions, compare_shadows
+from smoe.cli.recall import RecallOptions, compare_drafts
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 
@@ -32,7 +32,7 @@ smoe eval model.gguf --memory 8GiB --activations int8 --alphas 0
 
 smoe eval ./my-moe --memory 8GiB --tasks arc_easy,piqa --most-questions 50
 
-smoe eval ./my-moe --recall --shadow int8,int4 --periods 0,1,16     (after: smoe pack ./my-moe --precision int8,int4)
+smoe eval ./my-moe --recall --draft int8,int4 --periods 0,1,16     (after: smoe pack ./my-moe --precision int8,int4)
 
 A line of questions, by how the answer is scored ("short" is the default):
 
@@ -61,7 +61,7 @@ TOKENS, MOST_QUESTIONS = 2000, 100
 
 def command(
     engine: EngineOptions,
-    shadows: RecallOptions,
+    drafts: RecallOptions,
     model: Model = "demo",
     alphas: Annotated[
         str | None,
@@ -111,12 +111,12 @@ def command(
     With --recall: measure how well draft models (copies in fewer bits, decoding alongside) predict the next experts, by
     precision and by how often they are aligned, compared with predictors that need no copy, on the same exact runs.
     """
-    if shadows.recall:
+    if drafts.recall:
         _refuse_prices(alphas=alphas, questions=questions, tasks=tasks, task_folder=task_folder, out=out)
         _refuse_prices(most_questions=most_questions)
-        compare_shadows(model, engine, shadows, text, tokens, plot, json)
+        compare_drafts(model, engine, drafts, text, tokens, plot, json)
         return
-    shadows.refuse_idle()
+    drafts.refuse_idle()
     thresholds = _thresholds(alphas) if alphas is not None else _usual_thresholds(engine.config())
     if plot is not None:
         check_plot(plot)

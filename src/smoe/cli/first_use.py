@@ -41,8 +41,8 @@ def _preparation(error: UnpreparedError) -> Preparation:
     if error.setting == "balance":
         return Preparation(options=("--device", "emulated", "--profile", "rtx-4060-ti"))
     if error.setting == "placement":
-        return _workers(_of_preset("shadow_precision"))
-    if error.setting in ("precision", "low_precision", "shadow_precision"):
+        return _workers(_of_preset("draft_precision"))
+    if error.setting in ("precision", "low_precision", "draft_precision"):
         return Preparation((f"smoe pack MODEL --precision {error.given}",))
     if error.setting in ("max_perplexity_increase", "tpot_seconds"):
         low = typed_value(["--low-precision"]) or _of_preset("low_precision")
@@ -51,28 +51,28 @@ def _preparation(error: UnpreparedError) -> Preparation:
     return Preparation((f"smoe tune MODEL --predictor {error.given}{tokens}",))
 
 
-def _workers(shadow_precision: str | None) -> Preparation:
+def _workers(draft_precision: str | None) -> Preparation:
     """Return the commands for two workers on this machine, and a draft model if the preset uses one; running workers
     are not started again."""
-    has_draft, has_zmq = shadow_precision is not None, find_spec("zmq") is not None
-    up = f"smoe cluster up MODEL --local 2{' --shadow' if has_draft else ''} {_TERMINAL}"
+    has_draft, has_zmq = draft_precision is not None, find_spec("zmq") is not None
+    up = f"smoe cluster up MODEL --local 2{' --draft' if has_draft else ''} {_TERMINAL}"
     commands = () if has_zmq and _are_running(has_draft) else (up,)
     install = () if has_zmq else ("pip install 'smoe[cluster]'",)
     options = ("--cluster", DEFAULT_NAME)
     if not has_draft:
         return Preparation((*install, *commands), options)
-    pack = f"smoe pack MODEL --precision {shadow_precision}"
-    return Preparation((*install, pack, *commands), (*options, "--set", "shadow_on=cluster"))
+    pack = f"smoe pack MODEL --precision {draft_precision}"
+    return Preparation((*install, pack, *commands), (*options, "--set", "draft_on=cluster"))
 
 
 def _are_running(with_draft: bool) -> bool:
     """Return whether the workers of the cluster on this machine already run."""
-    from smoe.cluster.identity import clusters, read_main
+    from smoe.cluster.identity import clusters, read_coordinator
     from smoe.cluster.running import keeper_process
 
     if DEFAULT_NAME not in clusters() or keeper_process(DEFAULT_NAME) is None:
         return False
-    return bool(read_main(DEFAULT_NAME).shadows) or not with_draft
+    return bool(read_coordinator(DEFAULT_NAME).drafts) or not with_draft
 
 
 def _of_preset(setting: str) -> str | None:

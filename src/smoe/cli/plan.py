@@ -96,11 +96,11 @@ def _print(result: Forecast) -> None:
     for name, count in _taken(result.ledger.entries()):
         budget.add_row(name, format_bytes(count))
     budget.add_row("[bold]together[/bold]", f"[bold]{format_bytes(result.ledger.total_bytes)}[/bold]")
-    if result.beside_budget:
+    if result.outside_budget:
         budget.add_section()
-        for name, count in _taken(result.beside_budget):
+        for name, count in _taken(result.outside_budget):
             budget.add_row(name, format_bytes(count))
-        whole = result.ledger.total_bytes + sum(result.beside_budget.values())
+        whole = result.ledger.total_bytes + sum(result.outside_budget.values())
         budget.add_row("[bold]whole process at most[/bold] (--process-memory)", f"[bold]{format_bytes(whole)}[/bold]")
     console.print(budget)
     if result.outlook is not None:

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from smoe.config import EngineConfig
+    from smoe.eval.draft_recall import RecallComparison
     from smoe.eval.recall import Recall
-    from smoe.eval.shadow_recall import RecallComparison
     from smoe.models.spec import LibrarySpec
-    from smoe.runtime.shadow import Alignment
+    from smoe.runtime.draft_model import Alignment
 
 TOKENS = 256
 """The default number of tokens decoded after each prompt: as many as most of the paper's runs."""
-_SHADOWS, _PERIODS, _PROMPTS, _PROMPT_TOKENS = "int8,int4", "0,1,4,16", 8, 40
+_DRAFTS, _PERIODS, _PROMPTS, _PROMPT_TOKENS = "int8,int4", "0,1,4,16", 8, 40
 _MOST_PERIOD = 1 << 20
 _PANEL = "Recall of draft models (OD-MoE)"
 _PICTURES = ("recall-by-token.png", "recall-by-periods.png")
 _HEADS = (
-    "shadow",
+    "draft",
     "token\nset",
     "KV\nset",
     "experts\n%",
@@ -63,11 +63,11 @@ class RecallOptions:
             rich_help_panel=_PANEL,
         ),
     ] = False
-    shadow: Annotated[
+    draft: Annotated[
         str | None,
         typer.Option(
             help=f"Precisions of the draft models, separated by commas: {', '.join(PRECISION[1:])} (as smoe pack "
-            f"--precision wrote them), {', '.join(DTYPES)}. All are in memory together. \\[default: {_SHADOWS}]",
+            f"--precision wrote them), {', '.join(DTYPES)}. All are in memory together. \\[default: {_DRAFTS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -93,17 +93,17 @@ class RecallOptions:
 
     def refuse_idle(self) -> None:
         """Raise `ConfigError` for options of a recall that was not requested."""
-        for name in ("shadow", "periods", "prompts", "prompt_tokens"):
+        for name in ("draft", "periods", "prompts", "prompt_tokens"):
             if getattr(self, name) is not None:
                 raise ConfigError.idle(name, getattr(self, name), "`recall`")
 
     @property
     def precisions(self) -> list[str]:
         """The precisions of the requested draft models, each once."""
-        names = [name.strip() for name in (_SHADOWS if self.shadow is None else self.shadow).split(",")]
+        names = [name.strip() for name in (_DRAFTS if self.draft is None else self.draft).split(",")]
         for name in names:
             if name not in (*PRECISION, *DTYPES):
-                raise ConfigError.no_choice("shadow", name, (*PRECISION, *DTYPES[1:]))
+                raise ConfigError.no_choice("draft", name, (*PRECISION, *DTYPES[1:]))
         return list(dict.fromkeys(names))
 
     @property
@@ -133,7 +133,7 @@ class RecallOptions:
         return prompts, length
 
 
-def compare_shadows(
+def compare_drafts(
     model: str,
     engine: EngineOptions,
     asked: RecallOptions,
@@ -145,10 +145,10 @@ def compare_shadows(
     """Measure the recall, print it, store it and draw it."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
     from smoe.cli.plot_file import check_folder
-    from smoe.eval.shadow_recall import compare
+    from smoe.eval.draft_recall import compare
     from smoe.eval.texts import read_documents
     from smoe.load.tokenizer import load_tokenizer
-    from smoe.runtime.shadow import Alignment
+    from smoe.runtime.draft_model import Alignment
 
     precisions, alignments = asked.precisions, [Alignment(*pair) for pair in asked.pairs]
     (most, length), tokens = asked.lengths, TOKENS if tokens is None else tokens
@@ -160,10 +160,10 @@ def compare_shadows(
     documents = read_documents(text)[:most]
     tokenizer = load_tokenizer(model, engine.revision)
     prompts = [ids for ids in (list(tokenizer(each, verbose=False)["input_ids"][:length]) for each in documents) if ids]
-    with _all_loaded(model, engine, config, precisions) as (ready, spec, shadows), progress("recall", "tokens") as bars:
-        runs = len(prompts) * (1 + len(shadows) * len(alignments))
+    with _all_loaded(model, engine, config, precisions) as (ready, spec, drafts), progress("recall", "tokens") as bars:
+        runs = len(prompts) * (1 + len(drafts) * len(alignments))
         task = bars.add_task("recall", total=runs * tokens, amount="")
-        found = compare(ready, spec, shadows, prompts, tokens, alignments, lambda n: bars.update(task, advance=n))
+        found = compare(ready, spec, drafts, prompts, tokens, alignments, lambda n: bars.update(task, advance=n))
     for name, why in found.refused.items():
         note(f"skipped: {name}: {why}")
     writes_json = gives_json(as_json)
@@ -181,7 +181,7 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
     if config.lossy:
         raise ConfigError(
             f"draft models are compared with an exact run, and these settings are lossy: {', '.join(config.lossy)}; "
-            "leave them out, and give the draft model's precision with --shadow",
+            "leave them out, and give the draft model's precision with --draft",
             setting="recall",
             given=", ".join(config.lossy),
             allowed="exact settings with `recall`",
@@ -208,13 +208,13 @@ def _all_loaded(
     from smoe.cli.session import loaded
     from smoe.models.read_spec import read_spec
 
-    configs = {name: _of_shadow(config, name) for name in precisions}
+    configs = {name: _of_draft(config, name) for name in precisions}
     _check_context(model, engine, config)
     _check_room(model, engine.revision, configs)
     with ExitStack() as stack:
-        shadows = {name: stack.enter_context(loaded(model, of, engine.revision)) for name, of in configs.items()}
+        drafts = {name: stack.enter_context(loaded(model, of, engine.revision)) for name, of in configs.items()}
         ready = stack.enter_context(loaded(model, config, engine.revision))
-        yield ready, read_spec(model, config, engine.revision), shadows
+        yield ready, read_spec(model, config, engine.revision), drafts
 
 
 def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> None:
@@ -235,7 +235,7 @@ def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> N
         ) from error
 
 
-def _of_shadow(config: EngineConfig, name: str) -> EngineConfig:
+def _of_draft(config: EngineConfig, name: str) -> EngineConfig:
     """The configuration of a draft model: the model's, in another precision, with every expert in memory."""
     whole = replace(config, memory_bytes=None, resident_share=1.0)
     return replace(whole, precision=name) if name in PRECISION else replace(whole, dtype=name)
@@ -262,7 +262,7 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
             raise ConfigError(
                 f"a draft model in {name} needs its experts packed: run smoe pack --precision {name} "
                 f"{shlex.quote(model)}",
-                setting="shadow",
+                setting="draft",
                 given=name,
                 allowed="precisions in which the model is packed",
             ) from error
@@ -272,8 +272,8 @@ def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfi
     if sum(needs.values()) > less_margin(free):
         raise ConfigError(
             f"draft models are held in memory whole and need {words}; {format_bytes(less_margin(free))} are available "
-            f"({source} less a margin): give fewer with --shadow, for example one at a time",
-            setting="shadow",
+            f"({source} less a margin): give fewer with --draft, for example one at a time",
+            setting="draft",
             given=",".join(configs),
             allowed="draft models that fit in free memory",
         )
@@ -301,9 +301,9 @@ def _print(found: RecallComparison) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     for head in _HEADS:
         table.add_column(head, justify="left" if head == _HEADS[0] else "right", no_wrap=True)
-    for shadow in found.shadows:
-        periods = map(str, shadow.alignment)
-        table.add_row(shadow.precision, *periods, *_shares(shadow.recall), _percent(shadow.own_token))
+    for draft in found.drafts:
+        periods = map(str, draft.alignment)
+        table.add_row(draft.precision, *periods, *_shares(draft.recall), _percent(draft.own_token))
     for name, recall in found.predictors.items():
         table.add_row(name, "", "", *_shares(recall), "")
     errors().print(table)

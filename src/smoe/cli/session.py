@@ -17,7 +17,7 @@ from smoe.config import EngineConfig
 from smoe.garbage import present_objects_excluded
 from smoe.generation.generate import encode
 from smoe.load.pretrained import load
-from smoe.load.shadow_apart import is_apart, placed_shadow
+from smoe.load.remote_draft import is_apart, placed_draft
 from smoe.load.tokenizer import load_tokenizer
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes, format_count
@@ -42,7 +42,7 @@ def loaded(
         if config.cluster is not None:
             note(_open_to(config.cluster))
             awaited = format_count(config.cluster_workers, "worker")
-            awaited += " and a draft model" if is_apart(placed_shadow(config)) else ""
+            awaited += " and a draft model" if is_apart(placed_draft(config)) else ""
             seconds = f"{config.cluster_timeout_seconds:g} s"
             note(f"after loading, this command waits up to {seconds} for {awaited} of the cluster {config.cluster}")
         watch.start(ledger)
@@ -68,7 +68,7 @@ def loaded(
             came = [each["name"] for each in engine.executor.compute.others.described() if each["state"] == "ready"]
             note(f"workers: {', '.join(came) or 'none yet'}")
             if is_apart(engine.config):
-                _note_shadow(engine.executor.compute.others.shadow)
+                _note_draft(engine.executor.compute.others.draft)
         with present_objects_excluded():
             yield ready
     finally:
@@ -77,12 +77,12 @@ def loaded(
             warn(doubt)
 
 
-def _note_shadow(report: dict[str, Any] | None) -> None:
+def _note_draft(report: dict[str, Any] | None) -> None:
     """Print whether a cluster's draft model is connected."""
     if report is None:
         warn(
-            "no draft model has connected, so workers do not prefetch yet; start one (smoe cluster join --shadow), "
-            "or run it here (--set shadow_on=main)"
+            "no draft model has connected, so workers do not prefetch yet; start one (smoe cluster join --draft), "
+            "or run it here (--set draft_on=coordinator)"
         )
     elif report["state"] == "ready":
         note(f"draft model: {report['name']}, in {report['precision']}")
@@ -96,10 +96,11 @@ def _note_shadow(report: dict[str, Any] | None) -> None:
 def _open_to(cluster: str) -> str:
     """Return where a coordinator will listen, and which machines it will admit."""
     from smoe.cluster.address import reach_of
-    from smoe.cluster.identity import read_main
+    from smoe.cluster.identity import read_coordinator
 
-    main = read_main(cluster)
-    return f"listening at {reach_of(main.address, main.everywhere)}; admitted: {main.who_may_come()}"
+    coordinator = read_coordinator(cluster)
+    reach = reach_of(coordinator.address, coordinator.everywhere)
+    return f"listening at {reach}; admitted: {coordinator.who_may_come()}"
 
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:

@@ -72,7 +72,7 @@ def _rows(report: RunReport) -> list[tuple[str, str]]:
         ("busy machine", _busy(report)),
         ("experts", _experts(report)),
         ("workers", _workers(report)),
-        ("draft model", _shadow(report)),
+        ("draft model", _draft(report)),
         ("lossy", _lossy(report)),
         ("arithmetic", _arithmetic(report)),
         ("test bench", _bench(report)),
@@ -164,13 +164,13 @@ def _loss(lost: dict[str, Any], came_back: bool) -> str:
     return f"{lost['name']} was lost at {when} ({lost['why']})"
 
 
-def _shadow(report: RunReport) -> str:
+def _draft(report: RunReport) -> str:
     """Return the line about a cluster's draft model, if there was one."""
-    if report.shadow is None:
+    if report.draft is None:
         return ""
-    from smoe.cli.cluster_shadow import shadow_line
+    from smoe.cli.cluster_draft import draft_line
 
-    return shadow_line(report.shadow).removeprefix("draft model ")
+    return draft_line(report.draft).removeprefix("draft model ")
 
 
 def _lossy(report: RunReport) -> str:

@@ -115,12 +115,12 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
 
 
 def _opened(
-    stack: ExitStack, model: str, config: EngineConfig, revision: str | None, hears_scores: bool
+    stack: ExitStack, model: str, config: EngineConfig, revision: str | None, uses_scores: bool
 ) -> PreTrainedModel:
     """Return the model, open until `stack` ends; with every expert's score if an eviction policy may need it."""
     from smoe.cli.session import loaded
 
-    if hears_scores:
+    if uses_scores:
         try:
             return stack.enter_context(loaded(model, replace(config, eviction="score"), revision))
         except UnsupportedModelError:

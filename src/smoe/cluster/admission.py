@@ -9,23 +9,23 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from smoe.cluster.identity import MOST_NAME, Main, is_name, keep_main, read_main
+from smoe.cluster.identity import MOST_NAME, Coordinator, is_name, read_coordinator, store_coordinator
 from smoe.errors import ClusterError
 
 
 class Admission:
     """The coordinator's current record of its cluster. Called by the link's thread and the authenticator's."""
 
-    def __init__(self, main: Main) -> None:
-        self.main = main
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
         self._lock = threading.Lock()
 
     def may_connect(self, key: str) -> bool:
         """Return whether a machine with this key may connect: a known worker, or any machine while an invitation is
         valid."""
-        if key not in self.main.workers.values():
+        if key not in self.coordinator.workers.values():
             self._read_again()  # there may be a new invitation
-        return key in self.main.workers.values() or self.main.expects_someone()
+        return key in self.coordinator.workers.values() or self.coordinator.expects_someone()
 
     def admitted(self, key: str, fields: dict[str, Any]) -> str:
         """Admit a worker. Return why it is not admitted; empty: it is, from now on."""
@@ -36,34 +36,34 @@ class Admission:
             return "its first message is incomplete"
         return self._let_in(name, key, fields.get("code"))
 
-    def note_role(self, key: str, is_shadow: bool) -> None:
+    def note_role(self, key: str, is_draft: bool) -> None:
         """Record whether the machine with this key is a draft model, for later coordinators."""
         name = self.name_of(key)
-        if name is None or (name in self.main.shadows) == is_shadow:
+        if name is None or (name in self.coordinator.drafts) == is_draft:
             return
         self._read_again()
         with self._lock, suppress(OSError):
-            self.main = self.main.with_role(name, is_shadow)
-            keep_main(self.main)
+            self.coordinator = self.coordinator.with_role(name, is_draft)
+            store_coordinator(self.coordinator)
 
     def name_of(self, key: str) -> str | None:
         """Return the name of the worker with this key; None for an unknown key."""
-        return next((name for name, its_key in self.main.workers.items() if its_key == key), None)
+        return next((name for name, its_key in self.coordinator.workers.items() if its_key == key), None)
 
     def _read_again(self) -> None:
         with self._lock, suppress(ClusterError):
-            self.main = replace(read_main(self.main.name), address=self.main.address)
+            self.coordinator = replace(read_coordinator(self.coordinator.name), address=self.coordinator.address)
 
     def _let_in(self, name: str, key: str, code: object) -> str:
         """Use up an invitation. Return why it is not valid; empty: the worker is admitted. A taken name gets a number,
         because two machines may have the same host name."""
         self._read_again()
-        found = self.main.invited(code) if isinstance(code, str) else None
+        found = self.coordinator.invited(code) if isinstance(code, str) else None
         if found is None:
             return "its invitation is unknown, used or expired; make another (smoe cluster invite, on the coordinator)"
         with self._lock:
-            self.main = found.with_worker(numbered(name, found.workers), key)
-            keep_main(self.main)
+            self.coordinator = found.with_worker(numbered(name, found.workers), key)
+            store_coordinator(self.coordinator)
         return ""
 
 

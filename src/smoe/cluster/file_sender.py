@@ -13,7 +13,7 @@ from smoe.cluster import frames
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
 from smoe.cluster.frames import FrameError
-from smoe.cluster.identity import Main
+from smoe.cluster.identity import Coordinator
 from smoe.cluster.listening_sockets import ListeningSockets, user_of
 from smoe.cluster.pollable_queue import PollableQueue
 from smoe.cluster.sending import FILE_KINDS, Courier
@@ -25,19 +25,19 @@ _log = logging.getLogger(__name__)
 
 
 class FileSender(Admission):
-    """Sends files, and ignores all other messages, such as HELLO, which is repeated until a computing coordinator
+    """Sends files, and ignores all other messages, such as HELLO, which is repeated until a computing the coordinator
     answers."""
 
     def __init__(
         self,
-        main: Main,
+        coordinator: Coordinator,
         paths: Mapping[str, Path],
         precision: str,
         rate: float | None = None,
         on_whole: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Arguments are those of `Courier`; `on_whole` receives the name of each worker that has all files."""
-        super().__init__(main)
+        super().__init__(coordinator)
         self.courier = Courier(paths, precision, self.admitted, rate)
         self._on_whole = on_whole
         self._whole: set[str] = set()
@@ -52,9 +52,9 @@ class FileSender(Admission):
     def serve(self) -> None:
         """Run until `end` is called, or until all workers of the cluster have all files and no invitation is valid.
         Raises `ClusterError` where the address is not available."""
-        keys = self.main.keys
+        keys = self.coordinator.keys
         try:
-            at = to_listen_at(self.main.address, self.main.everywhere)
+            at = to_listen_at(self.coordinator.address, self.coordinator.everywhere)
             sockets = ListeningSockets(at, keys.public, keys.secret, self, _MOST_BYTES)
             try:
                 self._run(sockets)
@@ -102,5 +102,5 @@ class FileSender(Admission):
         for key in [key for key, missing in self.courier.missing.items() if missing == 0 and key not in self._whole]:
             self._whole.add(key)
             self._on_whole(self.name_of(key) or "?")
-        known = set(self.main.workers.values())
-        return bool(known) and known <= self._whole and not self.main.expects_someone()
+        known = set(self.coordinator.workers.values())
+        return bool(known) and known <= self._whole and not self.coordinator.expects_someone()

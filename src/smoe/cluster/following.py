@@ -1,7 +1,7 @@
 """The coordinator's side of a draft model on another machine: what to send next, and the predictions received.
 
-    model's thread    begin: a token at its position   pause: a prompt, a batch     said: predictions so far
-    link's thread     next_message: missing keys and values, in parts, then the token     hear: predicted experts
+    model's thread    begin: a token at its position   pause: a prompt, a batch     predicted: predictions so far
+    link's thread     next_message: missing keys and values, in parts, then the token     receive: predicted experts
 
 Only the newest token is sent: an unsent one is useless when the model has gone on. Keys and values are sent once, and
 again from the position to which the text was rewound. Predictions decide only what is loaded early.
@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from smoe.cluster import shadow_frames
+from smoe.cluster import draft_frames
+from smoe.cluster.draft_frames import PART_BYTES, Follow
 from smoe.cluster.frames import Frame
-from smoe.cluster.shadow_frames import PART_BYTES, Follow
 from smoe.errors import EngineStateError
 from smoe.models.kv_cache import RowCache
 from smoe.policy.draft_predictions import DraftPredictions, Expected, TokenStep
@@ -82,10 +82,10 @@ class Following:
                 self._sent = min(self._sent, cache.length)
         self.ring()
 
-    def said(self) -> tuple[list[Expected], list[Expected]]:
+    def predicted(self) -> tuple[list[Expected], list[Expected]]:
         """Return (predictions so far for the token that the model decodes; for the next token)."""
         with self._lock:
-            return self._draft_predictions.said()
+            return self._draft_predictions.predicted()
 
     def close(self) -> None:
         """Follow no text any more. Repeated calls have no effect."""
@@ -114,12 +114,12 @@ class Following:
                 return None
             if asked is None or cache is None:
                 was_following, self._sent_step = self._sent_step is not None, None
-                return shadow_frames.pause(text) if was_following else None
+                return draft_frames.pause(text) if was_following else None
             if begin >= asked.position:
                 if self._sent_step == asked:
                     return None
                 self._sent_step, self.steps = asked, self.steps + 1
-                return shadow_frames.follow(Follow(text, asked.position, asked.token))
+                return draft_frames.follow(Follow(text, asked.position, asked.token))
             if not may_send_keys:
                 return None
             end = min(asked.position, begin + max(1, PART_BYTES // max(1, cache.position_bytes)))
@@ -132,11 +132,11 @@ class Following:
             return None
         self.nbytes += rows.numel()
         numbers: Any = rows.numpy()
-        return shadow_frames.keys(text, begin, end, memoryview(numbers))
+        return draft_frames.keys(text, begin, end, memoryview(numbers))
 
-    def hear(self, frame: Frame) -> None:
+    def receive(self, frame: Frame) -> None:
         """Process predictions; those for another text are dropped. Raises `FrameError`."""
-        found = shadow_frames.parse_expected(frame, self._experts, self._named)
+        found = draft_frames.parse_expected(frame, self._experts, self._named)
         with self._lock:
             if frame.request != self._text:
                 return

@@ -10,16 +10,16 @@ from contextlib import suppress
 from dataclasses import replace
 
 from smoe.cluster.identity import (
-    Main,
+    Coordinator,
     checked_name,
     clusters,
     clusters_folder,
     joined,
-    keep_main,
-    read_main,
+    read_coordinator,
     read_worker,
+    store_coordinator,
 )
-from smoe.cluster.running import keeper_process, main_process
+from smoe.cluster.running import coordinator_process, keeper_process
 from smoe.errors import ClusterError
 
 
@@ -31,8 +31,8 @@ def forget_cluster(name: str) -> list[str]:
     """
     checked_name(name, "name")
     if name not in clusters() and name not in joined():
-        of_mains = {folder for each in clusters() for folder in _local_workers(read_main(each))}
-        known = sorted({*clusters(), *joined()} - of_mains)
+        of_coordinators = {folder for each in clusters() for folder in _local_workers(read_coordinator(each))}
+        known = sorted({*clusters(), *joined()} - of_coordinators)
         raise ClusterError(
             f"there is no cluster {name!r} on this machine; there {_are(known)}",
             setting="name",
@@ -42,12 +42,14 @@ def forget_cluster(name: str) -> list[str]:
     _refuse_in_use(name)
     removed = []
     if name in clusters():
-        main, local = read_main(name), []
-        for folder in _local_workers(main):
+        coordinator, local = read_coordinator(name), []
+        for folder in _local_workers(coordinator):
             shutil.rmtree(clusters_folder() / folder)
             local.append(folder)
-        of = ", ".join(sorted(main.workers)) or "none yet"
-        removed.append(f"cluster {name} at {main.address}: the coordinator's keys, and those of its workers ({of})")
+        of = ", ".join(sorted(coordinator.workers)) or "none yet"
+        removed.append(
+            f"cluster {name} at {coordinator.address}: the coordinator's keys, and those of its workers ({of})"
+        )
         removed += [f"worker {folder}: its keys on this machine" for folder in local if folder != name]
     elif name in joined():
         me = read_worker(name)
@@ -59,41 +61,41 @@ def forget_cluster(name: str) -> list[str]:
 def forget_worker(name: str, worker: str) -> list[str]:
     """Remove one worker, which is no longer admitted. Return descriptions of what was removed. Raises `ClusterError`
     for an unknown worker."""
-    main = read_main(name, "name")
-    if worker not in main.workers:
-        known = sorted(main.workers)
+    coordinator = read_coordinator(name, "name")
+    if worker not in coordinator.workers:
+        known = sorted(coordinator.workers)
         raise ClusterError(
             f"the cluster {name!r} has no worker {worker!r:.80}; there {_are(known)}",
             setting="worker",
             given=worker,
             allowed=", ".join(known) or "none yet",
         )
-    others = {each: key for each, key in main.workers.items() if each != worker}
+    others = {each: key for each, key in coordinator.workers.items() if each != worker}
     removed = [f"worker {worker} of the cluster {name}: it is no longer admitted"]
-    for folder in _local_workers(main):
+    for folder in _local_workers(coordinator):
         if read_worker(folder).name == worker:
             shutil.rmtree(clusters_folder() / folder)
             removed.append(f"worker {folder}: its keys on this machine")
-    keep_main(replace(main.with_role(worker, False), workers=others))
-    process = main_process(name)
+    store_coordinator(replace(coordinator.with_role(worker, False), workers=others))
+    process = coordinator_process(name)
     if process is not None:
         removed.append(f"the coordinator is running (process {process}) and admits it until that process ends")
     return removed
 
 
-def _local_workers(main: Main) -> list[str]:
+def _local_workers(coordinator: Coordinator) -> list[str]:
     """Return the folders of the workers that `smoe cluster up` has made on this machine."""
     found = []
     for folder in joined():
         with suppress(ClusterError):  # damaged, so it belongs to no cluster
-            if folder != main.name and read_worker(folder).main_key == main.keys.public:
+            if folder != coordinator.name and read_worker(folder).main_key == coordinator.keys.public:
                 found.append(folder)
     return found
 
 
 def _refuse_in_use(name: str) -> None:
     for process, what in (
-        (main_process(name), "is its coordinator"),
+        (coordinator_process(name), "is its coordinator"),
         (keeper_process(name), "supervises its workers"),
     ):
         if process is not None:

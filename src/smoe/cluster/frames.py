@@ -9,7 +9,7 @@
     beat, leave          header
     files and pieces     in `files.py`
     experts              header | JSON object | table [65536]        the reply to DESCRIBE: `described.py`
-    draft models         in `shadow_frames.py`
+    draft models         in `draft_frames.py`
 
 Nothing is unpickled or evaluated. Lengths are checked against each other before memory is allocated; the sender of an
 inconsistent message is disconnected.
@@ -85,7 +85,7 @@ class FrameKind(IntEnum):
     """A worker without torch requests the description of experts."""
     EXPERTS = 16
     """The description of experts."""
-    SHADOW = 17
+    DRAFT = 17
     """A draft model's identity and state."""
     FOLLOW = 18
     """The coordinator decodes this token; or something that a draft model cannot follow."""

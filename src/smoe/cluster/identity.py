@@ -53,7 +53,7 @@ class KeyPair:
 
 
 @dataclass(frozen=True)
-class Main:
+class Coordinator:
     """The coordinator's record of its cluster."""
 
     name: str
@@ -66,24 +66,24 @@ class Main:
     """The end of each invitation in Unix time, by the code's checksum."""
     everywhere: bool = False
     """Whether the coordinator listens on all of the machine's interfaces, not only at `address`."""
-    shadows: list[str] = field(default_factory=list)
+    drafts: list[str] = field(default_factory=list)
     """The names of the workers that are draft models."""
 
-    def with_worker(self, name: str, key: str) -> Main:
+    def with_worker(self, name: str, key: str) -> Coordinator:
         """Return the cluster with a worker added; it replaces a worker of that name."""
         return replace(self, workers=self.workers | {name: key})
 
-    def with_role(self, name: str, is_shadow: bool) -> Main:
+    def with_role(self, name: str, is_draft: bool) -> Coordinator:
         """Return the cluster with a worker marked as a draft model, or as none."""
-        others = [each for each in self.shadows if each != name]
-        return replace(self, shadows=[*others, name] if is_shadow else others)
+        others = [each for each in self.drafts if each != name]
+        return replace(self, drafts=[*others, name] if is_draft else others)
 
-    def without_worker(self, key: str) -> Main:
+    def without_worker(self, key: str) -> Coordinator:
         """Return the cluster without the worker with this key."""
         left = {name: its_key for name, its_key in self.workers.items() if its_key != key}
-        return replace(self, workers=left, shadows=[name for name in self.shadows if name in left])
+        return replace(self, workers=left, drafts=[name for name in self.drafts if name in left])
 
-    def invited(self, code: str, now: float | None = None) -> Main | None:
+    def invited(self, code: str, now: float | None = None) -> Coordinator | None:
         """Return the cluster without the invitation of this code; None where the code is not valid."""
         now, digest = time.time() if now is None else now, _digest(code)
         until = self.invitations.get(digest)
@@ -144,18 +144,18 @@ def checked_name(name: str, setting: str = "cluster") -> str:
     return name
 
 
-def new_main(name: str, address: str = "127.0.0.1", everywhere: bool = False) -> Main:
+def new_coordinator(name: str, address: str = "127.0.0.1", everywhere: bool = False) -> Coordinator:
     """Return a new cluster without workers."""
-    return Main(checked_name(name, "name"), checked_address(address), KeyPair.new(), everywhere=everywhere)
+    return Coordinator(checked_name(name, "name"), checked_address(address), KeyPair.new(), everywhere=everywhere)
 
 
 def clusters() -> list[str]:
-    """Return the names of the clusters whose coordinator this machine is."""
+    """Return the names of the clusters whose the coordinator this machine is."""
     return sorted(each.parent.name for each in clusters_folder().glob("*/main.json"))
 
 
-def read_main(name: str, setting: str = "cluster") -> Main:
-    """Return the cluster of this name, whose coordinator is this machine; `setting`: where the user gave the name.
+def read_coordinator(name: str, setting: str = "cluster") -> Coordinator:
+    """Return the cluster of this name, whose the coordinator is this machine; `setting`: where the user gave the name.
     Raises `ClusterError`."""
     path = _path(checked_name(name, setting), "main")
     stored = _read(path)
@@ -170,16 +170,18 @@ def read_main(name: str, setting: str = "cluster") -> Main:
         )
     try:
         keys, everywhere = KeyPair(**stored["keys"]), stored.get("everywhere", False)
-        invitations, shadows = stored["invitations"], stored.get("shadows", [])
-        return Main(name, stored["address"], keys, stored["workers"], invitations, everywhere, shadows)
+        invitations, drafts = stored["invitations"], stored.get("shadows", [])
+        return Coordinator(name, stored["address"], keys, stored["workers"], invitations, everywhere, drafts)
     except (KeyError, TypeError) as error:
         raise ClusterError(f"{path} is damaged ({error}); delete its folder and start the cluster again") from error
 
 
-def keep_main(main: Main) -> Path:
+def store_coordinator(coordinator: Coordinator) -> Path:
     """Write the cluster's file atomically. Return its path. Raises `OSError`."""
-    live = {code: until for code, until in main.invitations.items() if until >= time.time()}
-    return _keep(_path(main.name, "main"), asdict(replace(main, invitations=live)))
+    live = {code: until for code, until in coordinator.invitations.items() if until >= time.time()}
+    stored = asdict(replace(coordinator, invitations=live))
+    stored["shadows"] = stored.pop("drafts")  # the file's key is older than the name
+    return _keep(_path(coordinator.name, "main"), stored)
 
 
 def read_worker(name: str) -> Worker:
@@ -222,11 +224,11 @@ def read_keeper(name: str) -> dict[str, Any] | None:
 
 
 def keep_status(
-    name: str, workers: list[dict[str, Any]], shadow: dict[str, Any] | None = None, is_over: bool = False
+    name: str, workers: list[dict[str, Any]], draft: dict[str, Any] | None = None, is_over: bool = False
 ) -> Path:
     """Store the current members, or those at the end of the coordinator. Return the file's path. Raises `OSError`."""
     path, at = _path(name, "status"), 0 if is_over else time.time()
-    content = {"format": _FORMAT, "at": at, "process": os.getpid(), "workers": workers, "shadow": shadow}
+    content = {"format": _FORMAT, "at": at, "process": os.getpid(), "workers": workers, "shadow": draft}
     partial = partial_of(path)
     partial.write_text(json.dumps(content), encoding="utf8")  # no fsync, which would disturb reads of experts
     take_place(partial, path)
@@ -239,13 +241,16 @@ def read_status(name: str) -> dict[str, Any] | None:
     return _read(_path(name, "status"))
 
 
-def invitation(main: Main, now: float | None = None) -> tuple[Main, str]:
+def invitation(coordinator: Coordinator, now: float | None = None) -> tuple[Coordinator, str]:
     """Return (the cluster with a new invitation; the line for the other machine)."""
-    checked_address(main.address)
+    checked_address(coordinator.address)
     code, now = secrets.token_urlsafe(18), time.time() if now is None else now
-    expecting = replace(main, invitations=main.invitations | {_digest(code): now + INVITATION_SECONDS})
-    parts = urlsplit(main.address)
-    return expecting, f"smoe://{parts.netloc}/{main.name}?{urlencode({'key': main.keys.public, 'code': code})}"
+    expecting = replace(coordinator, invitations=coordinator.invitations | {_digest(code): now + INVITATION_SECONDS})
+    parts = urlsplit(coordinator.address)
+    return (
+        expecting,
+        f"smoe://{parts.netloc}/{coordinator.name}?{urlencode({'key': coordinator.keys.public, 'code': code})}",
+    )
 
 
 def accepted(line: str, worker_name: str) -> Worker:

@@ -23,13 +23,13 @@ import zmq
 
 from smoe.cluster import frames
 from smoe.cluster.address import Endpoint
+from smoe.cluster.draft_session import Seat
 from smoe.cluster.frames import Frame, FrameError, FrameKind, RowFormat
 from smoe.cluster.listening_sockets import ListeningSockets, Membership, user_of
 from smoe.cluster.members import Loss, Member, WorkerState
 from smoe.cluster.pollable_queue import PollableQueue
 from smoe.cluster.requests import ExpertRequest, PendingProof, Proof, resolve
 from smoe.cluster.sending import FILE_KINDS, Courier
-from smoe.cluster.shadow_seat import Seat
 from smoe.cluster.spot_checks import SpotChecks
 from smoe.cluster.under_way import UnderWay
 from smoe.compute.unit import ComputeUnit, ExpertTask
@@ -186,15 +186,15 @@ class ClusterLink:
             elif member is not None and member.key == key and member.state is not WorkerState.OUT:
                 self._answered(member, frame)
         except FrameError as error:
-            is_shadow, why = seat is not None and seat.has(route), f"sent an invalid message: {error}"
+            is_draft, why = seat is not None and seat.has(route), f"sent an invalid message: {error}"
             _log.warning(
-                "%s %s", member.name if member else "the draft model" if is_shadow else "an unknown machine", why
+                "%s %s", member.name if member else "the draft model" if is_draft else "an unknown machine", why
             )
-            if member is not None or is_shadow:
+            if member is not None or is_draft:
                 self._send(route, frames.talk(FrameKind.REFUSED, {"why": why}))
             if member is not None:
                 self._out(member, why)
-            elif seat is not None and is_shadow:
+            elif seat is not None and is_draft:
                 seat.leave(why)
 
     def _greeted(self, route: bytes, key: str, fields: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from smoe.cluster.address import to_listen_at
-from smoe.cluster.identity import KeyPair, Main, Worker, checked_name, keep_main, read_main
+from smoe.cluster.identity import Coordinator, KeyPair, Worker, checked_name, read_coordinator, store_coordinator
 from smoe.errors import ClusterError, ConfigError, SmoeError
 from smoe.safe_path import WORKING_FOLDER, child_environment, code_line
 
@@ -231,10 +231,10 @@ class OnRay:
     """Workers on Ray; they run, and are restarted, while `turn` is called, until `close`."""
 
     def __init__(
-        self, ray: Any, main: Main, on_change: Callable[[str], None], on_trouble: Callable[[str], None]
+        self, ray: Any, coordinator: Coordinator, on_change: Callable[[str], None], on_trouble: Callable[[str], None]
     ) -> None:
         """`on_change` and `on_trouble` receive messages about the workers."""
-        self._ray, self._main = ray, main
+        self._ray, self._coordinator = ray, coordinator
         self._on_change, self._on_trouble = on_change, on_trouble
         self._workers: list[_RayWorker] = []
         self._group: Any = None
@@ -244,15 +244,15 @@ class OnRay:
         they could not reach the coordinator."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        main, nodes = self._main, _nodes(self._ray, self._main)
+        coordinator, nodes = self._coordinator, _nodes(self._ray, self._coordinator)
         count = count or nodes
         self._group = _places(self._ray, count, nodes)
         kind = self._ray.remote(Actor)
         for n in range(count):
-            name = checked_name(f"{main.name}-ray-{n + 1}")
+            name = checked_name(f"{coordinator.name}-ray-{n + 1}")
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=n)
             options = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": 2, "scheduling_strategy": place}
-            me = Worker(name, name, main.address, main.keys.public, KeyPair("", ""))
+            me = Worker(name, name, coordinator.address, coordinator.keys.public, KeyPair("", ""))
             self._workers.append(_RayWorker(name, kind.options(**options).remote(me, opening, threads)))
         for each in self._workers:
             self._begin(each)
@@ -318,8 +318,8 @@ class OnRay:
         if "why" in fields:
             self._ended(each, str(fields["why"]))
             return
-        main = read_main(self._main.name)  # others may have been admitted since
-        keep_main(main.with_worker(each.name, str(fields["key"])))
+        coordinator = read_coordinator(self._coordinator.name)  # others may have been admitted since
+        store_coordinator(coordinator.with_worker(each.name, str(fields["key"])))
         each.call, each.is_serving, each.since = each.actor.serve.remote(fields["key"]), True, time.monotonic()
         self._on_change(f"{each}: room for {fields['slots']} experts")
 
@@ -346,23 +346,25 @@ class OnRay:
 
     def _give_up(self, each: _RayWorker) -> None:
         self._ray.kill(each.actor, no_restart=True)
-        main = read_main(self._main.name)
-        keep_main(replace(main, workers={name: key for name, key in main.workers.items() if name != each.name}))
+        coordinator = read_coordinator(self._coordinator.name)
+        store_coordinator(
+            replace(coordinator, workers={name: key for name, key in coordinator.workers.items() if name != each.name})
+        )
 
 
-def _nodes(ray: Any, main: Main) -> int:
+def _nodes(ray: Any, coordinator: Coordinator) -> int:
     """Return the number of nodes with a CPU for a worker. Raises `ClusterError` where some cannot reach the
     coordinator."""
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     addresses = [str(node["NodeManagerAddress"]) for node in nodes]
     here = ray.util.get_node_ip_address()
     far = sorted({each for each in addresses if each != here})
-    if far and ip_address(urlsplit(to_listen_at(main.address, False).address).hostname or "").is_loopback:
+    if far and ip_address(urlsplit(to_listen_at(coordinator.address, False).address).hostname or "").is_loopback:
         raise ClusterError(
-            f"workers on {', '.join(far)} could not reach the coordinator at {main.address}; give this machine's "
-            "address in their network (`address`)",
+            f"workers on {', '.join(far)} could not reach the coordinator at {coordinator.address}; give this "
+            "machine's address in their network (`address`)",
             setting="address",
-            given=main.address,
+            given=coordinator.address,
             allowed="this machine's address in your network",
         )
     if not addresses:

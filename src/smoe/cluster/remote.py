@@ -25,13 +25,13 @@ from smoe.cluster import frames
 from smoe.cluster.address import to_listen_at
 from smoe.cluster.admission import Admission
 from smoe.cluster.describing import Describer, LightWorker
+from smoe.cluster.draft_session import Seat
 from smoe.cluster.frames import FrameKind, RowFormat
-from smoe.cluster.identity import Main, is_name, keep_main, keep_status, read_main
+from smoe.cluster.identity import Coordinator, is_name, keep_status, read_coordinator, store_coordinator
 from smoe.cluster.link import ClusterLink
 from smoe.cluster.members import Member, WorkerState
 from smoe.cluster.requests import Proof
 from smoe.cluster.sending import Courier
-from smoe.cluster.shadow_seat import Seat
 from smoe.compute.experts_alone import ExpertsAlone
 from smoe.compute.unit import ComputeUnit, ExpertTask
 from smoe.errors import ClusterError
@@ -55,7 +55,7 @@ class Cluster(Admission):
 
     def __init__(
         self,
-        main: Main,
+        coordinator: Coordinator,
         alone: ExpertsAlone,
         rows: RowFormat,
         asked: dict[str, Any],
@@ -69,7 +69,7 @@ class Cluster(Admission):
         rows. `asked`: fields that must match a worker's model. `spares`: predictions beyond a layer's top-k. `verify`:
         the share of results that is recomputed. `method`: one of `PLACEMENT`; `order`: one of `BALANCE_ORDER`. Raises
         `ClusterError` for a taken address."""
-        super().__init__(main)
+        super().__init__(coordinator)
         self.units: dict[int, ComputeUnit] = {}
         """The units by their numbers in plans."""
         self._alone = alone
@@ -109,8 +109,8 @@ class Cluster(Admission):
                 f"the coordinator's own experts cannot be computed by `kernels` {arithmetic}; please report this"
             )
         self._proofs = list(self._make_proofs())
-        keys, rescue = self.main.keys, self._alone.experts
-        at = to_listen_at(self.main.address, self.main.everywhere)
+        keys, rescue = self.coordinator.keys, self._alone.experts
+        at = to_listen_at(self.coordinator.address, self.coordinator.everywhere)
         self.link = ClusterLink(at, keys.public, keys.secret, self, rescue, self._rows, self._rescue_load, self._verify)
         if self.courier is not None:
             self.courier.begin(self.link.wake)
@@ -149,18 +149,18 @@ class Cluster(Admission):
         return [_described(member) for member in self.members]
 
     @property
-    def shadow(self) -> dict[str, Any] | None:
+    def draft(self) -> dict[str, Any] | None:
         """The state of a draft model on another machine; None where none has connected."""
         return None if self.seat is None else self.seat.described()
 
     def close(self) -> None:
         """Disconnect the workers and free the coordinator's own slots. Repeated calls have no effect."""
-        (link, self.link), shadow = (self.link, None), self.shadow
+        (link, self.link), draft = (self.link, None), self.draft
         if link is not None:
             link.close()
             with suppress(OSError):
                 members = [_described(each) for each in link.members.values()]
-                keep_status(self.main.name, members, shadow, is_over=True)
+                keep_status(self.coordinator.name, members, draft, is_over=True)
         if self.courier is not None:
             self.courier.close()
         if self.describer is not None:
@@ -259,7 +259,7 @@ class Cluster(Admission):
     def tick(self) -> None:
         """Store the members' state in the cluster's folder, for `smoe cluster status`."""
         with suppress(OSError):
-            keep_status(self.main.name, self.described(), self.shadow)
+            keep_status(self.coordinator.name, self.described(), self.draft)
 
     def answered(self, member: Member, keys: Iterable[ExpertKey]) -> None:
         """Record that a member has computed experts and has slots for others."""
@@ -279,7 +279,7 @@ class Cluster(Admission):
             if not isinstance(found, LightWorker):
                 return found
             most_rows = found.most_rows
-        self.note_role(key, is_shadow=False)
+        self.note_role(key, is_draft=False)
         self._unit += 1
         return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 
@@ -320,10 +320,10 @@ class Cluster(Admission):
         """Exclude a member permanently, and warn the user."""
         with self._lock:
             with suppress(ClusterError):
-                self.main = replace(read_main(self.main.name), address=self.main.address)
-            self.main = self.main.without_worker(member.key)
+                self.coordinator = replace(read_coordinator(self.coordinator.name), address=self.coordinator.address)
+            self.coordinator = self.coordinator.without_worker(member.key)
             with suppress(OSError):
-                keep_main(self.main)
+                store_coordinator(self.coordinator)
         done = member.done
         self.doubts.append(
             f"worker {member.name} {why}, and is no longer admitted. It computed {done.experts} experts, of which "

@@ -17,7 +17,7 @@ _SAME_SECONDS = 60.0
 The system's figure follows its clock, which may be adjusted."""
 
 
-def main_process(name: str) -> int | None:
+def coordinator_process(name: str) -> int | None:
     """Return the process number of the running coordinator; None where none runs."""
     stored = read_status(name)
     is_running = stored is not None and time.time() - stored["at"] < _STATUS_SECONDS

@@ -101,7 +101,7 @@ class Others(Protocol):
         """Return the machines that were lost: name, why, at (seconds since 1970)."""
 
     @property
-    def shadow(self) -> dict[str, Any] | None:
+    def draft(self) -> dict[str, Any] | None:
         """The description of the machine that runs the draft model; None without one."""
 
     def close(self) -> None:

@@ -26,8 +26,8 @@ from smoe.prediction.corrected_gates import CorrectedGates
 from smoe.prediction.inputs import PredictorInputs, routed_layers
 from smoe.prediction.stacked_gates import StackedGates
 from smoe.routing import Routing
+from smoe.runtime.draft_model import Greedy
 from smoe.runtime.observer import StepObserver
-from smoe.runtime.shadow import Greedy
 from smoe.runtime.step import Step
 
 AHEAD = (1, 2, 4)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from smoe.eval.shadow_recall import RecallComparison, ShadowRecall
+from smoe.eval.draft_recall import DraftRecall, RecallComparison
 
 _COLOURS = ("#2f6d8c", "#b3423a", "#d99a3d", "#6a8f4e", "#7d5a94", "#8c9aa5")
 _SMOOTH_TOKENS = 8
@@ -23,10 +23,10 @@ def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
     by_precision = _by_precision(found)
     figure = Figure(figsize=(max(_LEAST_INCHES, 0.8 + _PANEL_INCHES * len(by_precision)), 3.8), layout="constrained")
     panels = figure.subplots(1, len(by_precision), sharey=True, squeeze=False)[0]
-    for axes, (precision, shadows) in zip(panels, by_precision.items(), strict=True):
-        for shadow, colour in zip(_extremes(shadows), _COLOURS, strict=False):
-            curve = _smooth(100 * shadow.recall.by_token)
-            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.4, label=str(shadow.alignment))
+    for axes, (precision, drafts) in zip(panels, by_precision.items(), strict=True):
+        for draft, colour in zip(_extremes(drafts), _COLOURS, strict=False):
+            curve = _smooth(100 * draft.recall.by_token)
+            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.4, label=str(draft.alignment))
         best = found.best_gate
         if best is not None:
             label = f"{best[0]}, all tokens"
@@ -46,12 +46,12 @@ def draw_by_periods(found: RecallComparison, title: str, path: Path) -> None:
     width = max(_LEAST_INCHES, 0.8 + 0.8 * _PANEL_INCHES * len(by_precision))
     figure = Figure(figsize=(width, 3.6), layout="constrained")
     panels = figure.subplots(1, len(by_precision), squeeze=False)[0]
-    for axes, (precision, shadows) in zip(panels, by_precision.items(), strict=True):
-        tokens = sorted({shadow.alignment.token for shadow in shadows}, key=_rarely)
-        keys = sorted({shadow.alignment.kv for shadow in shadows}, key=_rarely)
+    for axes, (precision, drafts) in zip(panels, by_precision.items(), strict=True):
+        tokens = sorted({draft.alignment.token for draft in drafts}, key=_rarely)
+        keys = sorted({draft.alignment.kv for draft in drafts}, key=_rarely)
         shares = np.full((len(tokens), len(keys)), np.nan)
-        for shadow in shadows:
-            shares[tokens.index(shadow.alignment.token), keys.index(shadow.alignment.kv)] = 100 * shadow.recall.overall
+        for draft in drafts:
+            shares[tokens.index(draft.alignment.token), keys.index(draft.alignment.kv)] = 100 * draft.recall.overall
         axes.imshow(shares, cmap="YlGnBu", vmin=np.nanmin(shares) - 0.2 * np.nanstd(shares) - 1e-6, aspect="auto")
         middle = (np.nanmin(shares) + np.nanmax(shares)) / 2
         for row, column in zip(*np.nonzero(~np.isnan(shares)), strict=True):
@@ -66,21 +66,21 @@ def draw_by_periods(found: RecallComparison, title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _by_precision(found: RecallComparison) -> dict[str, list[ShadowRecall]]:
-    groups: dict[str, list[ShadowRecall]] = {}
-    for shadow in found.shadows:
-        groups.setdefault(shadow.precision, []).append(shadow)
+def _by_precision(found: RecallComparison) -> dict[str, list[DraftRecall]]:
+    groups: dict[str, list[DraftRecall]] = {}
+    for draft in found.drafts:
+        groups.setdefault(draft.precision, []).append(draft)
     return groups
 
 
-def _extremes(shadows: list[ShadowRecall]) -> list[ShadowRecall]:
+def _extremes(drafts: list[DraftRecall]) -> list[DraftRecall]:
     """Return the draft models with the shortest or longest periods, the lines of figure 3; all if there are few."""
-    if len(shadows) <= _MOST_LINES:
-        return shadows
-    tokens = sorted({shadow.alignment.token for shadow in shadows}, key=_rarely)
-    keys = sorted({shadow.alignment.kv for shadow in shadows}, key=_rarely)
+    if len(drafts) <= _MOST_LINES:
+        return drafts
+    tokens = sorted({draft.alignment.token for draft in drafts}, key=_rarely)
+    keys = sorted({draft.alignment.kv for draft in drafts}, key=_rarely)
     ends = ({tokens[0], tokens[-1]}, {keys[0], keys[-1]})
-    return [shadow for shadow in shadows if shadow.alignment.token in ends[0] and shadow.alignment.kv in ends[1]]
+    return [draft for draft in drafts if draft.alignment.token in ends[0] and draft.alignment.kv in ends[1]]
 
 
 def _rarely(period: int) -> float:

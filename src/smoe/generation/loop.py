@@ -353,7 +353,7 @@ class DecodeLoop:
         if isinstance(what, End):
             request.ended = self._engine.now()
         try:
-            request.hear(what)
+            request.receive(what)
         except Exception:
             _log.exception("the client cannot receive its response; the request is dropped")
             request.is_cancelled = True

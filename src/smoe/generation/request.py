@@ -63,7 +63,7 @@ class End(NamedTuple):
     """The error, with `FAILED`."""
 
 
-Hear = Callable[[Piece | End], None]
+Receive = Callable[[Piece | End], None]
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Request:
     ids: Sequence[int]
     """The prompt's tokens; at least one."""
     sampling: Sampling
-    hear: Hear
+    receive: Receive
     """A function that receives every token and the end, on the loop's thread; it must return at once."""
     logprobs: int | None = None
     """The number of likeliest tokens to report with each token; 0: the chosen token's probability only; None: no

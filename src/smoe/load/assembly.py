@@ -57,7 +57,7 @@ from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.offloaded_model import OffloadedModel
 from smoe.runtime.resident import pass_resident_experts
-from smoe.runtime.running_ahead import ShadowRouting
+from smoe.runtime.running_ahead import DraftRouting
 from smoe.runtime.seam import attach
 from smoe.runtime.substitution import substitution_of
 
@@ -76,7 +76,7 @@ class Budget(NamedTuple):
     learned: LearnedValues
     weights: str = ""
     """The checkpoint's checksum, which a cluster's workers must share; empty without a cluster."""
-    shadow: ShadowRouting | None = None
+    draft: DraftRouting | None = None
     """The routing of the draft model, if the prefetch uses one."""
     files: Mapping[str, Path] = MappingProxyType({})
     """The files that workers can download, by name."""
@@ -216,7 +216,7 @@ def _others(
     if config.cluster is None:
         return None
     demand = budget.ledger.demand
-    asked = ClusterInputs(budget.weights, rate.seconds_per_byte, demand, budget.files, checkpoint[EXACT], budget.shadow)
+    asked = ClusterInputs(budget.weights, rate.seconds_per_byte, demand, budget.files, checkpoint[EXACT], budget.draft)
     return cluster_of(model, spec, config, compute.store, compute, asked, made)
 
 
@@ -363,7 +363,7 @@ def _predictors(
     config, learned = budget.known.config, budget.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     what = config.prefetch_what
-    subject = PredictorInputs(model, spec, rules, what, depth, learned.corrections, learned.fitted, budget.shadow)
+    subject = PredictorInputs(model, spec, rules, what, depth, learned.corrections, learned.fitted, budget.draft)
     found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
     decode = predictor_kind(predictor_name(spec, config, device)).make(subject)
     if decode is not None and config.prefetch_asked is not None:

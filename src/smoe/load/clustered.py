@@ -25,7 +25,7 @@ from smoe.models.spec import ModelSpec
 from smoe.policy.ahead import Here
 from smoe.policy.budget import Demand, SlotClass
 from smoe.runtime.layer import LayerCompute
-from smoe.runtime.running_ahead import ShadowRouting
+from smoe.runtime.running_ahead import DraftRouting
 
 if TYPE_CHECKING:
     from smoe.cluster.remote import Cluster
@@ -58,7 +58,7 @@ class ClusterInputs(NamedTuple):
     """The files that workers without the checkpoint can download, by name."""
     stored: Mapping[int, StoredLayer]
     """The stored tensors of the experts, by layer."""
-    shadow: ShadowRouting | None = None
+    draft: DraftRouting | None = None
     """The routing of the draft model, on this machine or another; None without one."""
 
 
@@ -79,15 +79,15 @@ def check_cluster(config: EngineConfig) -> None:
             )
         for name, is_given in {
             "cluster_verify": config.cluster_verify,
-            "shadow_on": config.shadow_on == "cluster",
+            "draft_on": config.draft_on == "cluster",
         }.items():
             if is_given:
                 raise ConfigError.idle(name, getattr(config, name), "`cluster`")
         return
     check_zmq()
-    from smoe.cluster.identity import read_main
+    from smoe.cluster.identity import read_coordinator
 
-    read_main(config.cluster)
+    read_coordinator(config.cluster)
 
 
 def cluster_of(
@@ -104,11 +104,11 @@ def cluster_of(
     Raises `ClusterError` if the cluster is unknown, its address is in use, or too few workers joined.
     """
     from smoe.cluster.frames import RowFormat
-    from smoe.cluster.identity import read_main
+    from smoe.cluster.identity import read_coordinator
     from smoe.cluster.remote import Cluster
 
     assert config.cluster is not None
-    main = read_main(config.cluster)
+    coordinator = read_coordinator(config.cluster)
     math = _movable_math(model, spec, config, store)
     own = [each for each in asked.demand.all_classes if each.form == EXACT]
     alone = experts_alone(store, math, own, host_sizes(own, 0, LEAST_SLOTS), config)
@@ -117,7 +117,7 @@ def cluster_of(
     method, arrivals = config.placement or "finish", compute.arrivals
     staging = sum(pool.staging_slots for pool in arrivals.table.pools)
     cluster = Cluster(
-        main,
+        coordinator,
         alone,
         RowFormat(alone.hidden, spec.dtype.torch, _most_rows(spec, config)),
         same,
@@ -129,7 +129,7 @@ def cluster_of(
             arrivals.table.is_at_hand,
             max(1, staging - 1),
         ),
-        config.shadow_spares or 0,
+        config.draft_extra or 0,
         config.cluster_verify,
     )
     _furnish(cluster, spec, asked, math, compute.arithmetic, alone.threads)
@@ -161,13 +161,13 @@ def _furnish(
 ) -> None:
     """Prepare the workers' WELCOME message and files, and the connection of the draft model."""
     from smoe.cluster.describing import Describer
+    from smoe.cluster.draft_session import Seat
     from smoe.cluster.following import Following
     from smoe.cluster.sending import Courier
-    from smoe.cluster.shadow_seat import Seat
     from smoe.load.describe import describe
 
     cluster.describer = Describer(lambda: describe(asked.weights, asked.stored, math, arithmetic, threads))
-    ahead = None if asked.shadow is None else asked.shadow.ahead
+    ahead = None if asked.draft is None else asked.draft.ahead
     cluster.seat = Seat(ahead if isinstance(ahead, Following) else None, {"weights": asked.weights}, cluster)
     cluster.courier = Courier(asked.files, spec.precision, cluster.admitted)
 
@@ -176,13 +176,14 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
     """Wait for workers. Raises `ClusterError` if too few joined in time."""
     from smoe.errors import ClusterError
 
-    main = cluster.main
+    coordinator = cluster.coordinator
     came = cluster.wait(config.cluster_workers, config.cluster_timeout_seconds)
     if len(came) < config.cluster_workers:
         reasons = "; ".join(f"{name}: {why}" for name, why in cluster.refused.items())
         raise ClusterError(
-            f"{len(came)} of {config.cluster_workers} workers of the cluster {main.name!r} came to {main.address} "
-            f"within {config.cluster_timeout_seconds:g} s{f' ({reasons})' if reasons else ''}; start them with smoe "
+            f"{len(came)} of {config.cluster_workers} workers of the cluster {coordinator.name!r} came to "
+            f"{coordinator.address} within {config.cluster_timeout_seconds:g} s"
+            f"{f' ({reasons})' if reasons else ''}; start them with smoe "
             'cluster up or smoe cluster join and wait until each prints "ready", or raise `cluster_timeout_seconds`',
             setting="cluster_workers",
             given=config.cluster_workers,

@@ -88,16 +88,16 @@ def make_ledger(
     device: AnyDevice,
     store: ExpertStore | None = None,
     learned_bytes: int = 0,
-    shadow_bytes: int = 0,
+    draft_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> tuple[Ledger, str]:
     """Return the divided budget and the origin of its size. Raises `BudgetError`.
 
-    `learned_bytes` is the size of learned values, `shadow_bytes` that of the draft model. `outside` is what the process
+    `learned_bytes` is the size of learned values, `draft_bytes` that of the draft model. `outside` is what the process
     needs outside the budget; None computes it by `outside_budget`.
     """
     demand = _settled(spec.demand(config), config, device) if store is None else demand_of(spec, config, device, store)
-    demand = replace(demand, learned_bytes=learned_bytes, shadow_bytes=shadow_bytes)
+    demand = replace(demand, learned_bytes=learned_bytes, draft_bytes=draft_bytes)
     ledger, reason = _divided(config, device, demand, outside_budget(spec, config) if outside is None else outside)
     return (ledger.lending() if _lends(config, device, ledger) else ledger), reason
 
@@ -182,12 +182,12 @@ def resident_share_with(
     config: EngineConfig,
     device: AnyDevice,
     store: ExpertStore | None,
-    shadow_bytes: int = 0,
+    draft_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> Callable[[int], float]:
     """Return a function from the bytes of learned values to the resident share; it raises `BudgetError`."""
     return lambda learned_bytes: (
-        make_ledger(spec, config, device, store, learned_bytes, shadow_bytes, outside)[0].resident_share
+        make_ledger(spec, config, device, store, learned_bytes, draft_bytes, outside)[0].resident_share
     )
 
 

@@ -21,6 +21,8 @@ from smoe.expert import EXACT, LOW
 from smoe.load.assembly import Budget, assemble
 from smoe.load.clustered import check_cluster
 from smoe.load.device import choose_device
+from smoe.load.draft_model import PlannedDraft, planned_draft
+from smoe.load.draft_size import least_draft_bytes
 from smoe.load.host_slots import reads_directly
 from smoe.load.known import known_of
 from smoe.load.ledger import (
@@ -32,9 +34,7 @@ from smoe.load.ledger import (
     resident_share_with,
     shortages_of,
 )
-from smoe.load.shadow import PlannedShadow, planned_shadow
-from smoe.load.shadow_apart import following, is_apart, placed_shadow
-from smoe.load.shadow_size import least_shadow_bytes
+from smoe.load.remote_draft import following, is_apart, placed_draft
 from smoe.load.verified_packs import OnBytes, verify_pack
 from smoe.load.winners import with_winners
 from smoe.load.worker_files import worker_files
@@ -55,7 +55,7 @@ from smoe.policy.budget import Ledger, allocate
 from smoe.presets import configure
 from smoe.runtime.lifetime import collect_dropped
 from smoe.runtime.offloaded_model import OffloadedModel
-from smoe.runtime.running_ahead import ShadowRouting
+from smoe.runtime.running_ahead import DraftRouting
 from smoe.units import parse_bytes, parse_share
 
 _log = logging.getLogger(__name__)
@@ -117,19 +117,19 @@ def load(
         _check_balance(config)
     set_compute_threads(config.threads)
     check_cluster(config)
-    config = placed_shadow(config)
+    config = placed_draft(config)
     checkpoint, spec, by_form = _open_checkpoint(model, config, revision)
     stores = {form: open_store(checkpoint, spec, of, device) for form, of in by_form.items()}
     outside = outside_budget(spec, config)
     spec, config, fitted = fit_context(
         spec, config, lambda each: demand_of(each, config, device, stores[EXACT]), outside
     )
-    shadow = planned_shadow(checkpoint, spec, config, device)
-    shadow_bytes = 0 if shadow is None else shadow.nbytes
-    share_of = resident_share_with(spec, config, device, stores[EXACT], shadow_bytes, outside)
+    draft = planned_draft(checkpoint, spec, config, device)
+    draft_bytes = 0 if draft is None else draft.nbytes
+    share_of = resident_share_with(spec, config, device, stores[EXACT], draft_bytes, outside)
     won = with_winners(config, checkpoint.place, spec, device, share_of)
     config, learned = won.config, won.learned
-    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, shadow_bytes, outside)
+    ledger, reason = make_ledger(spec, config, device, stores[EXACT], learned.nbytes, draft_bytes, outside)
     for sentence in shortages_of(config, ledger, device):
         on_shortage(sentence)
     _verify_packs(checkpoint, spec, by_form, on_pack_bytes)
@@ -149,7 +149,7 @@ def load(
         known = known._replace(config=config, reasons=fitted | won.reasons | known.reasons)
         weights = "" if config.cluster is None else checksum(checkpoint.place)
         files = {} if config.cluster is None else worker_files(checkpoint, spec)
-        ahead = _shadow_routing(shadow, loaded, spec, config)
+        ahead = _draft_routing(draft, loaded, spec, config)
         budget = Budget(ledger, reason, known, learned, weights, ahead, files)
         served = assemble(loaded, spec, config, budget, stores, arena, by_form, pacing, on_host_tier)
         give_back_heap()  # memory that only loading needed
@@ -171,10 +171,10 @@ def _open_checkpoint(
     # errors of a damaged file come before those of its sizes
     experts = None if checkpoint is None else checkpoint.experts(spec)
     if config.memory_bytes is not None and config.count == "budget" and checkpoint is None:
-        shadow_bytes = least_shadow_bytes(model, spec, config, revision)
+        draft_bytes = least_draft_bytes(model, spec, config, revision)
         fewest, _, _ = fit_context(spec, config, lambda each: each.demand(config, each.least_slot_bytes()), {})
         least = fewest.demand(config, fewest.least_slot_bytes())
-        allocate(config.memory_bytes, replace(least, shadow_bytes=shadow_bytes))
+        allocate(config.memory_bytes, replace(least, draft_bytes=draft_bytes))
     if checkpoint is None or experts is None:
         checkpoint = whole_checkpoint(model, revision)
         spec = spec_of_whole(checkpoint, spec, config)
@@ -195,13 +195,13 @@ def _verify_packs(
             verify_pack(checkpoint, of, by_form[form], on_pack_bytes)
 
 
-def _shadow_routing(
-    shadow: PlannedShadow | None, loaded: PreTrainedModel, spec: ModelSpec, config: EngineConfig
-) -> ShadowRouting | None:
+def _draft_routing(
+    draft: PlannedDraft | None, loaded: PreTrainedModel, spec: ModelSpec, config: EngineConfig
+) -> DraftRouting | None:
     """Return the routing of the draft model, which runs in the cluster or on a thread here; None without one."""
     if is_apart(config):
-        return ShadowRouting(following(spec, config))
-    return None if shadow is None else shadow.on_thread(loaded)
+        return DraftRouting(following(spec, config))
+    return None if draft is None else draft.on_thread(loaded)
 
 
 def _check_balance(config: EngineConfig) -> None:

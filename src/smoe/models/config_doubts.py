@@ -72,7 +72,7 @@ def _of_lists(spec: ModelSpec) -> str:
     )
 
 
-def beside_files(spec: ModelSpec) -> list[str]:
+def doubts_of_files(spec: ModelSpec) -> list[str]:
     """Return a remark if the experts of a quantized checkpoint have another size in memory than in its files."""
     if spec.files is None or spec.files.experts is None or spec.precision != "auto":
         return []

@@ -30,7 +30,7 @@ class EndedRows:
         self._cache: RowCache | None = None
 
     @contextmanager
-    def heard(self, is_plain: bool) -> Iterator[None]:
+    def observed(self, is_plain: bool) -> Iterator[None]:
         """Track one `generate` call within this context; `is_plain`: the call uses transformers' own decoding loop."""
         before = self._is_plain, self._cache
         self._is_plain, self._cache = is_plain, None

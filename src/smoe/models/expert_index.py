@@ -197,7 +197,7 @@ def _check_like(pieces: Sequence[StoredTensor]) -> None:
     for piece in pieces[1:]:
         if piece.shape != pieces[0].shape:
             raise CheckpointError(
-                f"{piece.path}: {piece.key!r} has the shape {list(piece.shape)}, {pieces[0].key!r} beside it has "
+                f"{piece.path}: {piece.key!r} has the shape {list(piece.shape)}, {pieces[0].key!r} "
                 f"{list(pieces[0].shape)}; download the checkpoint again"
             )
 

@@ -49,7 +49,7 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         elif key.endswith(_CODES):
             name = key.removesuffix(_CODES)
             if name in found:
-                raise CheckpointError(f"{tensor.path} holds {key!r} beside {name!r}, the same weight; download again")
+                raise CheckpointError(f"{tensor.path} holds both {key!r} and {name!r}, the same weight; download again")
             found[name] = _joined(tensor, _other(tensors, key, _CODES, _SCALES))
     return found
 

@@ -113,7 +113,7 @@ class Demand:
     """Bytes of weights that a predictor holds: a second copy of the routers, or corrected ones."""
     learned_bytes: int = 0
     """Bytes of what was learned about the model: a fitted predictor, an estimate of next uses."""
-    shadow_bytes: int = 0
+    draft_bytes: int = 0
     """Bytes of a draft model: its experts, activations and KV cache; it shares the model's other weights."""
     low: tuple[SlotClass, ...] = ()
     """The slot classes of low copies; empty: there are none."""
@@ -180,7 +180,7 @@ class Demand:
         others = {
             "predictor": self.predictor_bytes,
             "learned": self.learned_bytes,
-            "shadow": self.shadow_bytes,
+            "draft model": self.draft_bytes,
             "read buffers": self.read_buffer_bytes,
         }
         return entries | {name: count for name, count in others.items() if count}
@@ -211,11 +211,11 @@ class Ledger:
 
     def lending(self) -> Ledger:
         """Return the ledger with spare slots, which hold experts while workspace and KV cache are not used."""
-        most = self.slots_beside(0)
+        most = self.slots_after(0)
         pools = (pool._replace(spare=slots - pool.cache) for pool, slots in zip(self.pools, most, strict=True))
         return replace(self, pools=tuple(pools))
 
-    def slots_beside(self, reserve_bytes: int) -> list[int]:
+    def slots_after(self, reserve_bytes: int) -> list[int]:
         """Return the cache slots of each pool while `reserve_bytes` of the reserve are in use; never fewer than without
         lending."""
         assert not self.demand.low, "low copies have a share of their own"
@@ -306,7 +306,7 @@ class Ledger:
 
     @property
     def _beside(self) -> str:
-        return f", with a draft model of {format_bytes(self.demand.shadow_bytes)}" if self.demand.shadow_bytes else ""
+        return f", with a draft model of {format_bytes(self.demand.draft_bytes)}" if self.demand.draft_bytes else ""
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
@@ -414,6 +414,6 @@ def _refusal(budget_bytes: int, demand: Demand) -> str:
             *lines,
             f"  {'together':<{width}}{format_bytes(minimum_bytes(demand)):>12}",
             "give more with `memory`, or ask for less with `context_tokens`, `max_sequences` or `prefill_tokens`"
-            + (", or leave out the draft model (another `prefetch` or `preset`)" if demand.shadow_bytes else ""),
+            + (", or leave out the draft model (another `prefetch` or `preset`)" if demand.draft_bytes else ""),
         ]
     )

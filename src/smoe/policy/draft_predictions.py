@@ -86,7 +86,7 @@ class DraftPredictions:
         asked = self.asked
         return asked is not None and (step == asked or self._is_after(step, asked))
 
-    def said(self) -> tuple[list[Expected], list[Expected]]:
+    def predicted(self) -> tuple[list[Expected], list[Expected]]:
         """Return (predictions so far for the token that the model decodes; for the next token)."""
         asked = self.asked
         if asked is None:

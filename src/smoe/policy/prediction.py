@@ -2,7 +2,7 @@
 
     one layer        | router | resident experts | wait for loads | missing experts |
     predictor runs          ^ ROUTED             ^ RESIDENTS_DONE
-                            | BESIDE: concurrently; the result is used as soon as it is there ..... |
+                            | CONCURRENT: ......; the result is used as soon as it is there ..... |
                                 | FIRST_DONE: the same, but loads begin after the first expert .... |
 
 Arrays have the engine's type (torch tensors; none in a simulator), so this module does not import it.
@@ -26,17 +26,17 @@ class Moment(Enum):
     """The predictor runs after the layer's router, before the layer's experts."""
     RESIDENTS_DONE = "residents done"
     """The predictor runs after the layer's resident experts are computed, while missing ones are loaded."""
-    BESIDE = "beside the experts"
+    CONCURRENT = "concurrently with the experts"
     """The predictor runs after the layer's router, concurrently with the experts. Loads begin as soon as the prediction
     is ready. The predictor must not use modules of the model, since the computing thread uses them."""
-    FIRST_DONE = "beside the experts, loads behind the first"
-    """The same as `BESIDE`, but loads begin when the first expert is computed (DuoServe-MoE, section 5.3)."""
+    FIRST_DONE = "concurrently with the experts, loads after the first"
+    """The same as `CONCURRENT`, but loads begin when the first expert is computed (DuoServe-MoE, section 5.3)."""
 
 
-ASKED = {"before": Moment.ROUTED, "beside": Moment.BESIDE, "first-expert": Moment.FIRST_DONE}
+ASKED = {"before": Moment.ROUTED, "concurrent": Moment.CONCURRENT, "first-expert": Moment.FIRST_DONE}
 """The moment for each value of the setting `prefetch_asked`; it applies to predictors that see only the routers'
 choices."""
-ON_A_THREAD = (Moment.BESIDE, Moment.FIRST_DONE)
+ON_A_THREAD = (Moment.CONCURRENT, Moment.FIRST_DONE)
 
 
 class Sight(NamedTuple):

@@ -51,7 +51,7 @@ EXPERT_MLP = "expert-mlp"
 """The network that is trained on recorded paths (DuoServe)."""
 CORRECTED_GATES = "corrected-gates"
 """The prefetch by routers of later layers with corrections that are learned from text."""
-SHADOW = "shadow"
+DRAFT = "draft-model"
 """The prefetch by a draft model, a copy of the model in fewer bits that decodes concurrently (OD-MoE)."""
 
 PREDICTORS: Catalogue[PredictorKind] = Catalogue(
@@ -64,7 +64,7 @@ PREDICTORS: Catalogue[PredictorKind] = Catalogue(
         "stacked-gates": "smoe.prediction.kinds:StackedGatesKind",
         CORRECTED_GATES: "smoe.prediction.kinds:CorrectedGatesKind",
         "whole-layer": "smoe.prediction.whole_layer:WholeLayer",
-        SHADOW: "smoe.prediction.kinds:ShadowKind",
+        DRAFT: "smoe.prediction.kinds:DraftKind",
         "previous-token": "smoe.prediction.previous_token:PreviousToken",
         "popularity": "smoe.prediction.popularity:Popularity",
         "affinity": "smoe.prediction.affinity:Affinity",
@@ -74,7 +74,7 @@ PREDICTORS: Catalogue[PredictorKind] = Catalogue(
 )
 """Predictors for later layers in decode. next-gate: the next layer's router on this layer's input; look-ahead: its
 attention and router on the output of the resident experts; stacked-gates: the routers of several layers on this layer's
-input; corrected-gates: the same with learned corrections; whole-layer: every expert of the next layer; shadow: a draft
+input; corrected-gates: the same with learned corrections; whole-layer: every expert of the next layer; draft: a draft
 model; previous-token: the layer's choice for the last token. Those that must be fitted on a trace of the model predict
 by how often a layer chooses an expert (popularity), by which experts followed those of the layer before (affinity), by
 the most similar past sequence (activation-matrix), by a network (expert-mlp)."""

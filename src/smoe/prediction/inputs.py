@@ -40,7 +40,7 @@ class PredictorInputs:
     learned."""
     fitted: Fitted | None = None
     """The predictor fitted on traces of the model, where one is selected."""
-    shadow: Predictor | None = None
+    draft: Predictor | None = None
     """The predictor that follows a draft model, where it is selected."""
 
     @property

@@ -93,18 +93,18 @@ class CorrectedGatesKind(PredictorKind):
         return CorrectedGates(inputs.spec.sites, corrections, inputs.ranking, inputs.depth)
 
 
-class ShadowKind(PredictorKind):
+class DraftKind(PredictorKind):
     """The kind of the draft model (`runtime/running_ahead.py`)."""
 
     needs_scores = True
-    settings = ("shadow_precision", "shadow_departure", "shadow_on", "shadow_spares")
+    settings = ("draft_precision", "draft_start", "draft_on", "draft_extra")
     has_weights = True
     can_compete = False
 
     @classmethod
     def make(cls, inputs: PredictorInputs) -> Predictor:
-        assert inputs.shadow is not None, "opened before the engine"
-        return inputs.shadow
+        assert inputs.draft is not None, "opened before the engine"
+        return inputs.draft
 
 
 class ExpertMLPKind(PredictorKind):

@@ -21,14 +21,15 @@ from smoe.expert import EXACT, ExpertKey
 from smoe.load.host_slots import worker_sizes
 from smoe.memory.emulation import DeviceProfile
 from smoe.policy.budget import Ledger, SlotClass
-from smoe.report.cluster_shadows import beside_shadows, of_one_machine
+from smoe.report.cluster_drafts import of_one_machine, with_drafts
 from smoe.report.forecast import survey_of
 from smoe.report.on_clock import Work, times_for
 from smoe.report.outlook import Case
 from smoe.routing import Routing
 from smoe.simulator.cluster import DecodedToken
+from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_forecast import (
-    MeasuredMain,
+    MeasuredCoordinator,
     MeasuredWorker,
     Port,
     decoded_tokens,
@@ -36,7 +37,6 @@ from smoe.simulator.cluster_forecast import (
     named_at,
 )
 from smoe.simulator.cluster_ours import OurRun, TokenWaits
-from smoe.simulator.cluster_shadow import ShadowTimes
 from smoe.simulator.synthetic import SAYS, TYPICAL, DrawnShape, synthesise
 from smoe.units import format_seconds
 
@@ -48,10 +48,10 @@ ENOUGH = 0.05
 """The share of the best time below which a gain by more workers does not count."""
 _BEFORE, _WARM_UP, _STEPS = 256, 4, 16
 """The numbers of decode steps: those that fill the slots, warm-up steps that do not count, and counted ones."""
-_SHADOW_RECALL, _GATE_RECALL = {"int8": 0.995, "int4": 0.979, "int3": 0.964, "int2": 0.944}, 0.78
+_DRAFT_RECALL, _GATE_RECALL = {"int8": 0.995, "int4": 0.979, "int3": 0.964, "int2": 0.944}, 0.78
 """The recall of predictions by a draft model that is aligned at every token (docs/papers/od-moe.md), and by the next
 gate."""
-_SHADOW_SHARE = 0.5
+_DRAFT_SHARE = 0.5
 """A draft model's time for an expert, as a share of the model's: it has half the bytes."""
 
 SCHEDULES = {
@@ -129,8 +129,8 @@ class ClusterOutlook:
     model: str
     alone: Case
     """The coordinator without workers."""
-    main: MeasuredMain
-    beside_shadow: MeasuredMain | None
+    coordinator: MeasuredCoordinator
+    with_draft: MeasuredCoordinator | None
     """The coordinator with a draft model, which leaves room for fewer experts; None: there is no room for a draft
     model."""
     workers: list[MeasuredWorker]
@@ -159,8 +159,8 @@ class ClusterOutlook:
         return {
             "model": self.model,
             "alone_seconds_per_token": self.alone.run.seconds_per_token,
-            "main": asdict(self.main),
-            "main_beside_shadow": None if self.beside_shadow is None else asdict(self.beside_shadow),
+            "main": asdict(self.coordinator),
+            "main_beside_shadow": None if self.with_draft is None else asdict(self.with_draft),
             "workers": [asdict(worker) for worker in self.workers],
             "network": asdict(self.network),
             "share_of_experts_held": self.share_held,
@@ -198,7 +198,7 @@ def cluster_outlook(
     """Simulate all cases, which takes some seconds; `tick` is called after each. `config`: the coordinator's. `trace`:
     a recorded run of the model; None: a drawn one. Raises `ConfigError` for an unknown rate, `BudgetError` where a
     machine has too little memory, `TraceError` for a trace of another model."""
-    config, shadows = of_one_machine(config)
+    config, drafts = of_one_machine(config)
     survey = survey_of(model, config, revision)
     if survey.subject is None:
         raise ConfigError(
@@ -212,35 +212,37 @@ def cluster_outlook(
     row_bytes = int(survey.spec.config.get_text_config().hidden_size) * survey.spec.dtype.itemsize
     layer, everything = pieces["layer"] + pieces["deciding"], work.layers * work.experts
 
-    def main_with(ledger: Ledger) -> MeasuredMain:
+    def coordinator_with(ledger: Ledger) -> MeasuredCoordinator:
         slots, ahead = min(ledger.cache_slots, everything), max(1, ledger.staging_slots - 1)
-        return MeasuredMain(layer, network.message, pieces["load"], pieces["expert"], slots, ahead)
+        return MeasuredCoordinator(layer, network.message, pieces["load"], pieces["expert"], slots, ahead)
 
-    main = main_with(survey.ledger)
-    beside, shadow_remarks = beside_shadows(model, survey, config, shadows, revision)
-    shadowed = None if beside is None else main_with(beside)
+    coordinator = coordinator_with(survey.ledger)
+    beside, draft_remarks = with_drafts(model, survey, config, drafts, revision)
+    with_draft = None if beside is None else coordinator_with(beside)
     workers = list(_workers(wanted, work, survey.ledger.demand.classes, scene.machine, network, row_bytes))
     tokens, before = _replayed(work, trace)
     guesses = survey.subject.predictor_of(survey.spec, config) == "next-gate"
     port = Port(network.bytes_per_second, row_bytes)
     keys = [(n, expert, EXACT) for n in range(work.layers) for expert in range(work.experts)]
-    shadow = ShadowTimes(layer + work.top_k * main.expert * _SHADOW_SHARE, kv_period=0)
-    named = {name: named_at(tokens, work.experts, _SHADOW_RECALL[precision]) for name, precision in shadows.items()}
+    draft = DraftTimes(layer + work.top_k * coordinator.expert * _DRAFT_SHARE, kv_period=0)
+    named = {name: named_at(tokens, work.experts, _DRAFT_RECALL[precision]) for name, precision in drafts.items()}
     by_gate = named_at(tokens, work.experts, _GATE_RECALL)
     cases = []
     for count in range(1, len(workers) + 1):
         run = partial(foretell, workers=workers[:count], port=port, before=before, everything=keys)
-        found = [run(tokens, main, placement="finish")] + [run(by_gate, main, placement="finish")] * guesses
+        found = [run(tokens, coordinator, placement="finish")] + [
+            run(by_gate, coordinator, placement="finish")
+        ] * guesses
         cases.append(_case(count, "finish", min(found, key=_seconds)))  # prefetching that costs time is switched off
-        if shadowed is not None:
-            early = replace(shadow, is_early=True)
-            cases.append(_case(count, "cluster", run(named["cluster"], shadowed, placement="finish", shadow=early)))
-        by_turns = run(named["round-robin"], main, placement="round-robin", shadow=shadow)
+        if with_draft is not None:
+            early = replace(draft, is_early=True)
+            cases.append(_case(count, "cluster", run(named["cluster"], with_draft, placement="finish", draft=early)))
+        by_turns = run(named["round-robin"], coordinator, placement="round-robin", draft=draft)
         cases.append(_case(count, "round-robin", by_turns))
         tick()
-    held = min(1.0, (main.slots + sum(worker.slots for worker in workers)) / everything)
-    remarks = _remarks(wanted, network, trace) + shadow_remarks
-    return ClusterOutlook(model, alone, main, shadowed, workers, network, cases, held, remarks)
+    held = min(1.0, (coordinator.slots + sum(worker.slots for worker in workers)) / everything)
+    remarks = _remarks(wanted, network, trace) + draft_remarks
+    return ClusterOutlook(model, alone, coordinator, with_draft, workers, network, cases, held, remarks)
 
 
 def _remarks(wanted: Wanted, network: Network, trace: Sequence[Routing] | None) -> list[str]:

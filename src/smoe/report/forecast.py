@@ -35,12 +35,12 @@ from smoe.machine.device import AnyDevice
 from smoe.machine.floor import Floor, Rates, StepBytes, floor_of, step_at
 from smoe.machine.this_machine import layer_seconds
 from smoe.memory.emulation import read_profile
-from smoe.models.config_doubts import beside_files
+from smoe.models.config_doubts import doubts_of_files
 from smoe.models.described import Described
 from smoe.models.model_sizes import model_sizes
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import Demand, Ledger, allocate, full_bytes, minimum_bytes
-from smoe.policy.registry import SHADOW
+from smoe.policy.registry import DRAFT
 from smoe.report.machine_for import files_of, machine_for, pace_for, rates_for, reads_past_cache
 from smoe.report.outlook import Case, Outlook, Subject, outlook_of, preset_of
 from smoe.report.pace import last_run_of
@@ -123,7 +123,7 @@ class Forecast:
     recommendation: Recommendation | None
     """None where the machine has too little memory for the model."""
     remarks: list[str]
-    beside_budget: dict[str, int]
+    outside_budget: dict[str, int]
     """The maximum number of bytes of the process outside the budget, by name; empty where the budget is a GPU's
     memory."""
     outlook: Outlook | None
@@ -148,7 +148,7 @@ class Forecast:
             "memory_budget_bytes": ledger.budget_bytes,
             "memory_budget_reason": self.reason,
             "bytes": {identifier(name): count for name, count in ledger.entries().items()},
-            "beside_budget_bytes": {identifier(name): count for name, count in self.beside_budget.items()},
+            "beside_budget_bytes": {identifier(name): count for name, count in self.outside_budget.items()},
             "slots": ledger.cache_slots,
             "most_slots": ledger.most_slots,
             "low_slots": ledger.low_slots,
@@ -217,7 +217,7 @@ def forecast(model: str, config: EngineConfig, revision: str | None = None) -> F
     has_own_memory = is_emulated or device.type != "cpu"
     outside = {} if has_own_memory else survey.outside
     remarks = of_machine(survey.rates, is_emulated) + [_ESTIMATE] * survey.is_estimate
-    remarks += [*spec.doubts, *beside_files(spec)]
+    remarks += [*spec.doubts, *doubts_of_files(spec)]
     remarks += [_WITHOUT_LOW] * (spec.low is not None) + survey.remarks
     outlook = None
     if survey.subject is not None:
@@ -244,12 +244,12 @@ def survey_of(model: str, config: EngineConfig, revision: str | None) -> Survey:
             given=config.cluster,
             allowed="none in a plan",
         )
-    if config.prefetch == SHADOW:
+    if config.prefetch == DRAFT:
         raise ConfigError(
-            f"`prefetch` {SHADOW}: the time of a draft model is not simulated, so smoe plan does not support it; "
+            f"`prefetch` {DRAFT}: the time of a draft model is not simulated, so smoe plan does not support it; "
             "leave it out",
             setting="prefetch",
-            given=SHADOW,
+            given=DRAFT,
             allowed="another predictor in a plan",
         )
     profile = read_profile(config.profile) if config.device == EMULATED else None

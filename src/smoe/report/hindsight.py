@@ -20,7 +20,7 @@ from smoe.metrics import Counters
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
-from smoe.policy.registry import SHADOW, eviction_kind, make_eviction_for
+from smoe.policy.registry import DRAFT, eviction_kind, make_eviction_for
 from smoe.policy.residency import PoolSize
 from smoe.report.machine_for import READING_SECONDS, machine_for, pace_for
 from smoe.report.on_clock import MOST_LAYERS, Scene, Simulated, settled, work_of
@@ -51,7 +51,7 @@ def _is_forecast(model: PreTrainedModel, generation: Generation) -> bool:
     or too few steps."""
     engine: Engine = model.offload  # type: ignore[assignment]
     is_elsewhere = model.device.type != "cpu" or engine.pacing.is_emulated or engine.config.cluster is not None
-    is_elsewhere = is_elsewhere or engine.config.prefetch == SHADOW  # which computes beside the model
+    is_elsewhere = is_elsewhere or engine.config.prefetch == DRAFT  # which computes concurrently
     return not is_elsewhere and len(generation.answers) == 1 and generation.decode_counters.forward_passes > LEAST_STEPS
 
 

@@ -85,7 +85,7 @@ class RunReport:
     """Workers that were lost: name, why, at (Unix time)."""
     all_fit: bool = False
     """Whether the coordinator has room for every expert."""
-    shadow: dict[str, Any] | None = None
+    draft: dict[str, Any] | None = None
     """The work of the cluster's draft model; None where none was connected."""
 
     @property
@@ -144,7 +144,7 @@ class RunReport:
             "emulated": self.bench,
             "workers": self.workers,
             "lost_workers": list(self.lost_workers),
-            "shadow": self.shadow,
+            "shadow": self.draft,
             "was_interrupted": generation.was_interrupted,
             "notes": generation.notes,
             "sequences": [
@@ -195,7 +195,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         workers=None if cluster is None else cluster.described(),
         lost_workers=() if cluster is None else cluster.lost(),
         all_fit=engine.ledger.cache_slots >= engine.ledger.demand.total_experts,
-        shadow=None if cluster is None else cluster.shadow,
+        draft=None if cluster is None else cluster.draft,
     )
 
 

@@ -170,9 +170,9 @@ class Engine:
     def recording(self) -> Iterator[list[Routing]]:
         """Record every routing for the duration of the `with` block. Yield the list of them: input for
         `smoe.simulator`."""
-        kept = RoutingList()
-        with self.observed_by(kept):
-            yield kept.trace
+        routing = RoutingList()
+        with self.observed_by(routing):
+            yield routing.trace
 
     @contextmanager
     def observed_by(self, observer: StepObserver) -> Iterator[None]:
@@ -404,7 +404,7 @@ class Engine:
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
         demand = self.ledger.demand
-        of_predictors = demand.predictor_bytes + demand.learned_bytes + demand.shadow_bytes
+        of_predictors = demand.predictor_bytes + demand.learned_bytes + demand.draft_bytes
         fixed = self._dense_bytes + demand.workspace_bytes + of_predictors
         if self._reserve.is_lent:
             return fixed + self._reserve.peak_bytes

@@ -50,7 +50,7 @@ from smoe.runtime.rerouting import weights_with_substitutes
 from smoe.runtime.step import Step
 from smoe.runtime.substitution import EXACTLY, Substitution
 
-_SHADOWS = 8
+_MOST_AWAITED = 8
 """The maximum number of recent layers whose loads may still run while the host computes later layers."""
 
 
@@ -87,13 +87,13 @@ class LayerExecutor:
         """The device's waits since the engine was made, without those for look-aheads (`Counters.look_aheads`)."""
         self.observers: list[StepObserver] = []
         """Observers of every step, such as `smoe.trace` and measurements."""
-        self.shadow = LookAheadTrial()
+        self.look_ahead_trial = LookAheadTrial()
         """Decides whether there is time for a look-ahead."""
         self.now = compute.pacing.now
         self._balancer = balancer
         self._predictors = predictors
-        self._hearing = list({id(predictor): predictor for predictor in predictors.values()}.values())
-        self._awaited: deque[tuple[list[Ticket], float]] = deque(maxlen=_SHADOWS)
+        self._observers = list({id(predictor): predictor for predictor in predictors.values()}.values())
+        self._awaited: deque[tuple[list[Ticket], float]] = deque(maxlen=_MOST_AWAITED)
         """For each of the last layers, the loads that it waited for when its resident experts were done, and the time
         of that."""
         self.share_slots()
@@ -107,7 +107,7 @@ class LayerExecutor:
     @property
     def helpers(self) -> list[Any]:
         """Threads that end with the engine; they do not refer to it."""
-        return [*self.compute.helpers, *(helper for predictor in self._hearing for helper in predictor.helpers)]
+        return [*self.compute.helpers, *(helper for predictor in self._observers for helper in predictor.helpers)]
 
     @property
     def counters(self) -> Counters:
@@ -120,7 +120,7 @@ class LayerExecutor:
     def reset(self, eviction: Eviction) -> None:
         """Reset slots, statistics and counters, so that measurements during loading do not count."""
         self.compute.reset()
-        self.shadow = LookAheadTrial()
+        self.look_ahead_trial = LookAheadTrial()
         self._awaited.clear()
         self.arrivals.reset(eviction)
         self.trial = Trial() if self.trial is not None else None
@@ -133,7 +133,7 @@ class LayerExecutor:
         thresholds = substitution.switches.thresholds
         if self.answerer is not None and self.table.has_low:
             thresholds = _GUESSED
-        for predictor in self._hearing:
+        for predictor in self._observers:
             predictor.alpha = substitution.switches.alpha
             predictor.thresholds = thresholds
 
@@ -144,7 +144,7 @@ class LayerExecutor:
         if predictor is not None:
             predictors[Phase.DECODE] = predictor
         self._predictors = predictors
-        self._hearing = list({id(of): of for of in self._predictors.values()}.values())
+        self._observers = list({id(of): of for of in self._predictors.values()}.values())
 
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
@@ -186,9 +186,9 @@ class LayerExecutor:
         started, phase, hidden = self.now(), step.phase, step.hidden
         routing = self._routing_of(step)
         if self.device.type != "cpu":  # the time until here is the device's, not that of our Python code
-            heard = self.now()
-            self.counters.device_wait_seconds += heard - started
-            started = heard
+            computed_at = self.now()
+            self.counters.device_wait_seconds += computed_at - started
+            started = computed_at
         planning = self.compute.pacing.begin_planning()
         self.arrivals.collect()
         decision = self._decide(routing)
@@ -209,7 +209,7 @@ class LayerExecutor:
         look_ahead = partial(self._look_ahead, plan, hidden, real)
         output = self.compute.decode(plan, hidden, top_k_weights, look_ahead, on_look)
         self._take_answer(plan, waits=True)  # no other thread uses the predictor when it observes the next router
-        self._measure_shadow()
+        self._measure_look_ahead()
         return output
 
     def _routing_of(self, step: Step) -> Routing:
@@ -222,7 +222,7 @@ class LayerExecutor:
             routing = routing._replace(scores=self.waits.fetch("scores", scores))
         if self.substitution.switches.needs_weights or self.answerer is not None:
             routing = routing._replace(weights=scaled(self.waits.fetch("weights", step.top_k_weights)))
-        for predictor in self._hearing:
+        for predictor in self._observers:
             predictor.observe(routing)
             predictor.observe_input(routing, step.hidden)
         return routing
@@ -233,7 +233,7 @@ class LayerExecutor:
         if self._balancer is not None:
             self._balancer.begin_pass(0 if cache is None else cache.length)
         if self.trial is None or self.trial.is_on:
-            for predictor in self._hearing:
+            for predictor in self._observers:
                 predictor.begin(ids, cache)
 
     def recover(self) -> None:
@@ -302,7 +302,7 @@ class LayerExecutor:
         self.compute.pacing.end_planning(planning)
 
     def _look_for_answer(self, plan: LayerPlan, computed: int) -> None:
-        if computed or self._predictors[Phase.DECODE].asked is Moment.BESIDE:
+        if computed or self._predictors[Phase.DECODE].asked is Moment.CONCURRENT:
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
@@ -348,15 +348,15 @@ class LayerExecutor:
         awaited, asked = self.arrivals.awaited(plan), self.now()
         if awaited:
             self._awaited.append((awaited, asked))
-        if not self.shadow.fits(len(awaited)):
+        if not self.look_ahead_trial.fits(len(awaited)):
             return
         self._prefetch(Phase.DECODE, Sight(plan.layer, hidden, output(), rows), plan)
         seconds = self.now() - asked
-        self.shadow.note_cost(seconds)
+        self.look_ahead_trial.note_cost(seconds)
         self.counters.look_aheads += 1
         self.counters.look_ahead_seconds += seconds
 
-    def _measure_shadow(self) -> None:
+    def _measure_look_ahead(self) -> None:
         """Measure how long a layer's loads took after its resident experts were done, once all have ended.
 
         On a GPU that is some layers later: the device waits for them while the host goes on.
@@ -364,7 +364,7 @@ class LayerExecutor:
         while self._awaited and all(ticket.is_over for ticket in self._awaited[0][0]):
             tickets, residents_done = self._awaited.popleft()
             seconds = max(ticket.ended for ticket in tickets) - residents_done
-            self.shadow.note_wait(len(tickets), max(0.0, seconds))
+            self.look_ahead_trial.note_wait(len(tickets), max(0.0, seconds))
 
 
 def _count_selection(

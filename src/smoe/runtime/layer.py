@@ -213,12 +213,14 @@ class LayerCompute:
             return torch.zeros_like(hidden)
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
-        from_unit = self._start_beside(plan, hidden, top_k_weights.shape[1])
+        from_unit = self._start_elsewhere(plan, hidden, top_k_weights.shape[1])
         total = self._few_tokens(plan, hidden, top_k_weights, from_unit, on_residents_done, on_look)
         counters.compute_seconds += self._now() - started - (counters.elsewhere_seconds - before)
         return total
 
-    def _start_beside(self, plan: LayerPlan, hidden: torch.Tensor, width: int) -> dict[ExpertKey, Future[torch.Tensor]]:
+    def _start_elsewhere(
+        self, plan: LayerPlan, hidden: torch.Tensor, width: int
+    ) -> dict[ExpertKey, Future[torch.Tensor]]:
         """Start the experts of other units."""
         given: dict[int, list[ExpertTask]] = {}
         for serve in plan.serves if self.units else ():
@@ -346,8 +348,8 @@ class LayerCompute:
         given = routes_on_device([serve.routes for serve in plan.serves], width, self._arena.device)
         counters = self.arrivals.counters
         started, before = self._now(), counters.elsewhere_seconds
-        beside = [serve for serve in plan.serves if serve.unit != DEVICE]
-        handed_over = _HandedOver(beside, self.units, Fetched(hidden), width) if beside else None
+        elsewhere = [serve for serve in plan.serves if serve.unit != DEVICE]
+        handed_over = _HandedOver(elsewhere, self.units, Fetched(hidden), width) if elsewhere else None
         for computed, serve in enumerate(plan.serves, start=1):
             weights = None if serve.unit != DEVICE else self.arrivals.weights_of(serve)
             route, tokens = given[computed - 1]

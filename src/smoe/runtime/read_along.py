@@ -20,7 +20,7 @@ _PATIENCE_SECONDS = 10.0
 
 class ReadAlong:
     """A draft model that follows the coordinator's text. Only the thread that receives messages may use it
-    (`cluster/shadow_process.py`)."""
+    (`cluster/draft_process.py`)."""
 
     def __init__(
         self, ahead: RunningAhead, config: PretrainedConfig, pattern: RowCache, capacity: int, nbytes: int

@@ -66,7 +66,7 @@ class Reserve:
             return
         self._settled_bytes = nbytes
         arrivals = self._executor.arrivals
-        for pool, slots in zip(arrivals.table.pools, self._ledger.slots_beside(nbytes), strict=True):
+        for pool, slots in zip(arrivals.table.pools, self._ledger.slots_after(nbytes), strict=True):
             for slot in arrivals.resize(pool, slots):
                 self._arena.give_back(slot)
         self._executor.share_slots()

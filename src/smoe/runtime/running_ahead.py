@@ -26,25 +26,25 @@ from smoe.errors import EngineStateError, GenerationCancelledError
 from smoe.models.kv_cache import RowCache
 from smoe.policy.draft_predictions import DraftPredictions, Expected, TokenStep
 from smoe.policy.prediction import Listener, Prediction, Predictor, Sight
-from smoe.runtime.shadow import Shadow
+from smoe.runtime.draft_model import Draft
 
 _log = logging.getLogger(__name__)
 
 
 class RunningAhead:
-    """A thread on which a draft model runs. Only the model's thread calls `begin` and `said`; `close` ends the
+    """A thread on which a draft model runs. Only the model's thread calls `begin` and `predicted`; `close` ends the
     thread."""
 
     def __init__(
         self,
-        shadow: Shadow,
+        draft: Draft,
         departure: str = DEPARTURE[0],
-        on_said: Callable[[TokenStep, Expected], None] = lambda *_: None,
+        on_prediction: Callable[[TokenStep, Expected], None] = lambda *_: None,
     ) -> None:
-        """`departure`: one of `DEPARTURE`. `on_said` receives predictions, on the thread."""
-        self._shadow = shadow
+        """`departure`: one of `DEPARTURE`. `on_prediction` receives predictions, on the thread."""
+        self._draft = draft
         self._at_once = departure == "at-once"
-        self._on_said = on_said
+        self._on_prediction = on_prediction
         self._changed = threading.Condition()
         self._draft_predictions = DraftPredictions()
         self._decoding: TokenStep | None = None
@@ -65,7 +65,7 @@ class RunningAhead:
         asked = TokenStep(token, cache.length, cache)
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="smoe-shadow", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="smoe-draft", daemon=True)
                 self._thread.start()
             self._draft_predictions.ask(asked)
             self._cancel_unless(asked)
@@ -79,10 +79,10 @@ class RunningAhead:
             if cache is not None:
                 self._unchanged = min(self._unchanged, cache.length)
 
-    def said(self) -> tuple[list[Expected], list[Expected]]:
+    def predicted(self) -> tuple[list[Expected], list[Expected]]:
         """Return (predictions so far for the token that the model decodes; for the next token)."""
         with self._changed:
-            return self._draft_predictions.said()
+            return self._draft_predictions.predicted()
 
     def wait(self, seconds: float) -> bool:
         """Wait for all predictions of the current step. Return False where that takes longer than `seconds`."""
@@ -98,7 +98,7 @@ class RunningAhead:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._shadow.text.engine.close()
+        self._draft.text.engine.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class RunningAhead:
             return None
         if asked not in self._draft_predictions:
             return asked
-        own = self._shadow.text.next_token
+        own = self._draft.text.next_token
         if self._at_once and last == asked and self._is_done and asked.position + 1 < asked.text.capacity_tokens:
             return TokenStep(own, asked.position + 1, asked.text)
         return None
@@ -121,7 +121,7 @@ class RunningAhead:
     def _cancel_unless(self, wanted: TokenStep | None) -> None:
         """Cancel the current step unless it is `wanted`."""
         if not self._is_done and self._decoding != wanted:
-            self._shadow.text.engine.cancel()
+            self._draft.text.engine.cancel()
 
     def _run(self) -> None:
         while True:
@@ -135,8 +135,8 @@ class RunningAhead:
                 self._decoding, self._is_done = step, False
                 unchanged, self._unchanged = self._unchanged, inf
             try:
-                self._shadow.unlearn(unchanged)
-                self._shadow.follow(step.token, step.position, step.text, partial(self._say, step))
+                self._draft.unlearn(unchanged)
+                self._draft.follow(step.token, step.position, step.text, partial(self._say, step))
             except GenerationCancelledError:
                 with self._changed:
                     self._draft_predictions.drop(step)
@@ -153,7 +153,7 @@ class RunningAhead:
         with self._changed:
             is_wanted = self._draft_predictions.add(step, expected)
         if is_wanted:
-            self._on_said(step, expected)
+            self._on_prediction(step, expected)
 
 
 class Ahead(Protocol):
@@ -169,13 +169,13 @@ class Ahead(Protocol):
     def pause(self, cache: RowCache | None = None) -> None:
         """Stop predictions: the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
 
-    def said(self) -> tuple[list[Expected], list[Expected]]:
+    def predicted(self) -> tuple[list[Expected], list[Expected]]:
         """Return (predictions so far for the token that the model decodes; for the next token)."""
 
     def close(self) -> None: ...
 
 
-class ShadowRouting(Predictor):
+class DraftRouting(Predictor):
     """Predicts the experts that a draft model's routers have chosen for the current token, then for the next one.
 
     It predicts nothing for a batch of several sequences.
@@ -195,7 +195,7 @@ class ShadowRouting(Predictor):
         self.ahead.tell(listener)
 
     def predict(self, sight: Sight) -> Iterator[Prediction]:
-        now, after = self.ahead.said()
+        now, after = self.ahead.predicted()
         for expected in now:
             if expected.layer > sight.layer:
                 yield Prediction(expected.layer, expected.experts)

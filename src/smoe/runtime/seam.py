@@ -42,7 +42,7 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
 
     `listen`: paths of the routers whose logits the engine needs, by layer.
     """
-    hear_routers(model, engine, listen)
+    observe_routers(model, engine, listen)
     modules = dict(model.named_modules())
     for site in sites:
         modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
@@ -59,18 +59,18 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
     guard(model)
 
 
-def hear_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
+def observe_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
     """Pass the logits of the routers `listen` (paths by layer) to the engine, until the returned hooks are removed."""
     modules = dict(model.named_modules())
     return [modules[name].register_forward_hook(_note_logits(engine, layer)) for layer, name in listen.items()]
 
 
 @contextmanager
-def routers_heard(model: PreTrainedModel, engine: Engine) -> Iterator[None]:
+def observed_routers(model: PreTrainedModel, engine: Engine) -> Iterator[None]:
     """Pass the logits of every router to the engine for the duration of the `with` block; those with a scoring rule are
     passed anyway."""
     without_rules = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
-    hooks = hear_routers(model, engine, without_rules)
+    hooks = observe_routers(model, engine, without_rules)
     try:
         yield
     finally:
@@ -150,7 +150,7 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: 
         cancellations = [each for each in criteria or () if isinstance(each, Cancellation)]
         with (
             engine.turn(cancellations),
-            ended.heard(is_plain=kwargs.get("custom_generate") is None),
+            ended.observed(is_plain=kwargs.get("custom_generate") is None),
             rotary.reading(whole),
         ):
             return original(inputs, *args, **kwargs)

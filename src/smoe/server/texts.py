@@ -102,11 +102,11 @@ class Texts:
             raise
 
     def _request(self, number: int, wanted: TextRequest) -> Request:
-        def hear(what: Piece | End) -> None:
+        def receive(what: Piece | End) -> None:
             self._metered(request, what)
             self._hear(TextEvent(number, what))
 
-        request = Request(wanted.ids, wanted.sampling, hear, wanted.logprobs, wanted.constraint)
+        request = Request(wanted.ids, wanted.sampling, receive, wanted.logprobs, wanted.constraint)
         return request
 
     def _hear(self, event: TextEvent) -> None:

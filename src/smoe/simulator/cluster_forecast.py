@@ -17,8 +17,8 @@ from smoe.policy.placement import group
 from smoe.policy.plan import DEVICE, FIRST_WORKER
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
+from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
-from smoe.simulator.cluster_shadow import ShadowTimes
 
 SPREAD = 0.05
 """The relative spread of measured loads (docs/log/cluster.md)."""
@@ -36,7 +36,7 @@ class MeasuredWorker:
 
 
 @dataclass(frozen=True)
-class MeasuredMain:
+class MeasuredCoordinator:
     """The coordinator's measured times in seconds, and its slots."""
 
     layer: float
@@ -62,10 +62,10 @@ class Port:
 
 def foretell(
     tokens: Sequence[DecodedToken],
-    main: MeasuredMain,
+    coordinator: MeasuredCoordinator,
     workers: Sequence[MeasuredWorker],
     placement: str,
-    shadow: ShadowTimes | None = None,
+    draft: DraftTimes | None = None,
     port: Port = Port(),
     before: Sequence[ExpertKey] = (),
     spread: float = SPREAD,
@@ -78,19 +78,25 @@ def foretell(
     last at the end, which fill the machines' slots. `spread`: the relative variation of measured loads. `everything`:
     all experts, which a coordinator with room for them has loaded beforehand, as `preload` does; empty: it has not.
     """
-    here = WorkerTimes(main.load, main.expert, main.slots) if main.slots and placement == "finish" else None
-    held = _dealt_out(before, main.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0]))
-    if here is not None and everything and main.slots >= len(everything):
+    here = (
+        WorkerTimes(coordinator.load, coordinator.expert, coordinator.slots)
+        if coordinator.slots and placement == "finish"
+        else None
+    )
+    held = _dealt_out(
+        before, coordinator.slots if here is not None else 0, workers, placement, len(tokens[0].chosen[0])
+    )
+    if here is not None and everything and coordinator.slots >= len(everything):
         held[DEVICE] = list(everything)
     cluster = OurCluster(
-        main.layer,
-        Wire(port.bytes_per_second, 0.0, main.message),
+        coordinator.layer,
+        Wire(port.bytes_per_second, 0.0, coordinator.message),
         port.row_bytes,
         [WorkerTimes(each.load, each.expert, each.slots, each.hop / 2) for each in workers],
         placement,
         here,
-        main.ahead,
-        shadow,
+        coordinator.ahead,
+        draft,
         held,
         spread,
     )

@@ -89,14 +89,14 @@ class SimulatedMachine:
         self._go_on()
 
     def _go_on(self) -> None:
-        for for_main in (True, False):
-            while not self._is_reading[for_main] and self._read_next(for_main):
+        for for_coordinator in (True, False):
+            while not self._is_reading[for_coordinator] and self._read_next(for_coordinator):
                 pass
         self._compute_next()
 
-    def _read_next(self, for_main: bool) -> bool:
+    def _read_next(self, for_coordinator: bool) -> bool:
         """Process the next entry of a queue. Return False where there is none, or it has to wait."""
-        queue = self._asked if for_main else self._announced
+        queue = self._asked if for_coordinator else self._announced
         if not queue:
             return False
         key, request = queue[0]
@@ -113,7 +113,7 @@ class SimulatedMachine:
             return True
         self._slots[key] = False
         self._pinned[key] += 1
-        self._is_reading[for_main] = True
+        self._is_reading[for_coordinator] = True
         self.loads.append(max(self._events.now, self.disk.free))
         if request is not None:
             request.loads += 1

@@ -26,8 +26,8 @@ from smoe.policy.placement import Placement, WorkerView
 from smoe.policy.plan import DEVICE, FIRST_WORKER, Serve
 from smoe.routing import Phase, Routing
 from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
+from smoe.simulator.cluster_draft import DraftTimes, SimulatedDraft
 from smoe.simulator.cluster_machine import SimulatedMachine, SimulatedRequest
-from smoe.simulator.cluster_shadow import ShadowTimes, SimulatedShadow
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
@@ -55,7 +55,7 @@ class OurCluster:
     """The coordinator's own loads and computations; None: none."""
     here_ahead: int = 1
     """The number of experts that the coordinator can load ahead."""
-    shadow: ShadowTimes | None = None
+    draft: DraftTimes | None = None
     """The draft model's times; None: the coordinator names a layer's experts after the router of the layer before."""
     held: Mapping[int, Sequence[ExpertKey]] = field(default_factory=dict)
     """The initial experts in the machines' slots, by unit, those used last at the end."""
@@ -146,11 +146,11 @@ class _OurDecoding:
         self._awaited = 0
         self._layer_began = self._token_began = 0.0
         self._waits = TokenWaits()
-        self._shadow: SimulatedShadow | None = None
-        if cluster.shadow is not None:
+        self._draft: SimulatedDraft | None = None
+        if cluster.draft is not None:
             right = [token.own_is_right for token in tokens]
-            self._shadow = SimulatedShadow(
-                self._events, cluster.shadow, self._layers, right, self._says, self._ahead.withdraw
+            self._draft = SimulatedDraft(
+                self._events, cluster.draft, self._layers, right, self._says, self._ahead.withdraw
             )
 
     @property
@@ -163,7 +163,7 @@ class _OurDecoding:
         self._run.loads = {unit: machine.loads for unit, machine in self._machines.items()}
         return self._run
 
-    # -- what main knows ----------------------------------------------------------------------------------------------
+    # -- what coordinator knows ----------------------------------------------------------------------------------------
 
     def _views(self) -> list[WorkerView]:
         return [self._view(unit, worker) for unit, worker in self._workers.items()]
@@ -204,22 +204,22 @@ class _OurDecoding:
     def _tell(self, unit: int, keys: list[ExpertKey]) -> None:
         worker = self._workers[unit]
         self._known[unit].note_uses(0, sum(key not in worker for key in keys))
-        self._main_sends(unit, _NAMES_BYTES, partial(worker.tell, keys))
+        self._coordinator_sends(unit, _NAMES_BYTES, partial(worker.tell, keys))
 
-    def _main_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
+    def _coordinator_sends(self, unit: int, nbytes: float, arrives: Callable[[], None]) -> None:
         end = self._up.use(self._cluster.wire.seconds(nbytes))
         self._events.at(end + self._delay(unit), arrives)
 
     def _delay(self, unit: int) -> float:
         return self._cluster.wire.delay + self._workers[unit].times.away
 
-    # -- main ---------------------------------------------------------------------------------------------------------
+    # -- coordinator ---------------------------------------------------------------------------------------------------
 
     def _begin_token(self, number: int) -> None:
         self._token_began, self._waits = self._events.now, TokenWaits()
         self._ahead.begin(number, self._views, {unit: worker.times.slots for unit, worker in self._workers.items()})
-        if self._shadow is not None:
-            self._shadow.tell(number)
+        if self._draft is not None:
+            self._draft.tell(number)
         self._begin_layer(number, 0)
 
     def _begin_layer(self, number: int, layer: int) -> None:
@@ -238,7 +238,7 @@ class _OurDecoding:
             self._known[unit].note_uses(len(share), sum(key not in self._workers[unit] for key in share))
             answer = partial(self._answered, number, layer, unit, share)
             arrives = partial(self._workers[unit].ask, share, answer)
-            self._main_sends(unit, self._cluster.row_bytes, arrives)
+            self._coordinator_sends(unit, self._cluster.row_bytes, arrives)
         if own or loads:
             assert self._here is not None
             self._here_uses += len(own) + len(loads)
@@ -270,7 +270,7 @@ class _OurDecoding:
     def _name_later(self, number: int, layer: int) -> None:
         """Announce the coordinator's predictions for the next layer, and start its own loads for the nearest layer."""
         named = self._tokens[number].named
-        if self._shadow is None and named is not None and layer + 1 < self._layers:
+        if self._draft is None and named is not None and layer + 1 < self._layers:
             self._ahead.expect({TokenLayer(number, layer + 1): named[layer + 1]})
         if self._here is None:
             return

@@ -291,7 +291,7 @@ class VirtualClock:
 
     def _look_for_answer(self, plan: LayerPlan, computed: int) -> None:
         assert self._predictor is not None or self._answer_at is None
-        if self._predictor is not None and (computed or self._predictor.asked is Moment.BESIDE):
+        if self._predictor is not None and (computed or self._predictor.asked is Moment.CONCURRENT):
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:

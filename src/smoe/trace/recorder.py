@@ -22,7 +22,7 @@ from smoe.errors import EngineStateError, UnsupportedModelError
 from smoe.models.scoring import ScoringRule, find_rule
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import StepObserver
-from smoe.runtime.seam import routers_heard
+from smoe.runtime.seam import observed_routers
 from smoe.runtime.step import Step
 from smoe.trace.file import TraceWriter
 from smoe.trace.record import PHASES, TracedLayer, TraceHeader
@@ -44,7 +44,7 @@ def recording(
     header = _header(model, engine, name or model.config.name_or_path)
     with TraceWriter(path, header, replace=replace) as writer:
         recorder = Recorder(engine, writer)
-        with routers_heard(model, engine), engine.observed_by(recorder):
+        with observed_routers(model, engine), engine.observed_by(recorder):
             yield recorder
         recorder.settle()
 

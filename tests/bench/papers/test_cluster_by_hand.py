@@ -1,6 +1,6 @@
 """The simulated cluster on tokens so few that every second can be written down, and what it must keep on any.
 
-Would catch: messages that take no time, a load before its slot is free, a wrong guess that costs nothing, a shadow that
+Would catch: messages that take no time, a load before its slot is free, a wrong guess that costs nothing, a draft that
 knows too early.
 """
 
@@ -19,7 +19,7 @@ from bench.papers.cluster import ClusterSetting, decode
 from bench.papers.cluster_worker import SimulatedWorker
 from smoe.expert import EXACT
 from smoe.simulator.cluster import DecodedToken, Wire, WorkerTimes
-from smoe.simulator.cluster_shadow import ShadowTimes
+from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.events import Events
 
 LAYER, LOAD, EXPERT, MESSAGE, DELAY = 1.0, 4.0, 0.5, 0.5, 0.5
@@ -118,44 +118,44 @@ def test_where_groups_do_not_divide_the_layers_turns_may_run_on() -> None:
     assert seconds(replace(fixed, turns_run_on=True), *tokens)[-1] == pytest.approx(3 * (LAYER + EXPERT))
 
 
-def test_a_shadow_departs_when_it_has_been_told() -> None:
-    """A token takes 0.064 of the port, keys and values 0.236 more, a layer of the shadow a quarter of a second."""
+def test_a_draft_departs_when_it_has_been_told() -> None:
+    """A token takes 0.064 of the port, keys and values 0.236 more, a layer of the draft a quarter of a second."""
     wire, delay = Wire(1000.0, 0.1), 0.1
-    told = ShadowTimes(0.25, kv_period=0, kv_bytes=236.0)
+    told = DraftTimes(0.25, kv_period=0, kv_bytes=236.0)
     after_naming = 0.064 + delay + LOAD + EXPERT + delay + 0.025
-    setting = cluster(2, wire, group_size=1, shadow=told)
+    setting = cluster(2, wire, group_size=1, draft=told)
     assert seconds(setting, known([3])) == [pytest.approx(0.064 + delay + 0.25 + after_naming)]
-    late = replace(setting, shadow=replace(told, kv_period=1))
+    late = replace(setting, draft=replace(told, kv_period=1))
     assert seconds(late, known([3])) == [pytest.approx(0.3 + delay + 0.25 + after_naming)]
-    never = replace(setting, shadow=replace(told, token_period=0))
+    never = replace(setting, draft=replace(told, token_period=0))
     assert seconds(never, known([3])) == [pytest.approx(0.25 + after_naming)], "it begins with main"
 
 
 def test_keys_and_values_hold_up_the_rows_behind_them() -> None:
-    """The port is theirs until 2.0; main has spoken at 1.0, and the shadow is too late to matter."""
-    slow = ShadowTimes(9.0, kv_bytes=200.0 - 64.0)
-    setting = cluster(2, Wire(100.0, DELAY), group_size=1, shadow=slow)
+    """The port is theirs until 2.0; main has spoken at 1.0, and the draft is too late to matter."""
+    slow = DraftTimes(9.0, kv_bytes=200.0 - 64.0)
+    setting = cluster(2, Wire(100.0, DELAY), group_size=1, draft=slow)
     assert seconds(setting, known([3])) == [2.0 + 0.25 + DELAY + LOAD + EXPERT + DELAY + 0.25]
-    early = replace(setting, shadow=replace(slow, is_early=True))
+    early = replace(setting, draft=replace(slow, is_early=True))
     assert seconds(early, known([3])) == [1.0 + 0.25 + DELAY + LOAD + EXPERT + DELAY + 0.25], "they go after the rows"
 
 
 def test_keys_and_values_of_several_tokens_travel_together() -> None:
-    every = ShadowTimes(0.25, 0, 2, kv_bytes=100.0)
+    every = DraftTimes(0.25, 0, 2, kv_bytes=100.0)
     assert [every.is_sent(number) for number in range(4)] == [True, False, True, False]
     assert every.kv_message_bytes == 200.0 and replace(every, kv_since=False).kv_message_bytes == 100.0
-    assert not any(ShadowTimes(0.25, 0, 0).is_sent(number) for number in range(4))
+    assert not any(DraftTimes(0.25, 0, 0).is_sent(number) for number in range(4))
 
 
-def test_an_early_shadow_has_the_next_token_loaded_when_it_begins() -> None:
-    shadow = ShadowTimes(0.25, is_early=True)
-    setting = cluster(2, AT_ONCE, group_size=1, shadow=shadow, turns_run_on=True)
+def test_an_early_draft_has_the_next_token_loaded_when_it_begins() -> None:
+    draft = DraftTimes(0.25, is_early=True)
+    setting = cluster(2, AT_ONCE, group_size=1, draft=draft, turns_run_on=True)
     first = 0.25 + LOAD + EXPERT
     right = known([1])
     assert seconds(setting, known([0]), right) == [first, LAYER + EXPERT]
     wrong = right._replace(own_is_right=False, astray=[[7]])
     assert seconds(setting, known([0]), wrong) == [first, 0.25 + LOAD + EXPERT], "as late as if it had waited"
-    assert seconds(replace(setting, shadow=replace(shadow, is_early=False)), known([0]), right) == [first] * 2
+    assert seconds(replace(setting, draft=replace(draft, is_early=False)), known([0]), right) == [first] * 2
 
 
 def test_what_is_expected_for_a_later_step_is_not_held_yet() -> None:
@@ -166,11 +166,11 @@ def test_what_is_expected_for_a_later_step_is_not_held_yet() -> None:
 
 
 def test_a_message_to_each_of_the_group_and_to_nobody_else() -> None:
-    """Each token: one to the shadow, and in every layer two with rows and one to the spare."""
+    """Each token: one to the draft, and in every layer two with rows and one to the spare."""
     named = [[*chosen, spare] for chosen, spare in zip(CHOSEN, [5, 0, 1, 2] * 2, strict=True)]
-    told = ShadowTimes(0.01, kv_period=0)
+    told = DraftTimes(0.01, kv_period=0)
     for workers, group_size, names, messages in ((8, None, CHOSEN, 2), (12, 3, named, 3)):
-        setting = cluster(workers, group_size=group_size, shadow=told)
+        setting = cluster(workers, group_size=group_size, draft=told)
         run = decode(setting, [token(*CHOSEN, named=names)] * 3)
         assert len(run.busy["up"]) == 3 * (1 + 8 * messages) and len(run.busy["down"]) == 3 * 8 * 2
 
@@ -222,12 +222,12 @@ HOW: list[dict[str, Any]] = [
     {"main_names": True},
 ]
 SETTINGS = [
-    cluster(workers, slots=slots, shadow=shadow, chunk=chunk, **how)
-    for workers, how, slots, shadow, chunk in product(
+    cluster(workers, slots=slots, draft=draft, chunk=chunk, **how)
+    for workers, how, slots, draft, chunk in product(
         (3, 8),
         HOW,
         (1, 3),
-        (None, ShadowTimes(0.4, 1, 2, 30.0), ShadowTimes(0.4, 1, 1, 30.0, is_early=True)),
+        (None, DraftTimes(0.4, 1, 2, 30.0), DraftTimes(0.4, 1, 1, 30.0, is_early=True)),
         (None, 0.3),
     )
 ]

@@ -19,7 +19,7 @@ from smoe.load.assembly import scoring_rules
 from smoe.models.kv_cache import RowCache
 from smoe.models.read_spec import read_spec
 from smoe.policy.draft_predictions import Expected
-from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
+from smoe.runtime.draft_model import Alignment, Draft, Greedy, as_draft
 from tests import oracle, zoo
 from tests.packs import pack_folder
 
@@ -49,14 +49,14 @@ def run(folder: Path, open_model: Open) -> Iterator[tuple[Greedy, list[int], lis
     yield text, tokens, [set(routing.top_k_index[0]) for routing in trace]
 
 
-def open_shadow(folder: Path, open_model: Open, precision: str) -> Any:
+def open_draft(folder: Path, open_model: Open, precision: str) -> Any:
     model = open_model(folder, "full", precision=precision)
-    return shadowing(model, scoring_rules(model, read_spec(folder, model.offload.config)))
+    return as_draft(model, scoring_rules(model, read_spec(folder, model.offload.config)))
 
 
-def steps(shadow: Shadow, alignment: Alignment, tokens: list[int], cache: RowCache) -> list[Expected]:
-    shadow.read(PROMPT)
-    return [expected for token in tokens for expected in shadow.step(alignment, token, cache)]
+def steps(draft: Draft, alignment: Alignment, tokens: list[int], cache: RowCache) -> list[Expected]:
+    draft.read(PROMPT)
+    return [expected for token in tokens for expected in draft.step(alignment, token, cache)]
 
 
 @pytest.mark.parametrize("alignment", [Alignment(1, 1), Alignment(0, 0), Alignment(4, 2)])
@@ -65,9 +65,9 @@ def test_a_copy_in_the_same_precision_names_what_is_chosen(
 ) -> None:
     text, tokens, chosen = run
     layers = sorted(text.engine.store.layers)
-    with open_shadow(folder, open_model, "auto") as shadow:
-        said = steps(shadow, alignment, tokens, text.cache)
-        assert shadow.text.next_token == text.next_token
+    with open_draft(folder, open_model, "auto") as draft:
+        said = steps(draft, alignment, tokens, text.cache)
+        assert draft.text.next_token == text.next_token
     assert [set(expected.experts[:2]) for expected in said] == chosen
     assert [expected.layer for expected in said] == layers * STEPS
     for expected in said:
@@ -84,22 +84,22 @@ def test_told_every_token_it_names_what_it_chooses_itself(folder: Path, open_mod
     with model.offload.recording() as trace:
         for token in tokens:
             model(torch.tensor([[token]]), past_key_values=cache)
-    with open_shadow(folder, open_model, "int2") as shadow:
-        said = steps(shadow, Alignment(1, 0), tokens, text.cache)
+    with open_draft(folder, open_model, "int2") as draft:
+        said = steps(draft, Alignment(1, 0), tokens, text.cache)
     assert [set(expected.experts[:2]) for expected in said] == [set(routing.top_k_index[0]) for routing in trace]
     assert [set(expected.experts[:2]) for expected in said] != chosen, "two bits choose otherwise somewhere"
 
 
 def test_left_alone_it_goes_astray(folder: Path, open_model: Open, run: Any) -> None:
     text, tokens, chosen = run
-    with open_shadow(folder, open_model, "int2") as shadow:
-        told = steps(shadow, Alignment(1, 0), tokens, text.cache)
-        alone = steps(shadow, Alignment(0, 0), tokens, text.cache)
-        shadow.read(PROMPT)
+    with open_draft(folder, open_model, "int2") as draft:
+        told = steps(draft, Alignment(1, 0), tokens, text.cache)
+        alone = steps(draft, Alignment(0, 0), tokens, text.cache)
+        draft.read(PROMPT)
         own = []
         for token in tokens:
-            own.append(shadow.text.next_token)
-            shadow.step(Alignment(0, 0), token, text.cache)
+            own.append(draft.text.next_token)
+            draft.step(Alignment(0, 0), token, text.cache)
         assert own != tokens, "it writes another text"
     assert alone != told
     right = [
@@ -112,16 +112,16 @@ def test_left_alone_it_goes_astray(folder: Path, open_model: Open, run: Any) -> 
 def test_aligned_keys_and_values_are_the_models_bit_for_bit(
     period: int, folder: Path, open_model: Open, run: Any
 ) -> None:
-    """After each alignment all rows before the token under way; those since then are the shadow's own."""
+    """After each alignment all rows before the token under way; those since then are the draft's own."""
     text, tokens, _ = run
-    with open_shadow(folder, open_model, "int2") as shadow:
-        shadow.read(PROMPT)
-        assert differing(shadow.text.cache, text.cache, 0, len(PROMPT))
+    with open_draft(folder, open_model, "int2") as draft:
+        draft.read(PROMPT)
+        assert differing(draft.text.cache, text.cache, 0, len(PROMPT))
         for number, token in enumerate(tokens):
-            shadow.step(Alignment(0, period), token, text.cache)
+            draft.step(Alignment(0, period), token, text.cache)
             aligned = len(PROMPT) + number - number % period
-            assert not differing(shadow.text.cache, text.cache, 0, aligned)
-            own = differing(shadow.text.cache, text.cache, aligned, len(PROMPT) + number)
+            assert not differing(draft.text.cache, text.cache, 0, aligned)
+            own = differing(draft.text.cache, text.cache, aligned, len(PROMPT) + number)
             assert own == (number % period > 0), "not before their time"
 
 
@@ -138,23 +138,23 @@ def differing(one: RowCache, other: RowCache, begin: int, end: int) -> bool:
 
 def test_positions_that_not_both_have_are_refused(folder: Path, open_model: Open, run: Any) -> None:
     text, _, _ = run
-    with open_shadow(folder, open_model, "int2") as shadow:
-        shadow.read(PROMPT)
+    with open_draft(folder, open_model, "int2") as draft:
+        draft.read(PROMPT)
         gap = len(PROMPT) + 1
         for begin, end in ((0, text.cache.length + 1), (gap, gap + 1), (-1, 2), (3, 2)):
             with pytest.raises(ValueError, match="cannot take over positions"):
-                shadow.text.cache.take_over(text.cache, begin, end)
+                draft.text.cache.take_over(text.cache, begin, end)
 
 
 def test_recurrent_layers_have_no_rows_to_align(toy: Callable[..., Path], open_model: Open) -> None:
     folder = toy("lfm2_moe")
     text = Greedy(open_model(folder, "half"))
     text.read(PROMPT)
-    with open_shadow(folder, open_model, "auto") as shadow:
-        shadow.read(PROMPT)
+    with open_draft(folder, open_model, "auto") as draft:
+        draft.read(PROMPT)
         with pytest.raises(EngineStateError, match="recurrent state"):
-            shadow.step(Alignment(1, 1), text.next_token, text.cache)
-        assert len(shadow.step(Alignment(1, 0), text.next_token, text.cache)) == len(text.engine.store.layers)
+            draft.step(Alignment(1, 1), text.next_token, text.cache)
+        assert len(draft.step(Alignment(1, 0), text.next_token, text.cache)) == len(text.engine.store.layers)
 
 
 def test_a_prompt_is_read_in_pieces(folder: Path, open_model: Open, run: Any) -> None:
@@ -168,7 +168,7 @@ def test_a_prompt_is_read_in_pieces(folder: Path, open_model: Open, run: Any) ->
 def test_nobody_listens_after_the_end(folder: Path, open_model: Open) -> None:
     model = open_model(folder, "full")
     hooks = sum(len(module._forward_hooks) for module in model.modules())
-    with shadowing(model, scoring_rules(model, read_spec(folder, model.offload.config))):
+    with as_draft(model, scoring_rules(model, read_spec(folder, model.offload.config))):
         assert model.offload.executor.observers
     assert not model.offload.executor.observers
     assert sum(len(module._forward_hooks) for module in model.modules()) == hooks

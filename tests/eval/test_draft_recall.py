@@ -1,4 +1,4 @@
-"""Shadows and other predictors on the same exact runs.
+"""Drafts and other predictors on the same exact runs.
 
 Would catch: a gate's answer counted against another layer or token, a predictor that knows what it is to guess, a run
 that changes because it is listened to, tokens after the end.
@@ -16,13 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.errors import ConfigError
+from smoe.eval.draft_recall import compare
 from smoe.eval.exact_run import SPARES, ExactRun, RunListener, record
-from smoe.eval.shadow_recall import compare
 from smoe.load.assembly import scoring_rules
 from smoe.models.read_spec import read_spec
 from smoe.prediction.activation_path import NO_EXPERT
+from smoe.runtime.draft_model import Alignment, Greedy
 from smoe.runtime.observer import StepObserver
-from smoe.runtime.shadow import Alignment, Greedy
 from smoe.runtime.step import Step
 from tests import oracle, zoo
 from tests.packs import pack_folder
@@ -103,16 +103,16 @@ def test_a_gate_names_what_a_later_router_says_of_this_layers_input(depth: int, 
             assert set(named[n, place, :2].tolist()) == set(index.tolist())
 
 
-def test_shadows_and_predictors_are_compared(folder: Path, open_model: Open) -> None:
+def test_drafts_and_predictors_are_compared(folder: Path, open_model: Open) -> None:
     model = open_model(folder, "half")
-    shadows = {name: open_model(folder, "full", precision=name) for name in ("auto", "int2")}
+    drafts = {name: open_model(folder, "full", precision=name) for name in ("auto", "int2")}
     alignments = [Alignment(1, 1), Alignment(0, 0)]
     ticks: list[int] = []
     spec = read_spec(folder, model.offload.config)
-    found = compare(model, spec, shadows, PROMPTS, TOKENS, alignments, ticks.append)
-    assert sum(ticks) == len(PROMPTS) * TOKENS * (1 + len(shadows) * len(alignments))
+    found = compare(model, spec, drafts, PROMPTS, TOKENS, alignments, ticks.append)
+    assert sum(ticks) == len(PROMPTS) * TOKENS * (1 + len(drafts) * len(alignments))
     assert found.prompt_tokens == (24, 9) and found.tokens == (TOKENS, TOKENS)
-    by_name = {(shadow.precision, shadow.alignment): shadow for shadow in found.shadows}
+    by_name = {(draft.precision, draft.alignment): draft for draft in found.drafts}
     for alignment in alignments:
         same = by_name["auto", alignment]
         assert same.recall.overall == same.recall.whole_layer == same.own_token == 1.0
@@ -144,10 +144,10 @@ def test_a_text_that_ends_has_fewer_tokens(folder: Path, open_model: Open) -> No
 
 def test_periods_that_a_family_cannot_have_are_refused(toy: Callable[..., Path], open_model: Open) -> None:
     folder = toy("lfm2_moe", eos_token_id=None)
-    model, shadow = open_model(folder, "half"), open_model(folder, "full")
+    model, draft = open_model(folder, "half"), open_model(folder, "full")
     spec = read_spec(folder, model.offload.config)
     with pytest.raises(ConfigError, match="no positions that could be aligned") as refused:
-        compare(model, spec, {"auto": shadow}, PROMPTS, 3, [Alignment(1, 4)], lambda _: None)
+        compare(model, spec, {"auto": draft}, PROMPTS, 3, [Alignment(1, 4)], lambda _: None)
     assert refused.value.setting == "periods"
-    found = compare(model, spec, {"auto": shadow}, PROMPTS, 3, [Alignment(1, 0)], lambda _: None)
-    assert found.shadows[0].recall.overall == 1.0
+    found = compare(model, spec, {"auto": draft}, PROMPTS, 3, [Alignment(1, 0)], lambda _: None)
+    assert found.drafts[0].recall.overall == 1.0

@@ -25,7 +25,7 @@ from smoe.models.scoring import ScoringRule
 from smoe.policy.draft_predictions import Expected
 from smoe.runtime.engine import Engine
 from smoe.runtime.observer import StepObserver
-from smoe.runtime.seam import routers_heard
+from smoe.runtime.seam import observed_routers
 from smoe.runtime.step import Step
 
 
@@ -71,9 +71,9 @@ class Greedy:
         self.next_token = int(output.logits[0, -1].argmax())
 
 
-class Shadow(StepObserver):
+class Draft(StepObserver):
     """A draft model: decodes one token at a time and predicts the model's experts for every layer. Made by
-    `shadowing`."""
+    `as_draft`."""
 
     def __init__(self, model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> None:
         """`rules`: the scoring rule of each layer's router; `spares`: the number of predicted experts in addition to
@@ -86,12 +86,12 @@ class Shadow(StepObserver):
         self._decoded = 0
         self._source: RowCache | None = None
         """The cache with which `follow` aligns."""
-        self._say: Callable[[Expected], None] | None = None
+        self._add: Callable[[Expected], None] | None = None
         """Receives the predictions for the current token; None in a prompt."""
 
     def read(self, prompt: Sequence[int]) -> None:
         """Start with a text that the model also gets."""
-        self._say, self._aligned, self._decoded = None, 0, 0
+        self._add, self._aligned, self._decoded = None, 0, 0
         self.text.read(prompt)
 
     def step(self, alignment: Alignment, token: int, cache: RowCache) -> list[Expected]:
@@ -105,11 +105,11 @@ class Shadow(StepObserver):
             self.text.cache.take_over(cache, self._aligned, length)
             self._aligned = length
         given = token if _is_due(alignment.token, self._decoded) else self.text.next_token
-        said: list[Expected] = []
-        self._say = said.append
+        predicted: list[Expected] = []
+        self._add = predicted.append
         self.text.take([given])
         self._decoded += 1
-        return said
+        return predicted
 
     def follow(self, token: int, position: int, cache: RowCache, say: Callable[[Expected], None]) -> None:
         """Decode the token at `position` of the text in `cache`, which is the model's; `say` receives each layer's
@@ -126,7 +126,7 @@ class Shadow(StepObserver):
         self._aligned = min(self._aligned, mine.length)
         mine.take_over(cache, self._aligned, known)
         self._aligned = known
-        self._say = say
+        self._add = say
         self.text.take([token])
 
     def unlearn(self, unchanged: float) -> None:
@@ -134,8 +134,8 @@ class Shadow(StepObserver):
         self._aligned = int(min(self._aligned, unchanged))
 
     def routed(self, step: Step) -> None:
-        if self._say is not None:
-            self._say(self._expected(step))
+        if self._add is not None:
+            self._add(self._expected(step))
 
     def _expected(self, step: Step) -> Expected:
         if step.logits is None:
@@ -152,13 +152,13 @@ class Shadow(StepObserver):
 
 
 @contextmanager
-def shadowing(model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> Iterator[Shadow]:
+def as_draft(model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> Iterator[Draft]:
     """Make `model` (a result of `smoe.from_pretrained`) a draft model for the duration of the `with` block. Yield the
     draft model."""
-    shadow = Shadow(model, rules, spares)
-    engine = shadow.text.engine
-    with routers_heard(model, engine), engine.observed_by(shadow):
-        yield shadow
+    draft = Draft(model, rules, spares)
+    engine = draft.text.engine
+    with observed_routers(model, engine), engine.observed_by(draft):
+        yield draft
 
 
 def _is_due(period: int, decoded: int) -> bool:

@@ -1,6 +1,6 @@
 """The coordinator's end of a draft model's connection; one draft model at a time is active and follows the text.
 
-    draft model    SHADOW (its identity and state) -->                        opens its files ... SHADOW -->
+    draft model    DRAFT (its identity and state) -->                        opens its files ... DRAFT -->
     coordinator                                   <-- WELCOME (what to open)                 <-- WELCOME: it is in
     coordinator    KEYS, FOLLOW -->   EXPECTED <--   both BEAT; when silent, gone or invalid: goes on without it
 
@@ -64,7 +64,7 @@ class Seat:
 
     def is_of(self, route: bytes, kind: FrameKind) -> bool:
         """Return whether a message is for this seat."""
-        return kind is FrameKind.SHADOW or self.has(route)
+        return kind is FrameKind.DRAFT or self.has(route)
 
     def has(self, route: bytes) -> bool:
         """Return whether the present draft model uses this route."""
@@ -72,7 +72,7 @@ class Seat:
 
     def receive(self, route: bytes, key: str, frame: Frame, now: float, send: Send) -> None:
         """Process a message for this seat. Raises `FrameError`."""
-        if frame.kind is FrameKind.SHADOW:
+        if frame.kind is FrameKind.DRAFT:
             self._greeted(route, key, frames.fields_of(frame), now, send)
         elif key == self._key:
             self._received_at = now
@@ -81,7 +81,7 @@ class Seat:
             elif frame.kind is FrameKind.TAKEN:
                 self._under_way = max(0, self._under_way - 1)
             elif frame.kind is FrameKind.EXPECTED and self.following is not None and self.is_in:
-                self.following.hear(frame)
+                self.following.receive(frame)
 
     def turn(self, now: float, send: Send) -> None:
         """Send pending messages, and check that the draft model is alive."""
@@ -126,7 +126,7 @@ class Seat:
             "name": self.name,
             "state": self.state,
             "why": self.why,
-            "precision": None if following is None or not self._is_open else following.wanted["shadow_precision"],
+            "precision": None if following is None or not self._is_open else following.wanted["draft_precision"],
             "memory_bytes": _whole(self._fields.get("memory_bytes")),
             "tokens_followed": 0 if following is None else following.steps,
             "layers_named": 0 if following is None else following.layers,
@@ -148,7 +148,7 @@ class Seat:
             return
         if self.is_in:
             self.leave("reconnected")  # or it has missed a message
-        self._admission.note_role(key, is_shadow=True)
+        self._admission.note_role(key, is_draft=True)
         self._key, self._route, self._received_at = key, route, now
         self.name, self._fields = self._admission.name_of(key) or "?", fields
         if self.following is None:

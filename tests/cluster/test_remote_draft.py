@@ -1,7 +1,8 @@
-"""A shadow on a machine of its own: it names what one on main would name, and the text is the same whatever it does.
+"""A draft on a machine of its own: it names what one on the coordinator would name, and the text is the same whatever
+it does.
 
-Would catch: a shadow that is behind after a prompt, or follows another text; memory for a shadow on a main that has
-none; a main that waits for one that is gone, or believes what cannot be.
+Would catch: a draft that is behind after a prompt, or follows another text; memory for a draft on a coordinator that
+has none; a coordinator that waits for one that is gone, or believes what cannot be.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.cluster.identity import keep_main, read_main
-from smoe.cluster.shadow_frames import ExpectedExperts
-from smoe.cluster.shadow_process import ShadowProcess
+from smoe.cluster.draft_frames import ExpectedExperts
+from smoe.cluster.draft_process import DraftProcess
+from smoe.cluster.identity import read_coordinator, store_coordinator
 from smoe.errors import ClusterError, ConfigError
-from smoe.load.shadow_apart import ShadowFiles
+from smoe.load.remote_draft import DraftFiles
 from smoe.policy.prediction import Prediction
-from smoe.runtime.shadow import Greedy
+from smoe.runtime.draft_model import Greedy
 from tests import oracle, zoo
 from tests.cluster.conftest import BY_TURNS, cluster_of, member, served_or_refused
 from tests.packs import pack_folder
@@ -32,7 +33,7 @@ Open = Callable[..., PreTrainedModel]
 Start = Callable[..., list[Any]]
 Shade = Callable[..., Any]
 PROMPT = oracle.PROMPT[0].tolist()
-APART: dict[str, Any] = {"cluster": "test", "prefetch": "shadow", "shadow_on": "cluster", "prefetch_trial": False}
+APART: dict[str, Any] = {"cluster": "test", "prefetch": "draft-model", "draft_on": "cluster", "prefetch_trial": False}
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shade(main: Any) -> Iterator[Shade]:
-    """`shade(folder, kind=ShadowProcess)`: an invited shadow, on a thread of its own."""
-    running: list[tuple[ShadowProcess, threading.Thread]] = []
+def shade(coordinator: Any) -> Iterator[Shade]:
+    """`shade(folder, kind=DraftProcess)`: an invited draft, on a thread of its own."""
+    running: list[tuple[DraftProcess, threading.Thread]] = []
 
-    def begin(folder: Path, kind: type[ShadowProcess] = ShadowProcess, name: str = "s0") -> ShadowProcess:
-        process = kind(member(name), ShadowFiles(folder, threads=1), print)
+    def begin(folder: Path, kind: type[DraftProcess] = DraftProcess, name: str = "s0") -> DraftProcess:
+        process = kind(member(name), DraftFiles(folder, threads=1), print)
         thread = threading.Thread(target=partial(served_or_refused, process), daemon=True)
         thread.start()
         running.append((process, thread))
@@ -86,23 +87,23 @@ class Heard:
 
 
 def listened(model: PreTrainedModel) -> Heard:
-    """What hears the shadow of a model, beside its cluster."""
+    """What hears the draft of a model, beside its cluster."""
     heard: Any = Heard(cluster_of(model))
     model.offload.executor.helpers[-1].tell(heard)
     return heard
 
 
-@pytest.mark.parametrize("preset", [{}, BY_TURNS | {"prefetch": "shadow"}], ids=["finish", "by turns"])
+@pytest.mark.parametrize("preset", [{}, BY_TURNS | {"prefetch": "draft-model"}], ids=["finish", "by turns"])
 def test_the_text_is_exact(preset: dict[str, Any], folder: Path, start: Start, shade: Shade, open_model: Open) -> None:
     start(folder, 2)
     shade(folder)
     model = open_model(folder, "minimum", cluster_workers=2, **(APART | preset))
-    assert cluster_of(model).shadow["state"] == "ready", cluster_of(model).shadow
+    assert until(lambda: cluster_of(model).draft["state"] == "ready"), cluster_of(model).draft
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
-    said = cluster_of(model).shadow
+    said = cluster_of(model).draft
     assert said["name"] == "s0" and said["precision"] == "int4"
     assert said["tokens_followed"] > oracle.NEW_TOKENS // 2 and said["layers_named"] > oracle.NEW_TOKENS
-    assert "shadow" not in model.offload.ledger.entries(), "main has no memory for one"
+    assert "draft model" not in model.offload.ledger.entries(), "main has no memory for one"
 
 
 @pytest.mark.parametrize(("departure", "part_bytes"), [("late", 1 << 17), ("late", 900), ("at-once", 1 << 17)])
@@ -120,9 +121,9 @@ def test_it_names_what_one_on_main_would_name(
     monkeypatch.setattr("smoe.cluster.following.PART_BYTES", part_bytes)
     start(folder, 1)
     shade(folder)
-    spares = {"shadow_departure": departure, "shadow_spares": 1}
+    spares = {"draft_start": departure, "draft_extra": 1}
     apart = named_along(open_model(folder, "minimum", **APART, **spares))
-    assert apart == named_along(open_model(folder, "minimum", **APART | {"shadow_on": "main"}, **spares))
+    assert apart == named_along(open_model(folder, "minimum", **APART | {"draft_on": "coordinator"}, **spares))
 
 
 def named_along(model: PreTrainedModel) -> list[list[tuple[int, ...]]]:
@@ -151,37 +152,37 @@ def named_along(model: PreTrainedModel) -> list[list[tuple[int, ...]]]:
     return found
 
 
-def test_a_shadow_that_is_lost_is_taken_back(folder: Path, start: Start, shade: Shade, open_model: Open) -> None:
+def test_a_draft_that_is_lost_is_taken_back(folder: Path, start: Start, shade: Shade, open_model: Open) -> None:
     """Killed in the middle of a text, and another one in its place: the text goes on."""
     start(folder, 1)
-    first = shade(folder, type("Killed", (ShadowProcess,), {"_send": silenced}))
+    first = shade(folder, type("Killed", (DraftProcess,), {"_send": silenced}))
     model = open_model(folder, "minimum", **APART)
     cluster, text, alone = cluster_of(model), Greedy(model), Greedy(open_model(folder, "minimum"))
     text.read(PROMPT)
     alone.read(PROMPT)
     for n in range(24):
         if n == 6:
-            assert cluster.shadow["tokens_followed"] > 0
+            assert cluster.draft["tokens_followed"] > 0
             first.is_silent = True
             first.end()
         if n == 12:
-            assert until(lambda: cluster.shadow["state"] == "out") and cluster.shadow["why"]
+            assert until(lambda: cluster.draft["state"] == "out") and cluster.draft["why"]
             shade(folder, name="s1")
-            assert until(lambda: cluster.shadow["state"] == "ready" and cluster.shadow["name"] == "s1")
-            before = cluster.shadow["layers_named"]
+            assert until(lambda: cluster.draft["state"] == "ready" and cluster.draft["name"] == "s1")
+            before = cluster.draft["layers_named"]
         assert text.next_token == alone.next_token
         text.take([text.next_token])
         alone.take([alone.next_token])
-    assert until(lambda: cluster.shadow["layers_named"] > before), "it was told all that it had not heard"
+    assert until(lambda: cluster.draft["layers_named"] > before), "it was told all that it had not heard"
 
 
 def silenced(self: Any, dealer: Any, parts: list[Any]) -> None:
     """In the place of `Talking._send`: a process that was killed says no good-bye."""
     if not getattr(self, "is_silent", False):
-        ShadowProcess._send(self, dealer, parts)
+        DraftProcess._send(self, dealer, parts)
 
 
-class Frozen(ShadowProcess):
+class Frozen(DraftProcess):
     """Sleeps for a while, once, when it is told to."""
 
     asleep = 0.0
@@ -191,47 +192,47 @@ class Frozen(ShadowProcess):
         super()._turn(dealer)
 
 
-def test_a_shadow_that_was_frozen_comes_back(folder: Path, start: Start, shade: Shade, open_model: Open) -> None:
+def test_a_draft_that_was_frozen_comes_back(folder: Path, start: Start, shade: Shade, open_model: Open) -> None:
     start(folder, 1)
     frozen = shade(folder, Frozen)
     model = open_model(folder, "minimum", **APART)
     cluster = cluster_of(model)
     frozen.asleep = 1.6
-    assert until(lambda: cluster.shadow["state"] == "out") and "sent nothing for 1 s" in cluster.shadow["why"]
+    assert until(lambda: cluster.draft["state"] == "out") and "sent nothing for 1 s" in cluster.draft["why"]
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=6), oracle.greedy(oracle.reference(folder), new_tokens=6))
-    assert until(lambda: cluster.shadow["state"] == "ready")
-    followed = cluster.shadow["tokens_followed"]
+    assert until(lambda: cluster.draft["state"] == "ready")
+    followed = cluster.draft["tokens_followed"]
     oracle.greedy(model, new_tokens=6)
-    assert cluster.shadow["tokens_followed"] > followed
+    assert cluster.draft["tokens_followed"] > followed
 
 
-def test_a_shadow_that_has_missed_something_begins_anew(
+def test_a_draft_that_has_missed_something_begins_anew(
     folder: Path, start: Start, shade: Shade, open_model: Open
 ) -> None:
     start(folder, 1)
-    shadow = shade(folder)
+    draft = shade(folder)
     model = open_model(folder, "minimum", **APART)
     cluster, heard, text = cluster_of(model), listened(model), Greedy(model)
     text.read(PROMPT)
     text.take([7])
-    shadow._opened[1]._text = None
+    draft._opened[1]._text = None
     text.take([8])
-    assert until(lambda: "reconnected" in cluster.shadow["why"] or shadow._opened[1]._text is not None)
+    assert until(lambda: "reconnected" in cluster.draft["why"] or draft._opened[1]._text is not None)
     text.take([9])
     here = text.cache.length - 1
     assert until(lambda: (here, len(model.offload.store.layers) - 1) in heard.said)
-    assert cluster.shadow["state"] == "ready"
+    assert cluster.draft["state"] == "ready"
 
 
-class Liar(ShadowProcess):
+class Liar(DraftProcess):
     """Names other experts than its routers do, or says what cannot be."""
 
     lie: Callable[[ExpectedExperts], ExpectedExperts]
 
-    def _hear_shadow(self, step: Any, expected: Any) -> None:
-        super()._hear_shadow(step, expected)
+    def _hear_draft(self, step: Any, expected: Any) -> None:
+        super()._hear_draft(step, expected)
         with self._lock:
-            self._unsaid = [type(self).lie(each) for each in self._unsaid]
+            self._unsent = [type(self).lie(each) for each in self._unsent]
 
 
 LIES: dict[str, tuple[Callable[[ExpectedExperts], ExpectedExperts], bool]] = {
@@ -254,7 +255,7 @@ def test_what_a_liar_says_changes_no_bit(
     shade(folder, type("Lying", (Liar,), {"lie": staticmethod(says)}))
     model = open_model(folder, "minimum", cluster_workers=2, **APART)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
-    said = cluster_of(model).shadow
+    said = cluster_of(model).draft
     if is_believed:
         assert said["state"] == "ready"
     else:
@@ -266,11 +267,11 @@ def test_garbage_is_refused_by_name(
     parts: list[bytes], folder: Path, start: Start, shade: Shade, open_model: Open
 ) -> None:
     start(folder, 1)
-    shadow = shade(folder)
+    draft = shade(folder)
     model = open_model(folder, "minimum", **APART)
-    shadow._queue.put(parts)
-    assert until(lambda: cluster_of(model).shadow["state"] == "out")
-    assert "sent an invalid message" in cluster_of(model).shadow["why"]
+    draft._queue.put(parts)
+    assert until(lambda: cluster_of(model).draft["state"] == "out")
+    assert "sent an invalid message" in cluster_of(model).draft["why"]
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=4), oracle.greedy(oracle.reference(folder), new_tokens=4))
 
 
@@ -280,21 +281,19 @@ def test_what_cannot_be_opened_is_said_and_not_waited_for(
     start(folder, 1)
     shade(folder)
     began = time.monotonic()
-    model = open_model(folder, "minimum", shadow_precision="int8", cluster_timeout_seconds=60.0, **APART)
+    model = open_model(folder, "minimum", draft_precision="int8", cluster_timeout_seconds=60.0, **APART)
     assert time.monotonic() - began < 30
-    assert "needs its experts packed" in cluster_of(model).shadow["why"]
+    assert "needs its experts packed" in cluster_of(model).draft["why"]
     said = "cannot load what the coordinator requests: a draft model in int8 needs its experts packed"
     assert until(lambda: said in capsys.readouterr().out)
     oracle.assert_same_steps(oracle.greedy(model, new_tokens=4), oracle.greedy(oracle.reference(folder), new_tokens=4))
 
 
-def test_another_model_s_shadow_is_refused(
-    folder: Path, start: Start, shade: Shade, open_model: Open, toy: Any
-) -> None:
+def test_another_model_s_draft_is_refused(folder: Path, start: Start, shade: Shade, open_model: Open, toy: Any) -> None:
     start(folder, 1)
     other = shade(toy("qwen3_moe", dtype=torch.bfloat16))
     model = open_model(folder, "minimum", cluster_timeout_seconds=2.0, **APART)
-    assert cluster_of(model).shadow is None
+    assert cluster_of(model).draft is None
     with pytest.raises(ClusterError, match="its weights is"):
         other.serve()
 
@@ -302,44 +301,44 @@ def test_another_model_s_shadow_is_refused(
 def test_it_is_used_where_one_belongs_to_the_cluster(
     folder: Path, start: Start, shade: Shade, open_model: Open, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A main that was not told where, and knows of none, has a thread of its own; the next one knows."""
+    """A coordinator that was not told where, and knows of none, has a thread of its own; the next one knows."""
     start(folder, 1)
-    switches = {name: value for name, value in APART.items() if name != "shadow_on"}
+    switches = {name: value for name, value in APART.items() if name != "draft_on"}
     before = open_model(folder, "minimum", **switches)
-    assert before.offload.config.shadow_on == "main" and "shadow" in before.offload.ledger.entries()
+    assert before.offload.config.draft_on == "coordinator" and "draft model" in before.offload.ledger.entries()
     shade(folder)
-    assert until(lambda: cluster_of(before).shadow is not None)
-    assert cluster_of(before).shadow["state"] == "not used" and read_main("test").shadows == ["s0"]
+    assert until(lambda: cluster_of(before).draft is not None)
+    assert cluster_of(before).draft["state"] == "not used" and read_coordinator("test").drafts == ["s0"]
     assert until(lambda: "waits: this coordinator decodes without a draft model" in capsys.readouterr().out)
     before.offload.close()
     after = open_model(folder, "minimum", **switches)
-    assert after.offload.config.shadow_on == "cluster" and cluster_of(after).shadow["state"] == "ready"
+    assert after.offload.config.draft_on == "cluster" and cluster_of(after).draft["state"] == "ready"
     second = shade(folder, name="s2")
     assert until(lambda: "s0 is already the coordinator's draft model" in capsys.readouterr().out)
-    assert cluster_of(after).shadow["name"] == "s0" and second._opened is None
+    assert cluster_of(after).draft["name"] == "s0" and second._opened is None
     after.offload.close()
-    keep_main(read_main("test").with_role("s0", False).with_role("s2", False))
-    assert open_model(folder, "minimum", **switches).offload.config.shadow_on == "main"
+    store_coordinator(read_coordinator("test").with_role("s0", False).with_role("s2", False))
+    assert open_model(folder, "minimum", **switches).offload.config.draft_on == "coordinator"
 
 
 def test_what_main_wants_anew_is_opened_anew(folder: Path, start: Start, shade: Shade, open_model: Open) -> None:
-    """And what is open already stays for the next main."""
+    """And what is open already stays for the next coordinator."""
     start(folder, 1)
-    shadow = shade(folder)
+    draft = shade(folder)
     opened = []
     for departure in ("late", "late", "at-once"):
-        model = open_model(folder, "minimum", shadow_departure=departure, **APART)
-        assert cluster_of(model).shadow["state"] == "ready"
-        opened.append(shadow._opened[1])
+        model = open_model(folder, "minimum", draft_start=departure, **APART)
+        assert cluster_of(model).draft["state"] == "ready"
+        opened.append(draft._opened[1])
         oracle.greedy(model, new_tokens=3)
         model.offload.close()
-    assert opened[0] is opened[1] is not opened[2] and opened[0]._ahead._shadow.text.engine._is_closed
+    assert opened[0] is opened[1] is not opened[2] and opened[0]._ahead._draft.text.engine._is_closed
 
 
 def test_settings_of_a_place(folder: Path, open_model: Open) -> None:
-    with pytest.raises(ConfigError, match="`shadow_on` belongs to `cluster`"):
-        open_model(folder, "minimum", prefetch="shadow", shadow_on="cluster")
-    with pytest.raises(ConfigError, match="`shadow_on` belongs to `prefetch` shadow"):
-        open_model(folder, "minimum", shadow_on="main")
-    with pytest.raises(ConfigError, match="main, cluster"):
-        open_model(folder, "minimum", prefetch="shadow", shadow_on="moon")
+    with pytest.raises(ConfigError, match="`draft_on` belongs to `cluster`"):
+        open_model(folder, "minimum", prefetch="draft-model", draft_on="cluster")
+    with pytest.raises(ConfigError, match="`draft_on` belongs to `prefetch` draft-model"):
+        open_model(folder, "minimum", draft_on="coordinator")
+    with pytest.raises(ConfigError, match="coordinator, cluster"):
+        open_model(folder, "minimum", prefetch="draft-model", draft_on="moon")

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from smoe.bounds import DEFAULT_SHADOW
+from smoe.bounds import DEFAULT_DRAFT
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
-from smoe.load.shadow_size import least_shadow_bytes
+from smoe.load.draft_size import least_draft_bytes
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.policy.budget import Ledger, allocate, budget_for_share, full_bytes
-from smoe.policy.registry import SHADOW
+from smoe.policy.registry import DRAFT
 from smoe.report.forecast import Survey
 from smoe.units import format_bytes
 
@@ -27,30 +27,28 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
             given=config.cluster,
             allowed="`name` instead, in a plan",
         )
-    its = config.shadow_precision if config.prefetch == SHADOW else None
+    its = config.draft_precision if config.prefetch == DRAFT else None
     by_turns = config.placement == "round-robin"
-    shadows = {"cluster": DEFAULT_SHADOW, "round-robin": "int8"}
+    drafts = {"cluster": DEFAULT_DRAFT, "round-robin": "int8"}
     if its is not None:
-        shadows["round-robin" if by_turns else "cluster"] = its
-    usual: dict[str, Any] = dict.fromkeys(
-        ("placement", "shadow_precision", "shadow_departure", "shadow_on", "shadow_spares")
-    )
-    if config.prefetch == SHADOW:
+        drafts["round-robin" if by_turns else "cluster"] = its
+    usual: dict[str, Any] = dict.fromkeys(("placement", "draft_precision", "draft_start", "draft_on", "draft_extra"))
+    if config.prefetch == DRAFT:
         usual |= {"prefetch": "auto", "prefetch_trial": None}
-    return replace(config, **usual), shadows
+    return replace(config, **usual), drafts
 
 
-def beside_shadows(
-    model: str, survey: Survey, config: EngineConfig, shadows: Mapping[str, str], revision: str | None
+def with_drafts(
+    model: str, survey: Survey, config: EngineConfig, drafts: Mapping[str, str], revision: str | None
 ) -> tuple[Ledger | None, list[str]]:
     """Return (the coordinator's budget with the draft model of preset cluster, None where that has no room; a remark
     about each schedule's draft model)."""
     ledgers, remarks = dict[str, Ledger | None](), []
-    for schedule, precision in shadows.items():
+    for schedule, precision in drafts.items():
         what = f"{schedule} with a draft model in {precision} on the coordinator"
-        its = replace(config, prefetch=SHADOW, shadow_precision=precision)
+        its = replace(config, prefetch=DRAFT, draft_precision=precision)
         try:
-            nbytes = least_shadow_bytes(model, survey.spec, its, revision)
+            nbytes = least_draft_bytes(model, survey.spec, its, revision)
             ledgers[schedule] = _beside(survey, config, nbytes)
             takes = f"{format_bytes(nbytes)} of its memory"
         except BudgetError:
@@ -63,10 +61,10 @@ def beside_shadows(
     return ledgers["cluster"], remarks
 
 
-def _beside(survey: Survey, config: EngineConfig, shadow_bytes: int) -> Ledger:
+def _beside(survey: Survey, config: EngineConfig, draft_bytes: int) -> Ledger:
     """Return the coordinator's budget with a draft model: as requested, or as large as memory allows. Raises
     `BudgetError`."""
-    demand = replace(survey.ledger.demand, shadow_bytes=shadow_bytes)
+    demand = replace(survey.ledger.demand, draft_bytes=draft_bytes)
     if config.memory_bytes is not None or survey.is_emulated:
         return allocate(survey.ledger.budget_bytes, demand)
     if config.resident_share is not None:

@@ -1,4 +1,4 @@
-"""Runs a cluster's draft model: `smoe cluster join --shadow`, and that of `smoe cluster up --shadow`; and describes one
+"""Runs a cluster's draft model: `smoe cluster join --draft`, and that of `smoe cluster up --draft`; and describes one
 in a line."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from smoe.units import format_bytes
 if TYPE_CHECKING:
     from smoe.cluster.identity import Worker
 
-Shadow = Annotated[
+Draft = Annotated[
     bool,
     typer.Option(
-        "--shadow",
+        "--draft",
         help="Run a draft model (with up: start one as well): a quantised copy of the model that runs ahead and "
         "predicts the next experts (on the coordinator: --preset cluster or od-moe).",
     ),
@@ -30,27 +30,27 @@ def check_alone(given: Mapping[str, Any]) -> None:
         if value is not None:
             owner = "`fetch`" if name == "precision" else "a worker"
             raise ConfigError(
-                f"`{name}` {value} applies to {owner}; the coordinator configures a draft model (`shadow`): leave it "
+                f"`{name}` {value} applies to {owner}; the coordinator configures a draft model (`draft`): leave it "
                 "out",
                 setting=name,
                 given=value,
-                allowed="only without `shadow`",
+                allowed="only without `draft`",
             )
 
 
-def be_shadow(me: Worker, model: str, threads: int | None) -> None:
+def be_draft(me: Worker, model: str, threads: int | None) -> None:
     """Run a draft model until Ctrl-C, SIGTERM, or a refusal of the coordinator."""
     from dataclasses import replace
 
     from smoe.cli.cluster_work import serve_until_signal
     from smoe.cli.console import note
     from smoe.cluster.address import to_connect_to
+    from smoe.cluster.draft_process import DraftProcess
     from smoe.cluster.identity import keep_worker
-    from smoe.cluster.shadow_process import ShadowProcess
-    from smoe.load.shadow_apart import ShadowFiles
+    from smoe.load.remote_draft import DraftFiles
 
     to_connect_to(me.address)  # refuse a name that does not resolve before reading files
-    files = ShadowFiles(model, threads)
+    files = DraftFiles(model, threads)
     note(f"draft model {me.name}: ready; waiting for the coordinator at {me.address}, which chooses the copy to load")
 
     def changed(words: str) -> None:
@@ -59,12 +59,12 @@ def be_shadow(me: Worker, model: str, threads: int | None) -> None:
             keep_worker(replace(me, code=None))
 
     try:
-        serve_until_signal(ShadowProcess(me, files, changed))
+        serve_until_signal(DraftProcess(me, files, changed))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"draft model {me.name} has ended") from None
 
 
-def shadow_line(report: Mapping[str, Any]) -> str:
+def draft_line(report: Mapping[str, Any]) -> str:
     """Return a line about a cluster's draft model, from the coordinator's report."""
     state = report["state"] + (f" ({report['why']})" if report["why"] else "")
     copy = f" in {report['precision']}" if report["precision"] else ""

@@ -5,30 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from smoe.bounds import DEFAULT_SHADOW
+from smoe.bounds import DEFAULT_DRAFT
 from smoe.config import EngineConfig
 from smoe.models.model_sizes import model_sizes
 from smoe.models.spec import ModelSpec
 from smoe.policy.budget import full_bytes
-from smoe.policy.registry import SHADOW
+from smoe.policy.registry import DRAFT
 
 
-def least_shadow_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
+def least_draft_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
     """Return the bytes of a draft model on the coordinator, in addition to the model's; 0 if none is configured."""
-    if config.prefetch != SHADOW or config.shadow_on == "cluster":
+    if config.prefetch != DRAFT or config.draft_on == "cluster":
         return 0
-    own = shadow_config(spec, config)
+    own = draft_config(spec, config)
     _, its = model_sizes(model, own, revision)
     demand = its.demand(own, its.least_slot_bytes())
     return full_bytes(demand) - (0 if its.dense else demand.weights_bytes)
 
 
-def shadow_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
+def draft_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
     """Return the configuration of the draft model's engine."""
     return replace(
-        EngineConfig(
-            precision=config.shadow_precision or DEFAULT_SHADOW, prefetch="none", eviction="lru", preload=True
-        ),
+        EngineConfig(precision=config.draft_precision or DEFAULT_DRAFT, prefetch="none", eviction="lru", preload=True),
         context_tokens=spec.context_tokens,
         prefill_tokens=1,
         io_threads=1,

@@ -19,7 +19,7 @@ from smoe.simulator.events import Events
 
 
 @dataclass(frozen=True)
-class ShadowTimes:
+class DraftTimes:
     """A draft model's times, and the intervals at which it is aligned."""
 
     layer: float
@@ -51,14 +51,14 @@ def _is_due(period: int, token: int) -> bool:
     return period > 0 and token % period == 0
 
 
-class SimulatedShadow:
+class SimulatedDraft:
     """A simulated draft model. `says` gets (token, layer, whether its own token was right) after each layer; `unsays`
     is called when a token's predictions are withdrawn."""
 
     def __init__(
         self,
         events: Events,
-        times: ShadowTimes,
+        times: DraftTimes,
         layers: int,
         own_is_right: Sequence[bool],
         says: Callable[[int, int, bool], None],

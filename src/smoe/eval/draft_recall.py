@@ -17,11 +17,11 @@ from smoe.eval.recall import Recall, Tally
 from smoe.load.assembly import scoring_rules
 from smoe.models.spec import LibrarySpec
 from smoe.prediction.activation_path import NO_EXPERT
-from smoe.runtime.shadow import Alignment, Greedy, Shadow, shadowing
+from smoe.runtime.draft_model import Alignment, Draft, Greedy, as_draft
 
 
 @dataclass(frozen=True)
-class ShadowRecall:
+class DraftRecall:
     """The result of one draft model with one alignment."""
 
     precision: str
@@ -39,7 +39,7 @@ class ShadowRecall:
 class RecallComparison:
     """The results of all draft models, and of predictors that need none, on the same runs."""
 
-    shadows: tuple[ShadowRecall, ...]
+    drafts: tuple[DraftRecall, ...]
     predictors: Mapping[str, Recall]
     refused: Mapping[str, str]
     """Predictors that could not be used, with the reasons."""
@@ -58,7 +58,7 @@ class RecallComparison:
         return {
             "prompt_tokens": [*self.prompt_tokens],
             "tokens": [*self.tokens],
-            "shadows": [shadow.as_json() for shadow in self.shadows],
+            "shadows": [draft.as_json() for draft in self.drafts],
             "predictors": [{"name": name} | recall.as_json() for name, recall in self.predictors.items()],
             "refused": dict(self.refused),
         }
@@ -67,13 +67,13 @@ class RecallComparison:
 def compare(
     model: PreTrainedModel,
     spec: LibrarySpec,
-    shadows: Mapping[str, PreTrainedModel],
+    drafts: Mapping[str, PreTrainedModel],
     prompts: Sequence[Sequence[int]],
     tokens: int,
     alignments: Sequence[Alignment],
     tick: Tick,
 ) -> RecallComparison:
-    """Record `model` continuing each of `prompts` by at most `tokens`, and compare `shadows` (draft models by
+    """Record `model` continuing each of `prompts` by at most `tokens`, and compare `drafts` (draft models by
     precision) with it.
 
     The keys and values of one prompt are in memory at a time. `tick` is called for every token that any model decodes,
@@ -83,12 +83,12 @@ def compare(
     rules = scoring_rules(model, spec)
     listener, text = RunListener(model, spec, rules), Greedy(model)
     top_k = [layer.top_k for layer in listener.layers]
-    tallies = {(name, each): Tally(top_k, tokens, SPARES) for name in shadows for each in alignments}
+    tallies = {(name, each): Tally(top_k, tokens, SPARES) for name in drafts for each in alignments}
     agreed = dict.fromkeys(tallies, 0)
     of_predictors = {name: Tally(top_k, tokens, SPARES) for name in listener.predictors}
     runs: list[tuple[int, int]] = []
     with ExitStack() as stack:
-        ready = {name: stack.enter_context(shadowing(shadow, rules, SPARES)) for name, shadow in shadows.items()}
+        ready = {name: stack.enter_context(as_draft(draft, rules, SPARES)) for name, draft in drafts.items()}
         for prompt in prompts:
             with text.engine.observed_by(listener):
                 run = record(text, listener, prompt, tokens, tick)
@@ -113,7 +113,7 @@ def compare(
         )
     decoded = sum(steps for _, steps in runs)
     found = [
-        ShadowRecall(name, alignment, tally.finished(), agreed[name, alignment] / decoded)
+        DraftRecall(name, alignment, tally.finished(), agreed[name, alignment] / decoded)
         for (name, alignment), tally in tallies.items()
     ]
     predictors = {name: tally.finished() for name, tally in of_predictors.items()}
@@ -121,15 +121,15 @@ def compare(
     return RecallComparison(tuple(found), predictors, listener.refused, lengths, counts)
 
 
-def replay(shadow: Shadow, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:
-    """Return (the predictions of `shadow` for every token of `run` [n, L, K + spares]; the number of tokens it
+def replay(draft: Draft, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:
+    """Return (the predictions of `draft` for every token of `run` [n, L, K + spares]; the number of tokens it
     predicted itself)."""
     steps, layers, top_k = run.chosen.shape
     named, agreed = np.full((steps, layers, top_k + SPARES), NO_EXPERT, dtype=np.int64), 0
-    shadow.read(run.prompt)
+    draft.read(run.prompt)
     for n, token in enumerate(run.tokens):
-        agreed += shadow.text.next_token == token
-        for place, expected in enumerate(shadow.step(alignment, token, run.cache)):
+        agreed += draft.text.next_token == token
+        for place, expected in enumerate(draft.step(alignment, token, run.cache)):
             named[n, place, : len(expected.experts)] = expected.experts
         tick(1)
     return named, agreed

@@ -1,4 +1,4 @@
-"""What is sent to a shadow, and what it says, is what comes; what is no such message is refused. Would catch keys and
+"""What is sent to a draft, and what it says, is what comes; what is no such message is refused. Would catch keys and
 values written beyond a cache, an expert that there is not, lengths that are believed.
 """
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smoe.cluster import frames, shadow_frames
+from smoe.cluster import draft_frames, frames
+from smoe.cluster.draft_frames import MOST_PREDICTIONS, ExpectedExperts, Follow, Keys
 from smoe.cluster.frames import Frame, FrameError
-from smoe.cluster.shadow_frames import MOST_PREDICTIONS, ExpectedExperts, Follow, Keys
 
 EXPERTS = {0: 8, 1: 8, 3: 16}
 NAMED = {0: 2, 1: 2, 3: 3}
@@ -30,25 +30,25 @@ def said(layer: int = 3, experts: tuple[int, ...] = (15, 0, 7)) -> ExpectedExper
 
 def test_everything_comes_as_it_was_sent() -> None:
     step = Follow(1 << 61, 7, 32000)
-    assert shadow_frames.parse_follow(sent(shadow_frames.follow(step))) == step
-    assert shadow_frames.parse_follow(sent(shadow_frames.pause(5))) is None
+    assert draft_frames.parse_follow(sent(draft_frames.follow(step))) == step
+    assert draft_frames.parse_follow(sent(draft_frames.pause(5))) is None
     rows = bytes(range(3 * POSITION_BYTES))
-    found = shadow_frames.parse_keys(sent(shadow_frames.keys(5, 4, 7, memoryview(rows))), POSITION_BYTES, CAPACITY)
+    found = draft_frames.parse_keys(sent(draft_frames.keys(5, 4, 7, memoryview(rows))), POSITION_BYTES, CAPACITY)
     assert found._replace(rows=bytes(found.rows)) == Keys(5, 4, 7, rows)
-    assert sent(shadow_frames.taken(5)).request == 5
+    assert sent(draft_frames.taken(5)).request == 5
     many = [said(), said(0, (7, 1)), ExpectedExperts(10, 0, 1, (0, 1))]
-    assert shadow_frames.parse_expected(sent(shadow_frames.expected(5, many)), EXPERTS, NAMED) == many
+    assert draft_frames.parse_expected(sent(draft_frames.expected(5, many)), EXPERTS, NAMED) == many
 
 
 PARSERS: list[tuple[list[Any], Callable[[Frame], Any]]] = [
-    (shadow_frames.follow(Follow(5, 7, 3)), shadow_frames.parse_follow),
+    (draft_frames.follow(Follow(5, 7, 3)), draft_frames.parse_follow),
     (
-        shadow_frames.keys(5, 4, 6, memoryview(bytes(2 * POSITION_BYTES))),
-        lambda frame: shadow_frames.parse_keys(frame, POSITION_BYTES, CAPACITY),
+        draft_frames.keys(5, 4, 6, memoryview(bytes(2 * POSITION_BYTES))),
+        lambda frame: draft_frames.parse_keys(frame, POSITION_BYTES, CAPACITY),
     ),
     (
-        shadow_frames.expected(5, [said(), said(1, (1, 0))]),
-        lambda frame: shadow_frames.parse_expected(frame, EXPERTS, NAMED),
+        draft_frames.expected(5, [said(), said(1, (1, 0))]),
+        lambda frame: draft_frames.parse_expected(frame, EXPERTS, NAMED),
     ),
 ]
 
@@ -80,9 +80,9 @@ def test_a_message_with_any_part_changed_is_refused_or_well_formed(
     [(5, 5, 0), (6, 5, 24), (99, 101, 48), (0, 2, 24), (0, 2, 49), (2**32 - 1, 2**32 - 1, 0)],
 )
 def test_keys_that_have_no_place_are_refused(begin: int, end: int, nbytes: int) -> None:
-    frame = sent(shadow_frames.keys(5, begin, end, memoryview(bytes(nbytes))))
+    frame = sent(draft_frames.keys(5, begin, end, memoryview(bytes(nbytes))))
     with pytest.raises(FrameError):
-        shadow_frames.parse_keys(frame, POSITION_BYTES, CAPACITY)
+        draft_frames.parse_keys(frame, POSITION_BYTES, CAPACITY)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_keys_that_have_no_place_are_refused(begin: int, end: int, nbytes: int) 
 )
 def test_experts_that_cannot_be_are_refused(wrong: ExpectedExperts) -> None:
     with pytest.raises(FrameError):
-        shadow_frames.parse_expected(sent(shadow_frames.expected(5, [said(), wrong])), EXPERTS, NAMED)
+        draft_frames.parse_expected(sent(draft_frames.expected(5, [said(), wrong])), EXPERTS, NAMED)
 
 
 def test_more_layers_than_a_message_has_are_refused() -> None:
     most = [said()] * MOST_PREDICTIONS
-    assert shadow_frames.parse_expected(sent(shadow_frames.expected(5, most)), EXPERTS, NAMED) == most
+    assert draft_frames.parse_expected(sent(draft_frames.expected(5, most)), EXPERTS, NAMED) == most
     with pytest.raises(FrameError):
-        shadow_frames.parse_expected(sent(shadow_frames.expected(5, [*most, said()])), EXPERTS, NAMED)
+        draft_frames.parse_expected(sent(draft_frames.expected(5, [*most, said()])), EXPERTS, NAMED)
     with pytest.raises(FrameError):
-        shadow_frames.parse_expected(sent(shadow_frames.expected(5, [])), EXPERTS, NAMED)
+        draft_frames.parse_expected(sent(draft_frames.expected(5, [])), EXPERTS, NAMED)

@@ -1,8 +1,8 @@
 """The process of a draft model on another machine: follows the coordinator's text, and sends the experts its routers
 choose.
 
-    connected --SHADOW--> WELCOME: open this --files are opened, on a thread--> SHADOW --> WELCOME: follows
-                          WELCOME: not needed, or not now; SHADOW is repeated
+    connected --DRAFT--> WELCOME: open this --files are opened, on a thread--> DRAFT --> WELCOME: follows
+                          WELCOME: not needed, or not now; DRAFT is repeated
                           REFUSED: ends with the reason
 
 The opened copy stays for the next coordinator, which mostly needs the same.
@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import zmq
 
 from smoe import __version__
-from smoe.cluster import frames, shadow_frames
+from smoe.cluster import draft_frames, frames
 from smoe.cluster.dial import refusal
+from smoe.cluster.draft_frames import ExpectedExperts
 from smoe.cluster.frames import Frame, FrameKind
 from smoe.cluster.identity import Worker
-from smoe.cluster.shadow_frames import ExpectedExperts
 from smoe.cluster.talking import Talking
 from smoe.errors import SmoeError
 from smoe.policy.draft_predictions import Expected, TokenStep
@@ -69,11 +69,11 @@ class Files(Protocol):
     weights: str
     """The checksum of the files."""
 
-    def open(self, wanted: Mapping[str, Any], on_said: Callable[[TokenStep, Expected], None]) -> Along:
+    def open(self, wanted: Mapping[str, Any], on_prediction: Callable[[TokenStep, Expected], None]) -> Along:
         """Return a copy of the model with the coordinator's settings. Raises `SmoeError`."""
 
 
-class ShadowProcess(Talking):
+class DraftProcess(Talking):
     """The connection thread of a draft model."""
 
     def __init__(self, me: Worker, files: Files, on_change: Callable[[str], None] = lambda _: None) -> None:
@@ -87,16 +87,16 @@ class ShadowProcess(Talking):
         """The settings that could not be opened, the reason, and the time."""
         self._text = -1
         """The number of the followed text."""
-        self._unsaid: list[ExpectedExperts] = []
+        self._unsent: list[ExpectedExperts] = []
         self._lock = threading.Lock()
         self._waits_for = ""
 
     @property
     def _part_bytes(self) -> int:
-        return shadow_frames.MOST_BYTES
+        return draft_frames.MOST_BYTES
 
     def _greeting(self) -> list[Any]:
-        said = {
+        message = {
             "smoe": __version__,
             "name": self._me.name,
             "code": self._me.code,
@@ -105,7 +105,7 @@ class ShadowProcess(Talking):
             "memory_bytes": 0 if self._opened is None else self._opened[1].nbytes,
             "cannot": None if self._cannot is None else self._cannot[1],
         }
-        return frames.talk(FrameKind.SHADOW, said)
+        return frames.talk(FrameKind.DRAFT, message)
 
     def _over(self) -> None:
         opening = self._opening
@@ -134,22 +134,22 @@ class ShadowProcess(Talking):
 
     def _read(self, dealer: zmq.Socket[bytes], frame: Frame, along: Along) -> None:
         if frame.kind is FrameKind.KEYS:
-            keys = shadow_frames.parse_keys(frame, along.position_bytes, along.capacity)
+            keys = draft_frames.parse_keys(frame, along.position_bytes, along.capacity)
             along.learn(*keys)
-            self._send(dealer, shadow_frames.taken(keys.text))
+            self._send(dealer, draft_frames.taken(keys.text))
             return
-        step = shadow_frames.parse_follow(frame)
+        step = draft_frames.parse_follow(frame)
         if step is None:
             along.pause()
             return
         self._text = step.text
         along.begin(*step)
 
-    def _welcomed(self, said: dict[str, Any]) -> None:
-        wanted = said.get("wanted")
+    def _welcomed(self, message: dict[str, Any]) -> None:
+        wanted = message.get("wanted")
         if not isinstance(wanted, dict):
             self._is_in = False
-            self._wait_for(f"waits: {said.get('why', 'the coordinator does not use it')}"[:500])
+            self._wait_for(f"waits: {message.get('why', 'the coordinator does not use it')}"[:500])
         elif self._opened is not None and self._opened[0] == wanted:
             if not self._is_in:
                 self._is_in = True
@@ -178,8 +178,8 @@ class ShadowProcess(Talking):
         try:
             if before is not None:
                 before[1].close()
-            self._on_change(f"loads a copy in {str(wanted.get('shadow_precision'))[:20]}")
-            self._opened, self._cannot = (wanted, self._files.open(wanted, self._hear_shadow)), None
+            self._on_change(f"loads a copy in {str(wanted.get('draft_precision'))[:20]}")
+            self._opened, self._cannot = (wanted, self._files.open(wanted, self._hear_draft)), None
         except (SmoeError, OSError, MemoryError) as error:
             self._cannot = (wanted, str(error), time.monotonic())
             self._on_change(f"cannot load what the coordinator requests: {error}")
@@ -191,19 +191,19 @@ class ShadowProcess(Talking):
             self._opening = None
             self._queue.put([])
 
-    def _hear_shadow(self, step: TokenStep, expected: Expected) -> None:
+    def _hear_draft(self, step: TokenStep, expected: Expected) -> None:
         """Collect predictions, on the draft model's thread; those that are ready together are sent together."""
         with self._lock:
-            self._unsaid.append(ExpectedExperts(step.position, step.token, expected.layer, expected.experts))
-            is_first = len(self._unsaid) == 1
+            self._unsent.append(ExpectedExperts(step.position, step.token, expected.layer, expected.experts))
+            is_first = len(self._unsent) == 1
         if is_first:
             self._queue.put([])
 
     def _turn(self, dealer: zmq.Socket[bytes]) -> None:
         super()._turn(dealer)
         with self._lock:
-            said, self._unsaid = self._unsaid, []
-        for begin in range(0, len(said), shadow_frames.MOST_PREDICTIONS):
+            message, self._unsent = self._unsent, []
+        for begin in range(0, len(message), draft_frames.MOST_PREDICTIONS):
             if self._is_in:
-                part = said[begin : begin + shadow_frames.MOST_PREDICTIONS]
-                self._send(dealer, shadow_frames.expected(self._text, part))
+                part = message[begin : begin + draft_frames.MOST_PREDICTIONS]
+                self._send(dealer, draft_frames.expected(self._text, part))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smoe.bounds import DEFAULT_SHADOW, DEPARTURE
+from smoe.bounds import DEFAULT_DRAFT, DEPARTURE
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ClusterError, ConfigError
 from smoe.load.device import choose_device
-from smoe.load.shadow import check_shadow, planned_shadow
+from smoe.load.draft_model import check_draft, planned_draft
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.processor import set_compute_threads
 from smoe.models.checkpoint import whole_checkpoint
@@ -22,7 +22,7 @@ from smoe.models.read_spec import read_spec
 from smoe.models.spec import ModelSpec
 from smoe.models.weight_samples import checksum
 from smoe.policy.draft_predictions import Expected, TokenStep
-from smoe.policy.registry import SHADOW
+from smoe.policy.registry import DRAFT
 from smoe.presets import configure
 from smoe.runtime.read_along import ReadAlong
 from smoe.runtime.running_ahead import RunningAhead
@@ -31,48 +31,48 @@ from smoe.units import format_bytes
 if TYPE_CHECKING:
     from smoe.cluster.following import Following
 
-_WANTED = {"context_tokens", "dtype", "activations", "shadow_precision", "shadow_departure", "shadow_spares"}
+_WANTED = {"context_tokens", "dtype", "activations", "draft_precision", "draft_start", "draft_extra"}
 """The settings by which the coordinator requests a draft model, as it would configure its own."""
 
 
-def placed_shadow(config: EngineConfig) -> EngineConfig:
+def placed_draft(config: EngineConfig) -> EngineConfig:
     """Return the configuration with the draft model's place: in the cluster if it has a machine for it, else on the
     coordinator."""
-    if config.prefetch != SHADOW or config.shadow_on is not None:
+    if config.prefetch != DRAFT or config.draft_on is not None:
         return config
-    place = "main"
+    place = "coordinator"
     if config.cluster is not None:
-        from smoe.cluster.identity import read_main
+        from smoe.cluster.identity import read_coordinator
 
-        place = "cluster" if read_main(config.cluster).shadows else "main"
-    return replace(config, shadow_on=place)
+        place = "cluster" if read_coordinator(config.cluster).drafts else "coordinator"
+    return replace(config, draft_on=place)
 
 
 def is_apart(config: EngineConfig) -> bool:
     """Return whether the draft model runs on another machine; the configuration must state its place."""
-    return config.prefetch == SHADOW and config.shadow_on == "cluster"
+    return config.prefetch == DRAFT and config.draft_on == "cluster"
 
 
 def following(spec: ModelSpec, config: EngineConfig) -> Following:
-    """Return the coordinator's client of a draft model on another machine. Raises the errors of `check_shadow`."""
+    """Return the coordinator's client of a draft model on another machine. Raises the errors of `check_draft`."""
     from smoe.cluster.following import Following
 
-    check_shadow(spec, config)
+    check_draft(spec, config)
     experts = {site.layer: site.experts for site in spec.sites}
-    chosen, spares = spec.anatomy.top_k, config.shadow_spares or 0
+    chosen, spares = spec.anatomy.top_k, config.draft_extra or 0
     named = {layer: min(count, chosen[layer] + spares) for layer, count in experts.items()}
     wanted = {
         "context_tokens": spec.context_tokens,
         "dtype": str(spec.dtype),
         "activations": config.activations,
-        "shadow_precision": config.shadow_precision or DEFAULT_SHADOW,
-        "shadow_departure": config.shadow_departure or DEPARTURE[0],
-        "shadow_spares": spares,
+        "draft_precision": config.draft_precision or DEFAULT_DRAFT,
+        "draft_start": config.draft_start or DEPARTURE[0],
+        "draft_extra": spares,
     }
     return Following(wanted, experts, named, spec.context_tokens)
 
 
-class ShadowFiles:
+class DraftFiles:
     """A model's files on the draft model's machine."""
 
     def __init__(self, model: str | Path, threads: int | None = None) -> None:
@@ -83,7 +83,7 @@ class ShadowFiles:
         self._checkpoint = whole_checkpoint(model, None)
         self.weights = checksum(self._checkpoint.place)
 
-    def open(self, wanted: Mapping[str, Any], on_said: Callable[[TokenStep, Expected], None]) -> ReadAlong:
+    def open(self, wanted: Mapping[str, Any], on_prediction: Callable[[TokenStep, Expected], None]) -> ReadAlong:
         """Open the draft model with the coordinator's settings, completely in memory.
 
         Raises `ClusterError` for invalid settings, `ConfigError` if the model is not packed in the precision, and
@@ -91,23 +91,23 @@ class ShadowFiles:
         """
         config = _config_of(wanted)
         spec, device = read_spec(self._model, config), choose_device(config)
-        planned = planned_shadow(self._checkpoint, spec, config, device)
+        planned = planned_draft(self._checkpoint, spec, config, device)
         assert planned is not None
         # includes the coordinator's keys and values
         nbytes = planned.ledger.budget_bytes + planned.ledger.demand.kv_cache_bytes
         room = less_margin(free_device_bytes(device)[0])
         if nbytes > room:
             raise BudgetError(
-                f"a draft model in {config.shadow_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are "
-                "free here; on the coordinator, give fewer bits (`shadow_precision`) or a shorter text "
+                f"a draft model in {config.draft_precision} takes {format_bytes(nbytes)}, {format_bytes(room)} are "
+                "free here; on the coordinator, give fewer bits (`draft_precision`) or a shorter text "
                 "(`context_tokens`)"
             )
         set_compute_threads(self._threads)
-        shadow_routing = planned.open(None, torch.get_num_threads())
+        draft_routing = planned.open(None, torch.get_num_threads())
         pattern = RowCache(spec.config, 1, 1)
-        shadow_routing.follow(0, 0, pattern, lambda _: None)  # this gives its keys and values their shapes
-        pattern.take_over(shadow_routing.text.cache, 0, 1)
-        ahead = RunningAhead(shadow_routing, planned.departure, on_said)
+        draft_routing.follow(0, 0, pattern, lambda _: None)  # this gives its keys and values their shapes
+        pattern.take_over(draft_routing.text.cache, 0, 1)
+        ahead = RunningAhead(draft_routing, planned.departure, on_prediction)
         return ReadAlong(ahead, spec.config, pattern, planned.spec.context_tokens, nbytes)
 
 
@@ -117,6 +117,6 @@ def _config_of(wanted: Mapping[str, Any]) -> EngineConfig:
             f"the coordinator requests a draft model with settings that are unknown here: {str(sorted(wanted))[:200]}"
         )
     try:
-        return configure(prefetch=SHADOW, **wanted)
+        return configure(prefetch=DRAFT, **wanted)
     except (ConfigError, TypeError) as error:
         raise ClusterError(f"the draft model that the coordinator requests cannot be opened here: {error}") from error
