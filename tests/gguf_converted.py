@@ -1451,6 +1451,19 @@ DEEPSEEK_MOE = Architecture(
     "deepseek-llm",
 )
 
+LING = DEEPSEEK_MOE._replace(
+    name="bailingmoe",
+    config={**DEEPSEEK_MOE.config, "first_k_dense_replace": 0, "head_dim": 32, "norm_topk_prob": True},
+    metadata=lambda config: {
+        **_deepseek_metadata(config),
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "expert_weights_norm": config.norm_topk_prob,
+        "rope.dimension_count": config.head_dim,
+    },
+    split="bailingmoe",
+)
+
 BAILING3 = Architecture(
     "bailingmoe3",
     "bailing_hybrid",
@@ -1496,6 +1509,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "minimax-m3": MINIMAX_M3,
     "gemma4": GEMMA4,
     "deepseek4": DEEPSEEK_V4,
+    "bailingmoe": LING,
     "bailingmoe2": BAILING,
     "llama4 Scout": LLAMA4,
     "llama4 Maverick": LLAMA4_MAVERICK,

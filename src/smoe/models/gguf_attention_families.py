@@ -24,6 +24,14 @@ ROUTED = {
 }
 """Metadata entries of families with DeepSeek-V3's router."""
 
+_DEEPSEEK_SIZES = {
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+"""Metadata entries of families that smoe's own class of DeepSeek-MoE computes."""
+
 GRANITE_SIZES = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -143,6 +151,14 @@ FAMILIES: Mapping[str, GgufFamily] = {
         names={"mlp.expert_bias": "exp_probs_b.bias"},
         split="afmoe",
     ),
+    "bailingmoe": GgufFamily(
+        "deepseek",  # transformers has no class for Ling 1; smoe's class of DeepSeek-MoE computes the same
+        {**_DEEPSEEK_SIZES, "attention.key_length": "head_dim", "expert_weights_norm": "norm_topk_prob"},
+        fixed={"first_k_dense_replace": 0, "norm_topk_prob": False},
+        arrangements=PAIRED_ROWS,
+        named_as="deepseek",
+        split="bailingmoe",
+    ),
     "bailingmoe2": GgufFamily(
         "glm4_moe",  # transformers has no class for Ling 2; glm4_moe computes the same
         {
@@ -161,12 +177,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
     "dbrx": GgufFamily("dbrx", {}, read=frozenset({"attention.clamp_kqv"}), complete=_dbrx, split="dbrx"),
     "deepseek": GgufFamily(
         "deepseek",
-        {
-            "expert_count": "n_routed_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
+        _DEEPSEEK_SIZES,
         fixed={"first_k_dense_replace": 0},
         allowed={"expert_weights_norm": (False,)},
         arrangements=PAIRED_ROWS,

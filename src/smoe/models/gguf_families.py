@@ -40,9 +40,7 @@ _DEPENDS_ON_NUMBERS = (
     "what transformers' class computes depends on the values of its weights, so it cannot be examined without them"
 )
 _REFUSED = {
-    **dict.fromkeys(
-        ("arctic", "bailingmoe", "deci", "grok", "grovemoe", "kimi-k3", "maple", "minicpm", "smallthinker"), _NO_CLASS
-    ),
+    **dict.fromkeys(("arctic", "deci", "grok", "grovemoe", "kimi-k3", "maple", "minicpm", "smallthinker"), _NO_CLASS),
     "glm5-next": _DEPENDS_ON_NUMBERS,
     "llada-moe": "it generates text by diffusion, not token by token",
     "minimax-01": "transformers stores its keys and values in a cache that only this family has",
