@@ -1,1 +1,1 @@
-"""The arithmetic of experts, on any device."""
+"""Computes experts on each kind of device: on the CPU, on a GPU, or on the CPU in parallel with a GPU."""

@@ -1,7 +1,8 @@
-"""Find the number of rows for which our kernel has torch's bits, for workers without torch.
+"""Finds up to how many rows our kernel has torch's bits, for workers without torch.
 
-torch may sum a row in another order when it multiplies many at once. On CPUs with AVX-512 BF16 no such case was found
-(docs/log/kernels.md), and our kernel for several rows has that order; but this is not documented.
+torch may sum a row in another order when it multiplies many rows at once. On CPUs with AVX-512 BF16 no such case was
+found (docs/log/kernels.md), and our kernel for several rows has the same order; but torch does not document it, so it
+is tested.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from smoe.kernels.row_product import fits_shape
 from smoe.kernels.spinning_pool import Product, SpinningPool
 
 MOST_ROWS = 2048
-"""The largest number of rows sent at once with default settings."""
+"""The largest number of rows that are sent at once with default settings."""
 _FEW_ROWS = 8
 _MOST_OUTPUTS = 4096
-"""The number of outputs of a larger matrix to compare; comparing all would take a gigabyte."""
+"""The number of outputs that are compared of a larger matrix; to compare all of them would take a gigabyte."""
 _PROOF_OPERATIONS = 60e9
-"""The largest number of operations of a test, about a second; for larger experts fewer rows are tested."""
+"""The largest number of operations of a test, which take about a second. For larger experts, fewer rows are tested."""
 
 
 def kernel_rows(pool: SpinningPool, shapes: Sequence[MatrixShape]) -> int:
-    """Return the largest number of rows for which products with bf16 matrices of these shapes have torch's bits; 0 if
-    none has.
+    """Return the largest number of rows for which products with bf16 matrices of all these shapes have torch's bits; 0
+    if there is none.
 
-    The number of threads is the current one. `pool` must support several rows in torch's order.
+    The result holds for the current number of threads. `pool` must support several rows in torch's order.
     """
     if any(not shape.is_transposed or not fits_shape(shape.columns, shape.outputs) for shape in shapes):
         return 0

@@ -1,9 +1,10 @@
-"""Pad groups of rows to a few sizes, because torch's library compiles a kernel for every new size.
+"""Pads the rows of an expert to one of a few sizes, because the library behind torch's products compiles a kernel for
+every new size.
 
 A prompt routes another number of tokens to every expert. So most products would first compile a kernel (0.2 to 0.5 ms,
-while a small expert's product takes 0.03) and evict another one. Groups padded with zeros to one of few sizes find a
-compiled kernel. On some CPUs the order of sums depends on the number of rows, and padding would change bits. So this is
-tested before the first padded group, with data that reveal it.
+while a small expert's product takes 0.03 ms) and evict another kernel from the library's cache. Rows that are padded
+with zeros to one of few sizes find a compiled kernel. On some CPUs the order of sums depends on the number of rows, so
+that padding would change bits. This is tested, with data that reveal it, before rows are first padded.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from smoe.kernels.proof import same_bits
 _EXACT_ROWS = 8
 """The largest number of rows that is not padded."""
 _STEPS = 4
-"""The number of sizes per octave: at most a fifth is padding, a tenth on average."""
+"""The number of sizes between one power of two and the next: at most a fifth of the rows are padding, a tenth on
+average."""
 _MOST_ROWS = 512
 _PROOF_OPERATIONS = 20e9
-"""The largest number of operations of a test, which takes a tenth of a second. Larger experts would gain nothing from
+"""The largest number of operations of a test, which take a tenth of a second. Larger experts would not become faster by
 padding."""
 
 
 def filled_up(rows: int) -> int:
-    """Return the padded number of rows: 1 to 8, then four sizes per octave."""
+    """Return the number of rows after padding: 1 to 8 are unchanged, then there are four sizes between a power of two
+    and the next."""
     if rows <= _EXACT_ROWS:
         return rows
     step = (1 << ((rows - 1).bit_length() - 1)) // _STEPS
@@ -36,21 +39,22 @@ def filled_up(rows: int) -> int:
 
 
 class MatrixShape(NamedTuple):
-    """The shape of a matrix [K, N] that rows are multiplied by."""
+    """The shape of a matrix [K, N] by which rows [n, K] are multiplied."""
 
     columns: int
-    """The K dimension."""
+    """K, the length of an input row."""
     outputs: int
-    """The N dimension."""
+    """N, the number of outputs."""
     is_transposed: bool
     """Whether the matrix is stored as [N, K]."""
 
 
 class Filling:
-    """The decision which products may be padded: those with matrices of these shapes, on the current number of threads.
+    """Decides which products may be padded: those with matrices of these shapes, on the number of threads that is set
+    now.
 
-    Each octave is tested when a number of rows first needs it, because every test leaves compiled kernels behind: 25
-    MiB for all octaves.
+    Each range from one power of two to the next is tested when a number of rows first falls into it, because every test
+    leaves compiled kernels behind: 25 MiB for all ranges.
     """
 
     def __init__(self, shapes: Sequence[MatrixShape], dtype: torch.dtype) -> None:
@@ -59,13 +63,12 @@ class Filling:
         self._dtype = dtype
         self._most_rows = _most_rows(shapes)
         self._proven: dict[int, bool] = {}
-        """For each octave of row counts, by the exponent of its end (2 ** n): whether padding was found to change no
-        bit."""
+        """Whether padding changes no bit, by range of row counts; n stands for the range that ends at 2 ** n."""
 
     def allows(self, rows: int) -> bool:
-        """Return whether torch computes a row with the same bits for `rows` and for `filled_up(rows)` rows.
+        """Return whether torch computes each row with the same bits among `rows` rows and among `filled_up(rows)` rows.
 
-        Returns False for few rows, for matrices that are too large to gain, and on another number of threads.
+        False for few rows, for matrices that are too large to gain, and on another number of threads.
         """
         if not _EXACT_ROWS < rows <= self._most_rows or torch.get_num_threads() != self.threads:
             return False
@@ -77,7 +80,7 @@ class Filling:
 
 
 def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> torch.Tensor:
-    """Return [n, K] @ [K, N] -> [n, N], with x padded by zeros if that changes no bit."""
+    """Return x [n, K] @ matrix [K, N], which is [n, N]. x is padded with zero rows if that changes no bit."""
     rows = x.shape[0]
     if filling is None or not filling.allows(rows):
         return x @ matrix
@@ -85,7 +88,7 @@ def product(x: torch.Tensor, matrix: torch.Tensor, filling: Filling | None) -> t
 
 
 def _most_rows(shapes: Sequence[MatrixShape]) -> int:
-    """Return the largest number of rows for which a test with these matrices stays within the limit."""
+    """Return the largest number of rows for which a test with these matrices stays within `_PROOF_OPERATIONS`."""
     elements = sum(shape.columns * shape.outputs for shape in shapes)
     most = _MOST_ROWS
     while most > _EXACT_ROWS and 2 * elements * sum(ends_of_groups(most)) > _PROOF_OPERATIONS:
@@ -94,7 +97,8 @@ def _most_rows(shapes: Sequence[MatrixShape]) -> int:
 
 
 def ends_of_groups(most: int) -> list[int]:
-    """Return both ends of every range of numbers from 9 to `most` that are padded to the same size."""
+    """Return the smallest and the largest number of every group of numbers that are padded to the same size, from 9 to
+    `most`."""
     ends = sorted({filled_up(rows) for rows in range(_EXACT_ROWS + 1, most + 1)})
     return sorted({*ends, *(before + 1 for before in [_EXACT_ROWS, *ends[:-1]])})
 
@@ -103,7 +107,7 @@ def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Te
     """Return x [rows, K] and a matrix [K, N] whose product reveals the order of summation."""
     columns, outputs, is_transposed = shape
     generator = torch.Generator().manual_seed(0)
-    # each term occurs twice with opposite signs: the rest is rounding error, which depends on the order of the sum
+    # each term occurs twice with opposite signs: what remains is rounding error, which depends on the order of sums
     half = torch.randn(rows, columns // 2, generator=generator)
     half = half * torch.randint(-6, 7, half.shape, generator=generator).exp2()
     weights = torch.randn(outputs, columns // 2, generator=generator)
@@ -114,9 +118,9 @@ def telling(shape: MatrixShape, rows: int, dtype: torch.dtype) -> tuple[torch.Te
 
 @functools.cache
 def _is_the_same(shape: MatrixShape, numbers: tuple[int, ...], dtype: torch.dtype, threads: int) -> bool:
-    """Return whether a row's bits are equal for all these numbers of rows (the last is the largest).
+    """Return whether a row's bits are equal for all these `numbers` of rows (the last is the largest).
 
-    The result is cached for this machine and number of threads.
+    The result is cached; it holds for this machine and this number of threads.
     """
     x, matrix = telling(shape, numbers[-1], dtype)
     whole = _multiply(x, matrix)

@@ -1,8 +1,8 @@
-"""Compute several experts at a time on a CPU, each on one thread, instead of one expert on all threads.
+"""Computes several experts at a time on a CPU, each on one thread, instead of one expert on all threads.
 
-A matrix-vector product is too short to divide well: with experts of 9.4 MB, two threads on two experts are 1.4 times as
-fast as two threads on one (docs/log/kernels.md). The rows are the same, and so are the bits. Whether it pays depends on
-how the OpenMP runtime waits between parallel regions, so the engine measures both methods at start.
+A product of a matrix and a vector is too short to divide well: with experts of 9.4 MB, two threads on two experts are
+1.4 times as fast as two threads on one (docs/log/kernels.md). The rows are the same, and so are the bits. Which method
+is faster depends on how the OpenMP runtime waits between parallel regions, so the engine measures both at start.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import torch
 
 
 class ThreadPool:
-    """The calling thread and `threads - 1` helpers; each uses one thread for torch's operations."""
+    """The calling thread and `threads - 1` other threads; each of them uses one thread for torch's operations."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._helpers = self._hire()
 
     def run(self, job: Callable[[int, int], None]) -> None:
-        """Run `job(member, members)` on all members at once; return when all have ended, or raise the first error.
+        """Call `job(member, members)` on all threads at once, where `member` is the number of the thread. Return when
+        all calls have ended, or raise the first error.
 
-        After an interrupt no helper keeps running: it could write into the next request's rows.
+        After an interrupt no thread keeps running, because it could write into the rows of the next request.
         """
         members, before = self.threads, torch.get_num_threads()
         try:

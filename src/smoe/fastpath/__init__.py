@@ -1,1 +1,1 @@
-"""Replacements for modules of transformers by our kernels, where these have torch's bits."""
+"""Replaces the forward functions of transformers' modules by our kernels, after a test on the loaded model."""

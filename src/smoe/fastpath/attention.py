@@ -1,16 +1,19 @@
-"""Attention of single tokens by our kernel, registered as transformers' `sdpa`.
+"""Computes the attention of single tokens by our kernel, which is registered under transformers' name `sdpa`.
 
-Decoder layers look their attention function up by name. Some families compare the name with "sdpa" and behave
-differently for others, and masks depend on it too, so the name stays. The function registered under it checks whether
-the calling module has a kernel. It calls transformers' function for modules without one, and for anything but one token
-of one row without a mask.
+Decoder layers look up their attention function by name. Some families compare the name with "sdpa" and behave
+differently for other names, and masks depend on the name too, so it stays the same. The function registered under it
+checks whether the calling module has a kernel. It calls transformers' function for modules without a kernel, and for
+every call that is not one token of one row without a mask.
 
-A wrong order of sums changes very few rounded outputs, so the test uses data that reveal it:
+A kernel is used if its bits equal torch's. A wrong order of sums changes very few rounded outputs, so the test uses
+data that reveal it:
 
-* every key occurs twice, with opposite values: what remains of an output is the rounding error of its sums;
-* the last key has the largest score, zero, and weighs as much as all others: the logarithm of the sum of weights, which
-torch also returns, has hardly fewer digits than the sum;
-* few keys of equal score, with values one step apart: outputs are midway between two bf16 numbers.
+* Every key occurs twice, with opposite values. What remains of an output is the rounding error of its sums.
+* The last key has the largest score, zero, and weighs as much as all other keys together. torch also returns the
+  logarithm of the sum of weights, which has almost as many significant digits as the sum, so comparing logarithms
+  compares the sums.
+* Few keys have equal scores, and their values differ by one step of bf16. The outputs are midway between two bf16
+  numbers.
 """
 
 from __future__ import annotations
@@ -43,37 +46,37 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 NAME = "sdpa"
 _ATTRIBUTE = "one_query"
-"""The attribute of a module with its kernel for one token."""
+"""The attribute of a module that holds its kernel for one token."""
 _PROMPTS = "several_queries"
-"""The attribute of a module with its kernel for several tokens."""
+"""The attribute of a module that holds its kernel for several tokens."""
 _THREADS = "library_threads"
-"""The attribute of a module with torch's number of threads for long computations."""
+"""The attribute of a module that holds torch's number of threads for long computations."""
 _ROWS = "rows_of_pass"
-"""The attribute of a module with the lengths of the texts in a pass."""
+"""The attribute of a module that holds the lengths of the texts in the running pass."""
 _EAGER = "eager_attention_forward"
 _MOST_ALONE = 1 << 20
 """The number of multiplications that one thread of torch computes in some 1 ms. For fewer, waking other threads takes
-longer, and they then slow down our threads."""
+longer than computing, and they then slow down the threads of our kernels."""
 _UNDERSTOOD = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
 """Parameters of transformers' function that do not matter for one token without a mask."""
 _CHANGING = ("softcap", "s_aux", "output_attentions")
 """Parameters that other families pass without declaring them."""
 _PAIRED = (7, 15, 37, 90, 250, 515, 701)
-"""Numbers of keys to test: below and above registers of 16 and 32, blocks of 512, whole ones, and every remainder of
-4."""
+"""Numbers of keys to test: below and above vector registers of 16 and 32 elements, around blocks of 512, whole blocks,
+and every remainder of 4."""
 _MIDWAY = (6, 14)
-"""Even numbers of keys with equal weight. With 14, dividing and multiplying by the reciprocal differ in many
-outputs."""
+"""Even numbers of keys with equal weight. For 14 keys, dividing by the sum of weights and multiplying by its reciprocal
+differ in many outputs."""
 _PROOF_OUTPUTS = 1 << 12
-"""The number of outputs to compare per number of keys: every other order that was tried fails more than once
-(docs/log/kernels.md)."""
+"""The number of outputs to compare for each number of keys. With so many, every other order of sums that was tried
+differs in more than one output (docs/log/kernels.md)."""
 
 
 _NEAR_KEYS = 300
 
 
 class Shape(NamedTuple):
-    """The shape of heads that a test applies to."""
+    """The shape of the attention heads for which a test's result holds."""
 
     heads: int
     key_heads: int
@@ -81,12 +84,13 @@ class Shape(NamedTuple):
 
 
 def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = True) -> int:
-    """Set the kernel of every attention module whose bits it reproduces.
+    """Set the kernel of every attention module whose bits the kernel reproduces. Return the number of modules for which
+    one torch thread suffices for one token.
 
-    A pool with its own order instead needs an error no larger than torch's and a higher speed (assumed unless
-    `is_measured`). Returns the number of modules that need only one torch thread for one token: those with the kernel,
-    and those whose attention by torch has the same bits on one thread. Long computations still use all threads. Takes
-    some tens of milliseconds for every distinct shape, and as long once per process.
+    These are the modules with the kernel, and those whose attention by torch has the same bits on one thread as on all.
+    Long computations still use all threads. A pool that sums in its own order cannot have torch's bits; its kernel is
+    used if its error is no larger than torch's and it is faster (assumed unless `is_measured`). Takes some tens of
+    milliseconds for every distinct shape, and as long once per process.
     """
     if model.config.get_text_config()._attn_implementation != NAME or libm() is None:
         return 0
@@ -109,11 +113,11 @@ def speed_up(model: PreTrainedModel, pool: SpinningPool, is_measured: bool = Tru
 
 
 def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bool = True) -> int:
-    """Set the kernel for several tokens of every attention module where it is as accurate as torch and faster.
+    """Set the kernel for several tokens of every attention module for which it is as accurate as torch and faster.
+    Return the number of these modules.
 
-    The bits differ from torch's. If only a measurement can decide about speed, it is made if `may_measure`, else the
-    kernel is used. Returns the number of modules with the kernel. Takes some tens of milliseconds for every distinct
-    shape.
+    The kernel's bits differ from torch's. On CPUs where the faster method is not known in advance, it is measured if
+    `may_measure` is true; otherwise the kernel is used. Takes some tens of milliseconds for every distinct shape.
     """
     is_measured = may_measure and prompt_attention.must_be_measured()
     if model.config.get_text_config()._attn_implementation != NAME or widest() is None:
@@ -133,10 +137,11 @@ def speed_up_prompts(model: PreTrainedModel, pool: SpinningPool, may_measure: bo
 
 
 def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
-    """Make attention use only a row's own keys in every pass, as if there were no other rows: the last ones, as many as
-    `rows` states.
+    """Make attention in every pass use only the keys of a row's own text, as if the row were alone. `rows` gives the
+    number of keys of each row; they are the last keys of the cache.
 
-    Returns False for a model whose attention uses neither `sdpa` nor the eager function in its source file.
+    Return False, without a change, if the model's attention uses neither `sdpa` nor the eager function in its source
+    file.
     """
     attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
     name = model.config.get_text_config()._attn_implementation
@@ -150,7 +155,8 @@ def listen_to(rows: RowsOfPass, model: PreTrainedModel) -> bool:
 
 
 def _stands_before_eager(module: nn.Module) -> bool:
-    """Return whether our function replaces the eager function in the source file of this module's class."""
+    """Replace the eager attention function in the source file of this module's class by one that calls it row by row.
+    Return False if the file has no such function."""
     file = sys.modules[type(module).__module__]
     library = getattr(file, _EAGER, None)
     if library is None:
@@ -163,7 +169,8 @@ def _stands_before_eager(module: nn.Module) -> bool:
 
 
 def _row_by_row(library: Attention, is_causal: bool) -> Attention:
-    """Return a function that calls `library` row by row; `is_causal`: without a mask, queries do not see later keys."""
+    """Return an attention function that calls `library` once for each row, if the rows of the pass are separate texts.
+    `is_causal`: without a mask, `library` hides later keys from queries."""
 
     @functools.wraps(library)
     def forward(
@@ -186,35 +193,37 @@ def _row_by_row(library: Attention, is_causal: bool) -> Attention:
 
 
 def _below_nothing(output: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Pad [1, n, heads, d] to [1, tokens, heads, d] with zeros at the beginning."""
+    """Return an output [1, n, heads, d] padded with zeros at its beginning to [1, tokens, heads, d]."""
     missing = tokens - output.shape[1]
     return functional.pad(output, (0, 0, 0, 0, missing, 0)) if missing else output
 
 
 class OneQuery:
-    """The kernel for one shape of heads."""
+    """The attention kernel for one token, for one shape of heads."""
 
     def __init__(self, pool: SpinningPool, shape: Shape) -> None:
         self._pool = pool
         self.shape = shape
 
     def serves(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Return whether the kernel has been tested for this call."""
+        """Return whether the kernel can compute this call: the shape of heads was tested, and the tensors have a
+        supported layout."""
         shape = Shape(query.shape[1], keys.shape[1], query.shape[3])
         return shape == self.shape and fits(query, keys, values) and not query.requires_grad
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the attention's output for one query [1, heads, 1, size]."""
         return attend(self._pool, query, keys, values, scale)[0]
 
 
 def kernel_of(module: nn.Module) -> OneQuery | None:
-    """Return the kernel of an attention module, or None."""
+    """Return the kernel for one token that an attention module uses, or None."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Return whether the kernel has the bits of torch on one thread, and of `library`, as `module` calls it, on all
-    threads."""
+    """Return whether the kernel has the bits of torch on one thread, and also those of `library`, called as `module`
+    calls it, on all threads."""
     flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     if flash is None:
         return False
@@ -236,7 +245,7 @@ def agrees(pool: SpinningPool, library: Attention, module: nn.Module, shape: Sha
 
 
 def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shape) -> bool:
-    """Return whether torch's bits of one token's attention do not depend on the number of threads."""
+    """Return whether the bits of torch's attention for one token are the same on one thread and on all threads."""
     if torch.get_num_threads() == 1:
         return True
     answers = []
@@ -249,7 +258,8 @@ def is_the_same_on_one_thread(library: Attention, module: nn.Module, shape: Shap
 
 
 def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shape, is_measured: bool) -> bool:
-    """Return whether the kernel's mean error is no larger than that of `library`, and the kernel is faster."""
+    """Return whether the kernel is at least as accurate as `library` and faster. Accurate: its mean error against
+    float64 is no larger. Unless `is_measured`, the kernel is assumed to be faster."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, shape.heads, 1, shape.size, generator=generator).bfloat16()
     keys, values = torch.randn(2, 1, shape.key_heads, _NEAR_KEYS, shape.size, generator=generator).bfloat16()
@@ -272,7 +282,7 @@ def gains(pool: SpinningPool, library: Attention, module: nn.Module, shape: Shap
 
 
 def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]:
-    """Yield queries [1, heads, 1, size], K and V [1, key heads, n, size], and scales."""
+    """Yield test cases: a query [1, heads, 1, size], keys and values [1, key heads, n, size], and a scale."""
     heads, key_heads, size = shape
     generator = torch.Generator().manual_seed(0)
 
@@ -294,8 +304,8 @@ def _data(shape: Shape) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _logarithms(sums: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms that torch computes from largest scores and sums of weights [heads, 2], with libm as torch
-    does."""
+    """Return the logarithms of sums of exponentials, as torch returns them. `sums` [heads, 2]: the largest score and
+    the sum of weights; the logarithm is libm's, as in torch."""
     mathematics = libm()
     assert mathematics is not None
     logarithm = mathematics.logf
@@ -304,8 +314,7 @@ def _logarithms(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(module: nn.Module, model: PreTrainedModel) -> Shape | None:
-    """Return the shape of heads of an attention module of transformers, or None for other modules. Where layers differ
-    in the number of heads, modules state it."""
+    """Return the shape of heads of a module, or None if it is not an attention module of transformers."""
     size = getattr(module, "head_dim", None)
     if size is None or not hasattr(module, "is_causal"):
         return None
@@ -318,7 +327,7 @@ def _products(query: torch.Tensor, keys: torch.Tensor) -> int:
 
 
 def _behind_the_name() -> Attention:
-    """Return transformers' function after registering ours in its place, once per process."""
+    """Return transformers' own `sdpa` function. At the first call in a process, also register ours under this name."""
     registered: Attention = ALL_ATTENTION_FUNCTIONS[NAME]
     library: Attention | None = getattr(registered, "library", None)
     if library is not None:
@@ -337,10 +346,11 @@ def _each_row(
     attention_mask: torch.Tensor | None,
     is_causal: bool,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Yield the arguments with which attention of each row would be called alone.
+    """Yield for each row the query, key, value and mask with which attention would be called if the row were alone in
+    the pass. `keys`: the number of keys of each row.
 
-    There is no mask for a window that the row does not fill yet. There is none either for a text that begins with this
-    pass, unless its window is shorter, if the function `is_causal` without one.
+    There is no mask if a row's text is still shorter than the attention window. There is none either for a text that
+    begins with this pass, unless its window is shorter, if the function hides later keys without a mask (`is_causal`).
     """
     new, there = query.shape[2], key.shape[2]
     for row, count in enumerate(keys):
@@ -354,7 +364,7 @@ def _each_row(
 
 
 def _hides_the_future(mask: torch.Tensor) -> bool:
-    """Return whether a mask [1, 1, n, n] hides exactly the later keys."""
+    """Return whether a mask [1, 1, n, n] hides the keys after each query and no others."""
     tokens, keys = mask.shape[-2:]
     return tokens == keys and hides_the_future(mask if mask.dtype is torch.bool else mask == 0, tokens, keys)
 
@@ -368,7 +378,7 @@ def _that_serves(
     scale: float,
     is_causal: bool | None,
 ) -> OneQuery | SeveralQueries | None:
-    """Return the module's kernel that supports a call, or None."""
+    """Return the module's kernel that can compute this call, or None."""
     one: OneQuery | None = getattr(module, _ATTRIBUTE, None)
     if one is not None and mask is None and one.serves(query, key, value):
         return one

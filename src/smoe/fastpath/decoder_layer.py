@@ -1,11 +1,12 @@
-"""Compute one token through a decoder layer, everything except its experts, as one job (`kernels/token_attention.py`).
+"""Computes one token through a decoder layer, everything except its experts, in one kernel call, a job
+(`kernels/token_attention.py`).
 
-    h = x + attention(norm(x))          one job
-    y = h + mlp(norm(h))                the second norm is part of it; the mlp is transformers', with our experts
+    h = x + attention(norm(x))      one job, which also computes the second norm
+    y = h + mlp(norm(h))            the mlp is transformers', with our experts
 
 A layer of this structure is recognized by the names of its modules and tested: with a KV cache of a few positions and a
-stub for the mlp, both methods must compute the same bits. transformers computes everything else: other layers, several
-rows, masks, modules with hooks, and replaced modules (adapters).
+stub for the mlp, our method and transformers' must compute the same bits. transformers computes everything else: other
+layers, several rows, masks, modules with hooks, and replaced modules (adapters).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Forward = Callable[..., Any]
 
 
 class _Embeddings(NamedTuple):
-    """The outputs of a model's rotary embedding for one token: [1, 1, rotary] each."""
+    """The outputs of a model's rotary embedding for one token, each [1, 1, rotary size]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -48,11 +49,11 @@ class _Embeddings(NamedTuple):
 def speed_up(
     model: PreTrainedModel, pool: SpinningPool, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float]
 ) -> dict[nn.Module, OneToken]:
-    """Replace the forward function, for one token, of every decoder layer whose bits our kernels reproduce; return
-    these layers.
+    """Replace the forward function of every decoder layer whose bits our kernels reproduce, for calls with one token.
+    Return the layers with their new functions.
 
-    `linears` are the bf16 layers that our kernels multiply, with their `Product.part`; `norms` the RMSNorms that they
-    compute, with their epsilons. Takes some ten milliseconds for every distinct kind of layer.
+    `linears`: the bf16 layers that our kernels multiply, with their `Product.part`. `norms`: the RMSNorms that our
+    kernels compute, with their epsilons. Takes some ten milliseconds for every distinct kind of layer.
     """
     embeddings = _embeddings(model)
     if embeddings is None:
@@ -75,28 +76,29 @@ def speed_up(
 
 
 def projections(model: nn.Module) -> set[nn.Module]:
-    """Return the projections of all attentions with our kernel: they are computed within one job, so their individual
-    speed does not matter."""
+    """Return the projections of all attentions that have our kernel. They are computed within one job, so their
+    individual speed does not matter."""
     attentions = [module for module in model.modules() if attention.kernel_of(module) is not None]
     return {child for module in attentions for name, child in module.named_children() if name in _PROJECTIONS}
 
 
 def _embeddings(model: PreTrainedModel) -> _Embeddings | None:
-    """Return the rotary embeddings of some position, or None if the model has none, several, or another kind."""
+    """Return the rotary embeddings of some position. None if the model has no rotary embedding, several, or one of
+    another kind."""
     rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
     if len(rotary) != 1:
         return None
     hidden, position = torch.zeros(1, 1, model.config.get_text_config().hidden_size), torch.tensor([[_PROOF_POSITIONS]])
     try:
         found = rotary[0](hidden.bfloat16(), position)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes other arguments
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         return None
     is_known = isinstance(found, tuple) and len(found) == 2 and all(map(_is_row, found)) and found[0].dim() == 3
     return _Embeddings(*found) if is_known else None
 
 
 def _is_row(x: object) -> bool:
-    """Return whether this is one contiguous row in bf16 on the CPU."""
+    """Return whether `x` is a single contiguous row of bf16 numbers on the CPU."""
     if not isinstance(x, torch.Tensor) or type(x) is not torch.Tensor or x.dtype is not torch.bfloat16:
         return False
     return x.is_cpu and x.numel() == x.shape[-1] and x.is_contiguous()
@@ -105,8 +107,8 @@ def _is_row(x: object) -> bool:
 def _parts(
     layer: nn.Module, linears: Mapping[nn.Module, int], norms: Mapping[nn.Module, float], rotary: int
 ) -> Parts | None:
-    """Return the modules of a decoder layer, or None for other modules and if our kernels do not compute one of
-    them."""
+    """Return the modules of a decoder layer in the form that the job takes. None for other modules, and if our kernels
+    do not compute one of the modules."""
     names = dict(layer.named_children())
     if not {_ATTENTION, _NORM, _LAST_NORM} < set(names) or len(names) != 4 or "forward" in vars(layer):
         return None
@@ -145,12 +147,12 @@ def _norm(module: nn.Module, norms: Mapping[nn.Module, float]) -> Norm | None:
 
 
 def _address(tensors: Mapping[str, torch.Tensor | None], name: str) -> Callable[[], int]:
-    """Return a function that returns the current address of a module's tensor, which may be replaced."""
+    """Return a function that returns the current address of a module's tensor. (The tensor may be replaced later.)"""
     return lambda: tensors[name].data_ptr()  # type: ignore[union-attr]
 
 
 def _kind(layer: nn.Module, parts: Parts) -> object:
-    """Return a value that is equal for layers that differ only in the values of their weights."""
+    """Return a value that is equal for two layers which differ only in the values of their weights."""
     projections = [
         (each.matrix._replace(address=0), each.bias is not None, each.part)
         for each in (parts.q, parts.k, parts.v, parts.o)
@@ -160,19 +162,19 @@ def _kind(layer: nn.Module, parts: Parts) -> object:
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
-    """Return the dictionaries of the forward hooks of these modules, and of the global ones."""
+    """Return the dictionaries that contain the forward hooks of `modules`, and those of the hooks for all modules."""
     own = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
     return [*own, all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks]
 
 
 class RoutedBlock(NamedTuple):
-    """An mlp that consists of exactly a router and its experts."""
+    """An mlp that consists of a router and its experts, and nothing else."""
 
     block: nn.Module
     gate: nn.Module
     experts: nn.Module
     router: TokenRouter
-    """The routing of one token, which the layer's job computes."""
+    """Computes the routing of one token as a part of the layer's job."""
 
 
 RowExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -181,7 +183,8 @@ experts that the layer's router has just chosen."""
 
 
 class OneToken:
-    """A layer's forward function: our kernels in one job for one token, transformers' function for everything else."""
+    """The forward function of a decoder layer: our kernels in one job for one token, transformers' function for every
+    other call."""
 
     def __init__(self, layer: nn.Module, work: TokenAttention) -> None:
         self.library: Forward = layer.forward
@@ -200,17 +203,17 @@ class OneToken:
         self._routed_parts: list[tuple[Any, str, object]] = []
         self._routed_hooks: list[Mapping[int, Any]] = []
         self._hooks_before: list[Mapping[int, Any]] = []
-        """The hooks that may change the router's row in place."""
+        """The hooks that may change, in place, the row that the router takes."""
 
     @property
     def block(self) -> nn.Module:
-        """The layer's mlp."""
+        """The layer's mlp, as it is set at present."""
         found = self._modules[self.mlp]
         assert found is not None
         return found
 
     def route_by(self, routing: AttachedRouter, routed: RoutedBlock) -> None:
-        """Make the router of this mlp part of the job."""
+        """Make the router of the mlp `routed` a part of the job."""
         self.work.route_by(routing)
         self.routed = routed
         inner = [(routed.block._modules, name, child) for name, child in routed.block.named_children()]
@@ -221,8 +224,8 @@ class OneToken:
         self._hooks_before = [all_modules._global_forward_pre_hooks, *(each._forward_pre_hooks for each in modules)]
 
     def may_skip_block(self) -> bool:
-        """Return whether the mlp's forward function, its router and its experts may be left out: none was replaced or
-        has a hook."""
+        """Return whether the mlp's forward function, its router and its experts need not be called: none of them was
+        replaced or has a hook."""
         if self.routed is None or "forward" in vars(self.routed.block):
             return False
         is_same = all(of[name] is part for of, name, part in self._routed_parts)
@@ -236,7 +239,7 @@ class OneToken:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute the same as transformers' forward function. Arguments after the hidden states must be passed by name,
+        """Return the same as transformers' forward function. Arguments after the hidden states must be passed by name,
         as models do."""
         if attention_mask is None and self.is_sdpa and self.is_untouched() and kwargs.keys() <= _UNDERSTOOD:
             place = self.place(hidden_states, position_embeddings, past_key_values)
@@ -252,7 +255,8 @@ class OneToken:
         place: Place,
         experts: RowExperts | None = None,
     ) -> torch.Tensor:
-        """Compute one token: [1, 1, H] -> [1, 1, H]. `experts` replaces the mlp, which requires `may_skip_block`."""
+        """Return the layer's output [1, 1, H] for one token `hidden` [1, 1, H]. `place`: where its keys and values are
+        written. `experts` replaces the mlp, which requires `may_skip_block`."""
         after, normed = self.work(hidden, *embeddings, place)
         if experts is not None:
             return experts(after, normed)
@@ -273,7 +277,7 @@ class OneToken:
         return bool(self._attention.config._attn_implementation == attention.NAME)  # type: ignore[union-attr]
 
     def is_untouched(self) -> bool:
-        """Return whether the modules are those that were tested, and none of them has a hook."""
+        """Return whether all modules of the layer are still the tested ones, and none of them has a hook."""
         return (
             not any(self._hooks)
             and not self._attention.training
@@ -281,7 +285,7 @@ class OneToken:
         )
 
     def place(self, hidden: torch.Tensor, embeddings: Any, cache: Any) -> Place | None:
-        """Return the location of a token's keys and values, or None if this is not one token as in the test."""
+        """Return where a token's keys and values are written. None if the call is not for one token as in the test."""
         if not _is_row(hidden) or not isinstance(cache, RowCache) or cache.rows != 1 or cache.row_lengths is not None:
             return None
         if hidden.requires_grad or not (isinstance(embeddings, tuple) and all(map(_is_row, embeddings))):
@@ -289,15 +293,16 @@ class OneToken:
         return self.place_in(cache)
 
     def place_in(self, cache: RowCache) -> Place | None:
-        """Return the location of the next position's keys and values in a cache, or None if this layer cannot write
-        them."""
+        """Return where the cache stores the keys and values of its next position. None if this layer cannot write
+        there."""
         layer = cache.layers[self.index]
         found = layer.place() if isinstance(layer, Positioned) else None
         return None if found is None else Place(*found)
 
 
 def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings: _Embeddings) -> bool:
-    """Return whether a layer computes the same bits by both methods, and writes the same keys and values."""
+    """Return whether our method and transformers' compute the same bits in a layer, and write the same keys and
+    values."""
     generator = torch.Generator().manual_seed(0)
     cache = RowCache(model.config.get_text_config(), 1, _PROOF_POSITIONS + 1)
     modules, stub, parts = layer._modules, _Stub(), ours.work.parts
@@ -314,14 +319,14 @@ def _agrees(model: PreTrainedModel, layer: nn.Module, ours: OneToken, embeddings
                 _agrees_on(ours, stub, cache, numbers(1, 1, parts.o.outputs), numbers(2, *embeddings.cos.shape).tanh())
                 for _ in range(_PROOF_TURNS)
             )
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes or returns something else
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         return False
     finally:
         modules[ours.mlp] = mlp
 
 
 def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tensor, embeddings: torch.Tensor) -> bool:
-    """Return whether both methods agree for one token; `embeddings` [2, 1, 1, rotary]."""
+    """Return whether our method and transformers' agree for one token `hidden`; `embeddings` [2, 1, 1, rotary size]."""
     cos, sin = embeddings
     position = torch.tensor([[cache.length]])
     given = {"past_key_values": cache, "position_embeddings": (cos, sin), "position_ids": position}
@@ -338,7 +343,7 @@ def _agrees_on(ours: OneToken, stub: _Stub, cache: RowCache, hidden: torch.Tenso
 
 
 class _Stub(nn.Module):
-    """A replacement for an mlp that stores its input and returns other numbers."""
+    """A replacement for an mlp: it stores its input and returns other numbers, which do not matter."""
 
     def __init__(self) -> None:
         super().__init__()

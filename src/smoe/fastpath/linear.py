@@ -1,7 +1,7 @@
-"""Compute the non-expert linear layers by our kernel, one token at a time: projections, shared experts, output layer.
+"""Computes the non-expert linear layers by our kernel, one token at a time: projections, shared experts, output layer.
 
-Every `nn.Linear` whose bits the kernel reproduces, and which it computes faster, gets a forward function of ours. torch
-still computes several rows and all other layers.
+Every `nn.Linear` gets a forward function of ours if the kernel reproduces its bits and computes it faster. torch still
+computes all other layers, and calls with several rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smoe.kernels.threads import threads
 from smoe.models.quantised_linear import QuantisedLinear, QuantisedWeight, StoredEmbedding, share_inputs
 
 _MOST_TIMED = 8
-"""The number of layers of one kind to time."""
+"""The maximum number of layers of one kind that are timed."""
 _TURNS = 3
 _MOST_SAMPLES = 1000
 _SAMPLED_OUTPUTS = 1 << 16
@@ -33,14 +33,15 @@ _Kind = tuple[torch.Size, bool]
 
 
 class Adopted(NamedTuple):
-    """The layers that our kernels multiply."""
+    """The linear layers that our kernels multiply."""
 
     share: float
-    """The share of the model's linear weights that belong to these layers."""
+    """The fraction of the model's linear weights that belongs to these layers, from 0 to 1."""
     parts: Mapping[nn.Module, int]
     """The bf16 layers, each with the `Product.part` of its product."""
     quantized_share: float = 0.0
-    """The share of the model's linear weights that are quantized, and multiplied as they are for any number of rows."""
+    """The fraction of the model's linear weights that is quantized and multiplied without dequantizing, for any number
+    of rows."""
 
 
 def speed_up(
@@ -51,11 +52,11 @@ def speed_up(
     is_measured: bool = True,
     sure: Collection[nn.Module] = (),
 ) -> Adopted:
-    """Replace the one-row product of every linear layer that becomes faster.
+    """Replace the one-row product of every linear layer that becomes faster. Return the replaced layers.
 
-    Takes some tens of milliseconds for every distinct shape. `routers` are transformers modules that apply their
+    Takes some tens of milliseconds for every distinct shape. `routers`: modules of transformers that apply their
     `weight` themselves; the value is True if they take only hidden states [T, H]. `activations`: see `multiply_codes`.
-    Unless `is_measured`, our product is assumed to be faster; for the layers `sure` it always is.
+    Unless `is_measured`, our product is assumed to be faster; for the layers `sure` it is always assumed.
     """
     kinds: dict[_Kind, list[nn.Linear]] = {}
     for module in model.modules():
@@ -81,11 +82,8 @@ def speed_up(
 
 
 def multiply_codes(model: nn.Module, pool: SpinningPool, activations: str = BF16) -> int:
-    """Use our kernels for layers that stay quantized; few rows are multiplied in the type `activations`
-    (`EngineConfig.activations`).
-
-    Returns the number of their weights.
-    """
+    """Make the layers that stay quantized use our kernels; few rows are multiplied in the type `activations`
+    (`EngineConfig.activations`). Return the number of weights in these layers."""
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     for layer in layers:
         layer.pool, layer.activations = pool, activations
@@ -110,7 +108,8 @@ def _forward(module: nn.Linear, pool: SpinningPool, part: int) -> Callable[[torc
 def _each_row(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, part: int = 0
 ) -> torch.Tensor:
-    """Compute input [..., K] -> [..., N], each row with the bits that it has alone."""
+    """Return the product of `input` [..., K] and `weight` [N, K], which is [..., N]. Each row gets the bits that it has
+    alone."""
     rows = input.view(-1, weight.shape[1])
     out = input.new_empty(rows.shape[0], weight.shape[0])
     if bias is None and not part:
@@ -125,7 +124,7 @@ def _each_row(
 def _one_row(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pool: SpinningPool, part: int = 0
 ) -> torch.Tensor:
-    """Compute one row: input [..., K], weight [N, K] -> [..., N]."""
+    """Return the product of one row `input` [..., K] and `weight` [N, K], which is [..., N]."""
     out = input.new_empty(*input.shape[:-1], weight.shape[0])
     pool.multiply([Product(input, weight.t(), out, bias, part)])
     return out
@@ -134,10 +133,10 @@ def _one_row(
 def _faster(
     pool: SpinningPool, kinds: Mapping[_Kind, Sequence[nn.Linear]], parts: Mapping[_Kind, int]
 ) -> dict[_Kind, int]:
-    """Return the kinds of layers that become faster, with their parts.
+    """Return the kinds of layers that our kernel computes faster, each with its `Product.part`.
 
-    They are timed in the order of a token, with memory as cold as a token finds it. torch has one thread, as it has
-    when nearly all products are ours.
+    Layers are timed in the order in which a token passes them, so their weights are no more in the CPU's caches than
+    for a token. torch has one thread, which is what it has when nearly all products are ours.
     """
     chosen = {module: kind for kind in parts for module in kinds[kind][:_MOST_TIMED]}
     theirs: dict[_Kind, list[float]] = {kind: [] for kind in parts}
@@ -170,13 +169,12 @@ def _seconds(job: Callable[[], object]) -> float:
 
 
 class RouterWeight(torch.Tensor):
-    """A router's weight that computes its product with one row by our kernel, and otherwise is an ordinary
-    parameter."""
+    """A router's weight: an ordinary parameter, except that our kernel computes its product with one row."""
 
     one_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """The product for one row: (x [..., K], weight [N, K]) -> [..., N]."""
     each_row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """The product for several rows, each computed alone."""
+    """The product for several rows, each with the bits that it has alone."""
     pool: SpinningPool
     part: int
     """The `Product.part` of its product."""
@@ -197,7 +195,8 @@ class RouterWeight(torch.Tensor):
 
 
 def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
-    """Use our kernel for routers: a few hundred kilobytes, for which torch takes ten times as long as reading them."""
+    """Make routers use our kernel. A router's weight has a few hundred kilobytes, and torch's product takes ten times
+    as long as reading them."""
     parts: dict[torch.Size, int | None] = {}
     for router in routers:
         weight = getattr(router, "weight", None)
@@ -216,12 +215,11 @@ def _speed_up_routers(pool: SpinningPool, routers: Iterable[nn.Module]) -> None:
 
 
 def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) -> None:
-    """Find the products that must use all threads to have torch's bits when a token is computed on one thread, and make
-    them do so.
+    """Make linear layers use all threads if their bits would otherwise differ when a token is computed on one thread.
 
-    For some shapes torch divides a sum into as many parts as there are threads (with 64 outputs of 2048 numbers and two
-    threads, 2 of 96000 outputs differ). Of a router all outputs are compared, because some compute in float32; a router
-    that cannot be called uses all threads.
+    For some shapes torch divides a sum into as many parts as there are threads: with 64 outputs of 2048 numbers and two
+    threads, 2 of 96000 outputs differ. For a router all of its outputs are compared, because some routers compute in
+    float32. A router that cannot be called with a row alone always uses all threads.
     """
     threads = torch.get_num_threads()
     verdicts: dict[tuple[type, torch.Size, torch.dtype], bool] = {}
@@ -237,7 +235,7 @@ def _keep_bits(linears: Iterable[nn.Linear], routers: Mapping[nn.Module, bool]) 
 
 
 def row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes row by row when each row must have the bits that it has alone."""
+    """Return a function that calls `forward` for each row alone while `pool.rows_are_alone` is true."""
 
     def run(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not pool.rows_are_alone or rows.shape[0] == 1 or args or kwargs:
@@ -251,10 +249,11 @@ def row_by_row(pool: SpinningPool, forward: Callable[..., Any]) -> Callable[...,
 
 
 def _is_the_same_on_one_thread(module: nn.Module, weight: torch.Tensor) -> bool:
+    """Return whether the module's outputs have the same bits on one thread and on all threads."""
     if torch.get_num_threads() == 1:
         return True
     generator = torch.Generator().manual_seed(0)
-    samples = min(_MOST_SAMPLES, -(-_SAMPLED_OUTPUTS // weight.shape[0]))  # with many outputs each thread has some
+    samples = min(_MOST_SAMPLES, -(-_SAMPLED_OUTPUTS // weight.shape[0]))  # with many outputs, each thread has some
     x = torch.randn(samples, 1, weight.shape[1], generator=generator).to(weight.dtype)
     on_all = [_tensors(module.forward(row)) for row in x]
     with threads(1):

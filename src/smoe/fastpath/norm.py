@@ -1,12 +1,13 @@
-"""RMSNorm of a token by our kernel: one call instead of transformers' eight operations.
+"""Computes the RMSNorm of a token by our kernel: one call instead of transformers' eight operations.
 
-A model has two to four of these modules per layer, whose time is mostly the overhead of operations. They are found by
-their results, not by name: a module with one weight and an epsilon is compared with the kernel and left unchanged if a
-bit differs.
+A model has two to four of these modules per layer, and most of their time is the overhead of operations. The modules
+are found by their results and not by name: a module with one weight and an epsilon is compared with the kernel, and
+left unchanged if a bit differs.
 
-A sum has 24 binary digits and an output 8, so few random rows reveal a difference in a sum's last digit: for some
-orders none of 256 rows of 2048 numbers. So the test uses special rows: the first number, when scaled, is midway between
-two bf16 numbers, and the rounding of the sum decides which one it becomes.
+The sum has 24 binary digits and an output only 8. So few random rows reveal a difference in the sum's last digit: for
+some orders of sums, none of 256 rows of 2048 numbers. The test therefore uses special rows. In each of them the first
+number, after scaling, is midway between two bf16 numbers, and the rounding of the sum decides which of the two it
+becomes.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from smoe.kernels.proof import same_bits
 from smoe.kernels.threads import threads
 
 MOST_NUMBERS = 1 << 22
-"""The largest number of elements for our kernel; torch divides larger inputs among threads, smaller ones are faster on
-one."""
+"""The largest number of elements that our kernel computes. torch divides larger inputs among threads; smaller ones are
+faster on one thread."""
 _EPSILONS = ("variance_epsilon", "eps")
 _PROOF_NUMBERS = 1 << 17
 _LEAST_PROOF_ROWS, _MOST_PROOF_ROWS, _SINGLE_ROWS = 64, 1024, 32
 """Numbers of test rows. One row in ten reveals another order of a long sum, so 64 rows miss it once in a thousand
 times."""
 _TUNED = 6
-"""The end of the elements, from the second one on, that are chosen so that a test row's sum of squares has the required
-value."""
+"""The elements from the second up to this one are chosen so that a test row's sum of squares has the required value."""
 _EXTREMES = (0.0, 1e-40, 1e-20, 1e19, 3e38, float("inf"), float("nan"))
 """Extreme values: sums of zero, of numbers that vanish when squared, and of numbers that overflow."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Kind(NamedTuple):
-    """The modules that a test applies to: they differ only in the values of their weights."""
+    """What identical norm modules have in common: a test of one module holds for all modules of its kind, which differ
+    only in the values of their weights."""
 
     type: type[nn.Module]
     size: int
@@ -50,8 +51,8 @@ class Kind(NamedTuple):
 
 
 def speed_up(model: nn.Module) -> dict[nn.Module, float]:
-    """Replace the forward function, for few rows, of every RMSNorm whose bits the kernel reproduces; return their
-    epsilons.
+    """Replace the forward function of every RMSNorm whose bits the kernel reproduces, for calls with few rows. Return
+    these modules with their epsilons.
 
     Takes some ten milliseconds for every distinct kind, and 15 once per process.
     """
@@ -69,7 +70,7 @@ def speed_up(model: nn.Module) -> dict[nn.Module, float]:
 
 
 def _kind(module: nn.Module) -> Kind | None:
-    """Return the kind of a module with one bf16 weight, an epsilon and one tensor argument, or None for other
+    """Return the kind of a module that has one bf16 weight, an epsilon and one tensor argument; None for other
     modules."""
     weight = module._parameters.get("weight")
     if weight is None or len([*module.parameters(), *module.buffers()]) > 1 or "forward" in vars(module):
@@ -94,7 +95,8 @@ def _takes_one_tensor(module: nn.Module) -> bool:
 
 
 def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
-    """Return the module's new forward function: the kernel for few contiguous rows, else transformers' function."""
+    """Return a module's new forward function: the kernel for few contiguous rows, transformers' function for other
+    calls."""
     library, parameters = module.forward, module._parameters
     size, eps = kind.size, kind.eps
     bf16, plain = torch.bfloat16, torch.Tensor
@@ -120,8 +122,8 @@ def _forward(module: nn.Module, kind: Kind) -> Callable[..., torch.Tensor]:
 
 
 def agrees(module: nn.Module, kind: Kind) -> bool:
-    """Return whether the kernel has the module's bits on one thread and on all, with its own and with another
-    weight."""
+    """Return whether the kernel has the module's bits, on one thread and on all, with the module's weight and with
+    another one."""
     own, generator = module.get_parameter("weight").detach(), torch.Generator().manual_seed(0)
     another = 1 + 0.2 * torch.randn(kind.size, generator=generator)
     another[0] = 1  # so that the first weight changes no bit
@@ -141,12 +143,12 @@ def agrees(module: nn.Module, kind: Kind) -> bool:
 def _theirs(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> object:
     try:
         return functional_call(module, {"weight": weight}, (x,))
-    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError):  # the module is no norm of single rows
+    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError):  # the module is not a norm of single rows
         return None
 
 
 def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield single rows [1, 1, size] as in decoding, and several rows."""
+    """Yield test inputs: several rows at once, and single rows [1, 1, size] as in decoding."""
     extreme = torch.tensor(_EXTREMES).repeat_interleave(2).unsqueeze(1).repeat(1, kind.size)
     extreme[1::2, 1::2] = 1.0  # extreme values among ordinary numbers
     on_edge = _on_edge(kind, generator)
@@ -156,11 +158,12 @@ def _data(kind: Kind, generator: torch.Generator) -> Iterator[torch.Tensor]:
 
 
 def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
-    """Return rows of bf16 numbers, float64 [rows, size], whose first element, scaled by the norm, is midway between two
-    neighbouring bf16 numbers.
+    """Return test rows of bf16 numbers, as float64 [rows, size]. The first element of each row, scaled by the norm, is
+    midway between two neighbouring bf16 numbers.
 
-    The sum of squares of the other elements is chosen for this, up to half a digit of float32. The lower neighbour is
-    even, so exactly midway the result is the lower one, and the smallest increase makes it the upper one.
+    The sum of squares of the other elements is chosen to achieve this, up to half a digit of float32. The lower
+    neighbour is even, so a result exactly midway is rounded down, and the smallest increase makes it the upper
+    neighbour.
     """
     rows = min(max(_PROOF_NUMBERS // kind.size, _LEAST_PROOF_ROWS), _MOST_PROOF_ROWS)
     x = torch.randn(rows, kind.size, generator=generator, dtype=torch.float64)
@@ -179,5 +182,6 @@ def _on_edge(kind: Kind, generator: torch.Generator) -> torch.Tensor:
 
 
 def _cut(x: torch.Tensor, bits: int = 16) -> torch.Tensor:
-    """Return x in float64 with the last `bits` bits of its float32 form set to zero (16: a bf16 number)."""
+    """Return x as float64 after setting the last `bits` bits of its float32 form to zero. 16 bits make it a bf16
+    number."""
     return (x.float().view(torch.int32) & -(1 << bits)).view(torch.float32).double()

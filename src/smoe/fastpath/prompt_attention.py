@@ -1,9 +1,10 @@
-"""Attention of several tokens by our kernel, in place of torch's, where equality up to rounding suffices (E1).
+"""Computes the attention of several tokens by our kernel in place of torch's, where equality up to rounding suffices
+(E1).
 
-The kernel serves a causal model's prompts: without a mask, or with one that hides exactly the future, as for chunks of
-a long prompt, whose keys include those of earlier chunks. A row's bits then depend neither on other rows of the prompt
-nor on the chunks (`kernels/prompt_attention.py`), except that a last chunk of one token is computed as in decoding.
-torch computes windows, padding and everything else.
+The kernel computes prompts of causal models: calls without a mask, or with a mask that hides only later positions, as
+for chunks of a long prompt, whose keys include those of earlier chunks. A row's bits then depend neither on other rows
+of the prompt nor on the chunks (`kernels/prompt_attention.py`), except that a last chunk of one token is computed as in
+decoding. torch computes windows, padding and everything else.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from smoe.kernels.proof import is_no_further
 from smoe.kernels.spinning_pool import OWN_ORDER_GAIN
 
 _NEAR_TOKENS, _NEAR_KEYS = 100, 300
-"""Numbers of tokens and keys in the test: several blocks of both with a remainder; the same tokens alone are timed."""
+"""The numbers of tokens and keys in the test of accuracy: several blocks of each, with a remainder. The time is
+measured with these tokens and no earlier keys."""
 _TURNS = 9
 _AMX = "amx-bf16"
 
 
 class SeveralQueries:
-    """The kernel for one shape of heads."""
+    """The attention kernel for several tokens, for one shape of heads."""
 
     def __init__(self, attend: PromptAttention, heads: int, key_heads: int, size: int) -> None:
         self._attend = attend
@@ -43,10 +45,10 @@ class SeveralQueries:
         scale: float,
         is_causal: bool,
     ) -> bool:
-        """Return whether the kernel has been tested for this call: several tokens, each of which sees itself and all
+        """Return whether the kernel can compute this call: several tokens, each of which attends to itself and to all
         earlier ones.
 
-        `is_causal`: whether torch's function is causal without a mask.
+        `is_causal`: whether torch's function hides later keys without a mask.
         """
         _, heads, tokens, size = query.shape
         if tokens < 2 or (heads, keys.shape[1], size) != (self._heads, self._key_heads, self._size) or scale <= 0:
@@ -58,13 +60,15 @@ class SeveralQueries:
         return hides_the_future(mask, tokens, keys.shape[2])
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the attention's output for queries [1, heads, tokens, size]."""
         return self._attend(query, keys, values, scale)
 
 
 def hides_the_future(mask: torch.Tensor, tokens: int, keys: int) -> bool:
-    """Return whether a mask lets each of the last `tokens` of `keys` positions see exactly itself and the earlier ones.
+    """Return whether a mask lets each of the last `tokens` of `keys` positions attend to itself and all earlier
+    positions, and to no others.
 
-    The first row and column and the equality along diagonals decide this, without creating a second mask.
+    The check needs only the first row, the first column and equality along diagonals, so no second mask is created.
     """
     if mask.dtype is not torch.bool or mask.shape != (1, 1, tokens, keys):
         return False
@@ -78,8 +82,8 @@ def hides_the_future(mask: torch.Tensor, tokens: int, keys: int) -> bool:
 
 
 def must_be_measured() -> bool:
-    """Return whether this CPU has matrix instructions that only torch uses. On all other tested CPUs the kernel is 1.5
-    to 9 times as fast at every length, and no measurement is needed."""
+    """Return whether this CPU has matrix instructions that only torch uses, so that either method may be faster. On all
+    other tested CPUs the kernel is 1.5 to 9 times as fast at every length."""
     return cpu_has(_AMX)
 
 
@@ -92,11 +96,8 @@ def gains(
     size: int,
     is_measured: bool,
 ) -> bool:
-    """Return whether the kernel's mean error is no larger than that of `library`, as `module` calls it, and it is
-    faster.
-
-    Unless `is_measured`, the speed is assumed.
-    """
+    """Return whether the kernel is at least as accurate as `library`, called as `module` calls it, and faster. Unless
+    `is_measured`, it is assumed to be faster."""
     generator, scale = torch.Generator().manual_seed(0), size**-0.5
     query = torch.randn(1, heads, _NEAR_TOKENS, size, generator=generator).bfloat16()
     keys, values = torch.randn(2, 1, key_heads, _NEAR_KEYS, size, generator=generator).bfloat16()
@@ -105,7 +106,7 @@ def gains(
     mask = torch.ones(1, 1, _NEAR_TOKENS, _NEAR_KEYS, dtype=torch.bool).tril(_NEAR_KEYS - _NEAR_TOKENS)
 
     def theirs(some: slice, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return torch's attention of some positions."""
+        """Return torch's attention for a range of positions."""
         tensors = query[:, :, some], keys[:, :, some], values[:, :, some]
         answer: torch.Tensor = library(module, *tensors, mask, dropout=0.0, scaling=scale)[0]
         return answer
@@ -126,13 +127,13 @@ def gains(
 def _exact(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return attention of one key head in float64, [1, m, heads, size]; all heads would take too long."""
+    """Return the attention of one key head in float64, [1, m, heads, size]. (All key heads would take too long.)"""
     scores = (query.double() @ keys.double().transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
     return (scores.softmax(-1) @ values.double()).transpose(1, 2)
 
 
 def fastest_seconds(job: Callable[[], object]) -> float:
-    """Return the shortest time of a few runs."""
+    """Return the shortest duration of a few runs of `job`, in seconds."""
 
     def once() -> float:
         began = perf_counter()

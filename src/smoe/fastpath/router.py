@@ -1,10 +1,10 @@
-"""Compute one row through a layer's router in machine code: softmax, the K largest, and their weights.
+"""Computes one row through a layer's router in machine code: softmax, the K largest scores, and their weights.
 
 transformers uses five operations, which take more time in Python than the router's product. The bits of the weights may
-differ from transformers' by a rounding, so this is used only for models with quantized weights or with products in an
-order of our own (grade E1). A router is tested by comparison: equal logits, experts with the same logits, and weights
-equal up to a rounding of bf16. In a layer whose block consists of a router and experts, the router is part of the
-attention's job (`kernels/token_attention.py`).
+differ from transformers' by one rounding. So this is used only for models with quantized weights or with products in an
+order of our own (grade E1). The code is used for a router if a comparison finds equal logits, experts with equal
+logits, and weights equal up to a rounding of bf16. If a layer's block consists only of a router and experts, the router
+becomes a part of the attention's job (`kernels/token_attention.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Forward = Callable[..., Any]
 def speed_up(
     pool: SpinningPool, routers: Iterable[nn.Module], layers: Iterable[OneToken], experts: Collection[nn.Module]
 ) -> Collection[nn.Module]:
-    """Replace the forward function, for one row, of every supported router, and make it part of its layer's job; return
-    these routers.
+    """Replace the forward function of every supported router, for one row, and make the router a part of its layer's
+    job where possible. Return these routers.
 
-    `routers` take only hidden states [T, H]; `layers` are the decoder layers with a forward function of ours; `experts`
-    are the modules that contain the experts.
+    `routers` take only hidden states [T, H]; `layers`: the decoder layers with a forward function of ours; `experts`:
+    the modules that contain the experts.
     """
     found = {router: ours for router in routers if (ours := _proven(router, pool)) is not None}
     for router, ours in found.items():
@@ -53,7 +53,7 @@ def speed_up(
 
 
 class OneRow:
-    """A router's forward function: our machine code for one row, transformers' function for everything else."""
+    """The forward function of a router: our machine code for one row, transformers' function for every other call."""
 
     def __init__(self, module: nn.Module, router: TokenRouter, pool: SpinningPool) -> None:
         self.library: Forward = module.forward
@@ -69,7 +69,7 @@ class OneRow:
 
     @property
     def attached(self) -> AttachedRouter:
-        """The router as a part of a layer's job."""
+        """The router in the form that a layer's job takes."""
         weight = self._weight
         matrix = Matrix(weight.data_ptr(), *weight.shape)
         return AttachedRouter(
@@ -77,7 +77,7 @@ class OneRow:
         )
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return logits, weights and indices for hidden [..., H]; several rows are computed by transformers."""
+        """Return the logits, weights and indices for `hidden` [..., H]. transformers computes several rows."""
         weight = self._weight
         is_row = hidden.numel() == self.columns and hidden.is_contiguous() and hidden.dtype is torch.bfloat16
         if args or kwargs or not is_row or type(weight) is not RouterWeight:
@@ -90,7 +90,7 @@ class OneRow:
 
 
 def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
-    """Return our forward function for a router, or None if the router is not supported."""
+    """Return our forward function for a router after comparing both, or None if the router is not supported."""
     weight: torch.Tensor | None = module._parameters.get("weight")
     if not isinstance(weight, RouterWeight) or len(module._parameters) != 1 or weight.dtype is not torch.bfloat16:
         return None
@@ -108,7 +108,7 @@ def _proven(module: nn.Module, pool: SpinningPool) -> OneRow | None:
                 for row, given in zip(rows, theirs, strict=True)
             ):
                 return ours
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes or returns something else
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         pass
     return None
 
@@ -123,8 +123,8 @@ def _is_selection(output: object) -> bool:
 
 
 def _agree(ours: RoutedRow, theirs: RoutedRow) -> bool:
-    """Return whether two routings are equal, except for rounding of weights and the order of experts with equal
-    logits."""
+    """Return whether two routings of a row are equal. Weights may differ by rounding, and experts with equal logits may
+    be exchanged."""
     is_same = torch.equal(ours.logits, theirs.logits)
     chosen = [each.logits.gather(1, each.chosen) for each in (ours, theirs)]
     near = torch.allclose(ours.weights.float(), theirs.weights.float(), rtol=_ROUNDING, atol=0)
@@ -132,7 +132,8 @@ def _agree(ours: RoutedRow, theirs: RoutedRow) -> bool:
 
 
 def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: int) -> bool:
-    """Return whether a block passes its input to the router, the same rows to the experts, and returns their output."""
+    """Return whether a block only passes its input to the router and the experts, and returns the experts' output
+    unchanged."""
     seen: list[tuple[torch.Tensor, ...]] = []
 
     class Stub(nn.Module):
@@ -146,7 +147,7 @@ def _is_plain(block: nn.Module, router: nn.Module, experts: nn.Module, hidden: i
     try:
         with torch.no_grad():
             selection, output = RoutedRow(*router(x[0])), block(x)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes or returns something else
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # the module has another signature
         return False
     finally:
         block._modules[name] = experts

@@ -1,8 +1,8 @@
-"""A pass over tokens of several texts that differ in length.
+"""Describes a pass over tokens of several texts that differ in length.
 
-Each row attends to its own keys as if it were alone (`attention.py`). Our kernels can also give each row the bits that
-it has alone: for bf16 weights in torch's order at no cost, else row by row, which takes as long as computing the rows
-in turn. So the latter is only done if reproducible results are requested.
+Each row attends only to its own keys, as if it were alone (`attention.py`). Our kernels can also give each row the bits
+that it has alone. For bf16 weights in torch's order this costs nothing. Otherwise rows are computed one after the
+other, which takes as long as separate passes, so this is done only if reproducible results are requested.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from smoe.kernels.spinning_pool import SpinningPool
 
 
 class RowsOfPass:
-    """The rows of the running pass, as attention and our kernels need them."""
+    """The texts in the running pass: how many keys each row has, and whether rows must be computed separately."""
 
     def __init__(self, pool: SpinningPool | None, is_quantised: bool, is_reproducible: bool) -> None:
-        """`pool`: our kernels' threads, or None; `is_quantised`: whether the experts are quantized."""
+        """`pool`: the threads of our kernels, or None. `is_quantised`: the experts are quantized. `is_reproducible`:
+        each row must have the bits that it has alone, even if that takes longer."""
         self.keys: Sequence[int] | None = None
         """The number of keys of every row; None if the rows do not have separate texts."""
         is_free = pool is not None and pool.own_order is None and not is_quantised
@@ -26,9 +27,10 @@ class RowsOfPass:
 
     @contextmanager
     def apart(self, keys: Sequence[int], tokens: int) -> Iterator[bool]:
-        """Compute, within this context, up to `tokens` tokens of every row, which then has `keys` keys.
+        """Treat rows as separate texts during the `with` block. Each row computes up to `tokens` tokens and then has
+        the number of keys that `keys` gives for it.
 
-        Yields whether each row gets the bits that it has alone, on one thread.
+        Yield whether each row gets the bits that it has alone, on one thread.
         """
         pool = self._pool if tokens == 1 and len(keys) <= MOST_QUANTISED_ROWS else None
         self.keys = keys

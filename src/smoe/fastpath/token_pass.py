@@ -1,8 +1,9 @@
-"""Compute one token through a whole model: embedding, decoder layers, last norm and output layer in sequence.
+"""Computes one token through a whole model: embedding, decoder layers, last norm and output layer, one after the other.
 
-If every decoder layer computes one token as one job (`decoder_layer.py`), transformers' forward function only adds
-positions, masks that hide nothing, and some twenty calls. A model of this structure is tested with stubs for its
-layers: the first layer must receive the same bits, and the logits must be equal. transformers computes all other calls.
+If our kernels compute every decoder layer for one token (`decoder_layer.py`), transformers' forward function of the
+model only adds positions, masks that hide nothing, and some twenty calls. So it is replaced for one token. The
+replacement is tested with stubs for the layers: the first layer must receive the same bits as before, and the logits
+must be equal. transformers computes all other calls.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ Layer = Callable[[torch.Tensor, Any, int], torch.Tensor]
 
 
 def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> TokenPass | None:
-    """Replace a model's forward function for one token if ours reproduces the bits; return ours, or None.
+    """Replace a model's forward function, for one token, if ours reproduces its bits. Return our function, or None.
 
-    `layers` are the decoder layers with a forward function of ours.
+    `layers`: the decoder layers with a forward function of ours.
     """
     text = next((module for module in model.modules() if _is_text(module, layers)), None)
     head = model.get_output_embeddings()
@@ -53,7 +54,8 @@ def speed_up(model: PreTrainedModel, layers: Mapping[nn.Module, OneToken]) -> To
 
 
 def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
-    """Return whether a module consists of exactly an embedding, these layers, a norm and a rotary embedding."""
+    """Return whether a module consists of an embedding, these layers, a norm and a rotary embedding, and nothing
+    else."""
     names = dict(module.named_children())
     own = names.get("layers")
     if names.keys() != {"embed_tokens", "layers", "norm", "rotary_emb"} or not isinstance(own, nn.ModuleList):
@@ -62,7 +64,7 @@ def _is_text(module: nn.Module, layers: Mapping[nn.Module, OneToken]) -> bool:
 
 
 class TokenPass:
-    """A model's forward function: ours for one token, transformers' for everything else."""
+    """The forward function of a model: ours for one token, transformers' for every other call."""
 
     def __init__(self, model: PreTrainedModel, text: nn.Module, head: nn.Module, layers: Sequence[OneToken]) -> None:
         self.library: Callable[..., Any] = model.forward
@@ -75,8 +77,8 @@ class TokenPass:
         self._hooks = hooks_of([text, *text.layers])  # type: ignore[misc]
         self._output: Callable[..., Any] = dict
         self.resident_experts: Callable[[], Sequence[RowExperts] | None] = lambda: None
-        """Called before each token whose layers may all skip their mlp; returns the function that replaces the mlps, or
-        None."""
+        """Called before each token if all layers may skip their mlp. Returns a function for each layer that replaces
+        its mlp, or None."""
 
     @property
     def layers(self) -> Sequence[OneToken]:
@@ -84,7 +86,7 @@ class TokenPass:
         return self._layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the same as transformers' forward function."""
+        """Return the same as transformers' forward function."""
         cache = kwargs.get("past_key_values")
         if args or not isinstance(cache, RowCache) or not self._is_plain(kwargs, cache) or not self._is_untouched():
             return self.library(*args, **kwargs)
@@ -95,7 +97,7 @@ class TokenPass:
         return self._output(logits=logits, past_key_values=cache)
 
     def _is_plain(self, kwargs: Mapping[str, Any], cache: RowCache) -> bool:
-        """Return whether a call requests just the logits of one token after those in the cache."""
+        """Return whether a call asks only for the logits of one token that follows those in the cache."""
         ids, mask, position = kwargs.get("input_ids"), kwargs.get("attention_mask"), kwargs.get("position_ids")
         if not isinstance(ids, torch.Tensor) or ids.shape != (1, 1) or cache.rows != 1 or cache.row_lengths is not None:
             return False
@@ -110,14 +112,14 @@ class TokenPass:
         return not any(getattr(self._model.config, name, False) for name in _ASKS)
 
     def _is_untouched(self) -> bool:
-        """Return whether the modules are those that were tested, and none of them has a hook."""
+        """Return whether all modules are still the tested ones, and none of them has a hook."""
         if any(self._hooks) or not self._layers[0].is_sdpa:
             return False
         return all(modules[name] is module for modules, name, module in self._parts)
 
     def _layer_of(self, cache: RowCache) -> Layer | None:
-        """Return a function that applies the layers to this cache, or None if one of them must use transformers'
-        function."""
+        """Return a function that computes one layer with this cache. None if transformers' function must compute one of
+        the layers."""
         places = [layer.place_in(cache) if layer.is_untouched() else None for layer in self._layers]
         if None in places:
             return None
@@ -132,7 +134,7 @@ class TokenPass:
     def _logits(
         self, ids: torch.Tensor, position: torch.Tensor | None, cache: RowCache, through: Layer
     ) -> torch.Tensor:
-        """Compute logits [1, 1, vocabulary] from ids and positions [1, 1]."""
+        """Return the logits [1, 1, vocabulary size] for a token's id and position, both [1, 1]."""
         modules = self._modules
         hidden = modules["embed_tokens"](ids)
         if position is None:
@@ -144,8 +146,8 @@ class TokenPass:
         return logits
 
     def is_proven(self) -> bool:
-        """Return whether transformers passes the same bits to the first layer, and computes the same logits from the
-        last one's output."""
+        """Return whether transformers passes the same bits to the first layer as we do, and computes the same logits
+        from the last layer's output."""
         cache = RowCache(self._model.config.get_text_config(), 1, 2)
         cache.length = 1
         try:
@@ -173,7 +175,8 @@ class TokenPass:
 
 @contextmanager
 def _stand_ins(layers: Sequence[nn.Module], stand_in: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[None]:
-    """Replace decoder layers by `stand_in`, which takes no mask, within this context."""
+    """Replace decoder layers by `stand_in`, which takes hidden states and position embeddings, during the `with`
+    block."""
 
     def forward(
         hidden_states: torch.Tensor, attention_mask: None = None, *, position_embeddings: Any, **_: Any

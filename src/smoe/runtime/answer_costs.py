@@ -1,8 +1,9 @@
-"""The current cost of each resolution of a miss, as measured: loads of either format, and the CPU of a machine with a
-device.
+"""Measures what each resolution of a miss costs at present, in seconds: to load the full or the low copy of the expert,
+or to compute the expert on the CPU of a machine with a device.
 
-A load takes its bytes at the rate of recent disk reads or, with a device that has its own memory, of recent copies over
-the link; where a CPU computes there, the balancer's measurements are used.
+A load costs the copy's bytes times the seconds per byte of recent loads: disk reads or, on a device with memory of its
+own, copies over the link. Where a CPU computes experts in parallel with the device, the balancer's measurements are
+used for both.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class LoadRate:
         self._link = link
         self._seconds_per_byte = 1.0 / FIRST_BYTES_PER_SECOND
         self._bytes, self._busy = transfers.bytes_read, transfers.busy_seconds
-        if link is None and self._bytes and self._busy:  # loads of the tests at start
+        if link is None and self._bytes and self._busy:  # from the loads of the tests at start
             self._seconds_per_byte = self._busy / self._bytes
 
     def seconds_per_byte(self) -> float:
+        """Return the decaying mean after adding the loads that have ended since the last call."""
         for seconds, nbytes in self._measured():
             self._seconds_per_byte += _RECENT * (seconds / nbytes - self._seconds_per_byte)
         return self._seconds_per_byte
@@ -54,7 +56,7 @@ class LoadRate:
 
 
 class Answerer:
-    """Resolves the misses of decode steps at current costs."""
+    """Chooses how the misses of each decode step are resolved, from the costs measured at present."""
 
     def __init__(
         self,
@@ -63,8 +65,8 @@ class Answerer:
         loads: LoadRate,
         balancer: Balancer | None,
     ) -> None:
-        """`make` returns an `Answering` with an unspent budget. `slot_bytes`: bytes of a slot by format and layer.
-        `balancer`: only where a CPU computes in parallel with a device."""
+        """`make` returns an `Answering` whose quality budget is unspent. `slot_bytes`: bytes of one slot, by format and
+        then by layer. `balancer` measures loads and CPU; None where no CPU computes in parallel with a device."""
         self._make = make
         self._slot_bytes = slot_bytes
         self._loads = loads
@@ -75,7 +77,8 @@ class Answerer:
         self.answering = self._make()
 
     def answer(self, routing: Routing, table: SlotTable, running: float) -> Answered:
-        """Resolve a layer's misses while `running` loads are in flight."""
+        """Return the resolutions of one layer's misses. `running`: the number of loads in flight that a new load would
+        wait for."""
         return self.answering.answer(routing, table, self._costs(routing.layer, running))
 
     def _costs(self, layer: int, running: float) -> AnswerCosts:

@@ -1,4 +1,4 @@
-"""Cancels individual calls of `generate`."""
+"""Ends a single call of `generate` from another thread or from a signal handler."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
         threading.Timer(10, stop.cancel).start()
         model.generate(**prompt, stopping_criteria=[stop])
 
-    A call with new tokens returns them at its next token. A call without new tokens, which waits for its turn or reads
-    its prompt, raises `GenerationCancelledError` at its next layer. The object stays cancelled: a later call with it
-    raises at once. Several calls may share one object.
+    If the call has generated tokens, it returns them at its next token. If it has none, because it waits for its turn
+    or reads its prompt, it raises `GenerationCancelledError` at its next layer. The object stays cancelled: a later
+    call that uses it raises at once. Several calls may share one object.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,13 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
 
     @property
     def ends_without_tokens(self) -> bool:
-        """Whether the calling thread's call must end and has no new tokens to return."""
+        """Whether the calling thread's `generate` must end although it has generated no token to return."""
         return self._is_cancelled and threading.get_ident() not in self._have_tokens
 
     @contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Register `wake` for the duration of one call, on its thread: `cancel` calls it."""
+        """Let `cancel` call the function `wake` during the `with` block. Used by the thread of one call of `generate`,
+        to wake it while it waits for its turn."""
         self._wakes.append(wake)
         try:
             yield
@@ -56,6 +57,6 @@ class Cancellation(StoppingCriteria):  # type: ignore[misc]
             self._have_tokens.discard(threading.get_ident())
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return [rows] flags to stop, as the library's stopping criteria do after every new token."""
+        """Return a flag for each row [rows], True to stop. The library calls this after every new token."""
         self._have_tokens.add(threading.get_ident())
         return torch.full((input_ids.shape[0],), self._is_cancelled, dtype=torch.bool, device=input_ids.device)

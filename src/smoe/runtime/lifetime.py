@@ -1,7 +1,7 @@
-"""Stops an engine's threads and frees its memory, also without `close()`.
+"""Stops the threads of an engine and frees its memory, also if `close()` is never called.
 
-Running threads are never garbage-collected, nor the objects that they refer to. So they refer to no engine and no
-model, and the collection of an engine without `close()` ends them.
+Python never collects running threads, nor any object that they refer to. So an engine's threads do not refer to the
+engine or its model: these can be collected, and their collection ends the threads.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _releasing: list[threading.Thread] = []
 
 
 class Helpers(Protocol):
-    """Threads that compute."""
+    """An object with threads that compute."""
 
     def close(self) -> None: ...
 
 
 class Held:
-    """The resources of one engine that end with it. They must not refer to the engine or its model."""
+    """The memory and threads that one engine owns and that end with it. They must not refer to the engine or its
+    model."""
 
     def __init__(self, engine: object, transfers: Transfers, arena: Arena, helpers: Sequence[Helpers]) -> None:
         self._parts = os.getpid(), transfers, arena, helpers
@@ -44,10 +45,10 @@ class Held:
 
 
 def collect_dropped() -> None:
-    """Free the resources of engines without references: weights and, without `close()`, slots and threads.
+    """Free the memory and end the threads of engines that nothing refers to any more.
 
-    Model and engine refer to each other, and Python may collect such a cycle much later. This costs nothing where no
-    engine exists, else some 0.1 s.
+    A model and its engine refer to each other, and Python may collect such a cycle much later. The call takes some 0.1
+    s, and no time if no engine exists.
     """
     if _living:
         gc.collect()
@@ -64,7 +65,8 @@ def _release(process: int, transfers: Transfers, arena: Arena, helpers: Sequence
 
 
 def _release_aside(*parts: Any) -> None:
-    """Release on a new thread: the collecting thread may be one of the engine's own, which cannot wait for itself."""
+    """Release an engine's resources on a new thread. The collecting thread may be one of the engine's own, which cannot
+    wait for its own end."""
     thread = threading.Thread(target=_release, args=parts, name="smoe-release", daemon=True)
     _releasing.append(thread)
     thread.start()

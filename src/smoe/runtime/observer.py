@@ -1,6 +1,8 @@
 """Callbacks for each step of a layer, used by traces, measurements and comparisons.
 
-router | routed | substitutes and plan | planned | loads, experts, sum | computed
+In order of time, the work of a layer and the callbacks in parentheses:
+
+    router | (routed) | substitutes and plan | (planned) | loads, experts, sum | (computed)
 """
 
 from __future__ import annotations
@@ -13,21 +15,21 @@ from smoe.runtime.step import Step
 
 
 class StepObserver:
-    """The base of observers: override the methods you need; the defaults do nothing. An exception ends the forward
-    pass."""
+    """The base class of observers. The methods do nothing; override those that you need. An exception in one of them
+    ends the forward pass."""
 
     def routed(self, step: Step) -> None:
-        """Called before a layer's experts are computed, and before any replacement."""
+        """Called when a layer's router has chosen, before any expert is replaced or computed."""
 
     def planned(self, routing: Routing, decision: Decision) -> None:
-        """Called with the router's choice and the decision about it."""
+        """Called with the router's choice and the decision how to compute it."""
 
     def computed(self, step: Step, output: torch.Tensor) -> None:
-        """Called with the experts' output [T, H] of a layer."""
+        """Called with the output [T, H] of a layer's experts."""
 
 
 class RoutingList(StepObserver):
-    """Stores every routing: input for `smoe.simulator`."""
+    """Stores the routing of every step in `trace`, a list that `smoe.simulator` can replay."""
 
     def __init__(self) -> None:
         self.trace: list[Routing] = []

@@ -1,6 +1,6 @@
-"""The type of the result of `from_pretrained`, for type checkers.
+"""The return type of `from_pretrained`, for type checkers: a transformers model with the attribute `offload`.
 
-At run time a loaded model has the library's own class, so this is another name of `PreTrainedModel`.
+At run time a loaded model has the library's own class, so there `OffloadedModel` is another name of `PreTrainedModel`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smoe.runtime.engine import Engine
 
     class OffloadedModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-        """A language model of transformers with an engine."""
+        """A language model of transformers whose attribute `offload` is its engine."""
 
         offload: Engine  # type: ignore[assignment]
 else:

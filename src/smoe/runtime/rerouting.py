@@ -1,4 +1,4 @@
-"""Routing weights after substitution: scores become lists for the planner, and substitutes get their weights."""
+"""Routing weights after substitution: passes router scores to the planner, and computes the weights of substitutes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from smoe.runtime.substitution import Substitution
 
 
 class Scored(NamedTuple):
-    """A layer's scores for all experts, and the rule of its router."""
+    """The scores of a layer's router for all experts, and the rule that turns scores into a choice and weights."""
 
     rule: Rule
     scores: torch.Tensor
     """[T, E]"""
 
     def choice_of(self, tokens: Sequence[int] | None) -> torch.Tensor:
-        """Return the choice scores of these tokens (None: all): [tokens, E]."""
+        """Return the scores by which experts are chosen, [tokens, E], for the tokens with these numbers (None: for
+        all)."""
         return self.rule.choice(self.scores if tokens is None else self.scores[list(tokens)])
 
 
 class Rule(Protocol):
-    """How scores become a choice and weights (`models/scoring.py`)."""
+    """The rule of a router: from scores to chosen experts and their weights (`models/scoring.py`)."""
 
     def choice(self, scores: torch.Tensor) -> torch.Tensor: ...
 
@@ -39,8 +40,8 @@ class Rule(Protocol):
 def weights_with_substitutes(
     decision: Decision, top_k_weights: torch.Tensor, scored: Scored, asked: Substitution
 ) -> torch.Tensor:
-    """Return top_k_weights [T, K] with the substitutes among the chosen experts; the weights of tokens without a
-    substitute do not change in any bit."""
+    """Return the routing weights [T, K] after substitution. The weights of tokens without a substitute do not change in
+    any bit."""
     assert decision.selection is not None
     if asked.inherits_weight:
         return top_k_weights

@@ -1,4 +1,4 @@
-"""One layer of one forward pass after its router: the input of all later stages."""
+"""One layer of one forward pass after its router has run: what the decision and the computation take as input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from smoe.runtime.rerouting import Scored
 
 
 class Step(NamedTuple):
-    """One layer's input and routing: T rows of `sequences` sequences of equal length, one sequence after the other."""
+    """One layer's input and routing. The T rows belong to `sequences` sequences of equal length, one sequence after the
+    other."""
 
     layer: int
     phase: Phase

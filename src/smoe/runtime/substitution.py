@@ -1,4 +1,4 @@
-"""The substitution settings of a configuration."""
+"""How missing experts are replaced, according to the settings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from smoe.policy.step import Switches
 
 
 class Substitution(NamedTuple):
-    """How experts are replaced: the decision's switches, and the weights of substitutes."""
+    """How experts are replaced: the settings of the decision, and how substitutes get their weights."""
 
     switches: Switches = Switches()
     inherits_weight: bool = False
-    """Whether a substitute has the weight of the expert that it replaces; otherwise its own score gives the weight, by
-    the router's rule."""
+    """True: a substitute gets the weight of the expert that it replaces. False: the router's rule computes its weight
+    from its own score."""
     gaps_keep_weight: bool = False
-    """Whether dropping a route leaves the other weights unchanged; otherwise they share its weight by the router's
+    """True: if a route is dropped, the other weights do not change. False: they share its weight by the router's
     rule."""
 
 

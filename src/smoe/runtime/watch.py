@@ -1,11 +1,14 @@
-"""Records the engine's events for open pages: the events of each expert, and the start of every pass.
+"""Records what happens to each expert and the start of every pass, for open pages of `/watch`.
 
-    engine's thread   routed | planned --> note ......... | routed | planned --> note ...
-    page's thread                      ^ `taken`, several times a second, counts (`report/watched.py`)
+The engine's thread writes notes into queues, and a page's thread empties them. Time to the right; `routed` and
+`planned` are the observer's callbacks:
 
-Experts have numbers that run through all layers, in queues that either thread may use at any time. No object of a plan
-is stored, so the engine's temporary objects stay young and garbage collection costs nothing more. A note costs some 2
-us for each layer; without pages there are no notes.
+    engine's thread   routed | planned -> note ......... | routed | planned -> note ...
+    page's thread                  `taken`, several times a second: counts the notes (`report/watched.py`)
+
+Experts have numbers that run through all layers. Either thread may use the queues at any time. No object of a plan is
+stored, so the engine's temporary objects stay short-lived, and garbage collection costs nothing more. Notes cost some 2
+us for each layer; without an open page there are none.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 EVENTS = ("decoded", "read", "used", "replaced", "right", "wrong", "by_cpu", "by_worker")
-"""Kinds of events of an expert: used in a decode step; load begun; used in another step; its route replaced or dropped;
-prefetched and used; prefetched and not used; computed by the CPU; computed by a worker."""
+"""The kinds of events of an expert. In this order: used in a decode step; its load has begun; used in a prefill; its
+route replaced or dropped; prefetched and used; prefetched and not used; computed by the CPU; computed by a worker."""
 _MOST = 1 << 17
-"""The maximum number of events of a kind; beyond it the oldest are dropped: no page has asked for some hundred
-tokens."""
+"""The maximum number of stored events of a kind. If no page takes the events for some hundred tokens, the oldest are
+dropped."""
 
 
 class PassNote(NamedTuple):
@@ -45,10 +48,10 @@ class PassNote(NamedTuple):
 
 
 class Watch(StepObserver):
-    """Notes on one engine. One thread in addition to the engine's may call `begin`, `taken` and `end`."""
+    """The notes on one engine. Besides the engine's thread, one other thread may call `begin`, `taken` and `end`."""
 
     def __init__(self, executor: LayerExecutor, first: Mapping[int, int]) -> None:
-        """`first`: the number of each layer's first expert."""
+        """`first`: for each layer, the number of its first expert."""
         self._executor = executor
         self._first = first
         self._entry = min(first)
@@ -61,17 +64,17 @@ class Watch(StepObserver):
         """The staged copies that had been noted before."""
 
     def begin(self) -> None:
-        """Start to take notes: a page is open."""
+        """Start to record events, because a page is open."""
         self.taken()
         self._staged = self._known = frozenset()
-        self._executor.observers = [*self._executor.observers, self]  # a new list: the engine may be using the old
+        self._executor.observers = [*self._executor.observers, self]  # a new list: the engine may use the old one
 
     def end(self) -> None:
-        """Stop taking notes: the last page has closed."""
+        """Stop recording, because the last page was closed."""
         self._executor.observers = [each for each in self._executor.observers if each is not self]
 
     def taken(self) -> tuple[dict[str, list[int]], list[PassNote]]:
-        """Return all events since the last call, oldest first: the experts of each kind, layer after layer, and the
+        """Return all events since the last call, oldest first: lists of expert numbers by kind of event, and the
         passes."""
         return {name: _drained(queue) for name, queue in self._events.items()}, _drained(self._passes)
 
@@ -108,7 +111,7 @@ class Watch(StepObserver):
                 self._events["by_cpu" if serve.unit < FIRST_WORKER else "by_worker"].append(first + serve.key[1])
 
     def _note_guesses(self, plan: LayerPlan) -> None:
-        """Note prefetches that have begun, those used now, and those just dropped."""
+        """Record prefetches that have begun, that were used by this plan, and that were dropped without use."""
         staged, here = self._staged, self._executor.table.staged
         right = [serve.key for serve in plan.serves if serve.key in staged]
         wrong = [key for key in staged if key not in here]
