@@ -1,1 +1,1 @@
-"""The memory hierarchy: files, disk, host and device memory, transfers between them, and expert slots."""
+"""The memory hierarchy of experts: files, disk, host and device memory, the transfers between them, and slots."""

@@ -1,10 +1,11 @@
-"""Convert stored codes, scales and zero points, which are separate tensors in a file, to blocks of a quantized matrix.
+"""Converts codes, scales and zero points that are separate tensors in a file to the blocks of a quantized matrix in a
+slot.
 
     file   | codes ... | scales ... | zero points ... |
-    slot   | scale, zero point, codes | scale, zero point, codes | ...       row after row of outputs
+    slot   | scale, zero point, codes | scale, zero point, codes | ...         row after row of outputs
 
-Tensors are read in pieces, whose bytes are written to their positions in the slot. Codes keep their bits; scales become
-float32, which is exact. Matrices that a package stores by input instead of output are transposed.
+Tensors are read in chunks, and the bytes of each chunk are written to their positions in the slot. Codes keep their
+bits. Scales become float32, which is exact. Matrices that a file stores by input instead of output are transposed.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from smoe.memory.safetensors_index import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 SCALE_KINDS = ("F32", "BF16", "F16", "F8_E8M0")
-"""The dtypes of scales in files; the last one, pure exponents, is for 8-bit floats."""
+"""The dtypes that scales have in files. The last one, which has only an exponent, is for 8-bit floats."""
 _POWERS = np.concatenate([np.exp2(np.arange(255) - 127.0), [np.nan]]).astype(np.float32)
-"""The value of each 8-bit exponent scale."""
+"""The value of each scale that is an 8-bit exponent."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For AWQ: the positions in a word, from its lowest bits, of the codes of eight consecutive outputs."""
+"""For AWQ: where a 32-bit word stores the codes of eight consecutive outputs, counted from its lowest bits."""
 _AWQ_LOWER, _AWQ_UPPER = (0, 4, 1, 5), (2, 6, 3, 7)
-"""The inverse: the outputs of the lower and of the upper halves of a word's bytes."""
+"""The inverse of `_AWQ_ORDER`: the outputs whose codes are in the lower and in the upper halves of a word's bytes."""
 
 
 class SlotArrangement(Protocol):
@@ -34,16 +35,17 @@ class SlotArrangement(Protocol):
 
     @property
     def unit(self) -> int:
-        """Pieces of the tensor must be multiples of this number of bytes."""
+        """The number of bytes that can be converted alone: each chunk of the tensor must be a multiple of it."""
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Convert `source`, the tensor's bytes from `begin` on, into `slot`; `target` is the offset in the first
-        block."""
+        """Convert `source`, a chunk of the tensor that begins at byte `begin`, and write it into `slot`. `target`: the
+        offset of the tensor's field in the first block."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A copy that keeps the order: every `width` bytes go to the next `stride` bytes."""
+    """A copy without conversion: every `width` bytes of the tensor go to the beginning of the next `stride` bytes of
+    the slot."""
 
     width: int
     stride: int
@@ -53,8 +55,8 @@ class Spread:
         return self.width
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Copy all blocks in one call without the interpreter lock: 1.1 ms for an expert of 13 MB, a tenth of reading
-        it."""
+        """Copy all blocks in one call, without the interpreter lock. It takes 1.1 ms for an expert of 13 MB, a tenth of
+        the time of reading it."""
         items = source.view(f"V{self.width}")
         target += begin // self.width * self.stride
         np.ndarray(items.shape, items.dtype, slot, target, (self.stride,))[:] = items
@@ -71,19 +73,22 @@ class BlockGrid:
     """The number of bytes per block."""
 
     def of_rows(self, kind: str, slot: memoryview, target: int, row: int, rows: int) -> npt.NDArray[Any]:
-        """Return a view of one field of every block in some rows: [rows, blocks]."""
+        """Return a view of one field of all blocks in the rows from `row` on: [rows, blocks]. `kind`: the field's NumPy
+        type; `target`: its offset in the first block."""
         row_bytes = self.blocks * self.stride
         return np.ndarray((rows, self.blocks), kind, slot, target + row * row_bytes, (row_bytes, self.stride))
 
     def of_blocks(self, kind: str, slot: memoryview, target: int, block: int, blocks: int) -> npt.NDArray[Any]:
-        """Return a view of one field of some blocks in every row: [rows, blocks]."""
+        """Return a view of one field of the blocks from `block` on in all rows: [rows, blocks]. `kind`: the field's
+        NumPy type; `target`: its offset in the first block."""
         strides = (self.blocks * self.stride, self.stride)
         return np.ndarray((self.rows, blocks), kind, slot, target + block * self.stride, strides)
 
 
 @dataclass(frozen=True)
 class StoredScales:
-    """Stored scales [R, C], each for several rows and blocks; [C, R] if `is_turned`."""
+    """Scales that a file stores as [R, C], or as [C, R] if `is_turned`. Each belongs to several rows and blocks of the
+    matrix."""
 
     grid: BlockGrid
     kind: str
@@ -91,13 +96,13 @@ class StoredScales:
     shape: tuple[int, int]
     """The shape in the file."""
     rows_each: int = 1
-    """The number of rows of the matrix per scale; the last group may have fewer."""
+    """The number of rows of the matrix to which one scale belongs; the last scale may have fewer."""
     blocks_each: int = 1
     is_turned: bool = False
     zero: int | None = None
-    """A zero point that all blocks have after their scale; None if zero points are stored or absent."""
+    """A zero point that is written after the scale of every block; None if zero points are stored or absent."""
     is_divisor: bool = False
-    """Whether values are divided by the stored scales instead of multiplied."""
+    """Whether codes are divided by the stored scales; otherwise they are multiplied."""
 
     @property
     def unit(self) -> int:
@@ -128,8 +133,8 @@ class StoredScales:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Stored zero points, packed in 32-bit words like codes: [K / G, N / 8] if `is_turned`, else [N / 8, K / G] with
-    eight rows per word."""
+    """Zero points that a file stores packed in 32-bit words, like codes: [K / G, N / 8] if `is_turned`, else [N / 8, K
+    / G] with eight rows in each word. The matrix is [N, K] with groups of G."""
 
     grid: BlockGrid
     bits: int
@@ -139,10 +144,10 @@ class Zeros:
     blocks_each: int = 1
     is_awq: bool = False
     less: int = 0
-    """The number by which stored zero points are too small (1 in GPTQ's first version).
+    """The number by which the stored zero points are too small (1 in GPTQ's first version).
 
-    Its package subtracts this from whole words, so a zero point of 0 borrows from its neighbour. The addition here
-    reverses that.
+    GPTQ's package subtracts it from whole words, so a zero point of 0 borrows from its neighbour. Adding it to whole
+    words reverses that.
     """
 
     @property
@@ -166,7 +171,8 @@ class Zeros:
 
 @dataclass(frozen=True)
 class PairsApart:
-    """The conversion of 4-bit codes from two neighbours per byte to one code of each of two groups of 16 per byte."""
+    """The conversion of bytes with two neighbouring 4-bit codes. The result has two groups of 16 codes, and each byte
+    one code of either group."""
 
     numbers: int
     """The number of elements per block."""
@@ -178,7 +184,7 @@ class PairsApart:
         return self.numbers // 2
 
     def put(self, source: Bytes, slot: memoryview, target: int, begin: int) -> None:
-        """Copy eight codes at a time in whole words, in a quarter of the time of single bytes."""
+        """Convert eight codes at a time as whole words, in a quarter of the time that single bytes would take."""
         apart = source.astype("<u2")
         apart |= apart << 4
         apart &= 0x0F0F  # one code per byte
@@ -192,7 +198,8 @@ class PairsApart:
 
 @dataclass(frozen=True)
 class TurnedWords:
-    """GPTQ's codes [K / 8, N]: each 32-bit word has the codes of one output, in the order of a block."""
+    """The conversion of GPTQ's codes [K / 8, N]: each 32-bit word has eight codes of one output, in the order that a
+    block needs."""
 
     grid: BlockGrid
     words: int
@@ -211,7 +218,7 @@ class TurnedWords:
 
 @dataclass(frozen=True)
 class TurnedCodes:
-    """AWQ's 4-bit codes [K, N / 8]: each word has one code of each of eight outputs."""
+    """The conversion of AWQ's 4-bit codes [K, N / 8]: each 32-bit word has one code of each of eight outputs."""
 
     grid: BlockGrid
     numbers: int
@@ -239,7 +246,7 @@ class TurnedCodes:
 
 
 def every_code(bits: int) -> int:
-    """Return a 32-bit word in which every code is 1."""
+    """Return a 32-bit word in which every code of `bits` bits is 1."""
     return ((1 << 32) - 1) // ((1 << bits) - 1)
 
 
@@ -252,7 +259,7 @@ def _as_float32(source: Bytes, kind: str) -> npt.NDArray[np.float32]:
 
 
 def _codes(words: npt.NDArray[np.uint32], bits: int, is_awq: bool) -> Bytes:
-    """Unpack [..., words] to [..., words, codes per word], in the order of the outputs or columns."""
+    """Unpack words [..., words] to codes [..., words, codes per word], in the order of the outputs or columns."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     if is_awq:
         shifts = shifts[list(_AWQ_ORDER)]

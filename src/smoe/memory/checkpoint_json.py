@@ -1,4 +1,5 @@
-"""Read JSON files of a checkpoint: UTF-8, limited in size, with the file's name in every error."""
+"""Reads the JSON files of a checkpoint. They must be UTF-8 and of limited size, and every error contains the file's
+name."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from typing import Any
 from smoe.errors import CheckpointError
 
 _MAX_BYTES = 100 * 2**20
-"""safetensors' limit for a header; an index of a million tensors needs as much."""
+"""The limit that safetensors sets for a header. An index of a million tensors takes as much."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `CheckpointError` if there is none, or the file is too large."""
+    """Return the JSON object in a file. Raise `CheckpointError` if the file is too large or contains no JSON object."""
     check_regular(path)
     size = path.stat().st_size
     if size > _MAX_BYTES:
@@ -22,7 +23,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON object in `data`, which was read from `path`."""
+    """Return the JSON object in `data`. The file `path`, from which the data come, is only for errors."""
     try:
         found = json.loads(data.decode("utf-8"))
     except RecursionError as error:
@@ -35,7 +36,8 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise `CheckpointError` unless `path` is a regular file or a link to one, because opening a pipe could block."""
+    """Raise `CheckpointError` unless `path` is a regular file or a link to one. (Opening a pipe, for example, could
+    block.)"""
     if not path.is_file():
         what = "is not an ordinary file" if path.exists() else "is missing, or a link that leads nowhere"
         raise CheckpointError(f"{path} {what}; download the checkpoint again")

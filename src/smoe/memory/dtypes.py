@@ -1,4 +1,4 @@
-"""Element types of weights, with their names in files and in torch; this module does not import torch."""
+"""The element types of expert weights, with their names in files and in torch. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Dtype(NamedTuple):
     """An element type of expert weights in slots."""
 
     name: str
-    """torch's name."""
+    """The type's name in torch."""
     stored: str
-    """safetensors' name."""
+    """The type's name in safetensors files."""
     itemsize: int
     """The number of bytes per element."""
 
@@ -23,7 +23,7 @@ class Dtype(NamedTuple):
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch dtype; this imports torch."""
+        """The type as a torch dtype. Reading this imports torch."""
         import torch
 
         found: torch.dtype = getattr(torch, self.name)

@@ -1,10 +1,11 @@
-"""GGUF types whose blocks are converted exactly to another type while loading, because kernels support only that one.
+"""GGUF types whose blocks are converted while they are loaded, exactly, to another type, because our kernels support
+only that type.
 
-    NVFP4    scales of 4 groups | 4 x 8 bytes: elements j and 8 + j of a group in byte j      -> NVFP4_64
-    TQ1_0    48 bytes of five elements each | 4 bytes of four each | scale                    -> TQ2_0
+    NVFP4  scales of 4 groups | 4 x 8 bytes: elements j and 8 + j of a group in byte j      becomes NVFP4_64
+    TQ1_0  48 bytes of five elements each | 4 bytes of four each | scale                    becomes TQ2_0
 
-NVFP4's additional factor, for a matrix or each expert, is a tensor of its own, `NAME.scale`. The factor of activations,
-`NAME.input_scale`, is not used.
+NVFP4 has an additional factor for each matrix or each expert, which is a tensor of its own, `NAME.scale`. The factor of
+activations, `NAME.input_scale`, is not used.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ _WEIGHT, _SCALE, _INPUT_SCALE = ".weight", ".scale", ".input_scale"
 
 @dataclass(frozen=True)
 class Nvfp4Blocks:
-    """The conversion of NVFP4 blocks, in which neighbouring groups share bytes; the block's scale is 1 if
-    `is_whole`."""
+    """The conversion of NVFP4 blocks. `is_whole`: there is no additional factor, so the block's scale is set to 1."""
 
     is_whole: bool
     unit: int = 36
@@ -45,7 +45,8 @@ class Nvfp4Blocks:
 
 @dataclass(frozen=True)
 class TernaryBlocks:
-    """The conversion of TQ1_0 blocks: base-3 digits, of which byte times power of three has the next one on top."""
+    """The conversion of TQ1_0 blocks, whose bytes contain base-3 digits: a byte times a power of three, modulo 256, has
+    the digit as its highest."""
 
     unit: int = 54
 
@@ -61,8 +62,8 @@ class TernaryBlocks:
 
 
 def rearranged(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a file's tensors by key, with those of such types replaced by their conversions and unused ones
-    removed."""
+    """Return a file's tensors by name after replacing tensors of these types by their conversions and removing unused
+    tensors."""
     found = dict(tensors)
     for key, tensor in tensors.items():
         if tensor.dtype == "TQ1_0":
@@ -75,7 +76,7 @@ def rearranged(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _with_scale(tensor: StoredTensor, scale: StoredTensor | None) -> StoredTensor:
-    """Return an NVFP4 matrix, or one for each expert, together with its factor."""
+    """Return an NVFP4 matrix, or the matrices of all experts, joined with the additional factor `scale`."""
     form, (rows, columns) = FORMATS["NVFP4_64"], tensor.shape[-2:]
     made_of = [Ingredient(tensor, 0, Nvfp4Blocks(is_whole=scale is None))]
     if scale is not None:
@@ -86,7 +87,8 @@ def _with_scale(tensor: StoredTensor, scale: StoredTensor | None) -> StoredTenso
 
 
 def _digits(bytes_: Bytes, count: int) -> Bytes:
-    """Return the first digit of every byte, then the second, and so on: [blocks, count * bytes]."""
+    """Return the base-3 digits of bytes: the first digit of every byte of a block, then the second, and so on: [blocks,
+    count * bytes]."""
     powers = np.array([3**n for n in range(count)], np.uint8).reshape(-1, 1)
     lowest = bytes_[:, None, :] * powers  # modulo 256
     return (lowest.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(bytes_), -1)

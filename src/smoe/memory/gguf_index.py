@@ -1,8 +1,8 @@
-"""Locate every tensor of a GGUF model, in one file or in the parts of a split one.
+"""Locates every tensor of a GGUF model, in one file or in the parts of a split model.
 
-A tensor's `dtype` is ggml's name of its type ("F32", "BF16", "Q4_K", "MXFP4"). Its `shape` is row-major, ggml's
-dimensions reversed, so that experts are [E, N, K]. Rows are whole blocks, so that one expert of a tensor is a
-contiguous range of bytes in quantized types too.
+A tensor's `dtype` is ggml's name of its type ("F32", "BF16", "Q4_K", "MXFP4"). Its `shape` is row-major, which reverses
+ggml's dimensions, so that experts are [E, N, K]. A row consists of whole blocks, so one expert of a tensor is a
+contiguous range of bytes also in quantized types.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from smoe.memory.gguf_header import GgufHeader, TensorEntry, part_paths, read_gg
 from smoe.memory.safetensors_index import StoredTensor
 
 BLOCKS = {kind.name: GGML_QUANT_SIZES[kind] for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
-"""(elements, bytes) of a block of every type, by ggml's name; an unquantized number is a block of one."""
+"""(elements, bytes) of a block of every type, by ggml's name. An unquantized number is a block of one element."""
 INTEGERS = ("I32",)
-"""Types of tables other than weights: the experts of each token id."""
+"""Types of tensors that are not weights, such as tables with the experts of each token id."""
 _NAMES = {int(kind): kind.name for kind in GGMLQuantizationType if kind in GGML_QUANT_SIZES}
 
 
 @cache
 def is_readable(dtype: str) -> bool:
-    """Return whether a ggml type can be read: unquantized types, those that the gguf package dequantizes, and those of
-    plug-ins."""
+    """Return whether tensors of a ggml type can be read. Readable are unquantized types, types that the gguf package
+    can dequantize, and types of plug-ins."""
     if dtype in STORED or dtype in INTEGERS or dtype not in GGMLQuantizationType.__members__:
         return True
     try:
@@ -43,9 +43,9 @@ def is_readable(dtype: str) -> bool:
 
 
 def read_headers(path: Path) -> list[GgufHeader]:
-    """Return the headers of a model's files; the first contains its metadata.
+    """Return the headers of all files of a model. The first of them contains the metadata.
 
-    Raises `CheckpointError` if a part is missing or belongs to another model.
+    Raises `CheckpointError` if a file is missing or belongs to another model.
     """
     headers = [read_gguf_header(part) for part in part_paths(path)]
     for number, header in enumerate(headers):
@@ -65,8 +65,8 @@ def read_headers(path: Path) -> list[GgufHeader]:
 
 
 def index_gguf(headers: list[GgufHeader]) -> dict[str, StoredTensor]:
-    """Return every tensor of a model by key. Raises `CheckpointError`, with file and tensor, if a table is
-    inconsistent."""
+    """Return every tensor of a model by its name. Raise `CheckpointError`, with file and tensor, if a table of tensors
+    is inconsistent."""
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
         for tensor in _tensors(header):
@@ -77,7 +77,7 @@ def index_gguf(headers: list[GgufHeader]) -> dict[str, StoredTensor]:
 
 
 def _tensors(header: GgufHeader) -> Iterator[StoredTensor]:
-    """Yield one file's tensors, which must be consecutive, each at the next aligned offset."""
+    """Yield the tensors of one file. Each must begin at the next aligned offset after the one before it."""
     path, size = header.path, header.identity.nbytes
     end, before = header.data_offset, "the header"
     for entry in header.tensors:

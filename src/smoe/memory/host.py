@@ -1,8 +1,8 @@
-"""The host tier, for devices with their own memory: an arena in RAM, page-locked for a GPU, that caches experts from
-disk.
+"""The host tier, for devices with their own memory: a cache in RAM of experts from disk. For a GPU its memory is
+page-locked.
 
-If it is smaller than all experts, it first evicts copies that the device also holds, then the least recently used.
-Machines without such a device have no host tier, because their arena of slots is in host memory.
+If not all experts fit, copies that the device also holds are evicted first, then the least recently used ones. Machines
+without such a device have no host tier, because their slots are in RAM themselves.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Lease(NamedTuple):
-    """A host slot that cannot be evicted until the lease ends."""
+    """The right to use a host slot, which cannot be evicted until the lease ends."""
 
     key: ExpertKey
     slot: int
     is_hit: bool
-    """Whether the slot contains the expert; if not, the holder of the lease must fill it."""
+    """Whether the slot contains the expert. If not, the holder of the lease must read the expert into it."""
 
 
 class HostTier:
-    """A cache of experts in host memory, for several reading threads; every method locks it.
+    """A cache of experts in host memory. Several reading threads may use it at once, because every method locks it.
 
-    A lease lasts until the device or CPU has read the last byte, which is when the link's copy returns. A copy may be
-    leased several times concurrently and is evictable when the last lease ends.
+    A slot is leased while an expert is read into it, copied from it or computed from it. Several leases of a slot may
+    exist at once; after the last one has ended, the slot may be evicted.
     """
 
     def __init__(
@@ -45,11 +45,9 @@ class HostTier:
         huge_pages: bool = False,
         touching_threads: int = 1,
     ) -> None:
-        """`sizes`: (number of slots, bytes per slot); `size_of`: the index of a copy's size; `goes_first`: whether a
-        copy is evicted before others.
-
-        `huge_pages` is as for an `Arena`; `touching_threads` threads allocate the pages before they are locked.
-        """
+        """`sizes`: pairs of (number of slots, bytes per slot). `size_of` returns the index in `sizes` for an expert;
+        `goes_first` returns whether an expert is evicted before others. `huge_pages`: as for an `Arena`.
+        `touching_threads`: the number of threads that allocate the pages before they are locked."""
         self.arena = Arena(sizes, huge_pages=huge_pages)
         self._size_of = size_of
         self._goes_first = goes_first
@@ -61,16 +59,16 @@ class HostTier:
         numbers = iter(range(len(self.arena.begins) - 1))
         self._free = [list(islice(numbers, slots)) for slots, _ in sizes]
         self._locked: list[int] = []
-        """The addresses of memory that the driver has locked."""
+        """The addresses of the ranges of memory that the GPU's driver has locked."""
         if registry is not None:
             from smoe.memory.page_lock import lock_pages
 
             self._locked = lock_pages(self.arena, registry, touching_threads)
 
     def lease(self, key: ExpertKey) -> Lease:
-        """Return a lease of the slot with `key`, or of a slot to fill.
+        """Return a lease of the slot that contains the expert, or of a slot into which the expert must be read.
 
-        Waits while all slots are leased or another thread is filling this one.
+        Waits while all slots are leased, or while another thread reads the expert.
         """
         with self._lock:
             while True:
@@ -87,18 +85,18 @@ class HostTier:
                 self._lock.wait()
 
     def has(self, key: ExpertKey) -> bool:
-        """Return whether the expert is present or being filled."""
+        """Return whether the expert is present or is being read."""
         with self._lock:
             return key in self._slots
 
     def note_filled(self, lease: Lease) -> None:
-        """Note that the expert is now in the leased slot."""
+        """Record that the expert has been read into the leased slot."""
         with self._lock:
             self._filling.discard(lease.key)
             self._lock.notify_all()
 
     def give_back(self, lease: Lease) -> None:
-        """End a lease; a slot that was not filled becomes free."""
+        """End a lease. If the expert was not read into the slot, the slot becomes free."""
         with self._lock:
             self._leased[lease.key] -= 1
             if not self._leased[lease.key]:

@@ -1,7 +1,7 @@
-"""Declarations of the functions of Windows' kernel32 in use, and conversion of their errors to Python's.
+"""Declares the functions of Windows' library kernel32 that smoe calls, and converts their errors to Python's.
 
-Nothing here runs on other systems. The declared types have fixed sizes, so that tests can call a simulated library
-anywhere.
+Nothing here runs on other systems. The declared types have fixed sizes, so that tests can call a simulated library on
+any system.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import cache
 from typing import Any
 
 U32 = ctypes.c_uint32
-"""DWORD. Python's own type for it depends on the size of `long`."""
+"""Windows' type DWORD. Python's own type for it depends on the size of `long`."""
 U64 = ctypes.c_uint64
 _BOOL, _HANDLE, _SIZE, _TEXT = ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_wchar_p
 NO_HANDLE = ctypes.c_void_p(-1).value
-"""The value INVALID_HANDLE_VALUE."""
+"""Windows' constant INVALID_HANDLE_VALUE."""
 
 GENERIC_READ = 0x80000000
 FILE_SHARE_READ, FILE_SHARE_DELETE = 1, 4
@@ -35,11 +35,11 @@ ERROR_HANDLE_EOF, ERROR_IO_PENDING = 38, 997
 _ERRNO = {2: errno.ENOENT, 3: errno.ENOENT, 4: errno.EMFILE, 5: errno.EACCES, 8: errno.ENOMEM, 14: errno.ENOMEM}
 _ERRNO |= {32: errno.EACCES, 33: errno.EACCES, 50: errno.EINVAL, 87: errno.EINVAL, 1455: errno.ENOMEM}
 _ERRNO |= dict.fromkeys((1450, 1453, 1816), errno.EAGAIN)  # temporary lack of quota for locking a read's pages
-"""The errno values by Windows' error number; all other errors are `EIO`."""
+"""Python's error numbers by those of Windows. All other errors become `EIO`."""
 
 
 class Overlapped(ctypes.Structure):
-    """The Windows structure OVERLAPPED: one running request."""
+    """The Windows structure OVERLAPPED, which describes one running request."""
 
     _fields_ = [
         ("internal", _SIZE),
@@ -123,15 +123,15 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "GlobalMemoryStatusEx": (_BOOL, (ctypes.POINTER(MemoryStatus),)),
     "QueryInformationJobObject": (_BOOL, (_HANDLE, ctypes.c_int32, ctypes.c_void_p, U32, _COUNT)),
 }
-"""(result, arguments) of every function in use."""
+"""For each function: the type of its result, and the types of its arguments."""
 
 
 class Kernel32:
-    """The kernel32 library: `calls` has its functions, and `error` turns failures into `OSError`."""
+    """The library kernel32: `calls` has its functions, and `error` turns a failure into an `OSError`."""
 
     def __init__(self, library: Any, last_error: Callable[[], int], words: Callable[[int], str]) -> None:
-        """`last_error` returns the error number of the calling thread's last call; `words` returns the system's message
-        for a number."""
+        """`last_error` returns the error number of the calling thread's last call. `words` returns the system's message
+        for an error number."""
         for name, (result, arguments) in CALLS.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -140,13 +140,13 @@ class Kernel32:
         self._words = words
 
     def error(self, code: int | None = None) -> OSError:
-        """Return the error for the calling thread's last call, or for an error number."""
+        """Return an `OSError` for the error number `code`, or for the calling thread's last call if `code` is None."""
         number = self.last_error() if code is None else code
         return OSError(_ERRNO.get(number, errno.EIO), f"{self._words(number).strip()} (Windows' error {number})")
 
 
 @cache
 def kernel32() -> Kernel32:
-    """Return this system's kernel32."""
-    windows: Any = ctypes  # its names for Windows are missing on other systems
+    """Return the library kernel32 of this system."""
+    windows: Any = ctypes  # ctypes has its names for Windows only on Windows
     return Kernel32(windows.WinDLL("kernel32", use_last_error=True), windows.get_last_error, windows.FormatError)

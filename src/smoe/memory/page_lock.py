@@ -1,7 +1,7 @@
-"""Lock a host arena's pages in RAM, so that the device can copy them directly.
+"""Locks the pages of a host arena in RAM, so that the device can copy from them directly.
 
-Pages are allocated first, on several threads, because the driver would use one, and some machines allocate less than 1
-GB/s per thread. Memory that the driver refuses to lock remains usable, with slower copies.
+Pages are allocated first, on several threads. The driver would use one thread, and some machines allocate less than 1
+GB/s on one. If the driver refuses to lock some of the memory, it remains usable, with slower copies.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from smoe.memory.arena import Arena
 from smoe.units import format_bytes
 
 _PIECE_BYTES = 2**30
-"""The number of bytes locked in one call, in whole slots, because a copy must not cross two locked pieces."""
+"""The number of bytes that are locked in one call. Each call locks whole slots, because a copy must not cross two
+locked ranges."""
 _MOST_THREADS = 16
 _log = logging.getLogger(__name__)
 
 
 class PageRegistry(Protocol):
-    """The driver functions for locking pages."""
+    """The driver's functions that lock pages in RAM."""
 
     def register(self, address: int, nbytes: int) -> int:
-        """Lock pages; return 0 or the driver's error number."""
+        """Lock the pages of a range of memory. Return 0, or the driver's error number."""
 
     def unregister(self, address: int) -> None:
-        """Unlock the memory that was locked at this address."""
+        """Unlock the range of memory that was locked at this address."""
 
     def forget_error(self) -> None:
-        """Clear the driver's last error."""
+        """Clear the driver's record of its last error."""
 
 
 class CudaRegistry:
-    """The CUDA runtime's functions for locking pages."""
+    """The functions of the CUDA runtime that lock pages in RAM."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,15 +50,16 @@ class CudaRegistry:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def forget_error(self) -> None:
-        """Clear the error that the runtime stores until it is read; torch would attribute it to the next launch."""
+        """Clear the error that the runtime stores until it is read. Otherwise torch would attribute the error to the
+        next launch."""
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
 
 def lock_pages(arena: Arena, registry: PageRegistry, threads: int) -> list[int]:
-    """Allocate (on `threads` threads) and lock the arena, and return the addresses to unlock later.
+    """Allocate the pages of an arena, on `threads` threads, and lock them. Return the addresses to unlock later.
 
-    Stops with a warning at the first piece that the driver refuses.
+    If the driver refuses to lock a range, stop there with a warning.
     """
     arena.touch(min(_MOST_THREADS, threads))
     arena.wait_touched(None)
@@ -80,7 +82,7 @@ def lock_pages(arena: Arena, registry: PageRegistry, threads: int) -> list[int]:
 
 
 def _pieces(arena: Arena) -> Iterator[tuple[int, int]]:
-    """Yield ranges of whole slots of about `_PIECE_BYTES`, because a copy must not cross two locked pieces."""
+    """Yield the arena's memory as ranges of whole slots, each of about `_PIECE_BYTES`."""
     first = 0
     for begin, end in pairwise(arena.begins):
         if end - first > _PIECE_BYTES and begin > first:

@@ -1,17 +1,19 @@
-"""Locate experts stored in quantized formats; their blocks are read into slots unchanged.
+"""Locates experts that are stored in quantized formats. Their blocks are read into slots unchanged.
 
-    file   | gate of expert 0, 1, ... | up of expert 0, 1, ... | down ...      one tensor each for all of a layer
-    slot   | gate | up | down |                                               three byte ranges, nothing converted
+In most files a tensor has one matrix of all experts of a layer, and an expert consists of three byte ranges:
 
-Formats may differ between layers and between the matrices of an expert; within a layer all experts have the same ones.
-If only some matrices are quantized, the others keep their own dtype too (`formats/plain.py`). Biases follow the
-matrices, in the model's dtype, with those of gate and up together. They are read with the matrices if the file stores
-them there in that dtype, else via a staging buffer.
+    file   | gate of expert 0, 1, ... | up of expert 0, 1, ... | down ...
+    slot   | gate | up | down |
+
+Formats may differ between layers, and between the matrices of an expert; within a layer all experts have the same
+formats. If only some matrices are quantized, the others keep their own dtype too (`formats/plain.py`). Biases follow
+the matrices, in the model's dtype. They are read with the matrices if the file stores them next to these in that dtype,
+else through a staging buffer:
 
     slot   | gate | up | down | biases of gate and up | bias of down |
 
-If a file stores codes and scales separately, matrices pass through the staging buffer too and become blocks in the
-slot, with unchanged bits.
+If a file stores codes and scales separately, matrices go through the staging buffer too, and become blocks in the slot,
+with unchanged bits:
 
     file   | codes of expert 0, 1, ... | scales of expert 0, 1, ... | biases ...
     slot   | scale, codes | scale, codes | ...  | bias | ...
@@ -51,10 +53,10 @@ _FORMS: Mapping[str, Format] = ChainMap(PLAIN, FORMATS)  # plug-ins add formats
 
 
 class StoredMatrix(NamedTuple):
-    """One matrix of every expert of a layer, in the file's format."""
+    """One matrix of every expert of a layer, in the format that the file has."""
 
     name: str
-    """The part and the index of the piece: `gate_up_proj.0`."""
+    """The name of the expert's part, and the number of the matrix in it, as in `gate_up_proj.0`."""
     part: str
     form: Format
     outputs: int
@@ -66,9 +68,10 @@ class StoredMatrix(NamedTuple):
 
 
 class QuantisedStore(ExpertStore):
-    """The locations of experts in quantized formats; `dtype` is that of their biases in slots, by its safetensors name.
+    """The locations of experts in quantized formats. `dtype`: the safetensors name of the dtype that biases have in
+    slots.
 
-    Raises `CheckpointError` if the experts of a layer have different formats, or a matrix has an unknown one.
+    Raises `CheckpointError` if experts of a layer have different formats, or a matrix has an unknown format.
     """
 
     def __init__(self, layers: Mapping[int, StoredLayer], dtype: str = "BF16") -> None:
@@ -76,7 +79,7 @@ class QuantisedStore(ExpertStore):
         super().__init__(layers, dtype, alignment=1)
 
     def matrices(self, layer: int) -> Sequence[StoredMatrix]:
-        """Return the matrices of an expert in this layer, in the order of its parts."""
+        """Return the matrices of an expert in this layer, in the order of the expert's parts."""
         return self._matrices[layer]
 
     def check_finite(self, layer: int, expert: int, placement: SlotLayout, buffer: memoryview) -> None:
@@ -112,7 +115,7 @@ class QuantisedStore(ExpertStore):
         return SlotLayout(reads, parts, tuple(pieces), nbytes, self._layout_of(layer, parts), target)
 
     def _biases_along(self, layer: int, expert: int) -> dict[str, StoredTensor]:
-        """Return the biases that are read with the matrices: those of packs in the model's dtype."""
+        """Return the biases that are read together with the matrices: those of packs in the model's dtype."""
         sources = self.layers[layer].sources[expert]
         stored = {part.name: sources[part.name][0] for part in filter(_is_bias, self.layers[layer].parts)}
         return {name: each for name, each in stored.items() if each.is_packed and each.dtype == self.dtype}
@@ -135,7 +138,8 @@ class QuantisedStore(ExpertStore):
         return SlotLayout((), parts, tuple(pieces), target, self._layout_of(layer, parts), target)
 
     def _bias(self, layer: int, expert: int, part: Part, target: int) -> list[StoredRun]:
-        """Return the pieces of an expert's bias, whose stored tensors are placed consecutively from `target` on."""
+        """Return the chunks of an expert's bias. Its stored tensors are placed one after the other in the slot, from
+        `target` on."""
         pieces: list[StoredRun] = []
         for tensor in self.layers[layer].sources[expert][part.name]:
             pieces += pieces_of(tensor, target, self.item_bytes)
@@ -147,7 +151,7 @@ class QuantisedStore(ExpertStore):
         return self._layouts.setdefault((self.layers[layer].parts, formats, *parts.items()), len(self._layouts))
 
     def _pieces(self, layer: int, expert: int) -> dict[str, StoredTensor]:
-        """Return the stored tensors of an expert's matrices, by their names in the slot."""
+        """Return the stored tensors of an expert's matrices, by the names that the matrices have in the slot."""
         experts = self.layers[layer]
         matrices = [part for part in experts.parts if not _is_bias(part)]
         return {name: tensor for name, _, tensor in _named(matrices, experts.sources[expert])}
@@ -164,19 +168,19 @@ def is_quantised(layers: Mapping[int, StoredLayer]) -> bool:
 
 
 def is_in_pieces(matrix: StoredTensor) -> bool:
-    """Return whether a matrix becomes blocks by joining its separate codes and scales."""
+    """Return whether a matrix is stored as separate codes and scales, which are joined to blocks while it is loaded."""
     return bool(matrix.made_of) and all(each.arrangement is not None for each in matrix.made_of)
 
 
 def expert_bytes(experts: StoredLayer, dtype: Dtype) -> int:
-    """Return the bytes of a layer's expert in its slot, without alignment: matrices as stored, biases in `dtype`."""
+    """Return the bytes of one expert of a layer, without alignment: matrices as stored, biases in `dtype`."""
     first = experts.sources[0]
     matrices = sum(blocks_bytes(tensor) for part in experts.parts if not _is_bias(part) for tensor in first[part.name])
     return matrices + dtype.itemsize * sum(prod(part.shape) for part in filter(_is_bias, experts.parts))
 
 
 def blocks_bytes(matrix: StoredTensor) -> int:
-    """Return the bytes of a matrix in a slot: as blocks if it is quantized, else as stored."""
+    """Return the bytes that a matrix has in a slot: as blocks if it is quantized, else as stored."""
     if matrix.dtype not in FORMATS:
         return matrix.nbytes
     return matrix.shape[0] * FORMATS[matrix.dtype].row_bytes(matrix.shape[1])
@@ -189,19 +193,21 @@ def _is_bias(part: Part) -> bool:
 def _named(
     parts: Sequence[Part], sources: Mapping[str, tuple[StoredTensor, ...]]
 ) -> Iterator[tuple[str, str, StoredTensor]]:
-    """Yield (part and piece index, part, tensor) for every stored tensor of an expert."""
+    """Yield (name in the slot, part, tensor) for every stored tensor of an expert. The name is the part's with a
+    number."""
     for part in parts:
         for n, tensor in enumerate(sources[part.name]):
             yield f"{part.name}.{n}", part.name, tensor
 
 
 def _aligned(offset: int) -> int:
-    """Return the next offset in a slot at which a part may begin."""
+    """Return the smallest offset in a slot, not below `offset`, at which a part may begin."""
     return -(-offset // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT
 
 
 def _ingredients(matrix: StoredTensor, stored: StoredMatrix, target: int) -> Iterator[StoredRun]:
-    """Yield the pieces of a matrix from `target` on; a matrix stored as blocks is copied block by block."""
+    """Yield the chunks of a matrix that is placed in the slot from `target` on. Each stored tensor has its own
+    conversion; a matrix stored as blocks is only copied."""
     if not matrix.made_of:
         block = stored.form.nbytes
         yield from arranged_pieces(matrix, target, Spread(block, block))

@@ -1,26 +1,27 @@
-"""Load experts with reading threads, which take tickets from a queue of demand loads and a queue of other loads.
+"""Loads experts with reading threads. They take tickets (requested loads) from two queues: one of demand loads, one of
+other loads.
 
-Demand loads precede prefetches and upgrades, in the order of submission. A running prefetch or upgrade lets demand
-loads pass between two chunks, so a demand load waits for one chunk (on a GPU for two, see `link.py`). The computing
-thread waits for tickets, and errors of the reading thread are raised there.
+Demand loads go before prefetches and upgrades; within a queue the order is that of submission. A running prefetch or
+upgrade executes waiting demand loads between two chunks, so a demand load waits for one chunk (on a GPU for two, see
+`link.py`). The computing thread waits for tickets, and errors of a reading thread are raised there.
 
-A ticket's state describes the bytes, whatever transfers them:
+A ticket's state describes the bytes, whatever transfers them. The states, with what each method waits for:
 
-    submit         reading thread takes it    last chunk enqueued      bytes are there
-    | QUEUED ......... | RUNNING .................. | ordered ............. | DONE, is_over, `ended`
-    |                  | busy_seconds, `awaited`, the balancer's `running`: until here ^
-    join, on a GPU                                    ^ returns: `hold` lets the device wait for the rest
-    join, elsewhere                                                           ^ returns
+    submitted        a reading thread takes it    last chunk enqueued     bytes are there
+    | QUEUED ....... | RUNNING .................. | ordered ............. | DONE, `is_over`, `ended`
+                     | counted as running: until here ................... ^
+    `join`, on a GPU                              ^ returns: `hold` lets the device wait for the bytes
+    `join`, elsewhere                                                     ^ returns
 
-The order of operations on one slot of a GPU:
+On a GPU, two events order the operations on one slot: e0 is recorded when the load is submitted, e1 after its last
+chunk:
 
     compute stream   ... last kernel on the old expert | e0 ............... | wait e1, first kernel on the new one
     copy stream                                        | wait e0, chunk, chunk, e1 |
 
-e0 is recorded when the load is submitted, e1 after its last chunk. The computing thread waits for neither; the device
-waits for e1 only if an expert is used before it has arrived (`runtime/arrivals.py`). A slot that is released while it
-is being filled (after a wrong prediction or at a prefill) may be loaded again at once, because one stream does all
-copies in order.
+The computing thread waits for neither event. The device waits for e1 only if an expert is used before it has arrived
+(`runtime/arrivals.py`). If a slot is released while an expert is being read into it (after a wrong prediction, or at a
+prefill), another load into it may be submitted at once, because one stream does all copies in order.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from smoe.policy.plan import Load, LoadReason
 
 
 class TicketState(Enum):
-    """The state of a ticket: queued, then running, then done or failed; or cancelled while queued."""
+    """The state of a ticket: queued, then running, then done or failed. A queued ticket may also be cancelled."""
 
     QUEUED = 0
     RUNNING = 1
@@ -49,7 +50,7 @@ class TicketState(Enum):
 
 
 class Ticket:
-    """One requested load of an expert."""
+    """One requested load of an expert, and whether it is done."""
 
     __slots__ = ("_done", "_is_open", "ended", "error", "free_event", "hold", "is_wanted", "load", "state")
 
@@ -59,33 +60,37 @@ class Ticket:
         self.error: BaseException | None = None
         self.free_event = free_event
         self.hold: Callable[[], None] | None = None
-        """Makes later work on the device wait for the end of the load; None unless the device can wait itself."""
+        """A function that makes later work on the device wait for the end of the load; None if the device cannot wait
+        by itself."""
         self.is_wanted = False
-        """Whether the computing thread waits for the load, so that no other load should precede it."""
+        """Whether the computing thread waits for this load, so that no other load should go first."""
         self.ended = 0.0
-        """The time when the load ended, by the clock of the transfers."""
+        """The time at which the load ended, on the clock of the transfers."""
         self._is_open = False
         self._done = threading.Lock()
         self._done.acquire()
 
     @property
     def is_over(self) -> bool:
+        """Whether the load is done, has failed or was cancelled."""
         return self.state in (TicketState.DONE, TicketState.FAILED, TicketState.CANCELLED)
 
     def join(self) -> None:
-        """Block until the load is over, or until only the device has to wait; then `hold` is set.
+        """Block until the load is over, or until only the device has to wait for it; `hold` is set in the second case.
 
-        When the load is over, `state` and `error` tell whether it succeeded.
+        When the load is over, `state` and `error` show whether it succeeded.
         """
         self._done.acquire()
         self._done.release()
 
     def order(self, hold: Callable[[], None]) -> None:
-        """Note that the whole load is in the device's queue; called by the reading thread before `finish`."""
+        """Record that all chunks of the load are in the device's queue. The reading thread calls this before
+        `finish`."""
         self.hold = hold
         self._open()
 
     def finish(self, state: TicketState, error: BaseException | None = None) -> None:
+        """Record the final state of the load, and wake threads that wait for it."""
         self.error = error
         self.state = state
         if not self._is_open:
@@ -97,22 +102,23 @@ class Ticket:
 
 
 class Mover(Protocol):
-    """Moves one expert into its slot; called by reading threads."""
+    """Moves one expert into its slot. Reading threads call it."""
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        """Return the bytes read from disk when the expert is in its slot; may call `ticket.order` before."""
+        """Move the expert of a ticket into its slot, and return the number of bytes read from disk. May call
+        `ticket.order` earlier; `between` is called between two chunks."""
 
     def mark_free(self) -> Any:
-        """Return an event after which slots released so far may be overwritten (None on a CPU)."""
+        """Return an event after which slots that have been released so far may be overwritten (None on a CPU)."""
 
     def close(self) -> None: ...
 
 
 class Transfers:
-    """Reading threads and their queues, in front of one mover.
+    """The reading threads and their two queues, which use one mover.
 
-    Only the computing thread calls `submit`, `urge` and `cancel`, which take no lock: deques are atomic, and a queue
-    with one token per ticket wakes idle threads.
+    Only the computing thread calls `submit`, `urge` and `cancel`. They take no lock, because deques are atomic; a queue
+    with one entry per ticket wakes idle threads.
     """
 
     def __init__(self, mover: Mover, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -127,26 +133,28 @@ class Transfers:
         self.bytes_read = 0
         """The number of bytes read from disk, alignment included."""
         self.busy_seconds = 0.0
-        """The time during which at least one load was running."""
+        """The total time, in seconds, during which at least one load was running."""
         self._threads: list[threading.Thread] = []
         self._start(threads)
 
     def submit(self, load: Load) -> Ticket:
-        """Queue a load and return its ticket; enqueued kernels may still use the slot's old expert."""
+        """Queue a load and return its ticket. Kernels that are already enqueued may still use the expert that is in the
+        slot."""
         ticket = Ticket(load, self._mover.mark_free())
         (self._demand if load.reason is LoadReason.DEMAND else self._prefetch).append(ticket)
         self._tokens.put(True)
         return ticket
 
     def urge(self, ticket: Ticket) -> None:
-        """Move a prefetch that is waited for before all other loads, unless it has started."""
+        """Move the ticket of a prefetch to the front of the queue of demand loads, because the computing thread waits
+        for it. Do nothing if it has started."""
         ticket.is_wanted = True
         if _withdraw(ticket, self._prefetch):
             self._demand.appendleft(ticket)
             self._tokens.put(True)
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancel a queued load; return False if it has started."""
+        """Cancel a queued load. Return False if the load has started."""
         if not (_withdraw(ticket, self._prefetch) or _withdraw(ticket, self._demand)):
             return False
         ticket.finish(TicketState.CANCELLED)
@@ -158,13 +166,13 @@ class Transfers:
             self.bytes_read, self.busy_seconds = 0, 0.0
 
     def drain(self) -> None:
-        """Cancel queued loads and wait for running ones, including tickets lost by an interrupt."""
+        """Cancel queued loads and wait for running ones. Also resets tickets that an interrupt has lost."""
         threads = len(self._threads)
         self._stop()
         self._start(threads)
 
     def close(self) -> None:
-        """Stop the threads: queued loads are cancelled, running ones are waited for."""
+        """Stop the threads: cancel queued loads and wait for running ones."""
         self._stop()
         self._mover.close()
 
@@ -183,7 +191,7 @@ class Transfers:
         for _ in self._threads:
             self._tokens.put(False)
         for thread in self._threads:
-            with suppress(RuntimeError):  # an interrupt came while it was being started: its token ends it
+            with suppress(RuntimeError):  # an interrupt came while the thread was being started; its token ends it
                 thread.join()
 
     def _work(self, tokens: SimpleQueue[bool]) -> None:
@@ -194,7 +202,8 @@ class Transfers:
                 self._run(ticket)
 
     def _next(self) -> Ticket | None:
-        """Return the most urgent ticket, or None if another thread took it or it was cancelled."""
+        """Return the most urgent ticket. None if both queues are empty, because another thread took the ticket or it
+        was cancelled."""
         for queue in (self._demand, self._prefetch):
             with suppress(IndexError):
                 return queue.popleft()
@@ -221,7 +230,8 @@ class Transfers:
         ticket.finish(TicketState.DONE if error is None else TicketState.FAILED, error)
 
     def _serve_demand(self) -> None:
-        """Run queued demand loads between two chunks of another load; their tokens later find no ticket."""
+        """Execute all queued demand loads between two chunks of another load. Threads that are woken for these loads
+        later find no ticket."""
         while True:
             try:
                 ticket = self._demand.popleft()
@@ -231,7 +241,7 @@ class Transfers:
 
 
 def _withdraw(ticket: Ticket, queue: deque[Ticket]) -> bool:
-    """Remove a ticket from a queue; return False if it is not in it."""
+    """Remove a ticket from a queue. Return False if the queue does not contain it."""
     try:
         queue.remove(ticket)
     except ValueError:
@@ -240,6 +250,7 @@ def _withdraw(ticket: Ticket, queue: deque[Ticket]) -> bool:
 
 
 def _leave_pinned_core() -> None:
-    """Undo the CPU pinning that this thread inherited from a main thread pinned by OMP_PROC_BIND."""
+    """Allow this thread to run on all cores. It may have inherited a restriction to one core from a thread that the
+    setting OMP_PROC_BIND has pinned."""
     if os.environ.get("OMP_PROC_BIND", "false").lower() not in ("false", "0") and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,10 +1,10 @@
-"""A memory bandwidth shared by several flows, for the link and the CPU of an emulated machine.
+"""A memory bandwidth that several flows of bytes share: those of the link and of the CPU of an emulated machine.
 
-Every flow has a maximum rate of its own. If their sum exceeds the bandwidth, all are slowed down by the same factor:
+Every flow has a maximum rate of its own. If the sum of the rates exceeds the bandwidth, all flows are slowed down by
+the same factor. An example with the maximum rates link 24, CPU 38 and memory 38 GB/s, time to the right:
 
-    maximum rates  link 24, CPU 38, memory 38 GB/s
-    link           | 24 | 14.7 ..... | 24 |
-    CPU                 | 23.3 ..... |         done: the link has the memory for itself again
+    link     | 24 | 14.7 ..... | 24 |
+    CPU           | 23.3 ..... |         the CPU is done, and the link gets its maximum rate again
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 OVERSLEPT_SECONDS = 150e-6
-"""How much later than requested a thread may wake up; the end of a wait is spent spinning."""
+"""How much later than requested the system may wake a thread. The last part of a wait is therefore spent spinning."""
 _ROUNDING_SECONDS = 1e-9
-"""A flow with less time left than this is done, because no wait is so short."""
+"""A flow that has less time left than this is done, because no wait is so short."""
 
 
 class Flow:
-    """One piece of work that reads memory."""
+    """The reading of a number of bytes of memory by one piece of work."""
 
     def __init__(self, rate: float, nbytes: float) -> None:
         self.rate = rate
-        """The number of bytes per second without other flows."""
+        """The rate without other flows, in bytes per second."""
         self.left = nbytes
-        """The number of bytes left to read."""
+        """The number of bytes that remain to be read."""
         self.ended: float | None = None
-        """The time when the flow had read all bytes, on the real clock; None before."""
+        """The time on the real clock when all bytes had been read; None before."""
 
 
 class SharedBandwidth:
-    """Distributes `bytes_per_second` among flows of any threads."""
+    """Divides `bytes_per_second` of memory bandwidth among flows of any threads."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._total = bytes_per_second
         self._flows: list[Flow] = []
         self._changed = threading.Condition()
         self._updated_at = time.perf_counter()
-        """The time up to which flows have been updated."""
+        """The time up to which the state of the flows has been computed."""
 
     @contextmanager
     def reading(self, rate: float, nbytes: float) -> Iterator[Flow]:
-        """Read `nbytes` at `rate` or slower while the body runs; the context ends when both have ended."""
+        """Emulate the reading of `nbytes` at `rate` bytes per second or slower during the `with` block. At its end,
+        wait until the bytes would have been read."""
         flow = Flow(rate, nbytes)
         with self._changed:
             self._move_on()
@@ -68,11 +69,11 @@ class SharedBandwidth:
                 self._move_on()
 
     def _share(self) -> float:
-        """Return the fraction of its own rate that every flow currently gets."""
+        """Return the factor, up to 1, by which every flow's rate is multiplied at present."""
         return min(1.0, self._total / sum(flow.rate for flow in self._flows))
 
     def _move_on(self) -> None:
-        """Update the flows to the current time, from the end of one flow to the next."""
+        """Compute the state of the flows at the current time, from the end of one flow to the end of the next."""
         now = time.perf_counter()
         while self._flows:
             share = self._share()

@@ -1,10 +1,10 @@
-"""Read experts from files on Windows. Written from its documentation and tested with a simulated kernel32.
+"""Reads experts from files on Windows. It was written from Windows' documentation and tested with a simulated kernel32.
 
-open    unbuffered: past the system's cache. Overlapped: otherwise one handle serves one read at a time for all
-        threads. Others may read, rename and delete the file; while it is open no process can write to it, because
-        the time of a write would be visible only after the writer has closed it
-read    at an offset of its own, passed in OVERLAPPED; each read waits for an event of its own
-end     a read that begins at the end fails with ERROR_HANDLE_EOF; one that crosses it returns fewer bytes
+* Opening: unbuffered, which bypasses the system's cache, and overlapped, because otherwise one handle serves only one
+  read at a time for all threads. Other programs may read, rename and delete the file. They cannot write to it while it
+  is open, because Windows would show the time of a write only after the writer has closed the file.
+* Reading: each read has an offset of its own, passed in OVERLAPPED, and waits for an event of its own.
+* End of the file: a read that begins there fails with ERROR_HANDLE_EOF; one that crosses it returns fewer bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smoe.memory.store import PAGE
 
 
 class WindowsFile:
-    """A file read by a handle, which a descriptor of the C library owns."""
+    """A file that is read by its Windows handle. A descriptor of the C library owns the handle."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         self._system = k32.kernel32()
@@ -62,20 +62,21 @@ class WindowsFile:
             calls.CloseHandle(event)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Do nothing: Windows has no such advice."""
+        """Do nothing, because Windows has no call to drop pages from its cache."""
 
     def close(self) -> None:
         os.close(self.descriptor)
 
     def _nothing(self, code: int) -> int:
-        """Return 0 for a failed read at the end of the file; raise `OSError` for other failures."""
+        """Return 0 for a read that failed because it began at the end of the file. Raise `OSError` for other
+        failures."""
         if code == k32.ERROR_HANDLE_EOF:
             return 0
         raise self._system.error(code)
 
     def _takes_pages(self) -> bool:
-        """Return whether pages are whole sectors, or the file system does not state its sectors, as on other
-        machines."""
+        """Return whether our pages are multiples of the disk's sectors. Also True if the file system does not state its
+        sector size, as file systems of other machines do not."""
         found = k32.StorageInfo()
         size = ctypes.sizeof(found)
         asked = self._system.calls.GetFileInformationByHandleEx
@@ -84,9 +85,9 @@ class WindowsFile:
 
 
 def _descriptor_of(handle: int) -> int:
-    """Return a descriptor for the handle; closing it closes the handle."""
+    """Return a C library descriptor for a Windows handle. Closing the descriptor closes the handle."""
     import msvcrt
 
-    library: Any = msvcrt  # its names are missing on other systems
+    library: Any = msvcrt  # msvcrt exists only on Windows, for type checkers too
     descriptor: int = library.open_osfhandle(handle, os.O_RDONLY)
     return descriptor
