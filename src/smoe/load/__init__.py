@@ -1,1 +1,1 @@
-"""Load a model, from a folder or hub id to a transformers model with an engine."""
+"""Loads a model: from a folder or hub id to a transformers model with an engine."""

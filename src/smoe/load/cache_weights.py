@@ -1,4 +1,4 @@
-"""Weights of the multidimensional cache, fitted to a model's recorded traces by `smoe tune --cache`."""
+"""The weights of the multidimensional cache, which `smoe tune --cache` fits to recorded traces of a model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from smoe.policy.registry import are_cache_weights
 
 @dataclass(frozen=True)
 class FittedWeights(TunedValue):
-    """Fitted weights and the conditions of the fit."""
+    """Weights of the multidimensional cache that were fitted to traces, and the conditions of the fit."""
 
     kind = "cache"
 
     weights: tuple[float, ...]
-    """The weights (lru, lfu, lhu, fld)."""
+    """The four weights, in the order lru, lfu, lhu, fld."""
     resident_share: float
-    """The share of the experts in the simulated cache."""
+    """The fraction of the experts that fitted into the simulated cache."""
     decode_steps: int
     """The number of decode steps in all traces."""
 
@@ -33,7 +33,7 @@ class FittedWeights(TunedValue):
 
 
 def cache_weights_of(folder: Path) -> tuple[tuple[float, ...], str]:
-    """Return the weights for the model in `folder`, and their origin in words."""
+    """Return the weights of the multidimensional cache for the model in `folder`, and their origin as a text."""
     fitted = FittedWeights.measured(folder)
     if fitted is None:
         return WEIGHTS, "the usual ones; smoe tune --cache fits them on traces of this model"

@@ -1,4 +1,4 @@
-"""Check that pyzmq is installed. This module imports nothing heavy, because workers without torch use it too."""
+"""Checks that pyzmq is installed. This module imports nothing heavy, because workers without torch use it too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from smoe.errors import ConfigError
 
 
 def check_zmq() -> None:
-    """Raise `ConfigError` if pyzmq, by which the machines of a cluster communicate, is not installed."""
+    """Raise `ConfigError` if pyzmq is not installed. The machines of a cluster communicate by it."""
     try:
         import zmq  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Describe the experts to workers without torch: their stored tensors and their arithmetic."""
+"""Describes the experts to workers without torch: the names of their stored tensors, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _PLAIN = "BF16"
 def describe(
     weights: str, stored: Mapping[int, StoredLayer], math: Mapping[int, ExpertMath], arithmetic: str, threads: int
 ) -> LightWorker:
-    """Return the description of experts that are stored as `stored` and computed by `math`.
+    """Return the description of a model's experts for a worker without torch. `stored`: their tensors by layer; `math`:
+    their arithmetic by layer.
 
-    `arithmetic`, one of `KERNELS`, is what the coordinator uses for few rows. Runs on a thread of its own, because
-    testing takes up to a second. Raises `UnsupportedModelError` if our kernels alone cannot compute the experts like
-    the coordinator.
+    `arithmetic`, one of `KERNELS`, is what the coordinator uses for few rows. The function runs on a thread of its own,
+    because testing takes up to a second. Raises `UnsupportedModelError` if our kernels alone cannot compute the experts
+    as the coordinator does.
     """
     any_math = next(iter(math.values()))
     table = None if isinstance(any_math, QuantisedMath) else any_math.gate_table()
@@ -45,7 +46,7 @@ def describe(
             return LightWorker(description, arithmetic, pool.most_own_rows)
     if not is_supported():
         raise _unfit("the coordinator computes with `kernels` torch, and its CPU has no AVX-512 BF16")
-    torch.set_num_threads(threads)  # a setting of this thread, as for the results to compare with
+    torch.set_num_threads(threads)  # the setting holds for this thread; the results to compare with had the same number
     with SpinningPool(threads, several=True) as pool:
         rows = kernel_rows(pool, any_math.shapes)
     if not rows:
@@ -77,7 +78,8 @@ def _keys(experts: StoredLayer) -> LayerKeys:
 
 
 def _part(experts: StoredLayer, name: str) -> tuple[str, ...]:
-    """Return, for every piece of a part, one key with a placeholder for the expert's number."""
+    """Return the tensor names of a part of the experts, where a placeholder replaces the expert's number: one name for
+    each stored tensor of the part."""
     keys = [[tensor.key for tensor in sources[name]] for sources in experts.sources]
     found = []
     for piece in zip(*keys, strict=True):

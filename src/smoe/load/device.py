@@ -1,4 +1,4 @@
-"""Choose the device that a model computes on."""
+"""Chooses the device on which a model computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from smoe.machine.device import CPU
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Return the configured device, else the first GPU, else the CPU. Raises `ConfigError` if it is not usable."""
+    """Return the configured device. With `auto`: the first GPU if there is one, else the CPU. Raise `ConfigError` if
+    the configured device cannot be used."""
     if planned_device(config) == CPU:
         return torch.device("cpu")
     if config.device == "auto":

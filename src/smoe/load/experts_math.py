@@ -1,4 +1,4 @@
-"""Create the arithmetic of a model's experts: in the model's dtype, or quantized."""
+"""Makes the arithmetic of a model's experts: for weights in the model's dtype, or for quantized weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from smoe.models.spec import ModelSpec
 def experts_math(
     model: PreTrainedModel, spec: ModelSpec, store: ExpertStore, activations: str
 ) -> dict[int, ExpertMath]:
-    """Return every layer's arithmetic, based on the experts modules of `model`, which may have no weights."""
+    """Return the arithmetic of each layer's experts, by layer. It is made from the experts modules of `model`, which
+    may have no weights."""
     modules = dict(model.named_modules())
     if not isinstance(store, QuantisedStore):
         parts = {layer: experts.parts for layer, experts in store.layers.items()}

@@ -1,4 +1,4 @@
-"""Predictors fitted to traces of a model by `smoe tune --predictor`, stored in the user's cache."""
+"""Predictors that `smoe tune --predictor` has fitted to traces of a model. They are stored in the user's cache."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ FORMAT = 2
 
 
 def place_of(folder: Path, name: str) -> Path:
-    """Return the path of the predictor `name` for the model in `folder`."""
+    """Return the path of the file with the fitted predictor `name` for the model in `folder`."""
     return path_of(name, folder)
 
 
 def remember(folder: Path, fitted: Fitted) -> Path:
-    """Store a predictor of the model in `folder`, atomically; return the path. Raises `OSError`."""
+    """Store a fitted predictor of the model in `folder`, atomically. Return the path. Raises `OSError`."""
     fields = {"predictor": fitted.name, "layers": fitted.layers, "tokens": fitted.tokens}
     return keep_learned(fitted.name, FORMAT, folder, fitted.tensors, fields)
 
 
 def fitted_of(folder: Path, name: str) -> Fitted:
-    """Return the predictor `name` of the model in `folder`.
+    """Return the fitted predictor `name` of the model in `folder`.
 
-    Raises `ConfigError` if it is missing, damaged, of another format, or fitted for other weights.
+    Raises `ConfigError` if it is missing, damaged, of another format version, or was fitted for other weights.
     """
     try:
         tensors, fields = learned(name, FORMAT, folder)

@@ -1,7 +1,7 @@
-"""Corrections of a model's routers, learned by `smoe tune --predictor corrected-gates`: storing, reading, checking.
+"""Stores and reads the corrections of a model's routers, which `smoe tune --predictor corrected-gates` learns.
 
-The tensors are `LAYER.AFTER.weight`, `.bias` and `.first_bias` for every pair of layers; slope and offset of each
-pair's confidence are in the header.
+For every pair of layers the file has the tensors `LAYER.AFTER.weight`, `.bias` and `.first_bias`. Slope and offset of
+each pair's confidence are in the file's header.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PARTS = ("weight", "bias", "first_bias")
 
 @dataclass(frozen=True)
 class LearnedCorrections:
-    """Corrections and the text that they were learned on."""
+    """Corrections of a model's routers, and the text from which they were learned."""
 
     corrections: Mapping[tuple[int, int], Correction]
-    """Corrections by (the layer of the input, the predicted layer)."""
+    """The corrections by (layer of the input, layer whose experts are predicted)."""
     tokens: int
     text: str
 
@@ -37,12 +37,13 @@ class LearnedCorrections:
 
 
 def place_of(folder: Path) -> Path:
-    """Return the path for the model in `folder`."""
+    """Return the path of the file with the corrections for the model in `folder`."""
     return path_of(CORRECTED_GATES, folder)
 
 
 def remember(folder: Path, found: LearnedCorrections) -> Path:
-    """Store corrections in the user's cache, atomically; return the path. Raises `OSError`."""
+    """Store the corrections of the model in `folder` in the user's cache, atomically. Return the path. Raises
+    `OSError`."""
     tensors: dict[str, torch.Tensor] = {}
     confidence: dict[str, list[float]] = {}
     for (layer, after), correction in found.corrections.items():
@@ -54,9 +55,9 @@ def remember(folder: Path, found: LearnedCorrections) -> Path:
 
 
 def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrections:
-    """Return the corrections for the model in `folder`, for at most `depth` layers ahead.
+    """Return the corrections for the model in `folder` that predict at most `depth` layers ahead.
 
-    Raises `ConfigError` if they are missing, incomplete, or learned for other weights.
+    Raises `ConfigError` if corrections are missing or incomplete, or were learned for other weights.
     """
     try:
         return _of_pairs(*learned(CORRECTED_GATES, _FORMAT, folder), spec, depth)
@@ -71,7 +72,8 @@ def corrections_of(folder: Path, spec: ModelSpec, depth: int) -> LearnedCorrecti
 
 
 def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, depth: int) -> LearnedCorrections:
-    """Return the corrections of all pairs; raises `NotLearnedError` if one is missing or has the wrong shape."""
+    """Return the corrections for all pairs of layers up to `depth` apart. Raise `NotLearnedError` if one is missing or
+    has the wrong shape."""
     experts = {site.layer: site.experts for site in spec.sites}
     hidden, found = int(spec.config.get_text_config().hidden_size), {}
     for layer, after in _pairs(list(experts), depth, fields["confidence"]):
@@ -88,7 +90,7 @@ def _of_pairs(tensors: Tensors, fields: Mapping[str, Any], spec: ModelSpec, dept
 
 
 def _pairs(layers: list[int], depth: int, confidence: Mapping[str, object]) -> list[tuple[int, int]]:
-    """Return the pairs of layers within `depth` and within the largest distance that was learned."""
+    """Return the pairs of layers that are at most `depth` apart, and no further apart than those that were learned."""
     named = [(int(layer), int(after)) for layer, _, after in (name.partition(".") for name in confidence)]
     ahead = [layers.index(after) - layers.index(layer) for layer, after in named if {layer, after} <= set(layers)]
     furthest = min(depth, max(ahead, default=1))

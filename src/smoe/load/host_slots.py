@@ -1,4 +1,4 @@
-"""Choose the number of experts in host memory, and whether they are read past the page cache."""
+"""Chooses the number of experts in host memory, and whether they are read past the page cache."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from smoe.units import format_bytes
 
 
 def host_sizes(classes: Sequence[SlotClass], budget: int, least: int) -> list[tuple[int, int]]:
-    """Return (number of slots, bytes per slot) of the host tier by class: all experts, or an equal part of each class,
-    at least `least` slots."""
+    """Return the slots of the host tier: (number of slots, bytes per slot) for each slot class. `budget` bytes hold all
+    experts, or the same fraction of every class, but at least `least` slots."""
     whole = sum(each.experts * each.slot_bytes for each in classes)
     return [(min(each.experts, max(least, budget * each.experts // whole)), each.slot_bytes) for each in classes]
 
 
 def size_of(classes: Sequence[SlotClass]) -> Callable[[ExpertKey], int]:
-    """Return a function from an expert's copy to the index of its size class."""
+    """Return a function that takes the key of a copy and returns the index of its slot class in `classes`."""
     found = {(layer, each.form): n for n, each in enumerate(classes) for layer in each.layers}
     return lambda key: found[key[0], key[2]]
 
 
 def reads_directly(config: EngineConfig, total_bytes: int, spare_bytes: float) -> bool:
-    """Return whether to read past the page cache: by the setting, or with `auto` unless the spare RAM holds every
-    expert."""
+    """Return whether experts are read past the page cache. With the setting `auto` they are, unless the free RAM could
+    cache every expert."""
     if config.direct_io == "auto":
         return spare_bytes < total_bytes * 1.1
     return config.direct_io == "on"
 
 
 def worker_sizes(classes: Sequence[SlotClass], memory_bytes: int | None, slots: int | None) -> list[tuple[int, int]]:
-    """Return (number of slots, bytes per slot) of a worker by class: as many as the memory holds, or `slots` of every
-    size.
+    """Return the slots of a worker: (number of slots, bytes per slot) for each slot class. The number is what
+    `memory_bytes` can hold, or `slots` of every size.
 
-    One of the two arguments is None. Raises `BudgetError` if the memory cannot hold one expert being read and another
-    being computed.
+    One of these two arguments is None. Raises `BudgetError` if the memory cannot hold one expert that is read and one
+    that is computed.
     """
     least = sum(number * each for number, each in host_sizes(classes, 0, LEAST_SLOTS))
     if memory_bytes is not None and memory_bytes < least:

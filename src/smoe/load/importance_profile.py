@@ -1,9 +1,9 @@
-"""The distribution of the importance of a model's choices, from which thresholds follow by shares (HOBBIT, section
-3.2).
+"""Stores how a model's choices of experts are distributed by importance. From this follow the thresholds below which
+experts are computed by low copies or dropped (HOBBIT, section 3.2).
 
-`smoe tune --shares 67,30,3` profiles a text and stores the distribution in the user's cache. A model's folder may
-contain one, `smoe-thresholds.json`, as the embedded model's does. Shares refer to all choices, resident or not; only
-missing experts are loaded as low copies or dropped.
+`smoe tune --shares 67,30,3` measures the distribution on a text, and stores it in the user's cache. The folder of a
+model may contain one as well, `smoe-thresholds.json`, as that of the embedded model does. The shares are percentages of
+all choices, resident or not; only missing experts are loaded as low copies or dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smoe.load.tuned import TunedValue
 from smoe.policy.importance import Thresholds
 
 _PARTS = 200
-"""The number of intervals between stored quantiles: half a per cent each."""
+"""The number of intervals between stored quantiles; each is half a per cent of the choices."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ImportanceProfile(TunedValue):
     file_name = "smoe-thresholds.json"
 
     quantiles: tuple[float, ...]
-    """The values below which 0, 1, ... `_PARTS` parts of the choices are, ascending, from 0 to 1."""
+    """`_PARTS` + 1 ascending values from 0 to 1: half a per cent of the choices lie between one and the next."""
     tokens: int
     text: str
 
@@ -43,13 +43,14 @@ class ImportanceProfile(TunedValue):
         return cls(quantiles, **fields)
 
     def thresholds(self, shares: Sequence[float]) -> Thresholds:
-        """Return the thresholds T1 and T2 for `shares` in per cent: full copies, low copies, dropped; their sum is
-        100."""
+        """Return the thresholds T1 and T2 for `shares`: the percentages of full copies, low copies and dropped experts,
+        whose sum is 100."""
         own, _, none = shares
         return Thresholds(self._below(own), self._below(100 - none))
 
     def _below(self, share: float) -> float:
-        """Return the value that `share` per cent of the choices do not exceed, interpolated between quantiles."""
+        """Return the value that `share` per cent of the choices do not exceed, interpolated between the stored
+        quantiles."""
         if share >= 100:
             return 1.0
         place = share / 100 * _PARTS
@@ -62,16 +63,17 @@ class ImportanceProfile(TunedValue):
 
 
 def profile_of(values: Sequence[float], tokens: int, text: str) -> ImportanceProfile:
-    """Return the profile of choices with these unimportances (at least one, in any order)."""
+    """Return the profile of choices that have the unimportances `values`, at least one, in any order."""
     ascending = sorted(values)
     quantiles = [ascending[round(part / _PARTS * (len(ascending) - 1))] for part in range(_PARTS + 1)]
     return ImportanceProfile(tuple(round(value, 5) for value in quantiles), tokens, text)
 
 
 def thresholds_by(folder: Path, config: EngineConfig) -> tuple[Thresholds, str]:
-    """Return the thresholds for `config.precision_shares` of the model in `folder`, and their origin in words.
+    """Return the thresholds by which the model in `folder` reaches the shares `config.precision_shares`, and their
+    origin as a text.
 
-    Raises `ConfigError` if the model has no profile and `config` has no thresholds.
+    Raises `ConfigError` if the model has no profile and `config` gives no thresholds.
     """
     assert config.precision_shares is not None
     shares = "/".join(f"{share:g}" for share in config.precision_shares)

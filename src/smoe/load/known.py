@@ -1,4 +1,4 @@
-"""Replace settings that the user left out by values measured for the model before, with their origin."""
+"""Replaces settings that the user left out by tuned values of the model, and records where they come from."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from smoe.policy.registry import eviction_kind
 
 
 class ResolvedSettings(NamedTuple):
-    """The settings, with measured values for those that the user left out."""
+    """The settings of a model; those that the user left out have tuned values."""
 
     config: EngineConfig
     reasons: dict[str, str]
-    """The origin of settings that the user left out, by name."""
+    """The origin of each setting that the user left out, by its name."""
     prices: PriceTable | None = None
-    """Quality costs of miss resolutions, if these have a budget; else None."""
+    """The quality costs of miss resolutions, if misses have a budget; else None."""
 
 
 def known_of(config: EngineConfig, place: Path, resident_share: float) -> ResolvedSettings:
-    """Resolve the settings of the model in `place` for this share of resident experts.
+    """Return `config` with tuned values of the model in `place` for settings that the user left out. `resident_share`:
+    the fraction of experts that fit into memory.
 
-    Raises `ConfigError` if misses have a budget but the model's quality costs are unknown.
+    Raises `ConfigError` if misses have a budget and the model's quality costs have not been measured.
     """
     reasons: dict[str, str] = {}
     if config.precision_shares is not None:

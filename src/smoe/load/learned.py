@@ -1,4 +1,4 @@
-"""Learned values of a model that a configuration needs; they count in the memory budget."""
+"""The learned values of a model that its settings need. They count in the memory budget."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 class LearnedValues(NamedTuple):
-    """Learned values of a model; each is None if the configuration does not need it."""
+    """Values learned for one model. A value is None if the settings do not need it."""
 
     fitted: Fitted | None = None
-    """The decode predictor fitted to traces."""
+    """The predictor for decode that was fitted to traces."""
     corrections: Mapping[tuple[int, int], Correction] | None = None
-    """The corrections of routers, if these predict."""
+    """The corrections of routers for the predictor `corrected-gates`, by (layer of the input, predicted layer)."""
     next_use: NextUse | None = None
-    """The estimates of the next use, if eviction ranks by them."""
+    """The estimates of each expert's next use, for the eviction policy `learned`."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the values, except corrections, which are counted with their predictor."""
+        """The bytes of these values. Corrections are not included, because they are counted with their predictor."""
         return sum(each.nbytes for each in (self.fitted, self.next_use) if each is not None)
 
 
 def expected_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the bytes of a configured predictor that has not been fitted yet; 0 if it stores only counts."""
+    """Return how many bytes the configured predictor will take once it has been fitted; 0 if it stores only counts."""
     return predictor_kind(config.prefetch).bytes_to_fit(spec)
 
 
 def learned_of(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
-    """Return the learned values for the model in `place`, and their origin by setting.
+    """Return the learned values for the model in `place`, and the origin of each, by setting.
 
     Raises `ConfigError` if a required value has not been learned for these weights.
     """

@@ -1,10 +1,9 @@
-"""Files of learned values in the user's cache: tensors that are valid for one model only.
+"""Files of learned values in the user's cache. Each is a safetensors file with tensors that are valid for one model
+only.
 
-    file     safetensors: tensors | metadata "smoe": a JSON object
-
-The object has the format, the checksum of the model's weights, that of the tensors, and further fields. A file that is
-incomplete, for other weights, or of another version is refused with the reason, because partial values would be a
-silent loss.
+The file's metadata have one entry, "smoe", with a JSON object: the format version, the checksum of the model's weights,
+that of the tensors, and further fields. A file that is incomplete, for other weights, or of another version is refused
+with the reason, because using only some values would lose quality without a message.
 """
 
 from __future__ import annotations
@@ -30,17 +29,18 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class NotLearnedError(Exception):
-    """The reason why there are no learned values for these weights; the caller adds what to do."""
+    """Raised if there are no learned values for these weights; the text is the reason. The caller adds what to do."""
 
 
 def path_of(kind: str, folder: Path) -> Path:
-    """Return the path of learned values of the model in `folder`; `kind` names the type of values."""
-    path, plain = of_model("learned", folder), re.sub(r"[^\w-]", "_", kind)  # a plug-in's name has a path
+    """Return the path of the file with learned values of the model in `folder`. `kind` names the type of values."""
+    path, plain = of_model("learned", folder), re.sub(r"[^\w-]", "_", kind)  # the name of a plug-in contains a path
     return path.with_name(f"{path.stem}-{plain}.safetensors")
 
 
 def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, fields: Mapping[str, Any]) -> Path:
-    """Write tensors and JSON fields, atomically and reproducibly; return the path. Raises `OSError`."""
+    """Write tensors and JSON fields to a file of learned values, atomically and reproducibly. Return the path. Raises
+    `OSError`. `form`: the format version."""
     path = path_of(kind, folder)
     header = {"format": form, "checkpoint": checksum(folder), "tensors": _digest(tensors), **fields}
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -51,7 +51,8 @@ def keep_learned(kind: str, form: int, folder: Path, tensors: Tensors, fields: M
 
 
 def learned(kind: str, form: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and fields stored for the weights in `folder`; raises `NotLearnedError`."""
+    """Return the tensors and fields that are stored for the weights in `folder`. Raise `NotLearnedError` if there are
+    none of the format version `form`."""
     path = path_of(kind, folder)
     try:
         with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]

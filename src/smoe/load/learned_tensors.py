@@ -1,4 +1,4 @@
-"""Read a model's learned values: predictors, corrections of routers, estimates of the next use."""
+"""Reads a model's learned values: fitted predictors, corrections of routers, and estimates of the next use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smoe.policy.registry import CORRECTED_GATES, eviction_kind, predictor_kind
 
 
 def read_learned(config: EngineConfig, place: Path, spec: ModelSpec) -> tuple[LearnedValues, dict[str, str]]:
-    """Return the learned values that the configuration needs, as `learned_of` does."""
+    """Return the learned values that the settings need, and their origin by setting, as `learned_of` does."""
     reasons: dict[str, str] = {}
     fitted = corrections = next_use = None
     if predictor_kind(config.prefetch).is_fitted:

@@ -1,4 +1,5 @@
-"""Open a model's files for a worker without torch, by the coordinator's description (`cluster/described.py`)."""
+"""Opens a model's files for a worker without torch, following the coordinator's description
+(`cluster/described.py`)."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ from smoe.models.weight_samples import checksum
 from smoe.policy.budget import SlotClass, slot_classes
 
 DTYPE = "torch.bfloat16"
-"""The dtype of experts here, in the coordinator's notation."""
+"""The dtype of the experts of such a worker, as the coordinator writes it."""
 _PLAIN = "BF16"
 
 
 def place_of(model: str | Path, precision: str) -> Path:
     """Return the folder of a model on disk.
 
-    Raises `ConfigError` if torch is needed: for a model to download, one that is no folder, or a `precision`.
+    Raises `ConfigError` if only a worker with torch could use it: a model that must be downloaded, one that is not a
+    folder, or a `precision`.
     """
     from smoe.models.files import local_place
 
@@ -53,7 +55,7 @@ def place_of(model: str | Path, precision: str) -> Path:
 
 
 def fields_of(place: Path) -> dict[str, str]:
-    """Return the fields that the coordinator compares before it sends the description."""
+    """Return the fields that a coordinator compares before it sends its description."""
     return {"weights": checksum(place), "precision": "auto", "dtype": DTYPE}
 
 
@@ -64,9 +66,10 @@ def open_described(
     slots: int | None,
     threads: int | None,
 ) -> Served:
-    """Open the experts of a worker and read nothing else. `memory_bytes` and `slots` are as in `open_experts`.
+    """Return the service that computes experts for a worker without torch. Only headers are read. `memory_bytes` and
+    `slots` are as in `open_experts`.
 
-    Raises `CheckpointError` if the files do not match the description, and `BudgetError`.
+    Raises `CheckpointError` if the files do not match the description, and `BudgetError` if the memory is too small.
     """
     store = _store(place, description)
     alone = {

@@ -1,5 +1,5 @@
-"""Estimators of the time until an expert's next use, trained on a model's recorded traces by `smoe tune --eviction
-learned`."""
+"""Stores and reads estimators of the time until an expert's next use, which `smoe tune --eviction learned` trains on
+recorded traces of a model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _FORMAT, _KIND = 2, "next-use"
 
 @dataclass(frozen=True)
 class TrainedNextUse:
-    """An estimator and the conditions of its training."""
+    """An estimator of the next use, and the conditions of its training."""
 
     next_use: NextUse
     experts: dict[int, int]
-    """The number of experts of every MoE layer."""
+    """The number of experts in each MoE layer, by layer."""
     decode_steps: int
     """The number of decode steps in all traces."""
 
 
 def remember(folder: Path, trained: TrainedNextUse) -> Path:
-    """Store an estimator in the user's cache, atomically; return the path. Raises `OSError`."""
+    """Store the estimator of the model in `folder` in the user's cache, atomically. Return the path. Raises
+    `OSError`."""
     parts = trained.next_use._asdict()
     fields = {"rate": parts.pop("rate"), "decode_steps": trained.decode_steps}
     tensors = {name: torch.from_numpy(np.ascontiguousarray(part)) for name, part in parts.items()}
@@ -39,9 +40,10 @@ def remember(folder: Path, trained: TrainedNextUse) -> Path:
 
 
 def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]:
-    """Return the estimator for the model in `folder`, given the experts per layer, and its origin in words.
+    """Return the estimator for the model in `folder`, and its origin as a text. `experts`: the number of experts by
+    layer.
 
-    Raises `ConfigError` if there is none for these weights and this version.
+    Raises `ConfigError` if there is no estimator for these weights and this format version.
     """
     try:
         return _estimate(*learned(_KIND, _FORMAT, folder), experts)
@@ -56,7 +58,8 @@ def next_use_of(folder: Path, experts: Mapping[int, int]) -> tuple[NextUse, str]
 
 
 def _estimate(tensors: Tensors, fields: Mapping[str, Any], experts: Mapping[int, int]) -> tuple[NextUse, str]:
-    """Return the estimator; raises `NotLearnedError` if shapes do not match the model's experts."""
+    """Return the estimator that stored tensors and fields contain. Raise `NotLearnedError` if shapes do not match the
+    model's experts."""
     next_use = NextUse(fields["rate"], **{name: part.numpy() for name, part in tensors.items()})
     layers, width = max(experts) + 1, max(experts.values())
     rank = next_use.target.shape[-1]

@@ -1,4 +1,4 @@
-"""Choose the device as far as possible without importing torch."""
+"""Chooses the device on which a model computes, as far as possible without importing torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NAMES = re.compile(r"(cpu|cuda)(:\d+)?")
 
 
 def planned_device(config: EngineConfig) -> AnyDevice | None:
-    """Return the CPU if it is configured or the only possible device, or None if torch must decide.
+    """Return the CPU if it is configured or the only possible device. Return None if torch must decide.
 
-    Raises `ConfigError` for an invalid device name.
+    Raises `ConfigError` if the configured device name is invalid.
     """
     if config.device == EMULATED or (config.device == "auto" and not may_have_gpu()):
         return CPU
@@ -25,7 +25,8 @@ def planned_device(config: EngineConfig) -> AnyDevice | None:
 
 
 def device_for(config: EngineConfig) -> AnyDevice:
-    """Return the configured device, else the first GPU, else the CPU; torch is imported only if there may be a GPU."""
+    """Return the configured device. With `auto`: the first GPU if there is one, else the CPU. torch is imported only if
+    there may be a GPU."""
     planned = planned_device(config)
     if planned is not None:
         return planned
@@ -35,4 +36,5 @@ def device_for(config: EngineConfig) -> AnyDevice:
 
 
 def no_device(given: str) -> ConfigError:
+    """Return the error for a device name that is invalid."""
     return ConfigError.out_of_bounds("device", given, "auto, cpu, cuda, a numbered GPU such as cuda:1, or emulated")

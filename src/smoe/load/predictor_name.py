@@ -1,4 +1,4 @@
-"""Choose the predictor of the next experts, by name."""
+"""Chooses the predictor of the next layers' experts, by name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from smoe.machine.device import AnyDevice
 from smoe.models.spec import ModelSpec
 
 _PREFETCH_PAYS_BYTES = 1 << 20
-"""The size below which experts are read faster than they are predicted; for larger ones the gain is measured
+"""The size in bytes below which reading an expert is faster than predicting it. For larger ones the gain is measured
 (docs/log/prefetch.md)."""
 
 
 def predictor_name(spec: ModelSpec, config: EngineConfig, device: AnyDevice) -> str:
-    """Return the name of the decode predictor. In reproducible runs a prediction must not influence results, so it may
-    be "none"."""
+    """Return the name of the predictor for decode. It is "none" if a prediction could change the results of a run that
+    must be reproducible, or if prefetching does not pay."""
     if config.reproducible and config.alpha > 0:
         return "none"
     if config.prefetch != "auto":

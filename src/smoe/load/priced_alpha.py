@@ -1,8 +1,9 @@
-"""The substitution threshold alpha of a model: the largest one whose quality cost its user accepts.
+"""The substitution threshold alpha of a model: the largest one whose quality cost the user accepts.
 
-`smoe tune --max-perplexity-increase 1%` finds it and stores it in the user's cache. A model's folder may contain one,
-`smoe-alpha.json`, as the embedded model's does. A quality cost is valid for the resident share of its measurement and
-larger ones; with fewer resident experts more are replaced, at an unknown cost.
+`smoe tune --max-perplexity-increase 1%` finds the threshold and stores it in the user's cache. The folder of a model
+may contain one as well, `smoe-alpha.json`, as that of the embedded model does. The quality cost is valid for the
+resident share at which it was measured, and for larger ones. With fewer resident experts more experts are replaced, at
+an unknown cost.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from smoe.load.tuned import TunedValue
 
 @dataclass(frozen=True)
 class PricedAlpha(TunedValue):
-    """A threshold and its quality cost: the relative change of perplexity against alpha 0 (0.01 is one per cent
-    more)."""
+    """A threshold alpha and its quality cost: the relative change of perplexity against alpha 0, where 0.01 means an
+    increase of 1 %."""
 
     kind = "priced"
     file_name = "smoe-alpha.json"
 
     alpha: float
     allowed_increase: float
-    """The limit for the upper bound of the change."""
+    """The limit that the upper bound of the change had to meet."""
     low: float
     high: float
-    """The bounds `low` and `high` of the change's 95 % interval."""
+    """The bounds, `low` and `high`, of the 95 % interval of the change."""
     resident_share: float
-    """The share of the experts in memory during the measurement."""
+    """The fraction of experts in memory during the measurement."""
     tokens: int
     text: str
 
@@ -45,7 +46,7 @@ class PricedAlpha(TunedValue):
 
 
 def threshold_of(folder: Path, resident_share: float) -> tuple[float, str]:
-    """Return the alpha for the model in `folder` at this resident share, and its origin in words."""
+    """Return the alpha for the model in `folder` at this resident share, and its origin as a text."""
     own, brought = PricedAlpha.measured(folder), PricedAlpha.delivered(folder)
     most = 1.0 if own is None else own.alpha  # never above the value measured for this model
     for priced, whose in ((own, "as you measured it"), (brought, "by the quality cost stored with the model")):

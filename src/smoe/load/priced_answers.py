@@ -1,7 +1,7 @@
-"""The quality costs of a model's miss resolutions, in its folder or in the user's cache.
+"""The quality costs of a model's miss resolutions, from its folder or from the user's cache.
 
-`smoe tune --prices` measures them (`eval/answer_prices.py`) and stores them in the cache. A model's folder may contain
-some, `smoe-prices.json`, as the embedded model's does; the user's own take precedence.
+`smoe tune --prices` measures the costs (`eval/answer_prices.py`) and stores them in the cache. The folder of a model
+may contain some as well, `smoe-prices.json`, as that of the embedded model does. The user's own costs take precedence.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from smoe.policy.prices import PriceTable
 
 @dataclass(frozen=True)
 class PricedAnswers(TunedValue):
-    """A table of quality costs and the conditions of its measurement."""
+    """A table of quality costs, and the conditions of its measurement."""
 
     kind = "prices"
     file_name = "smoe-prices.json"
 
     table: PriceTable
     errors: PriceTable
-    """The standard errors of the table's values."""
+    """The standard error of each of the table's values."""
     low_precision: str
-    """The precision of the low copies. With `none` there were none, and a low copy costs as much as a dropped
-    expert."""
+    """The precision of the low copies. `none` means that there were no low copies; a low copy then costs as much as a
+    dropped expert."""
     tokens: int
     text: str
 
@@ -51,5 +51,5 @@ class PricedAnswers(TunedValue):
 
 
 def prices_of(folder: Path) -> PricedAnswers | None:
-    """Return the quality costs of the model in `folder`, or None if unknown."""
+    """Return the quality costs of the model in `folder`, or None if they have not been measured."""
     return PricedAnswers.measured(folder) or PricedAnswers.delivered(folder)

@@ -1,4 +1,4 @@
-"""Load a model's tokenizer from its own files, in any format."""
+"""Loads a model's tokenizer from the model's own files, in any format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from smoe.models.checkpoint import whole_checkpoint
 
 
 def load_tokenizer(model: str | Path, revision: str | None = None, chat_template: str | None = None) -> Any:
-    """Return a transformers tokenizer for a model as in `from_pretrained`: a folder, a GGUF file, a hub id, or "demo".
+    """Return a transformers tokenizer for a model, named as in `from_pretrained`: a folder, a GGUF file, a hub id, or
+    "demo".
 
-    `chat_template`, a Jinja template, replaces the model's own. Raises `CheckpointError` if the files have no readable
-    tokenizer.
+    `chat_template`, a Jinja template, replaces the model's own. Raises `CheckpointError` if the files contain no
+    readable tokenizer.
     """
     tokenizer = whole_checkpoint(model, revision).tokenizer()
     if chat_template is not None:

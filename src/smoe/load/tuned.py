@@ -1,10 +1,10 @@
-"""A value that is measured once for a model: what all kinds have in common, and where they are stored.
+"""Tuned values, which are measured once for a model: what all kinds of them have in common, and where they are stored.
 
-    user's cache     KIND/MODEL.json      measured by this user (`smoe tune`); takes precedence
-    model's folder   FILE_NAME            delivered with the model, for some kinds
+    user's cache      KIND/MODEL.json    measured by this user (`smoe tune`); takes precedence
+    model's folder    FILE_NAME          delivered with the model, for some kinds
 
-A file is a JSON object with the version of its kind as "format". A file of another version, or one that is damaged, is
-no value. Values with tensors are stored by `learned_file.py`.
+A file is a JSON object whose entry "format" is the version of its kind. A file of another version, or a damaged one, is
+ignored. Values that contain tensors are stored by `learned_file.py`.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ V = TypeVar("V", bound="TunedValue")
 
 
 class TunedValue:
-    """One kind of value; its subclasses are frozen dataclasses."""
+    """The base class of all kinds of tuned values. Subclasses are frozen dataclasses."""
 
     kind: ClassVar[str]
-    """The folder of its files in the user's cache."""
+    """The folder in the user's cache that has the files of this kind."""
     version: ClassVar[int] = 1
     file_name: ClassVar[str] = ""
-    """The file's name in a model's folder; empty if models do not deliver such values."""
+    """The name of the file in a model's folder; empty if models deliver no values of this kind."""
 
     @classmethod
     def of_fields(cls: type[V], fields: dict[str, Any]) -> V:
-        """Return the value of a stored object. Raises `KeyError`, `TypeError` or `ValueError` if it is none."""
+        """Return the value that a JSON object contains. Raise `KeyError`, `TypeError` or `ValueError` if the object is
+        invalid."""
         return cls(**fields)
 
     def fields(self) -> dict[str, Any]:
-        """Return the object to store."""
+        """Return the JSON object to store, without the format version."""
         return asdict(self)  # type: ignore[call-overload,no-any-return]  # its subclasses are dataclasses
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of the file."""
+        """Return the content of the file as a JSON object."""
         return {"format": self.version} | self.fields()
 
     def store(self, folder: Path) -> Path:
-        """Store the value for the model in `folder` in the user's cache, atomically; return the path. Raises
+        """Store the value for the model in `folder` in the user's cache, atomically. Return the path. Raises
         `OSError`."""
         return keep(of_model(self.kind, folder), self.as_json())
 
     @classmethod
     def measured(cls: type[V], folder: Path) -> V | None:
-        """Return the user's value for the model in `folder`."""
+        """Return the value that this user has measured for the model in `folder`, or None."""
         return cls._read(of_model(cls.kind, folder))
 
     @classmethod
     def delivered(cls: type[V], folder: Path) -> V | None:
-        """Return the value that the model in `folder` delivers."""
+        """Return the value that the model's `folder` contains, or None."""
         return cls._read(folder / cls.file_name)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Compare packs with their checksums, once per machine, when they are first loaded.
+"""Compares packs with their checksums, once per machine, when they are first loaded.
 
-Verified files are recorded in the user's cache by size, inode number and time; a file that was written or copied since
-is checked again.
+Verified files are recorded in the user's cache by size, inode number and time of modification. A file that has been
+written or copied since then is compared again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _FORM = 1
 _log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], None]
-"""A function (bytes read, total bytes) for progress; both are equal at the end."""
+"""A function (bytes read, total bytes) that receives progress. Both numbers are equal at the end."""
 
 
 def verify_pack(checkpoint: Checkpoint, spec: ModelSpec, experts: Mapping[int, StoredLayer], on_bytes: OnBytes) -> None:
-    """Compare the pack that a model's experts are read from, if any, with its checksums, unless this machine has done
-    so before.
+    """Compare the pack from which a model's experts are read with its checksums, unless there is no pack or this
+    machine has done so before.
 
-    Raises `CheckpointError` for a damaged pack, with its damaged layers.
+    Raises `CheckpointError` for a damaged pack, which names the damaged layers.
     """
     contents = _contents(spec, experts)
     path = None if contents is None else contents.path(checkpoint.place)
@@ -76,6 +76,6 @@ def _note_of(path: Path) -> Path:
 
 
 def _identity(path: Path) -> list[int]:
-    """Return the identity of a file, which changes when it is written or replaced."""
+    """Return numbers that identify a file and its state: they change when the file is written or replaced."""
     found = path.stat()
     return [found.st_size, found.st_ino, found.st_mtime_ns]

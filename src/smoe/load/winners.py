@@ -1,8 +1,9 @@
-"""Winners of a model's tournaments of prefetch and eviction on this machine, in the user's cache.
+"""Stores which prefetch and which eviction won a model's tournaments on this machine, in the user's cache.
 
-`smoe tune --prefetch auto` and `--eviction auto` run a tournament (`eval/tournament.py`) and store the winner. From
-then on `auto` means the winner, if about as many experts are resident on this machine. Winners for several resident
-shares are stored, and the nearest one counts. If the baseline won, the winner is `auto`.
+`smoe tune --prefetch auto` and `--eviction auto` run a tournament (`eval/tournament.py`) and store its winner. From
+then on the setting `auto` means the winner, if about as many experts are resident as in the tournament. Winners for
+several resident shares are stored, and the one with the nearest share counts. If the baseline won, `auto` itself is
+stored as the winner.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from smoe.user_cache import keep, of_model, read_stored
 
 _FORMAT = 3
 NEAR = 1 / 3
-"""The largest relative distance of the resident share from that of a winner's tournament."""
+"""The largest relative distance between the current resident share and that of a winner's tournament."""
 _log = logging.getLogger(__name__)
 
 CHOICES = {"prefetch": PREFETCH, "eviction": ONLINE_EVICTION}
-"""The settings that have tournaments, with the candidates."""
+"""The settings that have tournaments, with their candidates."""
 
 
 @dataclass(frozen=True)
 class Winner:
-    """The winner of a tournament, the runner-up, and the conditions."""
+    """The winner of a tournament, the runner-up, and the conditions of the tournament."""
 
     name: str
     """The winner's name; `auto` if the baseline won."""
     seconds: float
-    """The winner's time per token in seconds."""
+    """The winner's time per token, in seconds."""
     second: str
     second_seconds: float
     resident_share: float
     text: str
     machine: str
-    """The machine, as `where` describes it."""
+    """The machine, as the function `where` describes it."""
 
     def __str__(self) -> str:
         how = "stayed the choice after" if self.name == "auto" else "won"
@@ -61,7 +62,7 @@ class Winner:
 
 
 def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
-    """Return the winners by setting of all tournaments of the model in `folder` on this machine."""
+    """Return the winners of all tournaments of the model in `folder` on this machine, by setting."""
     stored = _stored(of_model("winners", folder))
     by_setting = {setting: _winners(stored, setting) for setting in CHOICES}
     of_machine = {
@@ -71,7 +72,8 @@ def winners_of(folder: Path, machine: str) -> dict[str, list[Winner]]:
 
 
 def remember(folder: Path, setting: str, winner: Winner) -> Path:
-    """Store a winner in addition to those of other settings, machines and resident shares (in whole per cent).
+    """Store the winner of a tournament of the model in `folder`. It replaces only a winner of the same setting, machine
+    and resident share (in whole per cent).
 
     Returns the path. Raises `OSError`.
     """
@@ -82,7 +84,7 @@ def remember(folder: Path, setting: str, winner: Winner) -> Path:
 
 
 def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
-    """Delete the winners of `settings` for all machines and resident shares; return them. Raises `OSError`."""
+    """Delete the winners of `settings` for all machines and resident shares, and return them. Raises `OSError`."""
     path = of_model("winners", folder)
     stored = _stored(path)
     left = {setting: stored[setting] for setting in stored if setting not in settings}
@@ -94,7 +96,8 @@ def forget(folder: Path, settings: Sequence[str]) -> dict[str, list[Winner]]:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    """Return a file's contents, or an empty dictionary with a logged warning if it is of another version."""
+    """Return the contents of a file of winners. If the file is of another version, log a warning and return an empty
+    dictionary."""
     stored = read_stored(path, _FORMAT)
     if stored is None and path.exists():
         _log.warning(
@@ -104,7 +107,7 @@ def _stored(path: Path) -> dict[str, Any]:
 
 
 def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
-    """Return the winners of one setting; entries that this version does not understand are left out."""
+    """Return the winners of one setting. Entries that this version does not know are left out."""
     found = []
     for each in _entries(stored, setting):
         try:
@@ -117,35 +120,36 @@ def _winners(stored: dict[str, Any], setting: str) -> list[Winner]:
 
 
 def _entries(stored: dict[str, Any], setting: str) -> list[dict[str, Any]]:
-    """Return the file's entries for one setting."""
+    """Return the entries for one setting in a file's contents."""
     found = stored.get(setting)
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def _place(entry: dict[str, Any]) -> tuple[Any, str]:
-    """Return the machine and resident share of an entry; only the latest entry for each is stored."""
+    """Return the machine and the resident share of an entry. Only the latest entry for each such pair is stored."""
     share = entry.get("resident_share")
     return entry.get("machine"), f"{share:.0%}" if isinstance(share, float) else ""
 
 
 class Decided(NamedTuple):
-    """A configuration with the results of tournaments, and the learned values it needs."""
+    """The settings after the results of tournaments have been applied, and the learned values that they need."""
 
     config: EngineConfig
     learned: LearnedValues
     reasons: dict[str, str]
-    """The reason for each decided setting, by its name."""
+    """The reason for the value of each setting that was decided here, by its name."""
 
 
 def with_winners(
     config: EngineConfig, place: Path, spec: ModelSpec, device: AnyDevice, share_of: Callable[[int], float]
 ) -> Decided:
-    """Return the configuration with every `auto` that a tournament has decided; `place` has the model.
+    """Return the settings, where each `auto` that a tournament has decided is replaced by the winner. `place` is the
+    model's folder.
 
-    `share_of` returns the resident share for a number of learned bytes; it is called if there are winners. A winning
-    prefetch remains on trial: it is disabled automatically if it does not pay. A winner decides nothing if its learned
-    file is missing or for other weights, or if its resident share was very different. Raises `ConfigError` if a value
-    that the user requests by name has not been learned, and `BudgetError` if the budget is too small.
+    `share_of` returns the resident share for a number of bytes of learned values; it is called if there are winners. A
+    winning prefetch remains on trial, which means that it is turned off if it does not pay. A winner is not used if its
+    learned file is missing or for other weights, or if its resident share was too different. Raises `ConfigError` if a
+    value that the user requests by name has not been learned, and `BudgetError` if the budget is too small.
     """
     try:
         decided = Decided(config, *learned_of(config, place, spec))
@@ -189,7 +193,8 @@ def _too_far(setting: str, nearest: Winner, share: float) -> str:
 
 
 def where(config: EngineConfig, device: AnyDevice) -> str:
-    """Return what a tournament's times are valid for: the processor and its device, or the emulated profile."""
+    """Return the description of a machine for which the times of a tournament are valid: its processor and its device,
+    or the emulated profile."""
     processor = str(describe_machine()["processor"])
     if config.device == EMULATED:
         return f"{processor}, acting {read_profile(config.profile).name}"

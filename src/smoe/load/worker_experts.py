@@ -1,4 +1,4 @@
-"""Open a model's experts for a worker of a cluster."""
+"""Opens a model's experts for a worker of a cluster."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CPU = torch.device("cpu")
 
 
 def open_experts(model: str | Path, memory_bytes: int | None, config: EngineConfig, slots: int | None = None) -> Served:
-    """Open the experts of a worker and read nothing else.
+    """Return the service that computes a model's experts for a worker. Only headers are read.
 
-    There is room for as many experts as `memory_bytes` holds, or for `slots` of every size; one of the two is None.
-    Raises `ModelError`, `ConfigError`, and `BudgetError` if the memory cannot hold one expert being read and another
-    being computed.
+    It has slots for as many experts as `memory_bytes` can hold, or `slots` of every size; one of the two arguments is
+    None. Raises `ModelError`, `ConfigError`, and `BudgetError` if the memory cannot hold one expert that is read and
+    one that is computed.
     """
     spec = read_spec(model, config)
     checkpoint = whole_checkpoint(model, None)

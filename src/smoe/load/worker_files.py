@@ -1,4 +1,4 @@
-"""Select the files of a model that a worker needs; tokenizer files are not among them."""
+"""Selects the files of a model that a worker needs. Tokenizer files are not among them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from smoe.models.spec import ModelSpec
 
 
 def worker_files(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, Path]:
-    """Return the files by their names in the worker's folder.
+    """Return the paths of a model's files for workers, by their names in the worker's folder.
 
-    These are the weights, the pack of this precision (or of experts as stored) if there is one, and finally the
-    configuration, because a folder without it is no model. Files are complete, including what only the coordinator
-    needs. Raises `CheckpointError` if weights are missing.
+    The files are the weights, the pack of this precision (or of experts as stored) if there is one, and at the end the
+    configuration, because a folder without it is not a model. Every file is complete, so it includes data that only the
+    coordinator needs. Raises `CheckpointError` if weights are missing.
     """
     place = checkpoint.place
     if place.is_dir():
