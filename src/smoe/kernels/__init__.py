@@ -1,1 +1,2 @@
-"""Machine code, compiled on demand, for arithmetic that torch computes too slowly; torch is always the fallback."""
+"""Machine code for CPUs, compiled on demand, for arithmetic that torch computes too slowly. torch computes wherever a
+kernel cannot be used."""

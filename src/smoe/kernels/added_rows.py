@@ -17,10 +17,11 @@ NAME = "add_rows"
 
 
 def module_of(isa: Isa) -> str:
-    """Return the LLVM module of the function `add_rows(given, gains, -, -, begin, end, H)`.
+    """Return the LLVM text of the function `add_rows(given, gains, -, -, begin, end, H)`.
 
-    It computes columns begin ... end - 1, a multiple of the lanes. `given` holds the number of rows, then for each row
-    its address (bf16 [H]) and its total's (float32 [H]); `gains` are float32.
+    The function computes the columns from `begin` to `end` - 1, whose number is a multiple of the lanes. `given`
+    contains the number of rows, and then for each row its address (bf16 [H]) and that of its total (float32 [H]).
+    `gains` are float32.
     """
     module = ir.Module()
     code = Code(module, isa, NAME, ("*given", "*gains", "*-", "*--", "begin", "end", "H"))

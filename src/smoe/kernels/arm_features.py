@@ -1,4 +1,4 @@
-"""CPU features of aarch64, read from the operating system, because LLVM does not report them on every system."""
+"""Reads CPU features of aarch64 from the operating system, because LLVM does not report them on every system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 
 class _Source(NamedTuple):
-    """The sources of one feature: a bit of Linux's `AT_HWCAP`, a name of macOS's `sysctl`, and a number of Windows'."""
+    """Where each system reports a feature: a bit of Linux's `AT_HWCAP`, a name of macOS's `sysctl`, and a number of
+    Windows'."""
 
     bit: int
     name: str
@@ -20,15 +21,15 @@ _FEATURES = {
     "lse": _Source(8, "hw.optional.arm.FEAT_LSE", 34),
     "dotprod": _Source(20, "hw.optional.arm.FEAT_DotProd", 43),
 }
-"""The features that kernels need, by LLVM's names: atomic additions in one instruction, and dot products of four
+"""The features that our kernels need, by LLVM's names: atomic additions in one instruction, and dot products of four
 bytes."""
 _AT_HWCAP = 16
 
 
 def arm_features() -> dict[str, bool]:
-    """Return the CPU features that kernels need, by LLVM's names.
+    """Return for each CPU feature that our kernels need, by LLVM's name, whether this CPU has it.
 
-    Every aarch64 CPU has NEON. A feature that the system does not report counts as missing.
+    Every aarch64 CPU has NEON. A feature that the operating system does not report counts as missing.
     """
     has = {"linux": _on_linux, "darwin": _on_macos, "win32": _on_windows}.get(sys.platform)
     return {"neon": True} | {name: has is not None and has()(source) for name, source in _FEATURES.items()}

@@ -1,17 +1,18 @@
-"""Attention of one query token over a bf16 KV cache, several times faster than torch and with torch's bits.
+"""Computes attention of one query token over a bf16 KV cache, several times faster than torch and with torch's bits.
 
-In decoding, torch computes each query head as a matrix product with one column, which MKL has no fast bf16 code for: 1
-ms for 16 heads of 128 at 300 keys, where memory bandwidth would allow 30 us. Four columns at once would be ten times
-faster, with other bits. So this kernel sums in torch's order, and computes only independent sums in parallel:
+In decoding, torch computes each query head as a matrix product with one column, for which MKL has no fast bf16 code. It
+takes 1 ms for 16 heads of 128 elements and 300 keys, where memory bandwidth would allow 30 us. Four columns at once
+would be ten times faster, with other bits. So this kernel sums in torch's order, and computes only independent sums in
+parallel:
 
     q . k      scores.py             four running sums per key
     softmax    softmax.py            in blocks of 512 keys
-    p . v      weighted_values.py    four keys at a time; after each block earlier totals are scaled by
+    p . v      weighted_values.py    four keys at a time; after each block, earlier totals are multiplied by
                                      exp(old maximum - new maximum)
 
 Query heads that share a key head are computed together, so that each key and value is loaded once. Products of two bf16
-numbers are exact in float32, so fused multiplication and addition changes no bit. The bits are compared with torch's on
-the machine before the kernel is used (`fastpath/attention.py`). Measurements are in docs/log/kernels.md.
+numbers are exact in float32, so fused multiplication and addition changes no bit. Before the kernel is used, its bits
+are compared with torch's on the same machine (`fastpath/attention.py`). Measurements are in docs/log/kernels.md.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.tile import TILE
 
 BLOCK = 512
-"""The number of keys per block of the softmax."""
+"""The number of keys in a block of the softmax."""
 _ROW = BLOCK + 16
-"""The number of floats per head's scores, padded because whole registers are written."""
+"""The number of floats for a head's scores. It is padded because whole registers are written."""
 _MOST_HEADS = 16
-"""The largest number of query heads per unit; each needs memory on a thread's stack."""
+"""The largest number of query heads in a unit, the work that one thread takes at a time. Each head needs memory on the
+thread's stack."""
 _WAKING_PRODUCTS = 1 << 21
-"""The number of multiplications below which computing alone is faster than waking a sleeping thread."""
+"""The number of multiplications below which one thread is faster than waking others that sleep."""
 _FIELDS = ("query", "keys", "values", "out", "query_head", "key_head", "key_row", "value_head", "value_row", "count",
            "size", "group", "splits", "scale", "exp", "sums")  # fmt: skip
-"""The arguments as words of 8 bytes: addresses of the query, K, V and out; strides in elements between heads and
-between keys; the number of keys; head size; query heads per unit; units per key head; the scale (a float32's bits);
-addresses of expf and of `sums`."""
+"""The arguments of the kernel, as words of 8 bytes. In this order: the addresses of query, keys, values and output; the
+distances in elements between heads and between keys; the number of keys; the head size; query heads per unit; units per
+key head; the scale (a float32's bits); the addresses of expf and of `sums`."""
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether the kernel supports query [1, heads, 1, size] and K, V [1, key heads, n, size]."""
+    """Return whether the kernel supports these tensors: query [1, heads, 1, size], keys and values [1, key heads, n,
+    size]."""
     tensors = query, keys, values
     rows, heads, tokens, size = query.shape
     return (
@@ -62,9 +65,10 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 def attend(
     pool: SpinningPool, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of one token, for tensors as in `fits`: [1, 1, heads, size].
+    """Return the attention of one token [1, 1, heads, size], and for each head what its softmax has computed. Tensors
+    are as for `fits`.
 
-    The second result is [heads, 2] in float32: each head's largest score and the sum of exp(score - largest).
+    The second result is float32 [heads, 2]: the largest score, and the sum of exp(score - largest).
     """
     heads, size, count = query.shape[1], query.shape[3], keys.shape[2]
     shared = heads // keys.shape[1]
@@ -83,15 +87,15 @@ def attend(
 
 
 def group_of(shared: int, heads: int, threads: int) -> int:
-    """Return the number of query heads per unit: those that share a key head, or a divisor of it if threads would be
-    idle."""
+    """Return the number of query heads in a unit: all that share a key head (`shared`), or a divisor of that number if
+    threads would otherwise be idle."""
     parts = [n for n in range(1, shared + 1) if shared % n == 0 and n <= _MOST_HEADS]
     return max((n for n in parts if heads // n >= 2 * threads), default=1)
 
 
 @functools.cache
 def libm() -> ctypes.CDLL | None:
-    """Return the C library's mathematics, whose bits torch's functions have, or None on systems without glibc."""
+    """Return the mathematical library whose bits torch's functions have, or None on systems without glibc."""
     try:
         return ctypes.CDLL("libm.so.6")
     except OSError:
@@ -100,7 +104,7 @@ def libm() -> ctypes.CDLL | None:
 
 @functools.cache
 def functions() -> tuple[int, int]:
-    """Return the addresses of the kernel (compiled once per process) and of libm's expf."""
+    """Return the addresses of the kernel, which is compiled once per process, and of libm's expf."""
     mathematics = libm()
     assert mathematics is not None, "call this only where `libm` returns a library"
     signature = (ctypes.c_void_p, ctypes.c_longlong)
@@ -109,7 +113,7 @@ def functions() -> tuple[int, int]:
 
 
 def source() -> str:
-    """Return the kernel as LLVM text: `attention(fields, unit)` computes the unit's query heads."""
+    """Return the LLVM text of the kernel. Its function `attention(fields, unit)` computes the query heads of a unit."""
     return f"""
 declare i64 @llvm.smin.i64(i64, i64)
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
@@ -123,7 +127,7 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 
 
 def _attention() -> str:
-    """Return the main function: a loop over blocks of 512 keys, with temporary memory on the stack."""
+    """Return the text of the main function: a loop over blocks of 512 keys, with temporary memory on the stack."""
     loads = [
         f"  %{name}.at = getelementptr i64, ptr %fields, i64 {n}\n  %{name} = load i64, ptr %{name}.at"
         for n, name in enumerate(_FIELDS)
@@ -192,13 +196,13 @@ done:
   ret void
 }
 """
-"""The LLVM function that sets a multiple of 16 float32 numbers to zero. The C library's memset is not used, because its
-address changes between processes."""
+"""The LLVM text of a function that sets a multiple of 16 float32 numbers to zero. The C library's memset is not used,
+because its address changes between processes."""
 
 
 def _own_part() -> str:
-    """Return code for the addresses of the unit's query heads, keys, values, outputs and sums, and for its temporary
-    memory."""
+    """Return LLVM text that computes the addresses of a unit's query heads, keys, values, outputs and sums, and
+    allocates its temporary memory."""
     return f"""\
   %first = mul i64 %unit, %group
   %kv = sdiv i64 %unit, %splits

@@ -1,11 +1,11 @@
-"""Load blocks of several rows of a quantized matrix so that each register holds the same four bytes of every row.
+"""Loads blocks of several rows of a quantized matrix so that each register has the same four bytes of every row.
 
-    row 0    | 16 bytes |            register 0   | bytes 0-3 of row 0 | bytes 0-3 of row 1 | ...
-    row 1    | 16 bytes |     ->     register 1   | bytes 4-7 of row 0 | bytes 4-7 of row 1 | ...
+    row 0    | 16 bytes |            register 0     | bytes 0-3 of row 0 | bytes 0-3 of row 1 | ...
+    row 1    | 16 bytes |     ->     register 1     | bytes 4-7 of row 0 | bytes 4-7 of row 1 | ...
     ...                              ...
 
-One instruction then applies a shift, a mask or a look-up to all rows, and scales are registers with one number per row.
-Sums over a row need no additions across a register.
+One instruction then applies a shift, a mask or a look-up to all rows, and a scale is a register with one number per
+row. Sums over a row need no additions across a register.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, LONG, WORD, Value
 from smoe.kernels.quantised_block import float8
 
 PIECE = 16
-"""The number of bytes of each row that are transposed together."""
+"""The number of bytes of each row that are transposed at a time."""
 _ODD = tuple(128 * (code.bit_count() % 2) for code in range(16))
-"""For each value of four bits, bit 7 set if an odd number of them is set."""
+"""A table with an entry for each value of four bits. Bit 7 of the entry is set if an odd number of the four bits is
+set."""
 _PERMUTES = "avx512vbmi"
 _SPREAD = 0x00204081
 """A factor that moves bit n of a 4-bit number to the lowest bit of byte n."""
 
 
 def is_in_planes(isa: Isa, form: Format) -> bool:
-    """Return whether grid points are looked up one component at a time, with one register per component.
+    """Return whether points of a format's grid are looked up one component at a time, so that a register has one
+    component of many points.
 
-    CPUs that permute bytes of two registers do this in a sixth of the time of loads.
+    CPUs that can permute the bytes of two registers do this in a sixth of the time of loads.
     """
     has_permutes = isa.has_int8_dots and isa.lanes == 16 and cpu_has(_PERMUTES)
     return has_permutes and form.grid is not None and form.grid.width == PIECE // 4
 
 
 class Columns:
-    """One block of each of `code.isa.lanes` rows, as columns of four bytes."""
+    """One block of each of several rows (as many as a register has lanes), loaded as columns of four bytes."""
 
     def __init__(self, code: Code, form: Format, places: Sequence[Value], zero: int = 0) -> None:
-        """`places`: the address of the block in each row; `zero`: a constant that is added to grid points."""
+        """`places`: the address of the block in each row. `zero`: a constant that is added to elements of grid
+        points."""
         self._code = code
         self._form = form
         self._places = places
@@ -52,19 +55,21 @@ class Columns:
         self._known: dict[int, list[Value]] = {}
 
     def words(self, byte: int) -> list[Value]:
-        """Return bytes `byte` to `byte` + 15 of every row: four registers of int32 [lanes]."""
+        """Return the bytes from `byte` to `byte` + 15 of every row, as four registers int32 [lanes]."""
         if byte not in self._known:
             self._known[byte] = self._transposed(byte)
         return self._known[byte]
 
     def byte(self, byte: int) -> Value:
-        """Return byte number `byte` of every row: int32 [lanes]."""
+        """Return byte number `byte` of every row, as int32 [lanes]."""
         return self._whole((Field(byte),))
 
     def codes(self, fields: Sequence[Field | Bits | Points], i: int) -> list[Value]:
-        """Return the codes of elements i to i + 15 of a run: four registers with one code per byte, [4 * lanes].
+        """Return the codes of the elements i to i + 15 of a run, as four registers [4 * lanes] with one code in each
+        byte.
 
-        A word holds the codes of four neighbours, or with `is_in_planes` those of elements i, i + 4, i + 8 and i + 12.
+        A 32-bit word contains the codes of four neighbouring elements, or with `is_in_planes` those of i, i + 4, i + 8
+        and i + 12.
         """
         build, found = self._code.build, [None] * 4
         for field in fields:
@@ -78,7 +83,7 @@ class Columns:
         return [build.bitcast(each, kind) for each in found]
 
     def scalar(self, scalar: Scalar) -> Value:
-        """Return a scalar of the blocks, such as their scale: float32 [lanes]."""
+        """Return a scalar of every row's block, such as its scale, as float32 [lanes]."""
         code, build = self._code, self._code.build
         if scalar.kind == "E8M0":
             return self._power(self.byte(scalar.byte))
@@ -92,7 +97,8 @@ class Columns:
         return code.times(number, scalar.factor)
 
     def gain(self, group: Group, scale: Value) -> Value:
-        """Return the factor of a group's codes: float32 [lanes]; `scale` is that of the blocks."""
+        """Return the factor by which a group's codes are multiplied, as float32 [lanes]. `scale`: the scale of the
+        blocks."""
         code, build, form = self._code, self._code.build, self._form
         if not group.scale:
             return scale
@@ -107,15 +113,15 @@ class Columns:
         return build.fmul(build.sitofp(whole, code.registers(FLOAT)), scale)
 
     def offset(self, group: Group, minimum: Value) -> Value:
-        """Return the offset subtracted from every element of a group: float32 [lanes]; `minimum` is that of the
-        blocks."""
+        """Return the number that is subtracted from every element of a group, as float32 [lanes]. `minimum`: the
+        minimum of the blocks."""
         if not group.minimum:
             return minimum
         whole = self._whole(group.minimum)
         return self._code.build.fmul(self._code.build.sitofp(whole, self._code.registers(FLOAT)), minimum)
 
     def _whole(self, fields: Sequence[Field]) -> Value:
-        """Return a code that consists of one or more fields of each block: int32 [lanes]."""
+        """Return a code that consists of one or more fields of each block, as int32 [lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         total = None
         for piece in _in_one_piece(fields):
@@ -126,7 +132,8 @@ class Columns:
         return total
 
     def _word_with(self, piece: Field) -> tuple[Value, int]:
-        """Return words of every row that contain the bits of a field, and the field's first bit in them."""
+        """Return the 32-bit words of every row that contain the bits of a field, and the number of the field's first
+        bit in them."""
         last = piece.byte + (piece.shift + piece.mask.bit_length() - 1) // 8
 
         def holds(first: int) -> bool:
@@ -141,7 +148,8 @@ class Columns:
         return self.words(first)[word], 8 * inside + piece.shift
 
     def _field(self, field: Field, i: int) -> list[Value]:
-        """Return (byte >> shift & mask) << left for 16 bytes; bits shifted in from a neighbouring byte are masked."""
+        """Return (byte >> shift & mask) << left for 16 bytes of every row. Bits that come from a neighbouring byte are
+        masked out."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         right, mask = field.shift - field.left, field.mask << field.left
         parts = self.words(field.byte + i)
@@ -151,7 +159,7 @@ class Columns:
         return parts if mask == 255 else [build.and_(part, code.words([mask * 0x01010101] * lanes)) for part in parts]
 
     def _bits(self, bits: Bits, i: int) -> list[Value]:
-        """Return one bit for each of 16 elements, four elements per register."""
+        """Return one bit for each of 16 elements, with four elements in each of four registers."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         found = []
         for n in range(4):
@@ -162,7 +170,7 @@ class Columns:
         return found
 
     def _of_points(self, points: Points) -> list[Value]:
-        """Return all elements of a run of grid points with their signs, plus `zero`."""
+        """Return all elements of a run of grid points, with their signs applied, plus `zero`."""
         code, grid, zero, found = self._code, points.grid, self._zero, list[Value]()
         build, lanes = code.build, code.isa.lanes
         data = (grid.points.astype(np.int16) + zero).astype(np.uint8).tobytes()
@@ -180,7 +188,7 @@ class Columns:
         return [self._signed(number, signs, numbers_of) for number, numbers_of in zip(numbers, places, strict=True)]
 
     def _in_planes(self, points: Points) -> list[Value]:
-        """Return the same as `_of_points`, one component of all points at a time."""
+        """Return the same as `_of_points`, computed one component of all points at a time."""
         code, build, lanes, grid = self._code, self._code.build, self._code.isa.lanes, points.grid
         bytes_ = [index[0]._replace(left=8 * n) for n, index in enumerate(points.indices)]
         places = build.bitcast(self._whole(bytes_), code.registers(BYTE, 4 * lanes))
@@ -201,14 +209,15 @@ class Columns:
         return found
 
     def _are_set(self, bytes_: Value, bits: Sequence[tuple[int, int]]) -> Value:
-        """Return whether bits of every row's word are set, given (byte, bit) for each of four elements."""
+        """Return for four elements of every row whether a bit of the row's word is set. `bits`: (byte, bit) for each
+        element."""
         code, build, count = self._code, self._code.build, bytes_.type.count
         copies = code.pick(bytes_, [i // 4 * 4 + bits[i % 4][0] for i in range(count)])
         masked = build.and_(copies, code.bytes([1 << bits[i % 4][1] for i in range(count)]))
         return build.icmp_unsigned("!=", masked, ir.Constant(bytes_.type, None))
 
     def _entries(self, table: Value, index: Sequence[Field], width: int) -> Value:
-        """Return one entry of a table, `width` bytes wide, for every row."""
+        """Return for every row one entry of a table, which is `width` bytes wide."""
         code, build = self._code, self._code.build
         first, *more = index
         if more or first.mask != 255:
@@ -219,7 +228,7 @@ class Columns:
         return code.loaded_each(ir.IntType(8 * width), addresses)
 
     def _signs(self, points: Points) -> Value:
-        """Return the signs of a run in bytes 0 and 1 of each row's word: [4 * lanes]."""
+        """Return the signs of a run, in bytes 0 and 1 of every row's word: [4 * lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         first, second = points.signs
         words = self._whole((*first, *(field._replace(left=field.left + 8) for field in second)))
@@ -232,14 +241,15 @@ class Columns:
         return build.or_(signs, build.xor(*odd))
 
     def _signed(self, numbers: Value, signs: Value, places: Sequence[int]) -> Value:
-        """Apply signs to a register with four elements of each row: number - zero becomes zero - number."""
+        """Return four elements of every row after applying their signs: a negative element, number - zero, becomes zero
+        - number."""
         build = self._code.build
         is_negative = self._are_set(signs, [(n // 8, n % 8) for n in places])
         twice = self._code.bytes([2 * self._zero] * numbers.type.count)
         return build.select(is_negative, build.sub(twice, numbers), numbers)
 
     def _power(self, exponent: Value) -> Value:
-        """Return 2 ** (exponent - 127): float32 [lanes]."""
+        """Return 2 ** (exponent - 127) as float32 [lanes]."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         bits = build.shl(exponent, code.words([23] * lanes))
         is_least = build.icmp_unsigned("==", bits, code.words([0] * lanes))
@@ -247,13 +257,14 @@ class Columns:
         return build.bitcast(build.select(is_least, code.words([1 << 22] * lanes), bits), code.registers(FLOAT))
 
     def _transposed(self, byte: int) -> list[Value]:
-        """Transpose 16 bytes of every row to four registers, as 4 x 4 transpositions of words."""
+        """Return 16 bytes of every row as four registers, by 4 x 4 transpositions of words."""
         code, build, lanes = self._code, self._code.build, self._code.isa.lanes
         rows = [code.load(code.registers(WORD, 4), code.at(place, byte)) for place in self._places]
         four = [self._joined(rows[n::4]) for n in range(4)]  # rows n, n + 4, n + 8, ... concatenated
 
         def interleaved(a: Value, b: Value, picks: Sequence[int]) -> Value:
-            """Return, in every quarter, the words `picks`: 0 ... 3 of `a`, 4 ... 7 of `b`."""
+            """Return a register that has the words `picks` in every quarter, where 0 to 3 are words of `a` and 4 to 7
+            words of `b`."""
             order = [4 * quarter + n % 4 + n // 4 * lanes for quarter in range(lanes // 4) for n in picks]
             return build.shuffle_vector(a, b, code.words(order))
 
@@ -267,7 +278,7 @@ class Columns:
         return found
 
     def _joined(self, rows: Sequence[Value]) -> Value:
-        """Concatenate registers of four words."""
+        """Return one register that concatenates registers of four words."""
         registers = list(rows)
         while len(registers) > 1:
             registers = [self._code.joined(registers[n : n + 2]) for n in range(0, len(registers), 2)]
@@ -275,7 +286,7 @@ class Columns:
 
 
 def _in_one_piece(fields: Sequence[Field]) -> list[Field]:
-    """Merge fields whose bits continue each other, even across bytes."""
+    """Return fields after merging those whose bits continue each other, even across bytes."""
     found: list[Field] = []
     for field in fields:
         mask = field.mask & (255 >> field.shift)

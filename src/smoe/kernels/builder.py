@@ -1,7 +1,8 @@
-"""Generate machine code from Python: a thin layer over llvmlite's builder with loops and registers as values.
+"""Generates machine code from Python: a thin layer over llvmlite's builder, in which loops and registers are Python
+values.
 
-A function is built by calling methods in the order of computation. A loop gets its body as a Python function from the
-carried values to the next ones:
+A function is built by calling methods in the order of the computation. The body of a loop is a Python function that
+takes the carried values of one iteration and returns those of the next:
 
     total = code.loop(zero, columns, 16, [code.zeros], lambda k, carried: [code.fma(..., carried[0])])
 """
@@ -20,10 +21,12 @@ from smoe.kernels.kinds import BYTE, FLOAT, HALF_WORD, LONG, POINTER, WORD, Valu
 
 
 class Code:
-    """A function under construction. Addresses are byte pointers, and offsets are in bytes."""
+    """A function of machine code that is being built. Addresses are byte pointers, and offsets are in bytes. A register
+    [n] is a vector of n numbers."""
 
     def __init__(self, module: ir.Module, isa: Isa, name: str, arguments: Sequence[str]) -> None:
-        """`arguments`: names; those that begin with `*` are pointers, others are 64-bit integers."""
+        """`arguments`: the names of the function's arguments. Names that begin with `*` are pointers, others are 64-bit
+        integers."""
         types = [POINTER if argument.startswith("*") else LONG for argument in arguments]
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
         self.arguments: list[Value] = list(self.function.args)
@@ -34,6 +37,7 @@ class Code:
         self._nowhere: Value = None
 
     def number(self, value: int) -> Value:
+        """Return a constant 64-bit integer."""
         return ir.Constant(LONG, value)
 
     def reals(self, value: float, lanes: int | None = None) -> Value:
@@ -41,6 +45,7 @@ class Code:
         return ir.Constant(self.registers(FLOAT, lanes), [ir.Constant(FLOAT, value)] * (lanes or self.isa.lanes))
 
     def halves(self, values: Sequence[int]) -> Value:
+        """Return a constant register of 16-bit integers."""
         return ir.Constant(ir.VectorType(HALF_WORD, len(values)), [ir.Constant(HALF_WORD, value) for value in values])
 
     def bytes(self, values: Sequence[int]) -> Value:
@@ -48,16 +53,20 @@ class Code:
         return ir.Constant(ir.VectorType(BYTE, len(values)), [ir.Constant(BYTE, value) for value in values])
 
     def words(self, values: Sequence[int]) -> Value:
+        """Return a constant register of 32-bit integers."""
         return ir.Constant(ir.VectorType(WORD, len(values)), [ir.Constant(WORD, value) for value in values])
 
     def registers(self, kind: ir.Type, lanes: int | None = None) -> ir.VectorType:
+        """Return the type of a register with `lanes` numbers of the type `kind`."""
         return ir.VectorType(kind, lanes or self.isa.lanes)
 
     def at(self, pointer: Value, offset: Value | int) -> Value:
+        """Return the address that is `offset` bytes after `pointer`."""
         offset = self.number(offset) if isinstance(offset, int) else offset
         return self.build.gep(pointer, [offset], source_etype=BYTE)
 
     def load(self, kind: ir.Type, pointer: Value, align: int = 1) -> Value:
+        """Return the value of the type `kind` at an address."""
         return self.build.load(pointer, align=align, typ=kind)
 
     def store(self, value: Value, pointer: Value, align: int = 1) -> None:
@@ -82,7 +91,8 @@ class Code:
         return known
 
     def gathered(self, table: Value, places: Value, width: int) -> Value:
-        """Return entries of `width` bytes (4 or 8) of a table, as integers [n], by indices `places` [n]."""
+        """Return entries of a table, each `width` bytes (4 or 8), as integers [n]. `places` [n]: the indices of the
+        entries."""
         return self._own.gathered(self, table, places, width)
 
     def loaded_each(self, kind: ir.Type, addresses: Sequence[Value]) -> Value:
@@ -93,64 +103,67 @@ class Code:
         return found
 
     def looked_up_halves(self, table: Sequence[int], codes: Value) -> Value:
-        """Look up 16-bit numbers in a table of 16 by codes [32]; only the lowest four bits of a code count."""
+        """Return 16-bit numbers from a table of 16, by codes [32]. Only the four lowest bits of a code have an
+        effect."""
         return self._own.looked_up_halves(self, table, codes)
 
     def looked_up_bytes(self, table: Sequence[int], codes: Value) -> Value:
-        """Look up bytes in a table of 16 by codes [32 or 64], which must be below 16."""
+        """Return bytes from a table of 16, by codes [32 or 64]. All codes must be below 16."""
         return self._own.looked_up_bytes(self, table, codes)
 
     def picked_bytes(self, table: Sequence[int], places: Value) -> Value:
-        """Look up bytes in a table of 128 by indices [64], if the CPU can; only the lowest seven bits of an index
-        count."""
+        """Return bytes from a table of 128, by indices [64], on CPUs that can do this. Only the seven lowest bits of an
+        index have an effect."""
         return self._own.picked_bytes(self, table, places)
 
     def looked_up(self, table: Sequence[float], codes: Value) -> Value:
-        """Look up floats in a table of 16 by codes, whose lowest four bits count; each float must be exact in bf16."""
+        """Return floats from a table of 16, by codes. Only the four lowest bits of a code have an effect. Every float
+        must be exact in bf16."""
         return self._own.looked_up(self, table, codes)
 
     def where_set(self, word: Value, numbers: Value, others: Value) -> Value:
-        """Select from two registers by the bits of a word, lowest first: `numbers` where a bit is set, else
-        `others`."""
+        """Return a register with numbers from two registers, selected by the bits of a word, lowest first: from
+        `numbers` where the bit is set, else from `others`."""
         return self._own.where_set(self, word, numbers, others)
 
     def call(self, name: str, arguments: Sequence[Value]) -> None:
-        """Call a function of this module that has been built before."""
+        """Call a function of this module that has been built already."""
         self.build.call(self._module.globals[name], arguments)
 
     def intrinsic(self, name: str, kind: ir.FunctionType, arguments: Sequence[Value]) -> Value:
-        """Call an LLVM intrinsic."""
+        """Call an LLVM intrinsic, and return its result."""
         known = self._module.globals.get(name) or ir.Function(self._module, kind, name)
         return self.build.call(known, arguments)
 
     def prefetch(self, pointer: Value, is_read_once: bool = False) -> None:
-        """Prefetch a cache line into the second cache level; invalid addresses have no effect.
+        """Prefetch a cache line into the second-level cache. An invalid address has no effect.
 
-        `is_read_once`: use the locality that `read_once_locality` returns.
+        `is_read_once`: prefetch with the locality that `read_once_locality` returns.
         """
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD, WORD, WORD])
         locality = read_once_locality() if is_read_once else 2
         self.intrinsic("llvm.prefetch.p0", kind, [pointer, *(ir.Constant(WORD, flag) for flag in (0, locality, 1))])
 
     def pinned(self, register: Value) -> Value:
-        """Return the register, computed between the preceding and the following prefetches and pinned registers.
+        """Return the register, and make LLVM compute it after the preceding prefetches and pinned registers and before
+        the following ones.
 
-        LLVM reorders instructions within a basic block. It would load and unpack a whole block first, and spill
-        registers to memory: a third of the time of a product on AVX2.
+        LLVM reorders instructions within a basic block. It would load and unpack a whole block first and spill
+        registers to memory, which takes a third of the time of a product on AVX2.
         """
         return self._own.pinned(self, register)
 
     def cut(self) -> None:
         """Prevent LLVM from moving memory accesses across this point.
 
-        It would otherwise group all prefetches of a basic block, more than a CPU can have in flight.
+        Otherwise LLVM would group all prefetches of a basic block, which are more than a CPU can have in flight.
         """
         kind = ir.FunctionType(ir.VoidType(), [])
         self.build.call(ir.InlineAsm(kind, "", "~{memory}", side_effect=True), [])
 
     @property
     def nowhere(self) -> Value:
-        """The address of a register's worth of readable bytes with undefined content."""
+        """The address of as many readable bytes as a register has, with undefined content."""
         if self._nowhere is None:
             with self.build.goto_entry_block():
                 self._nowhere = self.build.alloca(self.registers(WORD))
@@ -158,11 +171,11 @@ class Code:
         return self._nowhere
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """Return a * b + c of registers, rounded once."""
+        """Return a * b + c of registers, rounded only once."""
         return self.intrinsic(f"llvm.fma.v{a.type.count}f32", ir.FunctionType(a.type, [a.type] * 3), [a, b, c])
 
     def times(self, number: Value, factor: float) -> Value:
-        """Return a float32, or a register of them, times a constant."""
+        """Return a float32 number or register multiplied by a constant."""
         if factor == 1:
             return number
         if factor == -1:
@@ -171,38 +184,40 @@ class Code:
         return self.build.fmul(number, ir.Constant(FLOAT, factor) if by is None else by)
 
     def dots(self, total: Value, a: Value, b: Value) -> Value:
-        """Return total [n] + a . b, with two bf16 numbers (as 16 bits, [2n]) per lane."""
+        """Return total [n] + a . b, where every lane has two bf16 numbers of a and two of b (16-bit integers [2n])."""
         return self._own.dots(self, total, a, b)
 
     def paired(self, even: Value, odd: Value) -> Value:
-        """Return two float32 registers [n] as interleaved bf16 numbers, 16 bits each [2n]; only where `dots` exists."""
+        """Return two float32 registers [n] as bf16 numbers in alternation (16-bit integers [2n]). Only on CPUs with the
+        instruction for `dots`."""
         return self._own.paired(self, even, odd)
 
     def dot_sum(self, most: int, is_signed: bool) -> Any:
-        """Return an accumulator for dot products of four bytes: `add(codes [4n], x [4n])`, then `total()`, int32 [n].
+        """Return an accumulator for dot products of four bytes: `add(codes [4n], x [4n])` adds products, `total()`
+        returns their sums, int32 [n].
 
-        `most` is the largest magnitude of a code. Codes are signed or not; x is signed and never -128. Without a dot
-        product instruction codes must be at most 128, because two products are added in 16 bits. With it they must be
-        unsigned, or, if the instruction set `has_signed_bytes`, at most 127.
+        `most`: the largest magnitude of a code. `is_signed`: whether codes are signed. x is signed and never -128. On
+        CPUs without a dot product instruction codes must be at most 128, because two products are added in 16 bits.
+        With the instruction codes must be unsigned or, if the instruction set `has_signed_bytes`, at most 127.
         """
         return self._own.DotSum(self, most, is_signed)
 
     def nearest(self, reals: Value) -> Value:
-        """Round float32 to int32, ties to even; the result for NaN and large numbers is undefined."""
+        """Return float32 numbers rounded to int32, ties to even. For NaN and large numbers the result is undefined."""
         return self._own.nearest(self, reals)
 
     def splat(self, value: Value, lanes: int | None = None) -> Value:
-        """Return a register of copies of a number."""
+        """Return a register with copies of a number."""
         kind = self.registers(value.type, lanes)
         one = self.build.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(WORD, 0))
         return self.pick(one, [0] * kind.count)
 
     def lane(self, register: Value, n: int) -> Value:
-        """Return a register of copies of the n-th number of a register."""
+        """Return a register with copies of number `n` of a register."""
         return self.pick(register, [n] * self.isa.lanes)
 
     def pick(self, register: Value, lanes: Sequence[int]) -> Value:
-        """Return the numbers of a register at the indices `lanes`, in that order."""
+        """Return a register with the numbers of `register` at the indices `lanes`, in this order."""
         return self.build.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), self.words(lanes))
 
     def joined(self, registers: Sequence[Value]) -> Value:
@@ -212,7 +227,8 @@ class Code:
         return self.build.shuffle_vector(*registers, self.words(range(2 * registers[0].type.count)))
 
     def summed(self, register: Value) -> Value:
-        """Return the sum of a register's numbers, added by halves, quarters, and so on."""
+        """Return the sum of a register's numbers. Its two halves are added, then the quarters of the result, and so
+        on."""
         while register.type.count > 1:
             half = register.type.count // 2
             low, high = range(half), range(half, 2 * half)
@@ -220,28 +236,29 @@ class Code:
         return self.build.extract_element(register, ir.Constant(WORD, 0))
 
     def widened(self, halves: Value) -> Value:
-        """Convert bf16 numbers, as 16 bits each, to float32."""
+        """Return bf16 numbers, given as 16-bit integers, as float32."""
         wide = self.build.zext(halves, self.registers(WORD, halves.type.count))
         high = self.build.shl(wide, self.words([16] * halves.type.count))
         return self.build.bitcast(high, self.registers(FLOAT, halves.type.count))
 
     def even_and_odd(self, pairs: Value) -> tuple[Value, Value]:
-        """Convert pairs of bf16 numbers to two float32 registers: those of even places and those of odd places."""
+        """Return pairs of bf16 numbers, given as 32-bit integers, as two float32 registers: the first numbers and the
+        second numbers of all pairs."""
         lanes, kind = pairs.type.count, self.registers(FLOAT, pairs.type.count)
         even = self.build.shl(pairs, self.words([16] * lanes))
         odd = self.build.and_(pairs, self.words([0xFFFF0000] * lanes))
         return self.build.bitcast(even, kind), self.build.bitcast(odd, kind)
 
     def biased(self, totals: Value, bias: Value, place: Value) -> Value:
-        """Return float32 totals plus the bf16 bias `place` bytes behind the address `bias`; a null address adds
-        nothing."""
+        """Return float32 totals plus bf16 biases, which begin `place` bytes after the address `bias`. A null address
+        adds nothing."""
         has_bias = self.build.icmp_unsigned("!=", bias, ir.Constant(bias.type, None))
         source = self.build.select(has_bias, self.at(bias, place), self.nowhere)
         numbers = self.widened(self.load(self.registers(HALF_WORD, totals.type.count), source))
         return self.build.select(has_bias, self.build.fadd(totals, numbers), totals)
 
     def rounded(self, reals: Value) -> Value:
-        """Round float32 to bf16 (as 16 bits), ties to even; every NaN becomes the same one."""
+        """Return float32 numbers rounded to bf16, as 16-bit integers, ties to even. Every NaN becomes the same NaN."""
         lanes = reals.type.count
         kind = self.registers(WORD, lanes)
 
@@ -263,10 +280,8 @@ class Code:
         carried: Sequence[Value],
         body: Callable[[Value, list[Value]], Sequence[Value]],
     ) -> list[Value]:
-        """Build `for index in range(begin, end, step)`; `body(index, carried)` returns the next carried values.
-
-        Returns the carried values after the loop.
-        """
+        """Build the loop `for index in range(begin, end, step)`, and return the carried values after it. `body(index,
+        carried)` returns the carried values of the next iteration."""
         build, function = self.build, self.function
         before = build.block
         head, inside, after = (function.append_basic_block(name) for name in ("head", "inside", "after"))

@@ -1,4 +1,4 @@
-"""The layout of a row of activations in 8 bits (`byte_rows.py`) for each kind of format."""
+"""The layout of a row of activations in 8 bits (`byte_rows.py`), which depends on the format of the matrix."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of rows. Formats with equal layouts can be multiplied with the same rows."""
+    """The layout of rows of 8-bit activations. Matrices of formats with equal layouts can be multiplied with the same
+    rows."""
 
     group: int
     """The number of elements that share a scale."""
     step: int
-    """The distance of neighbouring elements of a group: 2 if the codes of even places are stored first."""
+    """The distance between neighbouring elements of a group: 2 if the codes of even elements are stored before the odd
+    ones, else 1."""
 
     @classmethod
     def of(cls, form: Format) -> Layout:
-        """Return the layout of rows for matrices of a format."""
+        """Return the layout of rows that are multiplied with matrices of a format."""
         return cls(form.numbers // len(form.groups), form.groups[0].runs[0].step)
 
     @property
@@ -29,11 +31,11 @@ class Layout:
         return f"{self.group}_{self.step}"
 
     def nbytes(self, columns: int) -> int:
-        """Return the bytes of a row with this number of columns, rounded up to cache lines."""
+        """Return the bytes of a row with this number of columns, rounded up to whole cache lines."""
         return -(-(columns + 8 * (columns // self.group)) // _LINE) * _LINE
 
     def nbytes_value(self, code: Any, columns: Any) -> Any:
-        """Return machine code for `nbytes`; `code` is a `builder.Code`."""
+        """Return a value of machine code that equals `nbytes(columns)`. `code`: a `builder.Code`."""
         build = code.build
         groups = build.mul(build.udiv(columns, code.number(self.group)), code.number(8))
         whole = build.add(build.add(columns, groups), code.number(_LINE - 1))

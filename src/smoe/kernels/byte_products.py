@@ -1,16 +1,16 @@
-"""Products of 8-bit rows with quantized matrices: one kernel for a single row up to whole prompts.
+"""Products of rows in 8 bits with quantized matrices: one kernel for a single row up to whole prompts.
 
-    strip       two registers of outputs: 16 rows of the matrix if a register has 8 numbers
-    tile        a part of the strip along K, unpacked once: codes in bytes, four of each output together
-                     | 4 codes of output 0 | 4 codes of output 1 | ... | then the next four along K
-    product     tile x two rows of activations at a time; four bytes of a row are copied to all outputs:
-                     sums += codes . bytes                        exact, in integers
-                   per group:      total += scale * (gain * (sums - zero * sum of bytes) - offset * sum of bytes)
+    strip      two registers of outputs: 16 rows of the matrix if a register has 8 numbers
+    tile       a part of the strip along K, unpacked once: codes in bytes, four of each output together
+                   | 4 codes of output 0 | 4 codes of output 1 | ... | then the next four along K
+    product    tile x two rows of activations at a time; four bytes of a row are copied to all outputs:
+                   sums += codes . bytes                        exact, in integers
+                   per group:    total += scale * (gain * (sums - zero * sum of bytes) - offset * sum of bytes)
 
-A code is unpacked once for all rows, in a few instructions for 32 codes, so that even a single row is limited by memory
+A code is unpacked once for all rows, in a few instructions for 32 codes, so even a single row is limited by memory
 bandwidth. Each output is summed in one lane from beginning to end, so its bits depend neither on the number of rows nor
 on other outputs. The order of sums depends on format and instruction set (grade E1). Rows are rounded as `byte_rows.py`
-describes; besides that only the sums over groups are rounded.
+describes; apart from that, only the sums over groups are rounded.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import BYTE, FLOAT, LONG, POINTER, WORD, Value
 
 STRIPS = 2
-"""The number of registers of outputs that are computed together."""
+"""The number of registers of outputs that are computed together, as a strip."""
 TILE_COLUMNS = 1024
-"""The number of elements along K that are unpacked at a time: 16 KB for 16 outputs, half of the first cache level."""
+"""The number of elements along K that are unpacked at a time: 16 KB for 16 outputs, half of the first-level cache."""
 MOST_AHEAD = 40 << 10
-"""The largest distance in bytes between computation and prefetch, most of the first cache level.
+"""The largest distance between computation and prefetch, in bytes; it is most of the first-level cache.
 
-The prefetch is two strips ahead, or one if two exceed this size. With rows of 2048, Q8_0 reads 56 GB/s with one and 39
-with two, Q4_K 48 with one and up to 72 with two.
+The prefetch is two strips ahead, or one if two exceed this size. With rows of 2048 elements, Q8_0 is read at 56 GB/s
+with one strip and 39 with two, Q4_K at 48 with one and up to 72 with two.
 """
 _HALF = 8
-"""Half of the numbers of the widest registers."""
+"""Half of the number of lanes of the widest registers."""
 _LINE = 64
 _PINNED = 8
-"""The number of elements of each row between points that instructions are not moved across, so that fewer registers are
-in use."""
+"""The number of elements of each row after which instructions are not moved across a point in the code, so that fewer
+registers are in use."""
 _MOST_IN_16_BITS = 128
 """The largest code c for which 2 * 127 * c fits in a signed 16-bit number."""
 
 
 class _Codes(NamedTuple):
-    """The representation of a format's codes as bytes."""
+    """How the codes of a format are represented as bytes."""
 
     zero: int
-    """The number to subtract from each code."""
+    """The number that is subtracted from each code."""
     most: int
     """The largest magnitude of a code."""
     is_signed: bool = False
     table: tuple[int, ...] | None = None
-    """The numbers that 16 codes are mapped to, for formats with a table."""
+    """For formats with a table: the numbers that the 16 codes stand for."""
     unit: float = 1.0
-    """The value of 1: a table's numbers are integer multiples of it."""
+    """The value of 1 in `table`, whose numbers are integer multiples of it."""
 
 
 def codes_of(isa: Isa, form: Format) -> _Codes:
-    """Return the representation of codes: signed if the CPU multiplies signed bytes easily, else unsigned if products
-    fit."""
+    """Return how a format's codes are represented: as signed bytes if the CPU multiplies those easily, else as unsigned
+    bytes if their products fit."""
     if form.table is not None:
         unit = min(abs(number) for number in form.table if number)
         whole = tuple(round(number / unit) for number in form.table)
@@ -86,9 +86,11 @@ def function_name(form: Format) -> str:
 
 
 def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """Add the function `byte_products_F(given, w, -, bias, begin, end, K)`: outputs begin ... end - 1 of M rows.
+    """Add the function `byte_products_F(given, w, -, bias, begin, end, K)` to a module. It computes the outputs from
+    `begin` to `end` - 1 of M rows.
 
-    `given` holds M, then for each row the address of its bytes and of its outputs in bf16; `bias` may be null.
+    `given` contains M, and then for each row the address of its bytes and that of its outputs in bf16. `bias` may be
+    null.
     """
     if _has_wide_strips(isa, form):
         half = Code(module, replace(isa, lanes=isa.lanes // 2), _one_row_name(form), arguments)
@@ -104,22 +106,24 @@ def _one_row_name(form: Format) -> str:
 
 
 def _has_wide_strips(isa: Isa, form: Format) -> bool:
-    """Return whether a register's rows are so long that prefetched lines leave the first cache level before use.
+    """Return whether the rows of one register are so long that prefetched lines leave the first-level cache before they
+    are used.
 
-    Example: 35 KB for 16 rows of 2048 in Q8_0. A single row then uses half as many rows at a time: 70 instead of 61
-    GB/s.
+    An example are 16 rows of 2048 elements in Q8_0, which have 35 KB. A single row of activations is then multiplied
+    with half as many rows of the matrix at a time: 70 instead of 61 GB/s.
     """
     return isa.lanes > _HALF and form.nbytes >= form.numbers
 
 
 def _bytes_of(run: Run, i: int) -> list[int]:
-    """Return the bytes that contain the code of element i of a run, the last field's first."""
+    """Return the numbers of the bytes that contain the code of element `i` of a run, with that of the last field
+    first."""
     fields = [field.indices[0][0] if isinstance(field, Points) else field for field in run.fields]
     return [field.byte + i for field in reversed(fields)]
 
 
 class _Products:
-    """The `byte_products` function under construction."""
+    """Builds the function `byte_products_F` for one format."""
 
     def __init__(self, code: Code, form: Format) -> None:
         self.code = code
@@ -159,12 +163,13 @@ class _Products:
                 code.loop(self.first, self.end, STRIPS * lanes, [], lambda n, _: self._strip(n))
 
     def build_one_row(self) -> None:
-        """Build the products of a single row."""
+        """Build the code for a single row."""
         self._fetch_first()
         self.code.loop(self.first, self.end, self.code.isa.lanes, [], lambda n, _: self._one_row(n))
 
     def _fetch_first(self) -> None:
-        """Prefetch all weights of the first outputs at once; piece by piece, each would be waited for."""
+        """Prefetch all weights of the first outputs at once. If they were prefetched part by part, each part would be
+        waited for."""
         code, build = self.code, self.code.build
         outputs = build.sub(self.end, self.first)
         most = self._outputs_ahead()
@@ -178,15 +183,15 @@ class _Products:
         code.loop(code.number(0), build.mul(outputs, self.stride), _LINE, [], line)
 
     def _outputs_ahead(self) -> Value:
-        """Return the number of outputs between computation and prefetch."""
+        """Return by how many outputs the prefetch is ahead of the computation."""
         build, number, lanes = self.code.build, self.code.number, self.code.isa.lanes
         is_little = build.icmp_signed("<=", build.mul(self.stride, number(2 * lanes)), number(MOST_AHEAD))
         return build.select(is_little, number(2 * lanes), number(lanes))
 
     def _following(self, n: Value) -> Value:
-        """Return the address to prefetch while outputs from n on are computed.
+        """Return the address to prefetch while the outputs from `n` on are computed.
 
-        After the last outputs it is the current address, because the following ones belong to another call.
+        For the last outputs it is their own address, because the outputs that follow belong to another call.
         """
         code, build = self.code, self.code.build
         following = build.add(n, self._outputs_ahead())
@@ -194,14 +199,14 @@ class _Products:
         return code.at(self.w, build.mul(build.select(is_inside, following, n), self.stride))
 
     def _strip(self, n: Value) -> list[Value]:
-        """Compute one strip of outputs, from n on, for several rows."""
+        """Compute one strip of outputs, from output `n` on, for several rows."""
         code = self.code
         code.loop(code.number(0), self.blocks, self.tile_blocks, [], lambda b, _: self._piece(n, b))
         self._store_outputs(n, STRIPS)
         return []
 
     def _one_row(self, n: Value) -> list[Value]:
-        """Compute outputs from n on for a single row, multiplying codes as they are unpacked."""
+        """Compute outputs from `n` on for a single row. Codes are multiplied as soon as they are unpacked."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places, x = self._places(n, code.number(0)), self._row(code.number(0), code.number(0))
         following = self._following(n)
@@ -218,7 +223,8 @@ class _Products:
         return []
 
     def _add_block(self, places: Sequence[Value], x: ByteRow, ahead: Value, total: Value) -> Value:
-        """Add the product of one block of `lanes` outputs with the row to total [lanes], and prefetch at `ahead`."""
+        """Return `total` [lanes] plus the product of the row with one block of each of `lanes` outputs. Also prefetch
+        at the address `ahead`."""
         code, form, lanes, kind = self.code, self.form, self.code.isa.lanes, self.codes
         columns = Columns(code, form, places, kind.zero)
         scale = columns.scalar(form.scale)
@@ -243,7 +249,7 @@ class _Products:
         return total
 
     def _gain(self, columns: Columns, group: Group, scale: Value) -> Value:
-        """Return the factor of a group's codes in their byte representation: float32 [lanes]."""
+        """Return the factor for a group's codes, as they are represented in bytes: float32 [lanes]."""
         gain, unit = columns.gain(group, scale), self.codes.unit
         return gain if unit == 1 else self.code.build.fmul(gain, self.code.reals(unit))
 
@@ -261,12 +267,13 @@ class _Products:
         return code.fma(scale, code.fma(gain, dots, build.fneg(build.fmul(offset, x_sum))), total)
 
     def _copied(self, x: Value) -> Value:
-        """Return four bytes of a row, copied for every output: [4 * lanes]."""
+        """Return a register with four bytes of a row, copied for every output: [4 * lanes]."""
         code = self.code
         return code.build.bitcast(code.splat(code.load(WORD, x)), code.registers(BYTE, 4 * code.isa.lanes))
 
     def _words(self, x: Value) -> Iterator[Value]:
-        """Yield 16 bytes of a row, four at a time and copied for every output, in the order of `Columns.codes`."""
+        """Yield registers with 16 bytes of a row, four bytes at a time and copied for every output, in the order of
+        `Columns.codes`."""
         code = self.code
         if not self.is_in_planes:
             yield from (self._copied(code.at(x, n)) for n in range(0, PIECE, 4))
@@ -278,7 +285,8 @@ class _Products:
             yield code.build.bitcast(every, code.registers(BYTE, 4 * code.isa.lanes))
 
     def _places(self, n: Value, b: Value) -> list[Value]:
-        """Return the addresses of block b of outputs n, n + 1, ...; beyond the last output its address is repeated."""
+        """Return the addresses of block `b` of the outputs n, n + 1 and so on. Beyond the last output, its address is
+        repeated."""
         code, build = self.code, self.code.build
         at, found = build.mul(b, code.number(self.form.nbytes)), []
         for r in range(code.isa.lanes):
@@ -288,7 +296,7 @@ class _Products:
         return found
 
     def _piece(self, n: Value, b: Value) -> list[Value]:
-        """Unpack a tile, blocks b, b + 1, ... of outputs from n on, and multiply it with all rows."""
+        """Unpack a tile, the blocks from `b` on of the outputs from `n` on, and multiply it with all rows."""
         code, build = self.code, self.code.build
         left = build.sub(self.blocks, b)
         is_more = build.icmp_signed("<", left, code.number(self.tile_blocks))
@@ -301,7 +309,8 @@ class _Products:
         return []
 
     def _unpack(self, n: Value, b: Value, count: Value, strip: int) -> None:
-        """Unpack blocks b ... b + count - 1 of `lanes` outputs from n on into strip `strip` of the tile."""
+        """Unpack `count` blocks, from block `b` on, of `lanes` outputs from `n` on, into strip number `strip` of the
+        tile."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         places = self._places(n, b)
         following = code.at(self._following(n), build.mul(b, code.number(form.nbytes * lanes)))
@@ -315,7 +324,7 @@ class _Products:
         code.loop(code.number(0), count, 1, [], block)
 
     def _unpack_block(self, places: Sequence[Value], i: Value, strip: int, ahead: Value) -> None:
-        """Unpack one block into position i of the tile, and prefetch at `ahead`."""
+        """Unpack one block of each output into position `i` of the tile, and prefetch at the address `ahead`."""
         code, build, form, lanes = self.code, self.code.build, self.form, self.code.isa.lanes
         columns, groups = Columns(code, form, places, self.codes.zero), len(form.groups)
         scale = columns.scalar(form.scale)
@@ -338,7 +347,7 @@ class _Products:
             code.cut()
 
     def _pieces(self) -> list[tuple[int, tuple[Run, int]]]:
-        """Return (offset among the block's codes, (run, first element)) for each 16 elements, in the order of their
+        """Return (offset among the block's codes, (run, first element)) for every 16 elements, in the order of their
         bytes."""
         found, place = [], 0
         for group in self.form.groups:
@@ -357,7 +366,8 @@ class _Products:
         return codes
 
     def _multiply(self, m: Value, b: Value, count: Value, rows: int) -> list[Value]:
-        """Multiply rows m ... m + rows - 1 with the tile, which begins with block b, and add to their totals."""
+        """Multiply the rows from `m` to m + rows - 1 with the tile, which begins at block `b`, and add the products to
+        the rows' totals."""
         code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         places = [
             code.at(self.totals, build.mul(build.add(m, code.number(r)), code.number(self.total_row)))
@@ -379,7 +389,7 @@ class _Products:
         return []
 
     def _row(self, m: Value, b: Value) -> ByteRow:
-        """Return the address of row number m, from block b on."""
+        """Return the addresses of row number `m`, from block `b` on."""
         code, build = self.code, self.code.build
         row = code.load(POINTER, code.at(self.given, build.add(build.mul(m, code.number(16)), code.number(8))))
         return self._from_block(parts_of(code, self.layout, row, self.columns), b)
@@ -393,7 +403,7 @@ class _Products:
         )
 
     def _add_group(self, g: Value, xs: Sequence[ByteRow], totals: Sequence[Value]) -> list[Value]:
-        """Return totals plus the product of group number g of the tile."""
+        """Return `totals` plus the products of group number `g` of the tile."""
         code, build, lanes, size = self.code, self.code.build, self.code.isa.lanes, self.layout.group
         tile = code.at(self.tile, build.mul(g, code.number(size * lanes)))
         at, lane_at = build.mul(g, code.number(4)), build.mul(g, code.number(4 * lanes))
@@ -412,7 +422,7 @@ class _Products:
         return found
 
     def _sums(self, tile: Value, xs: Sequence[Value]) -> list[Value]:
-        """Return codes . bytes of one group, by row and then strip: int32 [lanes] each."""
+        """Return the products codes . bytes of one group, by row and then by strip, each int32 [lanes]."""
         code, lanes, kind = self.code, self.code.isa.lanes, self.codes
         sums = [code.dot_sum(kind.most, kind.is_signed) for _ in range(len(xs) * STRIPS)]
         words: list[Iterator[Value]] = []
@@ -429,8 +439,8 @@ class _Products:
         return [each.total() for each in sums]
 
     def _store_outputs(self, n: Value, strips: int) -> None:
-        """Store totals of outputs n, n + 1, ... plus bias, in bf16, of every row: whole registers, or one by one at the
-        end."""
+        """Store the totals of the outputs from `n` on, plus bias, in bf16 for every row: as whole registers, and at the
+        end one by one."""
         code, build, lanes = self.code, self.code.build, self.code.isa.lanes
         left = build.sub(self.end, n)
         is_whole = build.icmp_signed(">=", left, code.number(strips * lanes))
@@ -441,7 +451,7 @@ class _Products:
                 self._store_each(n, left, 1)
 
     def _store_each(self, n: Value, count: Value, width: int) -> None:
-        """Store `count` outputs from n on of every row, `width` at a time."""
+        """Store `count` outputs from `n` on for every row, `width` at a time."""
         code, build = self.code, self.code.build
 
         def row(m: Value, _: list[Value]) -> list[Value]:

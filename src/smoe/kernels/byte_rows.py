@@ -1,11 +1,11 @@
-"""Round rows of activations to 8 bits, for integer products with quantized matrices.
+"""Rounds rows of activations to 8 bits, for integer products with quantized matrices.
 
-    x        K bf16 numbers
-    row      K signed bytes | a scale per group, float32 | the sum of the bytes per group, float32
+    x      K bf16 numbers
+    row    K signed bytes | a scale per group, float32 | the sum of the bytes per group, float32
 
 A group has as many elements as share a scale in the matrix. Its bytes are from -127 to 127, in the order in which the
-format stores its codes; times the scale they are the group's rounded values (`formats/activations.py`). A row is
-rounded once for all matrices with its layout.
+format stores its codes. The bytes times the scale are the group's rounded values (`formats/activations.py`). A row is
+rounded once for all matrices that need its layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smoe.kernels.quantised_block import arranged, order_of
 
 
 class ByteRow(NamedTuple):
-    """The addresses of a row's parts."""
+    """The addresses of the three parts of a row: bytes, scales and sums."""
 
     numbers: Value
     scales: Value
@@ -33,7 +33,7 @@ class ByteRow(NamedTuple):
 
 
 def parts_of(code: Code, layout: Layout, row: Value, columns: Value) -> ByteRow:
-    """Return the parts of a row with `columns` elements at the address `row`."""
+    """Return the addresses of the parts of a row that has `columns` elements and begins at the address `row`."""
     build = code.build
     groups = build.mul(build.udiv(columns, code.number(layout.group)), code.number(4))
     scales = code.at(row, columns)
@@ -46,9 +46,10 @@ def function_name(layout: Layout) -> str:
 
 
 def add_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """Add the function `byte_rows_L(x, -, rows, -, begin, end, K)`, which rounds rows begin ... end - 1 of x [M, K].
+    """Add the function `byte_rows_L(x, -, rows, -, begin, end, K)` to a module. It rounds the rows from `begin` to
+    `end` - 1 of x [M, K].
 
-    The results are `Layout.nbytes(K)` bytes apart.
+    The results begin `Layout.nbytes(K)` bytes after each other.
     """
     layout = Layout.of(form)
     code = Code(module, isa, function_name(layout), arguments)
@@ -71,10 +72,12 @@ def gated_function_name(layout: Layout) -> str:
 
 
 def add_gated_function(module: ir.Module, isa: Isa, form: Format, arguments: Sequence[str]) -> None:
-    """Add the function `gated_byte_rows_L(wide, table, rows, -, begin, end, I)`, which gates and rounds rows.
+    """Add the function `gated_byte_rows_L(wide, table, rows, -, begin, end, I)` to a module, which applies the gate and
+    rounds the result.
 
-    Rows begin ... end - 1 of wide [M, 2I] (gate, then up) become table[gate] * up in bf16, and are rounded to rows
-    `Layout.nbytes(I)` bytes apart. `table` is the activation of every bf16 number (`elementwise.py`).
+    The rows from `begin` to `end` - 1 of wide [M, 2I] (gate, then up) become table[gate] * up in bf16, and are then
+    rounded to rows that begin `Layout.nbytes(I)` bytes after each other. `table` is the activation of every bf16 number
+    (`elementwise.py`).
     """
     layout = Layout.of(form)
     code = Code(module, isa, gated_function_name(layout), arguments)
@@ -113,7 +116,7 @@ def _gate(code: Code, gate: Value, table: Value, inner: Value, columns: Value) -
 
 
 def _fill(code: Code, form: Format, x: Value, row: ByteRow, columns: Value) -> None:
-    """Round one row, group by group."""
+    """Round one row of x to 8 bits, group by group."""
     build, lanes, size = code.build, code.isa.lanes, Layout.of(form).group
 
     def group(k: Value, _: list[Value]) -> list[Value]:
@@ -130,8 +133,8 @@ def _fill(code: Code, form: Format, x: Value, row: ByteRow, columns: Value) -> N
 
 
 def _in_whole_numbers(code: Code, size: int, x: Value) -> tuple[list[Value], Value]:
-    """Return a group of x as registers of integers in its own order, and the scale; it is NaN or infinite if an element
-    is."""
+    """Return a group of x as registers of integers, in the order of x, and the group's scale. The scale is NaN or
+    infinite if an element is."""
     build, lanes = code.build, code.isa.lanes
     reals: list[Value] = []
     largest: Value = None

@@ -1,11 +1,11 @@
-"""Compile with LLVM in a separate Python process: `main` is its entry point, and `jit.py` starts it.
+"""Compiles LLVM text in a separate Python process, whose entry point is `main`. `jit.py` calls the functions here.
 
-    calling process                  this process
-    {"source", "features"} --->    LLVM text in, an object file for this CPU out
-    an object file         <---
+    calling process                   compiling process
+    {"source", "features"}    --->    compiles LLVM text for this CPU
+    an object file            <---
 
-The compiling process takes 90 MiB for a third of a second, and the calling process none of it. A request without a
-source returns the CPU's features.
+The compiling process takes 90 MiB for a third of a second, so the calling process need not. A request without a source
+returns the CPU's features.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SECONDS = 60.0
 
 
 def host_features() -> dict[str, bool]:
-    """Return LLVM's map of this CPU's features, found by a separate process; empty without LLVM."""
+    """Return whether this CPU has each of LLVM's features, found out by a separate process. Empty without LLVM."""
     found: dict[str, bool] = json.loads(_asked({}))
     return found
 
 
 def compiled(source: str, features: str) -> bytes:
-    """Compile LLVM text in a separate process and return the object file, in position-independent code.
+    """Return the object file that a separate process compiles from LLVM text, in position-independent code.
 
     Raises `RuntimeError` with LLVM's message if the text is invalid.
     """
@@ -38,15 +38,16 @@ def compiled(source: str, features: str) -> bytes:
 
 
 def features_here(llvm: Any) -> dict[str, bool]:
-    """Return this CPU's features by LLVM's names; on aarch64 those that kernels need, read from the system."""
+    """Return whether this CPU has each feature, by LLVM's names. On aarch64 these are only the features that kernels
+    need, as the operating system reports them."""
     return arm_features() if FAMILY == AARCH64 else dict(llvm.get_host_cpu_features())
 
 
 def parsed(llvm: Any, source: str, features: str, triple: str = "", **options: str) -> tuple[Any, Any]:
-    """Parse and verify LLVM text; return the module and the target machine, using LLVM in this process.
+    """Return the module and the target machine for LLVM text, after verifying it, with LLVM in this process.
 
-    `triple` names another machine than this one. On aarch64 the target is any CPU with these features, so that all run
-    the code that was tested.
+    `triple` names another machine than this one. On aarch64 the target is any CPU with these features, so that all CPUs
+    run the code that was tested.
     """
     if triple:
         llvm.initialize_all_targets()
@@ -64,14 +65,14 @@ def parsed(llvm: Any, source: str, features: str, triple: str = "", **options: s
 
 
 def object_file(llvm: Any, source: str, features: str, triple: str = "") -> bytes:
-    """Return an object file in position-independent code, compiled in this process."""
+    """Return an object file with position-independent code, compiled in this process."""
     module, machine = parsed(llvm, source, features, triple, reloc="pic", codemodel="small")
     found: bytes = machine.emit_object(module)
     return found
 
 
 def _asked(request: dict[str, str]) -> bytes:
-    """Send a request to a new compiling process and return its result."""
+    """Send a request to a new compiling process, and return its output."""
     done = subprocess.run(
         module_line("smoe.kernels.compiler"),
         input=json.dumps(request).encode(),
@@ -86,7 +87,7 @@ def _asked(request: dict[str, str]) -> bytes:
 
 
 def main() -> None:
-    """Handle the request on stdin."""
+    """Handle the request that stdin contains, and write the result to stdout."""
     request = json.load(sys.stdin)
     try:
         import llvmlite.binding as llvm

@@ -1,10 +1,10 @@
-"""Gated activation and weighted sum of experts' outputs, with torch's bits.
+"""The gated activation and the weighted sum of experts' outputs, with torch's bits.
 
 Elementwise bf16 arithmetic has one rounding, so only the order of sums must equal torch's. The activation function
-itself uses exponentials whose bits differ between libraries. It is a table of all 65536 bf16 numbers, which torch
-computes.
+itself uses exponentials, whose bits differ between libraries. It is therefore a table of all 65536 bf16 numbers, which
+torch computes.
 
-    wide [n, 2I]:  gate | up        inner = bf16(table[gate] * up)          n experts, one row each
+    wide [n, 2I]:  gate | up        inner = bf16(table[gate] * up)            n experts, one row each
     rows [n, H]                     out = bf16(out + bf16(rows[i] * gains[i])), i ascending, from +0
 """
 
@@ -24,11 +24,12 @@ _PROOF_ROWS = 8
 
 
 ApplyGate: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
-"""An experts module's own activation: [n, 2I] -> [n, I]."""
+"""The activation function of an experts module: from [n, 2I] to [n, I]."""
 
 
 def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
-    """Return the activation of every bf16 number, bf16 [65536], or None if `apply_gate` is not f(gate) * up."""
+    """Return the activation's value for every bf16 number, bf16 [65536]. None if `apply_gate` is not of the form
+    f(gate) * up."""
     import torch
 
     gates = _all_numbers()
@@ -37,7 +38,7 @@ def activation_table(apply_gate: ApplyGate) -> torch.Tensor | None:
 
 
 def is_table_of(table: torch.Tensor, apply_gate: ApplyGate, rows: int = 1) -> bool:
-    """Return whether `apply_gate` is table[gate] * up, tested on every gate with `rows` values of up each."""
+    """Return whether `apply_gate` computes table[gate] * up. Every gate is tested with `rows` values of up."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -54,11 +55,11 @@ def _all_numbers() -> torch.Tensor:
 
 
 def source() -> str:
-    """Return `gate(wide, table, inner, I, begin, end)` and `combine(rows, gains, out, count, H, begin, end)` as LLVM
-    text.
+    """Return the LLVM text of `gate(wide, table, inner, I, begin, end)` and `combine(rows, gains, out, count, H, begin,
+    end)`.
 
-    Both compute outputs begin ... end - 1, `combine` 16 at a time. They round with integer arithmetic, because the
-    conversion instruction flushes subnormal numbers to zero and torch does not.
+    Both compute the outputs from `begin` to `end` - 1; `combine` computes 16 at a time. They round with integer
+    arithmetic, because the conversion instruction flushes subnormal numbers to zero and torch does not.
     """
     return f"\n{_gate()}\n\n{_combine()}\n"
 

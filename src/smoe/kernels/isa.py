@@ -1,4 +1,4 @@
-"""Instruction sets as values: the properties of a CPU that kernel generators need."""
+"""Instruction sets as values: the properties of a CPU that the generators of kernels need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Isa:
     registers: int
     """The number of registers of `lanes` numbers."""
     needs: tuple[str, ...]
-    """Required CPU features by LLVM's names."""
+    """The CPU features that it requires, by LLVM's names."""
     has_bf16_dots: bool = False
     """Whether one instruction adds products of pairs of bf16 numbers in float32."""
 
@@ -33,13 +33,13 @@ class Isa:
 
     @property
     def is_here(self) -> bool:
-        """Whether this CPU has the instruction set and `SMOE_MAX_CPU_ISA` allows it."""
+        """Whether this CPU has the instruction set, and `SMOE_MAX_CPU_ISA` allows it."""
         return cpu_has(*self.needs)
 
     @property
     def attributes(self) -> str:
-        """The LLVM attributes of functions; on x86 they request registers of full width, which LLVM avoids on some
-        CPUs."""
+        """The attributes of functions in LLVM text. On x86 they request registers of full width, which LLVM avoids on
+        some CPUs."""
         if self.family == AARCH64:
             return "nounwind"
         bits = 32 * self.lanes
@@ -52,7 +52,7 @@ AVX512 = Isa("AVX-512", 16, 32, _AVX512)
 AVX2 = Isa("AVX2", 8, 16, ("avx2", "fma", "f16c"))
 NEON = Isa("NEON", 8, 16, ("neon",), has_signed_bytes=True, family=AARCH64)
 ISAS = (AVX512_BF16, AVX512, AVX2, NEON)
-"""The instruction sets for kernels; within each family the widest is first."""
+"""The instruction sets for kernels. Within each family the widest is first."""
 AVX512_VNNI = Isa("AVX-512 VNNI", 16, 32, (*_AVX512, "avx512vnni"), has_int8_dots=True)
 AVX2_VNNI = Isa("AVX-VNNI", 8, 16, (*AVX2.needs, "avxvnni"), has_int8_dots=True)
 NEON_DOTPROD = Isa("NEON with dot products", 8, 16, (*NEON.needs, "dotprod"), has_int8_dots=True,
@@ -61,22 +61,24 @@ ISAS_OF: dict[str, tuple[Isa, ...]] = {
     BF16: ISAS,
     INT8: (AVX512_VNNI, AVX512, AVX2_VNNI, AVX2, NEON_DOTPROD, NEON),
 }
-"""The instruction sets for products with quantized matrices, by the type in which rows are multiplied."""
+"""The instruction sets for products with quantized matrices, by the type to which activation rows are rounded."""
 
 
 _AMD = "sse4a"
-"""A feature that only AMD's CPUs have."""
+"""A CPU feature that only AMD's CPUs have."""
 
 
 def read_once_locality() -> int:
-    """Return LLVM's locality for prefetching weights that are read once; on AMD it bypasses the second cache level.
+    """Return the locality, in LLVM's sense, for prefetching weights that are read once. On AMD's CPUs the prefetch
+    bypasses the second-level cache.
 
-    That level then holds what Python needs between two products, and weights arrive faster: on Zen 5, bf16 at 66 to 80
-    GB/s instead of 62. Other CPUs prefetch into the second level; nothing else was measured there.
+    That cache then holds what Python needs between two products, and weights arrive faster: on Zen 5, bf16 at 66 to 80
+    GB/s instead of 62. On other CPUs the prefetch goes into the second-level cache; no other locality was measured
+    there.
     """
     return 0 if cpu_has(_AMD) else 2
 
 
 def widest(activations: str = BF16) -> Isa | None:
-    """Return the first of these instruction sets that this CPU has, or None."""
+    """Return the first instruction set for these activations that this CPU has, or None."""
     return next((isa for isa in ISAS_OF[activations] if isa.is_here), None)

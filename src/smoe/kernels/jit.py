@@ -1,11 +1,12 @@
-"""Compile LLVM text to functions for this CPU, without an installed compiler.
+"""Compiles LLVM text to functions for this CPU, without an installed compiler.
 
-    in the user's cache          object code --> memory                           `object_cache.py`, `machine_code.py`
-    else, LLVM is loaded here    source --> object code --> cache, memory         `compiler.py`
-    else                         the same in a process that then ends: LLVM would take 75 MiB of this one
+There are three ways, in this order:
 
-On systems where smoe cannot load object code itself (`machine_code.py` supports only Linux), LLVM is loaded and does
-it.
+    object code is in the user's cache      it is loaded into memory          `object_cache.py`, `machine_code.py`
+    LLVM is loaded in this process          it compiles here; the object code is stored in the cache and loaded
+    else                                    another process compiles and then ends: LLVM would take 75 MiB of this one
+
+smoe can load object code itself only on Linux (`machine_code.py`). On other systems, LLVM is loaded and does that.
 """
 
 from __future__ import annotations
@@ -23,35 +24,35 @@ from smoe.garbage import collection_paused
 from smoe.kernels import compiler, machine_code, object_cache
 
 _kept: list[Any] = []
-"""The owners of loaded machine code, kept because callables may outlive them."""
+"""The owners of loaded machine code. They stay here because callables may outlive other references to them."""
 
 
 class Source(NamedTuple):
-    """A module as LLVM text that is generated only if it must be compiled, because generating may take as long as
-    compiling."""
+    """LLVM text that is generated only if it must be compiled, because generating may take as long as compiling."""
 
     make: Callable[..., str]
-    """A module-level function that returns the text."""
+    """A function of a module (not a nested one) that returns the text."""
     arguments: tuple[object, ...] = ()
-    """The function's arguments: values whose `repr` is complete."""
+    """The arguments of the function. Their `repr` must contain their whole value."""
 
     @property
     def key(self) -> str:
-        """A string that identifies the text: function and arguments, or the text itself for a nested function."""
+        """A string that identifies the text: the name of the function and its arguments. For a nested function it is
+        the text itself."""
         if "<" in self.make.__qualname__:
             return self.text()
         return f"{self.make.__module__}.{self.make.__qualname__}{self.arguments!r}"
 
     def text(self) -> str:
-        """Return the generated text. Collections of garbage would take half the time: llvmlite creates an object for
-        every instruction and keeps all of them."""
+        """Return the generated text. Garbage collection is paused, because it would take half of the time: llvmlite
+        makes an object for every instruction and keeps all of them."""
         with collection_paused():
             return self.make(*self.arguments)
 
 
 @functools.cache
 def llvm() -> Any:
-    """Return LLVM, or None if llvmlite is missing; kernels are optional."""
+    """Return llvmlite's binding of LLVM, or None if llvmlite is missing. (Kernels are optional.)"""
     try:
         import llvmlite.binding
     except ImportError:
@@ -81,14 +82,15 @@ def _version() -> str:
 
 _FIRST_ISA = (("amx", "all"), ("avx10", "all"), ("avx512bf16", "avx512_bf16"), ("avx512fp16", "all"),
               ("avx512", "avx512"), ("avxvnni", "avx_vnni"), ("avx", "avx2"), ("dotprod", "neon_dotprod"))  # fmt: skip
-"""Prefixes of LLVM's feature names, and the first `CPU_ISA` that includes them; the first match counts.
+"""Prefixes of LLVM's feature names, each with the first `CPU_ISA` that includes the feature. The first prefix that
+matches counts.
 
 Every aarch64 CPU has NEON, so code always uses it.
 """
 
 
 def cpu_has(*features: str) -> bool:
-    """Return whether the CPU and the operating system have all these features (LLVM's names) and `SMOE_MAX_CPU_ISA`
+    """Return whether the CPU and the operating system have all these features, named as in LLVM, and `SMOE_MAX_CPU_ISA`
     allows them."""
     if max_cpu_isa() == "none" or not is_available():
         return False
@@ -98,7 +100,7 @@ def cpu_has(*features: str) -> bool:
 
 @functools.cache
 def _host_features() -> dict[str, bool]:
-    """Return this CPU's features by LLVM's names; empty without LLVM."""
+    """Return whether this CPU has each feature, by LLVM's names. Empty without LLVM."""
     if not machine_code.is_known():
         return compiler.features_here(llvm())
     if not _version():
@@ -115,7 +117,7 @@ def _host_features() -> dict[str, bool]:
 
 
 def _features() -> dict[str, bool]:
-    """Return the CPU's features without those above `SMOE_MAX_CPU_ISA`."""
+    """Return the CPU's features, where those above `SMOE_MAX_CPU_ISA` count as missing."""
     found, most = dict(_host_features()), CPU_ISA.index(max_cpu_isa())
     for feature in found:
         first = next((isa for begins, isa in _FIRST_ISA if feature.startswith(begins)), "none")
@@ -130,10 +132,11 @@ def _flattened(features: Mapping[str, bool]) -> str:
 
 
 def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) -> list[Callable[..., None]]:
-    """Compile a module and return its functions, which have no results. Calls release the interpreter lock.
+    """Return the functions of a module after compiling it. The functions have no results, and their calls release the
+    interpreter lock.
 
-    Compiling takes 50 ms to 1 s; loading from the user's cache takes 2 ms. Raises `RuntimeError` with LLVM's message if
-    the text is invalid.
+    Compiling takes 50 ms to 1 s, loading from the user's cache 2 ms. Raises `RuntimeError` with LLVM's message if the
+    text is invalid.
     """
     features = _flattened(_features())
     if machine_code.is_known():
@@ -149,7 +152,7 @@ def compile_functions(source: Source, signatures: Mapping[str, Sequence[type]]) 
 
 
 def _image(source: Source, features: str) -> machine_code.Image:
-    """Return linked code from the cache, or compile and store it."""
+    """Return the linked code of a module: from the cache, or compiled and stored in the cache."""
     key = object_cache.key_of(_version(), features, source.key)
     known = object_cache.read(key)
     if known is not None:
@@ -169,7 +172,7 @@ def _compiled_here(source: str, features: str, names: Sequence[str]) -> list[int
 
 
 def address_of(function: Callable[..., None]) -> int:
-    """Return the address of a function's machine code, for calls from other machine code."""
+    """Return the address of a compiled function, for calls from other machine code."""
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None, "only compiled functions have an address"
     return address

@@ -1,4 +1,4 @@
-"""Types of numbers in machine code, as llvmlite objects."""
+"""The types of numbers in generated machine code, as objects of llvmlite."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Load machine code from an object file (ELF) that another process has compiled.
+"""Loads machine code from an object file (ELF) that another process has compiled.
 
     object file    | .text | .rodata.cst16 | .rodata | symbols | relocations |
-    memory         | .text | .rodata.cst16 | .rodata |          relative addresses: it may be loaded anywhere
+    memory         | .text | .rodata.cst16 | .rodata |            addresses are relative, so it may be loaded anywhere
 
-Only the contents of our kernels are supported: code and constants that refer to each other by distance
-(`relocations.py`). Other contents, such as library functions or writable data, are refused with their name. On aarch64
-the instruction cache must be flushed before new code runs.
+Only what our kernels contain is supported: code and constants that refer to each other by distance (`relocations.py`).
+Other contents, such as library functions or writable data, raise an error that names them. On aarch64 the instruction
+cache must be flushed before new code runs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _UNDEFINED, _SPECIAL = 0, 0xFF00
 
 
 class Image(NamedTuple):
-    """Linked code and constants, independent of their address."""
+    """Linked code and constants, which may be loaded at any address."""
 
     data: bytes
     functions: dict[str, int]
-    """The offset of each function."""
+    """The offset of each function, by name."""
 
 
 class _Section(NamedTuple):
@@ -49,12 +49,12 @@ class _Section(NamedTuple):
     flags: int
     data: bytes
     target: int
-    """For relocations, the number of the section that they change."""
+    """For a section of relocations: the number of the section that they change."""
     alignment: int
 
 
 def is_known() -> bool:
-    """Return whether object code can be loaded into this process: on x86-64 and aarch64 Linux."""
+    """Return whether smoe can load object code into this process, which it can on x86-64 and aarch64 Linux."""
     if sys.platform != "linux" or sys.maxsize <= 1 << 32:
         return False
     return platform.machine() == "x86_64" or (FAMILY == AARCH64 and _flush() is not None)
@@ -62,7 +62,8 @@ def is_known() -> bool:
 
 @functools.cache
 def _flush() -> Callable[[int, int], object] | None:
-    """Return the function that flushes the instruction cache for (begin, end), or None if there is none."""
+    """Return a function (begin, end) that flushes the instruction cache for a range of addresses, or None if there is
+    none."""
     try:
         flush = getattr(ctypes.CDLL("libgcc_s.so.1"), "__clear_cache")
     except (OSError, AttributeError):
@@ -72,7 +73,8 @@ def _flush() -> Callable[[int, int], object] | None:
 
 
 def linked(file: bytes) -> Image:
-    """Return the linked code and constants of an object file. Raises `RuntimeError` for unsupported contents."""
+    """Return the linked code and constants of an object file. Raise `RuntimeError` if the file has unsupported
+    contents."""
     try:
         sections = _sections(file)
         kept = {n: each for n, each in enumerate(sections) if _is_kept(each)}
@@ -94,10 +96,10 @@ def linked(file: bytes) -> Image:
 
 
 class Loaded:
-    """An image in executable, read-only memory, as long as this object lives."""
+    """The code of an image in executable, read-only memory. The memory is freed with this object."""
 
     def __init__(self, image: Image) -> None:
-        """Load the image. Raises `OSError` if the system does not allow new code."""
+        """Load the image. Raise `OSError` if the system does not allow new machine code."""
         self._functions = image.functions
         self._memory = mmap.mmap(-1, max(1, len(image.data)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.write(image.data)
@@ -113,7 +115,7 @@ class Loaded:
             flush(self._begin, self._begin + len(self._memory))
 
     def address_of(self, name: str) -> int:
-        """Return the address of a function; raises `KeyError` if there is none of that name."""
+        """Return the address of a function. Raise `KeyError` if the image has no function of that name."""
         return self._begin + self._functions[name]
 
 
@@ -157,7 +159,7 @@ def _is_kept(section: _Section) -> bool:
 
 
 def _places(symbols: _Section, strings: bytes, begins: dict[int, int]) -> list[tuple[str, int | None]]:
-    """Return (name, offset in the image) of every symbol; the offset is None for symbols outside of it."""
+    """Return (name, offset in the image) for every symbol. The offset is None for symbols outside of the image."""
     found = list[tuple[str, int | None]]()
     for name, _, _, section, value, _ in _SYMBOL.iter_unpack(symbols.data):
         is_there = section != _UNDEFINED and section < _SPECIAL and section in begins

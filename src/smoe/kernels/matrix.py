@@ -1,4 +1,4 @@
-"""A matrix for machine code: its address, its shape, and the functions that multiply it."""
+"""A matrix as machine code sees it: its address, its shape, and the functions that multiply it."""
 
 from __future__ import annotations
 
@@ -22,56 +22,60 @@ _ROWS = (1, 2, 4)
 
 
 class ByteFunctions(NamedTuple):
-    """Addresses of machine code that multiplies 8-bit rows (`byte_rows.py`, `byte_products.py`)."""
+    """The addresses of machine code for products with rows in 8 bits (`byte_rows.py`, `byte_products.py`)."""
 
     layout: Layout
-    """The function that rounds rows to 8 bits for `products`."""
+    """The layout of rows that `rows` and `gated_rows` write and `products` reads."""
     rows: int
     gated_rows: int
     products: int
 
 
 class Products(NamedTuple):
-    """Machine code for matrices of one format."""
+    """The machine code that multiplies matrices of one format."""
 
     of_rows: tuple[int, ...]
-    """Addresses of the products with one, two and four rows; empty if rows are multiplied `in_bytes`."""
+    """The addresses of the functions for one, two and four rows. Empty if rows are rounded to 8 bits (`in_bytes`)."""
     unpack: int | None
     """The address of the function that dequantizes rows to bf16; None for bf16 matrices."""
     in_bytes: ByteFunctions | None = None
-    """The functions for rows that are rounded to 8 bits (`EngineConfig.activations`)."""
+    """The functions for rows in 8 bits (`EngineConfig.activations`); None if rows stay in bf16."""
 
     @property
     def activations(self) -> str:
-        """The type in which rows of x are multiplied."""
+        """The type to which rows of x are rounded before they are multiplied."""
         return BF16 if self.in_bytes is None else INT8
 
 
 class Matrix(NamedTuple):
-    """A weight matrix [outputs, columns], stored row by row."""
+    """A weight matrix [outputs, columns], stored row by row, as machine code takes it."""
 
     address: int
     outputs: int
     columns: int
     products: Products | None = None
-    """The functions for its format. None for bf16 matrices, which the pool multiplies in torch's order or its own."""
+    """The functions for the matrix's format. None for a bf16 matrix, which the pool multiplies in torch's order or in
+    its own."""
 
 
 def in_bf16(*matrices: torch.Tensor) -> tuple[Matrix, ...]:
-    """Return matrices [K, N], stored along K, for machine code; the tensors must outlive the result."""
+    """Return bf16 matrices [K, N], stored along K, in the form for machine code. The tensors must outlive the
+    result."""
     return tuple(Matrix(each.data_ptr(), each.shape[1], each.shape[0]) for each in matrices)
 
 
 @functools.cache
 def products_of(form: Format, activations: str = BF16) -> Products | None:
-    """Return the machine code for a format on this CPU, compiled once per process, or None if it is not supported."""
+    """Return the machine code for a format on this CPU, compiled once per process. None if the format is not
+    supported."""
     isa = widest(activations)
     return None if isa is None else _compiled(form, isa, activations)
 
 
 @functools.cache
 def own_order() -> Products | None:
-    """Return machine code for bf16 matrices in our own order of sums, compiled once per process, or None."""
+    """Return the machine code that multiplies bf16 matrices in our own order of sums, compiled once per process. None
+    if this CPU is not supported."""
     isa = widest()
     if isa is None:
         return None

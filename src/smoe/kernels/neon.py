@@ -1,10 +1,10 @@
-"""Operations with special instructions on aarch64: NEON, and dot products of four bytes where available.
+"""Operations that need special instructions on aarch64: NEON, and dot products of four bytes where the CPU has them.
 
-A NEON register holds four float32 numbers. Here two registers count as one of eight: bytes are then loaded eight at a
-time, and 32 registers hold as much as AVX2's 16. Each operation is applied register by register.
+A NEON register holds four float32 numbers. Here two registers count as one of eight, so that bytes are loaded eight at
+a time, and 32 registers hold as much as the 16 of AVX2. Each operation is applied to one register after the other.
 
-    16 bytes of codes, of x   sdot           four products added to each lane (FEAT_DotProd)
-                              smull, addp    products in 16 bits, added in pairs; these added in pairs in 32 bits
+    16 bytes of codes, and of x     sdot           adds four products to each lane (FEAT_DotProd)
+                                    smull, addp    products in 16 bits, added in pairs; these added in pairs in 32 bits
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _BITS = 128
 """The number of bits of a register."""
 _BYTES, _WORDS = ir.VectorType(BYTE, _BITS // 8), ir.VectorType(WORD, _BITS // 32)
 _PLACE_OF_ONE, _PLACE_OF_NONE = 0x02020000, 0x0100FFFF
-"""Indices of a float32's four bytes in a table of upper halves; those of its lower half are out of range, which yields
-0."""
+"""Indices of the four bytes of a float32 in a table of upper halves. The indices of its lower half are out of range,
+which yields 0."""
 
 
 def looked_up_bytes(code: Code, table: Sequence[int], codes: Value) -> Value:
@@ -50,7 +50,7 @@ def looked_up(code: Code, table: Sequence[float], codes: Value) -> Value:
 
 
 def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
-    """Load one entry after the other."""
+    """Return entries of a table, loaded one after the other."""
     build, addresses = code.build, []
     for n in range(places.type.count):
         place = build.zext(build.extract_element(places, ir.Constant(WORD, n)), LONG)
@@ -59,7 +59,8 @@ def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
 
 
 def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
-    """Select by testing each lane's bit in a copied byte, because LLVM would extract one bit after the other."""
+    """Return numbers selected by the bits of a word. Each lane tests its bit in a copied byte, because LLVM would
+    extract one bit after the other."""
     build, kind, count = code.build, numbers.type, numbers.type.count
     if kind.element == WORD:
         bits, own = code.splat(build.zext(word, WORD), count), code.words([1 << n for n in range(count)])
@@ -72,14 +73,14 @@ def where_set(code: Code, word: Value, numbers: Value, others: Value) -> Value:
 
 
 def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool) -> Value:
-    """Return total plus dot products of four bytes; unsigned codes are at most 127, so `is_signed` makes no
+    """Return `total` plus dot products of four bytes. Unsigned codes are at most 127 here, so `is_signed` makes no
     difference."""
     four = _four_at_once if code.isa.has_int8_dots else _two_at_once
     return _by_register(code, lambda *some: four(code, *some), total, codes, x)
 
 
 class DotSum:
-    """An accumulator of `byte_dots`, always in 32 bits."""
+    """An accumulator of dot products of four bytes, always in 32 bits."""
 
     def __init__(self, code: Code, most: int, is_signed: bool) -> None:
         self._code = code
@@ -87,15 +88,15 @@ class DotSum:
         self._total: Value = ir.Constant(code.registers(WORD), None)
 
     def add(self, codes: Value, x: Value) -> None:
-        """Add a dot product of four bytes in every lane."""
+        """Add a dot product of four bytes to the sum in every lane."""
         self._total = byte_dots(self._code, self._total, codes, x, self._is_signed)
 
     def pin(self) -> None:
-        """Order the sum so far before the following instructions (`Code.pinned`)."""
+        """Make the sum so far be computed before the following instructions (`Code.pinned`)."""
         self._total = self._code.pinned(self._total)
 
     def total(self) -> Value:
-        """Return the sums: int32 [n]."""
+        """Return the sums, int32 [n]."""
         return self._total
 
 
@@ -125,13 +126,14 @@ def pinned(code: Code, register: Value) -> Value:
 
 
 def nearest(code: Code, reals: Value) -> Value:
-    """Round to int32; large numbers become the largest, and NaN becomes zero."""
+    """Return float32 numbers rounded to int32. Large numbers become the largest integer, and NaN becomes zero."""
     kind, name = ir.FunctionType(_WORDS, [ir.VectorType(FLOAT, 4)]), "llvm.aarch64.neon.fcvtns.v4i32.v4f32"
     return _by_register(code, lambda some: code.intrinsic(name, kind, [some]), reals)
 
 
 def _by_register(code: Code, function: Callable[..., Value], *values: Value) -> Value:
-    """Apply a function register by register to values of one or two registers."""
+    """Return the result of a function that is applied to one register after the other. `values` consist of one or more
+    registers."""
     parts = values[0].type.count * _width(values[0]) // _BITS
     if parts == 1:
         return function(*values)

@@ -1,18 +1,18 @@
-"""RMSNorm of a few rows in one function with torch's bits; transformers uses eight operations.
+"""Computes RMSNorm of a few rows in one function with torch's bits, where transformers uses eight operations.
 
-    mean  =  (x0 x0 + x1 x1 + ...) / size            float32
-    out   =  bf16(weight * bf16(x * (1 / sqrt(mean + eps))))
+    mean    =    (x0 x0 + x1 x1 + ...) / size            float32
+    out     =    bf16(weight * bf16(x * (1 / sqrt(mean + eps))))
 
-All but the sum is a sequence of single roundings, so only the order of torch's sum must be reproduced. torch reads a
-row in registers of 8 numbers, even on CPUs with wider ones, and adds them to four accumulators:
+Everything except the sum is a sequence of single roundings, so only the order of torch's sum must be reproduced. torch
+reads a row in registers of 8 numbers, even on CPUs with wider ones, and adds them to four accumulators:
 
-    register     0  1  2  3  4  5  6  7  8 ...
-    accumulator  0  1  2  3  0  1  2  3  0 ...      up to three remaining registers go to the first
+    register       0  1  2  3  4  5  6  7  8 ...
+    accumulator    0  1  2  3  0  1  2  3  0 ...        up to three remaining registers go to the first
 
-After every 16 registers each accumulator is added to a sum of its own and reset. At the end each accumulator is added
-to its sum, the four sums in order, and then the 8 lanes one by one. Rows longer than 8192 would need a second level of
-such sums. A row of 2048 numbers takes 0.6 us. The bits are compared with torch's on the machine before the kernel is
-used (`fastpath/norm.py`).
+After every 16 registers, each accumulator is added to a sum of its own and reset. At the end each accumulator is added
+to its sum, then the four sums to each other in order, and then the 8 lanes one by one. Rows longer than 8192 would need
+a second level of such sums. A row of 2048 numbers takes 0.6 us. Before the kernel is used, its bits are compared with
+torch's on the same machine (`fastpath/norm.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smoe.kernels.jit import Source, compile_functions
 from smoe.kernels.registers import as_bf16, broadcast, halved, joined, widened
 
 LONGEST = 8192
-"""The longest supported row; torch sums longer ones in another order."""
+"""The length of the longest supported row. torch sums longer rows in another order."""
 _LANES = 16
 _SUM_LANES = 8
 _ACCUMULATORS = 4
@@ -42,7 +42,8 @@ def fits(size: int) -> bool:
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return RMSNorm of every row of x [..., size] times weight [size], in bf16; rows are contiguous, at least one."""
+    """Return the RMSNorm of every row of x [..., size], times weight [size], in bf16. Rows are contiguous, and there is
+    at least one."""
     out, size = torch.empty_like(x, memory_format=torch.contiguous_format), x.shape[-1]
     _function()(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
     return out
@@ -50,7 +51,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @functools.cache
 def _function() -> Callable[..., None]:
-    """Return the machine code, compiled once per process: f(x, weight, out, rows, size, epsilon)."""
+    """Return the machine code, compiled once per process, as a function f(x, weight, out, rows, size, epsilon)."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     signature = (pointer, pointer, pointer, number, number, ctypes.c_float)
     (function,) = compile_functions(Source(source), {"rms_norm": signature})
@@ -58,7 +59,7 @@ def _function() -> Callable[..., None]:
 
 
 def source() -> str:
-    """Return the kernel as LLVM text."""
+    """Return the LLVM text of the kernel."""
     return _ROWS + _mean_of_squares() + _WEIGH
 
 
@@ -89,8 +90,8 @@ attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"=
 
 
 def _mean_of_squares() -> str:
-    """Return the mean of squares in torch's order: `low` are the accumulators, `high` the sums to which they are
-    added."""
+    """Return LLVM text that computes the mean of squares in torch's order. `low` are the accumulators, `high` the sums
+    to which they are added."""
     each = range(_ACCUMULATORS)
     vector = f"<{_SUM_LANES} x float>"
     return f"""
@@ -138,7 +139,7 @@ total:
 
 
 def _square(name: str, at: str) -> str:
-    """Return code for `%square.name`: the squares of a register of x from element `at` on."""
+    """Return LLVM text for `%square.name`: the squares of a register of x, from element `at` on."""
     return f"""\
   %at.{name} = getelementptr i16, ptr %x, i64 {at}
   %bits.{name} = load <{_SUM_LANES} x i16>, ptr %at.{name}, align 2
@@ -147,7 +148,8 @@ def _square(name: str, at: str) -> str:
 
 
 def _add(k: int, vector: str) -> str:
-    """Return code that adds a square to accumulator k, and after 16 registers moves the accumulator to its sum."""
+    """Return LLVM text that adds squares to accumulator `k`, and after 16 registers moves the accumulator to its
+    sum."""
     return f"""\
   %low{k}.more = fadd {vector} %low{k}, %square.{k}
   %high{k}.more = fadd {vector} %high{k}, %low{k}.more
@@ -189,5 +191,5 @@ done:
   ret void
 }}
 """
-"""The LLVM function that multiplies each number by the row's scale and then by its weight; both products are rounded to
-bf16."""
+"""The LLVM text of a function that multiplies each number by the row's scale and then by its weight. Both products are
+rounded to bf16."""

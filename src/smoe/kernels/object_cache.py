@@ -1,10 +1,11 @@
-"""A cache of compiled kernels in the user's cache folder, so that later processes need no compiler.
+"""A cache of compiled kernels in the user's cache folder, so that later processes need not compile them.
 
     an entry    | magic | SHA-256 of its key and content | content |
 
-The key names everything that the content depends on, so an entry never becomes outdated. The content is executed. So an
-entry is used only if the file and its folder belong to this user, no other user can write them, and the digest matches.
-Other entries are ignored and replaced by the next write. Linux only (`machine_code.py`).
+The key names everything on which the content depends, so an entry never becomes outdated. Because the content is
+executed, an entry is used only under three conditions: the file and its folder belong to this user, no other user can
+write them, and the digest matches. Other entries are ignored and replaced by the next write. Only on Linux
+(`machine_code.py`).
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ from smoe.user_cache import cache_folder
 from smoe.whole_file import whole_file
 
 MOST_BYTES = 16 << 20
-"""The largest size of all entries together; a format's kernels take some 30 KB."""
+"""The largest size of all entries together, in bytes. The kernels of one format take some 30 KB."""
 _MAGIC = b"smoe code 1\n"
 _DIGEST_BYTES = 32
 _CPUINFO = Path("/proc/cpuinfo")
 _OF_A_PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features",
                    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")  # fmt: skip
-"""The lines of /proc/cpuinfo that do not change while the system runs."""
+"""The lines of /proc/cpuinfo that describe the processor and do not change while the system runs."""
 
 _log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Return the folder of the entries; it may not exist."""
+    """Return the path of the folder with the entries, which may not exist."""
     return cache_folder() / "kernels"
 
 
 def key_of(*parts: str) -> bytes:
-    """Return the key for these parts, this processor, and the source code of the kernel generators."""
+    """Return the key of an entry. It contains `parts`, a description of this processor, and a digest of the code that
+    generates kernels."""
     return "\0".join([__version__, source_digest(), _processor(), *parts]).encode()
 
 
 def read(key: bytes) -> bytes | None:
-    """Return an entry's content and mark it as recently used, or return None if there is no trusted entry."""
+    """Return the content of an entry, and mark the entry as recently used. None if there is no trusted entry."""
     path = _path_of(key)
     try:
         if not _is_ours_alone(path.parent.stat(), stat.S_ISDIR):
@@ -66,8 +68,8 @@ def read(key: bytes) -> bytes | None:
 
 
 def write(key: bytes, content: bytes) -> None:
-    """Store an entry and delete the least recently used ones beyond `MOST_BYTES`. If writing fails, nothing is
-    stored."""
+    """Store an entry, and delete the least recently used entries beyond `MOST_BYTES`. If writing fails, only log a
+    message."""
     path = _path_of(key)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +86,7 @@ def write(key: bytes, content: bytes) -> None:
 
 @functools.cache
 def source_digest() -> str:
-    """Return a digest of the modules that generate kernels and of the formats that they use."""
+    """Return a digest of the source code of all modules that generate kernels, and of the formats."""
     found = hashlib.sha256()
     for package in (kernels, formats):
         for path in sorted(Path(next(iter(package.__path__))).glob("*.py")):
@@ -94,8 +96,8 @@ def source_digest() -> str:
 
 @functools.cache
 def _processor() -> str:
-    """Return a description of the CPU that differs if its machine code does, or else the system's name of the
-    machine."""
+    """Return a description of the CPU: two CPUs with different machine code have different descriptions. Without
+    /proc/cpuinfo it is the system's name of the machine type."""
     with contextlib.suppress(OSError), _CPUINFO.open(encoding="utf8", errors="replace") as file:
         lines = []
         for line in file:

@@ -1,15 +1,16 @@
 """Products of rows with bf16 matrices in our own order of sums, for CPUs on which torch's order is slow.
 
-torch's order (`row_product.py`) requires AVX-512 BF16. On other CPUs its bits take at least twice the time of reading
-the weights. Here each output is summed in as many chains as suit the instruction set:
+torch's order (`row_product.py`) requires AVX-512 BF16. On other CPUs, computing its bits takes at least twice the time
+of reading the weights. Here each output is summed in as many chains as suit the instruction set:
 
-    memory: w  k k+1 | k+2 k+3 | ...     32 bits hold two numbers: the even one shifted up, and the odd one with its
-    x, once        even | odd            lower half cleared, are float32 already
-    output n = all lanes of  sum over k of  even(w) even(x)   +   all lanes of  sum over k of  odd(w) odd(x)
+    weights in memory    k k+1 | k+2 k+3 | ...    32 bits hold two numbers: the even one shifted up, and the odd
+                                                  one with its lower half cleared, are float32 numbers already
+    x, converted once    even | odd
+    output n    =    all lanes of  sum over k of  even(w) even(x)    +    all lanes of  sum over k of  odd(w) odd(x)
 
 A product of two bf16 numbers is exact in float32, so only the sums are rounded. Their order depends on shape, number of
-rows and instruction set (grade E1). At load their error is compared with torch's (`proof.py`). The functions have the
-same arguments as those of `quantised.py`, so that callers need not distinguish them.
+rows and instruction set (grade E1). When a model is loaded, their error is compared with torch's (`proof.py`). The
+functions have the same arguments as those of `quantised.py`, so callers need not distinguish them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from smoe.kernels.isa import Isa
 from smoe.kernels.kinds import FLOAT, HALF_WORD, POINTER, WORD, Value
 
 AHEAD = 8192
-"""The number of bytes between computation and prefetch."""
+"""The distance between computation and prefetch, in bytes."""
 LINE = 64
 _LINES = 2
-"""The number of cache lines per iteration of the loop over a row."""
+"""The number of cache lines that one iteration of the loop over a row handles."""
 _CHAINS = 8
-"""The total number of running sums for all rows of x; with fewer, additions would wait for each other."""
+"""The number of running sums of all rows of x together. With fewer, an addition would have to wait for the one before
+it."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
@@ -38,7 +40,7 @@ def products_name(rows: int) -> str:
 
 
 def module_of(isa: Isa) -> str:
-    """Return `products_bf16_1`, `_2` and `_4` as LLVM text; K must be a multiple of 32."""
+    """Return the LLVM text of the functions `products_bf16_1`, `_2` and `_4`. K must be a multiple of 32."""
     module = ir.Module()
     for rows in (1, 2, 4):
         _products(module, isa, rows)
@@ -48,7 +50,8 @@ def module_of(isa: Isa) -> str:
 
 
 def _products(module: ir.Module, isa: Isa, rows: int) -> None:
-    """Add a function that computes one output after the other: a single stream of memory is read fastest."""
+    """Add the function for `rows` rows to a module. It computes one output after the other, because a single stream of
+    memory is read fastest."""
     code = Code(module, isa, products_name(rows), _ARGUMENTS)
     given, w, out, bias, begin, end, columns = code.arguments
     build = code.build
@@ -73,7 +76,8 @@ def _products(module: ir.Module, isa: Isa, rows: int) -> None:
 
 
 def _halved(code: Code, x: Value, columns: Value) -> Value:
-    """Convert a bf16 row to float32: alternating registers of even places and odd places."""
+    """Return the address of a bf16 row converted to float32, in which registers of even elements and of odd elements
+    alternate."""
     build, lanes = code.build, code.isa.lanes
     scratch = code.scratch(build.mul(columns, code.number(4)))
 
@@ -121,7 +125,8 @@ def _dots(code: Code, row: Value, xs: Sequence[Value], columns: Value) -> list[V
 
 
 def _add_pairs(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Value, sums: list[list[Value]]) -> None:
-    """Multiply the n-th register of an iteration with every row of x, using bf16 dot products."""
+    """Multiply register number `n` of an iteration with every row of x, by bf16 dot products, and add the products to
+    `sums`."""
     kind = code.registers(HALF_WORD, 2 * code.isa.lanes)
     loaded = code.load(kind, weights)
     for x, chains in zip(xs, sums, strict=True):
@@ -130,7 +135,8 @@ def _add_pairs(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Valu
 
 
 def _add_halves(code: Code, n: int, weights: Value, xs: Sequence[Value], at: Value, sums: list[list[Value]]) -> None:
-    """Multiply the n-th register of an iteration with every row of x in float32, even and odd places separately."""
+    """Multiply register number `n` of an iteration with every row of x in float32, even and odd elements separately,
+    and add the products to `sums`."""
     kind, at = code.registers(FLOAT), code.build.mul(at, code.number(2))
     for half, numbers in enumerate(code.even_and_odd(code.load(code.registers(WORD), weights))):
         for x, chains in zip(xs, sums, strict=True):

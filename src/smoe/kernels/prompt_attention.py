@@ -1,20 +1,22 @@
-"""Attention of a prompt's tokens over a bf16 KV cache, in tiles, with our own order of sums (grade E1).
+"""Computes attention of a prompt's tokens over a bf16 KV cache, in tiles, with our own order of sums (grade E1).
 
-The queries of a key head are rows: for every position, those of all query heads that share the key head. A block of
+The queries of a key head are *rows*: for every position, those of all query heads that share the key head. A block of
 rows is spread over the lanes of registers. So scores need no sums within a register, and each row's numbers stay in one
 lane:
 
-    block of 128 keys    packed once for several blocks of rows; values in pairs of keys if bf16 has dot products
-      scores             S[key, row] = k . q             tiles of 8 keys x 3 registers of rows
-      softmax            P[key, row] = exp(S - largest)  earlier outputs are scaled by exp(old - new largest)
-      values             O[d, row]  += v . P             tiles of 8 numbers x 3 registers of rows
+    block of 128 keys    packed once for several blocks of rows; values in pairs of keys with bf16 dot products
+        scores           S[key, row] = k . q               tiles of 8 keys x 3 registers of rows
+        softmax          P[key, row] = exp(S - largest)    earlier outputs are multiplied by exp(old - new largest)
+        values           O[d, row]  += v . P               tiles of 8 elements x 3 registers of rows
 
-Both products are one routine: a number of the cache, copied to all lanes, times registers of rows. Blocks of keys are
-counted from the text's first position, and keys in a row's future add zero. So a row's bits depend only on itself and
-its keys: not on other rows, on the chunks of a prompt, or on the thread. Without bf16 dot products everything is
-computed in float32, to which keys and values are widened while packing. With them, weights are rounded to bf16, as
-torch does, and their sum is that of the rounded weights, so that a common rounding error cancels out. Before use, the
-error is compared with torch's (`fastpath/prompt_attention.py`). Measurements are in docs/log/kernels.md.
+Both products use one routine: a number of the cache, copied to all lanes, times registers of rows. Blocks of keys are
+counted from the text's first position, and keys in a row's future add zero. So a row's bits depend only on the row and
+its keys: not on other rows, on the chunks of a prompt, or on the thread.
+
+Without bf16 dot products everything is computed in float32; keys and values are converted while they are packed. With
+bf16 dot products, weights are rounded to bf16, as torch does, and their sum is that of the rounded weights, so that a
+common rounding error cancels out. Before the kernel is used, its error is compared with torch's
+(`fastpath/prompt_attention.py`). Measurements are in docs/log/kernels.md.
 """
 
 from __future__ import annotations
@@ -33,18 +35,20 @@ from smoe.kernels.spinning_pool import SpinningPool
 from smoe.kernels.tile import TILE
 
 MOST_VECTORS = 3
-"""The number of registers of rows per block. Times 8 keys (or 4) they make 24 (or 12) running sums, which fill all
-registers."""
+"""The number of registers of rows in a block. Together with 8 keys (or 4) they make 24 (or 12) running sums, which fill
+all registers."""
 _MOST_BLOCKS = 8
-"""The largest number of blocks per unit: they share packed keys, and their outputs stay in the second cache level."""
+"""The largest number of blocks in a unit, the work that a thread takes at a time. The blocks share packed keys, and
+their outputs stay in the second-level cache."""
 _UNITS_A_THREAD = 4
-"""The least number of units per thread, if there are enough rows; rows at a prompt's end take longest."""
+"""The least number of units per thread, if there are enough rows. (Rows at the end of a prompt take longest.)"""
 _WAKING_PRODUCTS = 1 << 23
-"""The number of multiplications below which computing alone is faster than waking a sleeping thread."""
+"""The number of multiplications below which one thread is faster than waking others that sleep."""
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether the kernel supports query [1, heads, m, size] and K, V [1, key heads, n, size]."""
+    """Return whether the kernel supports these tensors: query [1, heads, m, size], keys and values [1, key heads, n,
+    size]."""
     tensors = query, keys, values
     rows, heads, tokens, size = query.shape
     return (
@@ -63,15 +67,15 @@ class PromptAttention:
     """Computes attention of the last m of n positions on the threads of a pool, one call at a time."""
 
     def __init__(self, pool: SpinningPool, isa: Isa | None = None) -> None:
-        """`isa`: the instruction set; None for the widest of this CPU."""
+        """`isa`: the instruction set of the kernel; None: the widest of this CPU."""
         self._pool = pool
         self._isa = isa or widest()
         self._memory = bytearray()
 
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        """Compute attention, [1, m, heads, size], for tensors as in `fits`.
+        """Return the attention [1, m, heads, size] for tensors as in `fits`.
 
-        The first row attends to n - m + 1 keys, each following row to one more.
+        The first position attends to n - m + 1 keys, each following position to one more.
         """
         heads, tokens, size = query.shape[1:]
         key_heads, count = keys.shape[1:3]
@@ -94,11 +98,12 @@ class PromptAttention:
         return out
 
     def _blocks(self, blocks: int, key_heads: int) -> int:
-        """Return the number of blocks of rows per unit."""
+        """Return the number of blocks of rows in a unit."""
         return max(1, min(_MOST_BLOCKS, blocks * key_heads // (_UNITS_A_THREAD * self._pool.threads)))
 
     def _scratch(self, stride: int) -> int:
-        """Return the address of a zeroed counter, followed after one cache line by `stride` bytes for every thread."""
+        """Return the address of scratch memory: a zeroed counter in the first cache line, and then `stride` bytes for
+        every thread."""
         need = stride * self._pool.threads + 2 * LINE
         if need > len(self._memory):
             self._memory = bytearray(need)
@@ -110,7 +115,7 @@ class PromptAttention:
 
 @functools.cache
 def compiled(isa: Isa, size: int, vectors: int) -> int:
-    """Return the address of the kernel, compiled once per process."""
+    """Return the address of the kernel, which is compiled once per process."""
     from smoe.kernels import prompt_tiles  # requires llvmlite, which is optional
 
     signature = (ctypes.c_void_p, ctypes.c_longlong)

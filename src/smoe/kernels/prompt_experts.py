@@ -1,11 +1,11 @@
-"""Compute a prompt's tokens through the experts of a layer, some experts at a time.
+"""Computes a prompt's tokens through the experts of a layer, some experts at a time, in 8 bits.
 
-    tokens in 8 bits       rounded once for all experts
+    tokens                 rounded to 8 bits once for all experts
     expert after expert    first product, gate, second product          rows of one job: [n, H] in bf16
-                           total [T, H] += gain * row                   in float32, in ascending expert order
+                           total [T, H] += gain * row                   in float32, in ascending order of experts
 
-Besides the totals, only the rows of one job are in memory. The sum of a token's experts is rounded once (grade E1) and
-depends only on the order of the experts.
+Apart from the totals, only the rows of one job are in memory. The sum of a token's experts is rounded once (grade E1)
+and depends only on the order of the experts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from smoe.kernels.matrix import Matrix, added_rows
 from smoe.kernels.quantised_work import ROWS_OF_UNIT
 
 MOST_ROWS_OF_WORK = 512
-"""The number of rows per job (2 MB if H is 2048), unless a single expert has more."""
+"""The largest number of rows in a job (2 MB if H is 2048), unless a single expert has more."""
 
 
 class Chosen(NamedTuple):
-    """An expert, the tokens routed to it, and their routing weights."""
+    """An expert of a prompt: its matrices, the tokens that are routed to it, and their routing weights."""
 
     matrices: Sequence[Matrix]
     tokens: Sequence[int]
@@ -36,18 +36,18 @@ class Chosen(NamedTuple):
 
 
 def has_byte_products(matrices: Sequence[Matrix]) -> bool:
-    """Return whether all these matrices are multiplied with 8-bit rows."""
+    """Return whether all these matrices are multiplied with rows in 8 bits."""
     return len(byte_functions(matrices)) == len(matrices)
 
 
 class PromptExperts:
-    """The sums of experts' outputs for the tokens x [T, H] in bf16."""
+    """The weighted sums of experts' outputs for the tokens x [T, H] in bf16."""
 
     def __init__(self, kernel: TokenExperts, x: torch.Tensor) -> None:
         self._kernel = kernel
         self._x = x.contiguous()
         self.total = torch.zeros(x.shape, dtype=torch.float32)
-        """The sums so far: [T, H]."""
+        """The sums so far, float32 [T, H]."""
         self._byte_rows: dict[Layout, torch.Tensor] = {}
         self._waiting: list[Chosen] = []
         self._rows = 0
@@ -58,12 +58,12 @@ class PromptExperts:
         return is_small or not self._waiting
 
     def add(self, expert: Chosen) -> None:
-        """Add an expert, if `has_room`; `flush` computes it."""
+        """Add an expert, which the next `flush` computes. `has_room` must have returned True."""
         self._waiting.append(expert)
         self._rows += len(expert.tokens)
 
     def flush(self) -> int:
-        """Compute all added experts and return their number."""
+        """Compute all experts that were added, add their outputs to `total`, and return the number of these experts."""
         waiting, count = self._waiting, self._rows
         self._waiting, self._rows = [], 0
         if not waiting:
@@ -92,7 +92,7 @@ class PromptExperts:
         kernel.run(work, len(experts))
 
     def _make_byte_rows(self, experts: Sequence[Expert]) -> None:
-        """Round the tokens to 8 bits in every layout of these experts that is still missing."""
+        """Round the tokens to 8 bits in every layout that these experts need and that does not exist yet."""
         pool, (tokens, hidden) = self._kernel.pool, self._x.shape
         for functions in {each for expert in experts for each in byte_functions(expert.matrices[:-1])}:
             if functions.layout in self._byte_rows:

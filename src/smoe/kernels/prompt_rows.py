@@ -1,8 +1,8 @@
-"""Pack a prompt's queries, keys and values into the tiles of `prompt_tiles.py`, and unpack the outputs.
+"""Packs the queries, keys and values of a prompt for the tiles of `prompt_tiles.py`, and unpacks the outputs.
 
-cache      | d0 d1 d2 ...        key by key      packed   the same, or in float32, in whole tiles
-queries    | d0 d1 d2 ...        row by row      block    | d of row 0 | d of row 1 | ...   element by element
-outputs    block, element by element, in float32          to       | d0 d1 d2 ...   row by row, in bf16
+cache      | d0 d1 d2 ...    key by key      becomes    the same, or in float32, as whole tiles
+queries    | d0 d1 d2 ...    row by row      becomes    | d of row 0 | d of row 1 | ...    element by element
+outputs    element by element, in float32    becomes    | d0 d1 d2 ...    row by row, in bf16
 """
 
 from __future__ import annotations
@@ -21,36 +21,41 @@ _POINTERS = ("query", "keys", "values", "out", "scratch", "taken")
 
 
 def begun(module: ir.Module, layout: PromptLayout, name: str, *arguments: str) -> tuple[Code, list[Value]]:
+    """Return a new function with this name and its arguments as values. It can be called only within its module."""
     code = Code(module, layout.isa, name, arguments)
     code.function.linkage = "internal"
     return code, code.arguments
 
 
 def field(code: Code, fields: Value, name: str) -> Value:
+    """Return the argument `name` of the kernel, loaded from its fields."""
     kind = POINTER if name in _POINTERS else LONG
     return code.load(kind, code.at(fields, 8 * FIELDS.index(name)), 8)
 
 
 def times(code: Code, value: Value, factor: Value | int) -> Value:
+    """Return the product of two integers as a value of machine code."""
     return code.build.mul(value, code.number(factor) if isinstance(factor, int) else factor)
 
 
 def smaller(code: Code, a: Value, b: Value | int) -> Value:
+    """Return the smaller of two integers as a value of machine code."""
     b = code.number(b) if isinstance(b, int) else b
     return code.build.select(code.build.icmp_signed("<", a, b), a, b)
 
 
 def register(code: Code, place: Value, n: int) -> Value:
-    """Return the n-th float32 register at an address."""
+    """Return register number `n` of the float32 registers at an address."""
     return code.load(code.registers(FLOAT), code.at(place, 4 * code.isa.lanes * n), 4 * code.isa.lanes)
 
 
 def put(code: Code, value: Value, place: Value, n: int) -> None:
+    """Store a float32 register as number `n` of the registers at an address."""
     code.store(value, code.at(place, 4 * code.isa.lanes * n), 4 * code.isa.lanes)
 
 
 def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
-    """Transpose n registers of n numbers: in each round, pairs of registers exchange halves."""
+    """Return n registers of n numbers transposed. In each round, pairs of registers exchange halves."""
     found, lanes, step = list(rows), len(rows), 1
     while step < lanes:
         for n in (n for n in range(lanes) if not n & step):
@@ -63,7 +68,8 @@ def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
 
 
 def first_rows(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `first_rows(fields, block, row, head)`, which initializes a block with rows `row` ... of a key head.
+    """Add the function `first_rows(fields, block, row, head)`, which initializes a block with the rows of a key head
+    from `row` on.
 
     Beyond the last row, that row is repeated.
     """
@@ -105,7 +111,8 @@ def first_rows(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _each_register(code: Code, layout: PromptLayout, step: int, body: Callable[[Value, Value], None]) -> None:
-    """Generate `body(at, d)` for every register of rows (`at`: its byte in a line) and every `step`-th element `d`."""
+    """Generate the code of `body(at, d)` in two loops: over the registers of rows (`at`: the register's byte in a line)
+    and over every `step`-th element `d`."""
 
     def register(at: Value, _: list[Value]) -> list[Value]:
         def numbers(d: Value, _: list[Value]) -> list[Value]:
@@ -119,14 +126,15 @@ def _each_register(code: Code, layout: PromptLayout, step: int, body: Callable[[
 
 
 def _row_addresses(code: Code, layout: PromptLayout, block: Value, kind: str, at: Value) -> list[Value]:
-    """Return the addresses of the rows in the register that begins at byte `at` of a line."""
+    """Return the addresses of the rows whose numbers are in the register at byte `at` of a line. `kind`: one of
+    `ROW_ADDRESSES`."""
     begin = layout.addresses + 2 * ROW_ADDRESSES.index(kind) * layout.line
     places = code.at(block, code.build.add(code.number(begin), times(code, at, 2)))
     return [code.load(POINTER, code.at(places, 8 * i), 8) for i in range(layout.isa.lanes)]
 
 
 def _queries(code: Code, layout: PromptLayout, block: Value, at: Value, d: Value) -> None:
-    """Transpose elements d ... of a register of queries into the block."""
+    """Write the elements from `d` on of some rows' queries into the block, transposed."""
     build, lanes, words = code.build, layout.isa.lanes, []
     for row in _row_addresses(code, layout, block, "query", at):
         place = code.at(row, times(code, d, 2))
@@ -140,7 +148,8 @@ def _queries(code: Code, layout: PromptLayout, block: Value, at: Value, d: Value
 
 
 def packed_keys(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `packed_keys(memory, keys, stride, count)`, which packs keys, filled up to whole tiles with zeros."""
+    """Add the function `packed_keys(memory, keys, stride, count)`, which packs keys and adds zeros up to whole
+    tiles."""
     code, (memory, keys, stride, count) = begun(module, layout, "packed_keys", "*memory", "*keys", "stride", "count")
     lanes, size = layout.isa.lanes, layout.size
 
@@ -160,8 +169,8 @@ def packed_keys(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def packed_values(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `packed_values(memory, values, stride, count)`, which packs values: in float32, or interleaved from two keys
-    in bf16."""
+    """Add the function `packed_values(memory, values, stride, count)`, which packs values: in float32, or those of two
+    keys interleaved in bf16."""
     code, (memory, values, stride, count) = begun(
         module, layout, "packed_values", "*memory", "*values", "stride", "count"
     )
@@ -186,20 +195,21 @@ def packed_values(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _or_nothing(code: Code, nothing: Value, rows: Value, stride: Value, n: Value, count: Value) -> Value:
-    """Return the address of row n of the cache, or of zeros if it does not exist."""
+    """Return the address of row `n` of the cache, or that of zeros if the row does not exist."""
     row = code.at(rows, times(code, n, stride))
     return code.build.select(code.build.icmp_signed("<", n, count), row, nothing)
 
 
 def whole_tiles(code: Code, layout: PromptLayout, count: Value) -> Value:
+    """Return a number of keys rounded up to whole tiles."""
     more = code.build.add(count, code.number(layout.tile - 1))
     return code.build.and_(more, code.number(-layout.tile))
 
 
 def last_rows(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `last_rows(block)`, which divides outputs by the sums of weights and stores them in bf16.
+    """Add the function `last_rows(block)`, which divides the outputs by the sums of weights and stores them in bf16.
 
-    Repeated rows store the same bits again.
+    For rows that were repeated, the same bits are stored again.
     """
     code, (block,) = begun(module, layout, "last_rows", "*block")
     build, lanes = code.build, layout.isa.lanes

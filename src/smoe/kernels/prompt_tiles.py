@@ -1,11 +1,12 @@
-"""The machine code for `prompt_attention.py`, which explains the method.
+"""Generates the machine code for `prompt_attention.py`, which explains the method. The functions call each other like
+this:
 
-units                       until all are taken
-  unit                      some blocks of rows of a key head
-    first_rows              transposed queries, addresses, initial state
-    for 128 keys            packed_keys, packed_values
-      for every block       scores, weights, outputs
-    last_rows               division, rounding, storing
+    units                         until all units are taken
+      unit                        some blocks of rows of a key head
+        first_rows                transposed queries, addresses, initial state
+        for 128 keys              packed_keys, packed_values
+          for every block         scores, weights, outputs
+        last_rows                 division, rounding, storing
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from smoe.kernels.prompt_rows import (
 )
 
 _TURNS = 4
-"""The number of steps of a product per iteration of its loop."""
+"""The number of steps of a product in one iteration of its loop."""
 _EXP2 = (0.009582853142197829, 0.055906426730691836, 0.2402409862276153, 0.6931241931538614, 1.0)
-"""Coefficients of 2 ** f for f from -1/2 to 1/2, with an error of at most 3e-6; exactly 1 at 0, so that an unchanged
-maximum scales by 1."""
+"""Coefficients of a polynomial for 2 ** f, with f from -1/2 to 1/2. Its error is at most 3e-6, and it is exactly 1 at
+0, so that outputs are multiplied by 1 if the maximum does not change."""
 _TO_WHOLE = 1.5 * 2.0**23
-"""The constant that rounds a small float32 to an integer in its lowest bits when added."""
+"""A constant that is added to a small float32 number to round it to an integer, which is then in its lowest bits."""
 
 
 def module_of(isa: Isa, size: int, vectors: int) -> str:
-    """Return `prompt_attention(fields, thread)` as LLVM text, for heads of `size` elements and blocks of `vectors`
-    registers.
+    """Return the LLVM text of `prompt_attention(fields, thread)`, for heads of `size` elements and blocks of `vectors`
+    registers of rows.
 
-    It computes units until all are taken, using the memory of thread number `thread`.
+    The function computes units until all are taken, in the memory of thread number `thread`.
     """
     module, layout = ir.Module(), PromptLayout(isa, size, vectors)
     for function in (first_rows, packed_keys, packed_values, _scores, _weights, _outputs, last_rows, _unit, _units):
@@ -64,7 +65,8 @@ def _larger(code: Code, a: Value, b: Value) -> Value:
 def _product(
     code: Code, layout: PromptLayout, copied: Value, across: int, along: int, rows: Value, count: Value
 ) -> list[Value]:
-    """Return `tile` x `vectors` running sums over j < count of word [r across, j along] times register [j] of rows."""
+    """Return `tile` x `vectors` running sums. Each is the sum over j < `count` of a word, at r * `across` + j * `along`
+    bytes from `copied`, times register j of rows."""
     lanes, vectors = layout.isa.lanes, range(layout.vectors)
 
     def turn(j: Value, sums: list[Value]) -> list[Value]:
@@ -83,7 +85,7 @@ def _product(
 
 
 def _added(code: Code, total: Value, a: Value, b: Value) -> Value:
-    """Return total plus a . b, for words with two bf16 numbers or one float32."""
+    """Return total plus a . b, where each word of a and b has two bf16 numbers or one float32."""
     if not code.isa.has_bf16_dots:
         return code.fma(a, b, total)
     halves = code.registers(HALF_WORD, 2 * code.isa.lanes)
@@ -91,11 +93,11 @@ def _added(code: Code, total: Value, a: Value, b: Value) -> Value:
 
 
 def _scores(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `scores(memory, block, first, count, seen, scale)`: scores of `count` keys from `first` on with a block's
-    queries.
+    """Add the function `scores(memory, block, first, count, seen, scale)`. It computes the scores of `count` keys, from
+    key `first` on, with the queries of a block.
 
-    Every row attends to the first `seen` of these keys. The function also updates each row's largest score and the
-    factor for earlier sums.
+    Every row attends to the first `seen` of these keys; later keys are compared with each row's position. The function
+    also updates the largest score of each row, and the factor for earlier sums.
     """
     code, (memory, block, first, count, seen, scale) = begun(
         module, layout, "scores", "*memory", "*block", "first", "count", "seen", "scale"
@@ -136,8 +138,8 @@ def _scores(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _exp2(code: Code, x: Value) -> Value:
-    """Return 2 ** x for x <= 0: a polynomial of the fraction, with the integer part added to the exponent. Subnormal
-    results are 0."""
+    """Return 2 ** x for x <= 0. A polynomial computes the fraction, and the integer part is added to the exponent.
+    Subnormal results become 0."""
     build, whole = code.build, code.reals(_TO_WHOLE)
     shifted = build.fadd(x, whole)
     fraction = build.fsub(x, build.fsub(shifted, whole))
@@ -151,7 +153,8 @@ def _exp2(code: Code, x: Value) -> Value:
 
 
 def _weights(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `weights(memory, block, count, scale)`, which replaces scores by weights in place and sums them."""
+    """Add the function `weights(memory, block, count, scale)`, which replaces scores by weights in place and adds up
+    the weights."""
     code, (memory, block, count, scale) = begun(module, layout, "weights", "*memory", "*block", "count", "scale")
     build, vectors, lanes = code.build, range(layout.vectors), layout.isa.lanes
     scores = code.at(memory, layout.scores)
@@ -181,7 +184,7 @@ def _weights(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _outputs(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `outputs(memory, block, count)`, which adds values times weights to the outputs."""
+    """Add the function `outputs(memory, block, count)`, which adds values times weights to the outputs."""
     code, (memory, block, count) = begun(module, layout, "outputs", "*memory", "*block", "count")
     vectors = range(layout.vectors)
     values, weights = code.at(memory, layout.values), code.at(memory, layout.scores)
@@ -202,8 +205,8 @@ def _outputs(module: ir.Module, layout: PromptLayout) -> None:
 
 
 def _unit(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `unit(fields, memory, n)`: some blocks of rows of a key head, counted from the end of the text, where rows
-    have most keys."""
+    """Add the function `unit(fields, memory, n)`, which computes some blocks of rows of a key head. Units are counted
+    from the end of the text, where rows have most keys."""
     code, (fields, memory, n) = begun(module, layout, "unit", "*fields", "*memory", "n")
     build, zero, one = code.build, code.number(0), code.number(1)
     rows, blocks, key_heads, past, shared, scale = (
@@ -266,7 +269,7 @@ def _block_at(code: Code, layout: PromptLayout, memory: Value, u: Value) -> Valu
 
 
 def _units(module: ir.Module, layout: PromptLayout) -> None:
-    """Add `prompt_attention(fields, thread)`."""
+    """Add the main function `prompt_attention(fields, thread)`."""
     code = Code(module, layout.isa, NAME, ("*fields", "thread"))
     fields, thread = code.arguments
     build, function = code.build, code.function

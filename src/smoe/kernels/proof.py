@@ -1,4 +1,5 @@
-"""Compare our kernels with torch at load: they are used only if they compute torch's bits or are as accurate."""
+"""Compares our kernels with torch when a model is loaded. A kernel is used only if it has torch's bits, or if it is as
+accurate as torch."""
 
 from __future__ import annotations
 
@@ -14,30 +15,31 @@ from smoe.kernels.spinning_pool import Product, SpinningPool
 from smoe.kernels.threads import threads
 
 _PROOF_OUTPUTS = 1 << 16
-"""The number of outputs to compare. A wrong order of sums changes about one output in 5000, so a test misses it once in
-half a million."""
+"""The number of outputs to compare. A wrong order of sums changes about one output in 5000, so a test fails to notice
+it once in half a million times."""
 _PROOF_ROWS = 32
 """The number of rows that are multiplied and compared at a time."""
 _NEAR_OUTPUTS = 1 << 12
 _LEEWAY = 1.1
-"""The error allowed relative to torch's. Both round to bf16 at the end, which dominates the error and may differ in
-direction."""
+"""The largest allowed error relative to torch's. Both results are rounded to bf16 at the end. This rounding dominates
+the errors, and its direction may differ."""
 _OWN_ORDER_LEEWAY = 1.01
-"""The error of our own order of sums allowed relative to torch's. Both multiply the same weights, so rounding differs
-in direction only near ties."""
+"""The largest allowed error of our own order of sums relative to torch's. Both multiply the same weights, so the final
+rounding differs only for sums near ties."""
 
 
 def same_bits(ours: torch.Tensor, theirs: object) -> bool:
-    """Return whether both are tensors of one shape and dtype with equal values; NaN equals NaN."""
+    """Return whether both arguments are tensors of the same shape and dtype with equal values, where NaN equals NaN."""
     if not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape or ours.dtype is not theirs.dtype:
         return False
     return torch.equal(ours, theirs) or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Return whether the pool's product with this matrix [K, N] and bias [N] is acceptable, on one thread and on all.
+    """Return whether the pool's product with this matrix [K, N] and bias [N] may replace torch's.
 
-    That means torch's bits, or, for a pool with its own order, an error no larger than torch's.
+    It must have torch's bits on one thread and on all. For a pool with its own order of sums, its error must be no
+    larger than torch's.
     """
     if pool.own_order is not None:
         return _is_near(pool, matrix, bias, 1)
@@ -45,11 +47,12 @@ def agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None =
 
 
 def part_that_agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> int | None:
-    """Return the `part` with which the kernel has torch's bits on this matrix [K, N] and bias [N] on all threads, or
-    None.
+    """Return the `part` with which the kernel has torch's bits for this matrix [K, N] and bias [N] on all threads, or
+    None if there is none.
 
-    torch splits sums among threads if there are few outputs, so its bits depend on the number of threads. A pool with
-    its own order has part 0 if its error is no larger than torch's.
+    torch divides sums among threads if there are few outputs, so its bits depend on the number of threads; `part` is
+    the length of each thread's part of a sum. For a pool with its own order, return 0 if its error is no larger than
+    torch's.
     """
     if pool.own_order is not None:
         return 0 if _is_near(pool, matrix, bias, 1) else None
@@ -59,9 +62,10 @@ def part_that_agrees(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tenso
 
 
 def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
-    """Return whether the pool's product of `rows` rows with this matrix [K, N] is acceptable, on any number of threads.
+    """Return whether the pool's product of `rows` rows with this matrix [K, N] may replace torch's, on any number of
+    threads.
 
-    The pool must support several rows. As in `agrees`, a pool with its own order is compared by its error.
+    The pool must support several rows. A pool with its own order is compared by its error, as in `agrees`.
     """
     if pool.own_order is not None:
         return _is_near(pool, matrix, None, rows)
@@ -78,11 +82,12 @@ def agrees_on_rows(pool: SpinningPool, matrix: torch.Tensor, rows: int) -> bool:
 
 
 def is_as_near(pool: SpinningPool, matrix: Matrix, form: Format, rows: torch.Tensor) -> bool:
-    """Return whether our product with a quantized matrix is at least as accurate, on average, as torch's on dequantized
-    weights.
+    """Return whether our product with a quantized matrix is, on average, at least as accurate as torch's with
+    dequantized weights.
 
-    `rows` are the first rows as bytes [n, bytes]. If activations are rounded to 8 bits, the reference uses the rounded
-    ones, and our error must be that of rounding to bf16; otherwise the rounding would hide a wrong kernel.
+    `rows`: the first rows of the matrix as bytes [n, bytes]. If activations are rounded to 8 bits, the reference uses
+    the rounded ones, and our error must be that of rounding to bf16. Otherwise the rounding of activations would hide a
+    wrong kernel.
     """
     assert matrix.products is not None
     outputs, numbers = rows.shape[0], torch.from_numpy(form.decode(rows.numpy()))
@@ -114,7 +119,7 @@ def _is_near(pool: SpinningPool, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 def is_no_further(ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, leeway: float = _LEEWAY) -> bool:
-    """Return whether our mean square error is at most `leeway` times theirs."""
+    """Return whether our mean square error is at most `leeway` times that of `theirs`."""
     error, bound = ((each.double() - exact).square().mean() for each in (ours, theirs))
     return bool(error <= leeway * bound)
 

@@ -1,15 +1,17 @@
 """Products of rows with quantized matrices in the layout of the file, for any format and instruction set.
 
-    matrix   row n | block | block | ...        each block: scales, codes (`smoe/formats/base.py`)
-    x        k .................. in float32, converted once, with the sum of every group; within a group in the
-             order of its runs, so that codes in neighbouring bytes multiply neighbours
-    output n = sum over groups of  scale * (codes . x)  -  offset * (sum of the group's x)
+    matrix      row n | block | block | ...        each block: scales, codes (`formats/base.py`)
+    x           k .................. in float32, converted once, with the sum of every group; within a group in the
+                                     order of its runs, so that codes in neighbouring bytes multiply neighbours
+    output n = sum over groups of  scale * (codes . x)    -    offset * (sum of the group's x)
 
 Codes are integers of at most eight bits, so a product with a bf16 number is exact in float32, and only the sums are
-rounded: the error is far below that of bf16 products on dequantized weights. The order of sums depends on format, shape
-and instruction set (grade E1). To keep up with memory, a weight may take only tenths of a cycle. So widening,
-conversion and multiplication of a code are one instruction each, and what is needed once per group or block is computed
-for all groups of a block in one register.
+rounded. The error is far below that of bf16 products on dequantized weights. The order of sums depends on format, shape
+and instruction set (grade E1).
+
+A product that is limited by memory leaves only tenths of a cycle for each weight. So converting a code to 32 bits,
+converting it to a float, and multiplying it are one instruction each. What is needed once per group or block is
+computed in one register for all groups of a block.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from smoe.kernels.quantised_block import Row, arranged, codes_of, group_numbers,
 from smoe.kernels.quantised_dots import subtracted
 
 AT_ONCE = 4
-"""The number of rows of the matrix that are computed together for one row of x, which they share."""
+"""The number of rows of the matrix that are multiplied at once with one row of x, which is then loaded only once for
+them."""
 AHEAD = 8192
-"""The number of bytes between computation and prefetch: rows are too short for hardware prefetchers."""
+"""The distance between computation and prefetch, in bytes. Rows are too short for hardware prefetchers."""
 LINE = 64
 UNROLLED = 64
-"""The least number of elements per iteration of the loop over blocks; each iteration prefetches some lines."""
+"""The least number of elements in one iteration of the loop over blocks. Each iteration prefetches some cache lines."""
 _ARGUMENTS = ("*given", "*w", "*out", "*bias", "begin", "end", "K")
 
 
@@ -48,12 +51,12 @@ def unpack_name(form: Format) -> str:
 
 
 def module_of(forms: Sequence[Format], isa: Isa) -> str:
-    """Return the functions for these formats that multiply bf16 rows, as LLVM text.
+    """Return the LLVM text of the functions that multiply bf16 rows with matrices of these formats.
 
-    `products_F_1(x, w, out, bias, begin, end, K)` computes outputs begin ... end - 1 of one row; `bias` may be null.
-    `products_F_2(pairs, w, -, -, begin, end, K)` and `products_F_4` have (x, out) of every row in `pairs`, and no bias.
-    `unpack_F(out, w, -, -, begin, end, K)` dequantizes rows begin ... end - 1 to bf16. All have the same argument
-    types, so that callers need not distinguish them (`tasks.py`).
+    `products_F_1(x, w, out, bias, begin, end, K)` computes the outputs from `begin` to `end` - 1 of one row; `bias` may
+    be null. `products_F_2(pairs, w, -, -, begin, end, K)` and `products_F_4` find (x, out) of every row in `pairs`, and
+    have no bias. `unpack_F(out, w, -, -, begin, end, K)` dequantizes the rows of the matrix from `begin` to `end` - 1
+    to bf16. All functions have the same argument types, so callers need not distinguish them (`tasks.py`).
     """
     module = ir.Module()
     for form in forms:
@@ -64,7 +67,8 @@ def module_of(forms: Sequence[Format], isa: Isa) -> str:
 
 
 def byte_names(form: Format) -> list[str]:
-    """Return the names of the functions for 8-bit rows: rounding, gating with rounding, and products."""
+    """Return the names of the functions for rows in 8 bits: for rounding, for the gate with rounding, and for
+    products."""
     layout = Layout.of(form)
     return [
         byte_rows.function_name(layout),
@@ -74,7 +78,7 @@ def byte_names(form: Format) -> list[str]:
 
 
 def byte_module_of(form: Format, isa: Isa) -> str:
-    """Return the functions of `byte_names` and `unpack_F` as LLVM text."""
+    """Return the LLVM text of the functions in `byte_names` and of `unpack_F`."""
     module = ir.Module()
     byte_rows.add_function(module, isa, form, _ARGUMENTS)
     byte_rows.add_gated_function(module, isa, form, _ARGUMENTS)
@@ -93,11 +97,11 @@ class _Way(NamedTuple):
     """The method by which rows of x are multiplied."""
 
     zero: int
-    """The number that is subtracted from codes after multiplication."""
+    """The number that is subtracted from codes, by way of the sums of x, after the multiplication."""
     add_block: Callable[
         [Code, Format, Sequence[Value], Sequence[Row], Value, Sequence[Value], Sequence[Value]], list[Value]
     ]
-    """The function (code, form, places, rows, block, gains, totals) for one block: see `_add_halves`."""
+    """The function that adds one block, with the arguments of `_add_halves`."""
 
 
 def _way(isa: Isa, form: Format) -> _Way:
@@ -146,8 +150,8 @@ def _products(module: ir.Module, isa: Isa, form: Format, way: _Way, rows: int) -
 
 
 def _row(code: Code, form: Format, x: Value, columns: Value) -> Row:
-    """Copy a bf16 row into the order of the format's runs, widened to float32 if necessary, with sums of groups if
-    needed."""
+    """Return a bf16 row in the order of the format's runs, converted to float32 if necessary, with the sums of groups
+    if they are needed."""
     build, lanes, size = code.build, code.isa.lanes, group_numbers(form)
     is_in_halves = quantised_dots.fits(code.isa, form)
     numbers = code.scratch(build.mul(columns, code.number(4)))
@@ -176,13 +180,13 @@ def _row(code: Code, form: Format, x: Value, columns: Value) -> Row:
 def _dots(
     code: Code, form: Format, way: _Way, matrix: Sequence[Value], xs: Sequence[Row], blocks: Value
 ) -> list[Value]:
-    """Return the products of every row of the matrix with every row of x, by row of the matrix."""
+    """Return the products of every row of the matrix with every row of x, ordered by row of the matrix."""
     build, groups = code.build, len(form.groups)
     count, has_offsets = len(matrix) * len(xs), _has_offsets(way, form)
     begin = [code.reals(0.0)] * count + ([code.reals(0.0, groups)] * count if has_offsets else [])
 
     def one(b: Value, carried: list[Value]) -> list[Value]:
-        """Add block number b to the carried sums."""
+        """Return the carried sums plus the products of block number `b`."""
         totals, offsets = carried[:count], carried[count:]
         first = build.mul(b, code.number(form.nbytes))
         places = [code.at(row, first) for row in matrix]
@@ -226,7 +230,8 @@ def _add_halves(
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """Return totals plus the scaled products of one block, for every row of the matrix and every row of x in bf16."""
+    """Return `totals` plus the scaled products of one block, for every row of the matrix and every row of x, with x in
+    bf16."""
     first = code.build.mul(block, code.number(2 * form.numbers))
     return quantised_dots.add_block(code, form, places, [code.at(x.numbers, first) for x in xs], gains, totals)
 
@@ -240,7 +245,8 @@ def _add_reals(
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """Return totals plus the scaled products of one block, with x in float32."""
+    """Return `totals` plus the scaled products of one block, for every row of the matrix and every row of x, with x in
+    float32."""
     first = code.build.mul(block, code.number(4 * form.numbers))
     numbers, found = [code.at(x.numbers, first) for x in xs], list(totals)
     for g, group in enumerate(form.groups):
@@ -250,7 +256,7 @@ def _add_reals(
 
 
 def _group_dots(code: Code, form: Format, group: Group, places: Sequence[Value], xs: Sequence[Value]) -> list[Value]:
-    """Return the unscaled products of one group's codes, for every row of the matrix and every row of x."""
+    """Return the products of one group's codes, without its scale, for every row of the matrix and every row of x."""
     lanes, build = code.isa.lanes, code.build
     sums: list[Value] = [None] * (len(places) * len(xs))
     begin = min(run.first for run in group.runs)

@@ -1,4 +1,4 @@
-"""Read quantized blocks in machine code: codes as floats, scales of groups, and the order of elements."""
+"""Reads quantized blocks in machine code: codes as floats, the scales of groups, and the order of elements."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from smoe.kernels.kinds import BYTE, FLOAT, HALF, HALF_WORD, LONG, WORD, Value
 
 
 class Row(NamedTuple):
-    """A row of x in the order and type that products read."""
+    """A row of x in the order and type in which products read it."""
 
     numbers: Value
-    """The address of K numbers in float32 or bf16."""
+    """The address of its K numbers in float32 or bf16."""
     sums: Value
-    """The address of the sum of every group; undefined where the format needs no sums."""
+    """The address of the sums of its groups; undefined if the format needs no sums."""
 
 
 class Scales(NamedTuple):
-    """The scales of one block: registers with one number per group."""
+    """The scales of one block, as registers with one number per group."""
 
     gains: Value
     offsets: Value
-    """The offsets to subtract; None if there are none."""
+    """The numbers to subtract; None if there are none."""
 
 
 def group_numbers(form: Format) -> int:
+    """Return the number of elements in a group."""
     return form.numbers // len(form.groups)
 
 
 def order_of(form: Format) -> list[int]:
-    """Return the elements of a group in stored order (run by run), counted from its first element."""
+    """Return the elements of a group in the order in which their codes are stored, counted from the group's first
+    element."""
     runs = form.groups[0].runs
     first = min(run.first for run in runs)
     return [run.first - first + i * run.step for run in runs for i in range(run.numbers)]
 
 
 def arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> list[Value]:
-    """Permute the numbers of registers: number n of the result is `order[n]`; each result register reads at most
-    two."""
+    """Return the numbers of several registers in another order: number n of the result is number `order[n]`. Each
+    result register may read at most two registers."""
     lanes, found = code.isa.lanes, []
     if list(order) == list(range(len(order))):
         return list(registers)
@@ -56,7 +58,7 @@ def arranged(code: Code, registers: Sequence[Value], order: Sequence[int]) -> li
 
 
 def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits | Points], place: Value, i: int) -> Value:
-    """Return the codes of elements i, i + 1, ... of a run as floats, before `zero` is subtracted."""
+    """Return the codes of the elements from `i` on of a run, as floats. The format's `zero` has not been subtracted."""
     build, kind = code.build, code.registers(WORD)
     if form.is_signed:
         (field,) = fields
@@ -84,7 +86,8 @@ def codes_of(code: Code, form: Format, fields: Sequence[Field | Bits | Points], 
 
 
 def float8(code: Code, codes: Value) -> Value:
-    """Convert bytes in E4M3 to floats via fp16, whose exponent has one more bit and a bias greater by 8."""
+    """Return E4M3 numbers, given as bytes, as floats. They are converted through fp16, which has one more bit of
+    exponent and a bias greater by 8."""
     build, count = code.build, codes.type.count
     raw = build.zext(codes, code.registers(HALF_WORD, count))
     sign = build.shl(build.and_(raw, code.halves([128] * count)), code.halves([8] * count))
@@ -104,14 +107,14 @@ def _field(code: Code, field: Field, place: Value, i: int) -> Value:
 
 
 def _bits(code: Code, bits: Bits, place: Value, i: int) -> Value:
-    """Return a bit for each element, shifted to its position in the code, from a word that holds all bits."""
+    """Return one bit for each element, moved to its place in the code. One word contains the bits of all elements."""
     lanes = code.isa.lanes
     word = code.load(ir.IntType(lanes), code.at(place, bits.byte + i // 8))
     return code.where_set(word, code.words([1 << bits.left] * lanes), code.words([0] * lanes))
 
 
 def _reals(code: Code, kind: str, place: Value, i: int) -> Value:
-    """Return elements i, i + 1, ... of unquantized numbers from `place` on."""
+    """Return the elements from `i` on of unquantized numbers, which begin at `place`."""
     if kind == "F32":
         return code.load(code.registers(FLOAT), code.at(place, 4 * i))
     if kind == "BF16":
@@ -120,7 +123,7 @@ def _reals(code: Code, kind: str, place: Value, i: int) -> Value:
 
 
 def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
-    """Return elements i, i + 1, ... of grid points by one look-up after the other."""
+    """Return the elements from `i` on of a run of grid points, by one look-up after the other."""
     build, grid, lanes = code.build, points.grid, code.isa.lanes
     table, kind = code.constant(grid.name, grid.points.tobytes()), ir.IntType(8 * grid.width)
     count, first = lanes // grid.width, i // grid.width
@@ -143,7 +146,7 @@ def _of_points(code: Code, points: Points, place: Value, i: int) -> Value:
 
 
 def _with_eighth_sign(code: Code, signs: Value) -> Value:
-    """Return seven sign bits plus an eighth that makes the number of set bits even: 32 bits."""
+    """Return 32 bits with seven signs and an eighth, which makes the number of set bits even."""
     build, odd = code.build, signs
     for by in (4, 2, 1):
         odd = build.xor(odd, build.lshr(odd, ir.Constant(WORD, by)))
@@ -151,7 +154,7 @@ def _with_eighth_sign(code: Code, signs: Value) -> Value:
 
 
 def _one_code(code: Code, fields: Sequence[Field], place: Value) -> Value:
-    """Return one code of a block: 32 bits."""
+    """Return one code of a block as 32 bits."""
     build, total = code.build, None
     for field in fields:
         part = build.zext(code.load(BYTE, code.at(place, field.byte)), WORD)
@@ -162,7 +165,8 @@ def _one_code(code: Code, fields: Sequence[Field], place: Value) -> Value:
 
 
 def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
-    """Return gains and offsets of a block's groups; `zero` is subtracted from codes through the offsets."""
+    """Return the factors and the offsets of a block's groups. `zero` is the number that the offsets subtract from each
+    code."""
     build, groups = code.build, len(form.groups)
     gains = code.splat(_scalar(code, form.scale, place), groups)
     codes = _scale_codes(code, form, place)
@@ -179,7 +183,8 @@ def scales_of(code: Code, form: Format, place: Value, zero: int) -> Scales:
 
 
 def _scale_codes(code: Code, form: Format, place: Value) -> Value:
-    """Return the codes that multiply the block's scale, one per group, as floats; None if groups have none."""
+    """Return the groups' scale codes, by which the block's scale is multiplied, as floats. None if groups have no
+    scales."""
     build, groups = code.build, len(form.groups)
     codes = _group_codes(code, [group.scale for group in form.groups], place, form.has_signed_scales)
     if codes is None:
@@ -210,7 +215,7 @@ def _scalar(code: Code, scalar: Scalar, place: Value) -> Value:
 
 
 def _group_codes(code: Code, fields_of: Sequence[tuple[Field, ...]], place: Value, is_signed: bool) -> Value:
-    """Return one code per group in a register; None if groups have none."""
+    """Return a register with one code for each group. None if groups have no such codes."""
     if not fields_of[0]:
         return None
     build, groups = code.build, len(fields_of)

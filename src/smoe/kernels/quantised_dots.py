@@ -1,11 +1,11 @@
-"""Multiply codes with x as pairs of bf16 numbers, on CPUs with bf16 dot products.
+"""Multiplies codes with x as pairs of bf16 numbers, on CPUs with bf16 dot products.
 
-    codes of 16 or 32 neighbouring bytes -> 16 bits each -> bf16 -> total += code . x     32 products per instruction
+    codes of 16 or 32 neighbouring bytes -> 16 bits each -> bf16 -> total += code . x        32 products per instruction
 
 A code of up to seven bits becomes a bf16 number in one operation: 128 + code is 0x4300 | code. The 128 is subtracted
-once per block, with the sums of x, together with the format's own zero. Formats with a table look codes up in a
-register, and so do 4-bit codes if nothing else is subtracted. This takes a third of the instructions of widening each
-code to 32 bits, converting and multiplying it.
+once per block, together with the format's own zero, by way of the sums of x. For formats with a table, values are
+looked up in a register; so are 4-bit codes if nothing else must be subtracted. This takes a third of the instructions
+of converting each code to 32 bits and to float32 before multiplying it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from smoe.kernels.kinds import BYTE, HALF_WORD, Value
 
 SHIFT = 128
 _PIECE = 16
-"""The number of elements of a run that are converted together; two such pieces fill a register."""
+"""The number of elements of a run that are converted together, a piece. Two pieces fill a register."""
 
 
 class _Piece(NamedTuple):
-    """Elements i to i + 15 of a run."""
+    """A piece of a run: its elements from `i` to `i` + 15."""
 
     group: int
     run: Run
@@ -36,20 +36,20 @@ class _Piece(NamedTuple):
 
 
 def fits(isa: Isa, form: Format) -> bool:
-    """Return whether this format's codes become bf16 numbers exactly and the CPU has bf16 dot products."""
+    """Return whether a format's codes can become bf16 numbers exactly, and the CPU has bf16 dot products."""
     is_other = form.is_signed or form.is_float8 or form.reals or form.grid is not None
     return isa.has_bf16_dots and not is_other and form.most < SHIFT
 
 
 def subtracted(isa: Isa, form: Format) -> int:
-    """Return the number to subtract from converted codes, the format's own zero included."""
+    """Return the number to subtract from converted codes, which includes the format's own zero."""
     if not fits(isa, form):
         return form.zero
     return 0 if _table_of(form) is not None else form.zero + SHIFT
 
 
 def _table_of(form: Format) -> tuple[float, ...] | None:
-    """Return the values of the 16 codes if they are looked up (then nothing is subtracted), else None."""
+    """Return the values of the 16 codes if values are looked up, in which case nothing is subtracted; else None."""
     if form.table is not None or form.minimum is not None:
         return form.table
     fields = [field for group in form.groups for run in group.runs for field in run.fields]
@@ -65,10 +65,11 @@ def add_block(
     gains: Sequence[Value],
     totals: Sequence[Value],
 ) -> list[Value]:
-    """Return totals [16 floats each] plus the scaled products of one block, for every row of the matrix and of x.
+    """Return `totals` [16 floats each] plus the scaled products of one block, for every row of the matrix and every row
+    of x.
 
-    `places` are the block's addresses in the rows of the matrix; `xs` those of its elements in the rows of x, in the
-    order of runs; `gains` has a number per group for every row of the matrix.
+    `places`: the addresses of the block in the rows of the matrix. `xs`: the addresses of the block's elements in the
+    rows of x, in the order of runs. `gains`: for every row of the matrix, a register with one number per group.
     """
     found, at = list(totals), 0
     for (first, second), pairs in groupby(_pairs(form), lambda pair: (pair[0].group, pair[1].group)):
@@ -98,7 +99,7 @@ def _pairs(form: Format) -> Iterator[tuple[_Piece, _Piece]]:
 
 
 def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value) -> Value:
-    """Return 32 codes as bf16 (16 bits each), with `SHIFT` added, or the table's values."""
+    """Return 32 codes as bf16 numbers (16 bits each) with `SHIFT` added, or the values of the codes in the table."""
     build, total, table = code.build, None, _table_of(form)
     for field, second in zip(one.run.fields, other.run.fields, strict=True):
         assert not isinstance(field, Points)
@@ -119,7 +120,8 @@ def _as_bf16(code: Code, form: Format, one: _Piece, other: _Piece, place: Value)
 
 
 def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, place: Value) -> Value:
-    """Return the bytes of two pieces, shifted to the beginning of their codes: 16 bits each."""
+    """Return the bytes that contain one field of two pieces, as 16 bits each, shifted so that the field begins at bit
+    0."""
     build = code.build
     begins, follows = field.byte + one.i, second.byte + other.i
     if (follows, second.shift) == (begins + _PIECE, field.shift):
@@ -140,7 +142,7 @@ def _bytes(code: Code, field: Field, one: _Piece, second: Field, other: _Piece, 
 
 
 def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piece, place: Value) -> Value:
-    """Return one bit for each element of two pieces, shifted to its position in the code."""
+    """Return one bit for each element of two pieces, moved to its place in the code."""
     build, size = code.build, _PIECE // 8
     begins, follows = bits.byte + one.i // 8, second.byte + other.i // 8
     if follows == begins + size:
@@ -153,7 +155,7 @@ def _single_bits(code: Code, bits: Bits, one: _Piece, second: Bits, other: _Piec
 
 
 def _bf16_bits(number: float) -> int:
-    """Return the bits of a number that is exact in bf16."""
+    """Return the bits of a number, which must be exact in bf16."""
     bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
     assert bits & 0xFFFF == 0, number
     return bits >> 16

@@ -1,4 +1,4 @@
-"""Snippets of LLVM text for registers: constants, copies of a number, conversions, transpositions."""
+"""Pieces of LLVM text for registers: constants, copies of a number, conversions, transpositions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def joined(parts: Iterable[str]) -> str:
 
 
 def filled(element: str, lanes: int = 16) -> str:
-    """Return a constant register of `lanes` copies of `element`."""
+    """Return a constant register with `lanes` copies of `element`, as LLVM text."""
     return "<" + ", ".join([element] * lanes) + ">"
 
 
 def constant(value: float) -> str:
-    """Return a constant register of 16 copies of a float32."""
+    """Return a constant register with 16 copies of a float32, as LLVM text."""
     return filled(f"float {single(value)}")
 
 
 def single(value: float) -> str:
-    """Return a float32 constant as LLVM writes it: the bits of the same number in float64."""
+    """Return a float32 constant as LLVM writes it: as the bits of the same number in float64."""
     (single,) = struct.unpack("f", struct.pack("f", value))
     return f"0x{struct.pack('>d', single).hex().upper()}"
 
@@ -34,14 +34,14 @@ def from_bits(bits: int) -> float:
 
 
 def broadcast(name: str, value: str, kind: str = "float") -> str:
-    """Return code for `%name.all`: 16 copies of a number."""
+    """Return LLVM text for `%name.all`, a register with 16 copies of a number."""
     return f"""\
   %{name}.one = insertelement <16 x {kind}> poison, {kind} {value}, i64 0
   %{name}.all = shufflevector <16 x {kind}> %{name}.one, <16 x {kind}> poison, <16 x i32> zeroinitializer"""
 
 
 def rounded(to: str, bits: str, kind: str = "<16 x i32>") -> str:
-    """Return code that rounds float32 bits to bf16, ties to even; the lower half becomes zero."""
+    """Return LLVM text that rounds float32 bits to bf16, ties to even. The lower half of the bits becomes zero."""
 
     def constant(value: int) -> str:
         return filled(f"i32 {value}") if kind.startswith("<") else str(value)
@@ -55,7 +55,7 @@ def rounded(to: str, bits: str, kind: str = "<16 x i32>") -> str:
 
 
 def widened(bits: str, result: str, lanes: int) -> str:
-    """Return code that converts bf16 numbers, as 16 bits each, to float."""
+    """Return LLVM text that converts bf16 numbers, given as 16 bits each, to float32."""
     half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
     return f"""\
   %{bits}.wide = zext {half} %{bits} to {whole}
@@ -64,7 +64,7 @@ def widened(bits: str, result: str, lanes: int) -> str:
 
 
 def as_bf16(number: str, result: str, lanes: int) -> str:
-    """Return code that rounds a float to bf16, kept as float; every NaN becomes the same one."""
+    """Return LLVM text that rounds a float32 to bf16 and leaves it as a float32. Every NaN becomes the same NaN."""
     whole, real, flag = (_typed(kind, lanes) for kind in ("i32", "float", "i1"))
     return f"""\
   %{number}.bits = bitcast {real} %{number} to {whole}
@@ -75,7 +75,7 @@ def as_bf16(number: str, result: str, lanes: int) -> str:
 
 
 def halved(number: str, result: str, lanes: int) -> str:
-    """Return code that converts a float with a bf16 value to bf16 bits."""
+    """Return LLVM text that converts a float32, whose value is exact in bf16, to the 16 bits of bf16."""
     half, whole, real = _typed("i16", lanes), _typed("i32", lanes), _typed("float", lanes)
     return f"""\
   %{result}.bits = bitcast {real} %{number} to {whole}
@@ -92,9 +92,9 @@ def _whole(value: int, lanes: int) -> str:
 
 
 def transposed(rows: list[str], element: str) -> tuple[list[str], list[str]]:
-    """Return code that transposes n registers of n numbers by rounds of shuffles, and the names of the columns.
+    """Return LLVM text that transposes n registers of n numbers, and the names of the result's registers.
 
-    Round s exchanges bit s of the register's number with bit s of the lane's.
+    It consists of rounds of shuffles. Round s exchanges bit s of a register's number with bit s of the lane's number.
     """
     lines, names, width = [], list(rows), len(rows)
     for bit in (2**n for n in range(width.bit_length() - 1)):
@@ -109,6 +109,7 @@ def transposed(rows: list[str], element: str) -> tuple[list[str], list[str]]:
 
 
 def _shuffle(to: str, a: str, b: str, lanes: list[int], element: str) -> str:
-    """Return a shuffle that picks `lanes` of two registers; lanes of b are counted after those of a."""
+    """Return LLVM text for a shuffle that takes `lanes` of two registers. The lanes of `b` are counted after those of
+    `a`."""
     kind, mask = f"<{len(lanes)} x {element}>", ", ".join(f"i32 {lane}" for lane in lanes)
     return f"  {to} = shufflevector {kind} {a}, {kind} {b}, <{len(lanes)} x i32> <{mask}>"

@@ -1,12 +1,14 @@
-"""Relocations of machine code: insert the distance of an address into the bits of an instruction.
+"""Relocations of machine code: writes the distance of an address into the bits of an instruction.
 
-An object file lists the places to change and their types (`R_X86_64_...`, `R_AARCH64_...`). Only relative types are
-supported, so that code and constants may be loaded anywhere at a multiple of 4096 bytes. aarch64 counts in these units
-whatever the system's page size.
+An object file lists the places to change, each with its type (`R_X86_64_...`, `R_AARCH64_...`). Only relative types are
+supported, so code and constants may be loaded at any multiple of 4096 bytes. aarch64 counts in units of 4096 bytes,
+whatever the page size of the system.
 
-    x86-64    PC32            32 bits relative to the place
-    aarch64   ADR_..._PG_HI21  distance in 4096 bytes   ADD/LDSTn_..._LO12   the address's lowest 12 bits, in elements
-              CALL26, JUMP26   distance in instructions PREL32               as PC32
+    x86-64     PC32                   32 bits, relative to the place
+    aarch64    ADR_..._PG_HI21        the distance in units of 4096 bytes
+               ADD/LDSTn_..._LO12     the lowest 12 bits of the address, counted in elements
+               CALL26, JUMP26         the distance in instructions
+               PREL32                 the same as PC32
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def _pages(data: bytearray, at: int, to: int) -> None:
 
 
 def _within_page(size_bits: int) -> Callable[[bytearray, int, int], None]:
-    """Return the relocation of an address within 4096 bytes, in units of 2 ** size_bits bytes."""
+    """Return the function for a relocation that writes an address within 4096 bytes, in units of 2 ** size_bits
+    bytes."""
 
     def fill_in(data: bytearray, at: int, to: int) -> None:
         place = to & (1 << _PAGE_BITS) - 1
@@ -64,4 +67,5 @@ KINDS: Mapping[int, Mapping[int, Callable[[bytearray, int, int], None]]] = {
         299: _within_page(4),
     },
 }
-"""For each machine, the relocation functions by type: (image, offset to change, target offset) -> None."""
+"""For each machine, the functions that apply relocations, by type. They take (image, offset to change, target
+offset)."""

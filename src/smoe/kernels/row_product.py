@@ -1,22 +1,23 @@
-"""One row times a bf16 matrix: oneDNN's bits at the speed of memory.
+"""The product of one row and a bf16 matrix, with oneDNN's bits at the speed of memory.
 
-Decoding multiplies one row with every matrix, so each weight is used once and memory bandwidth is the limit. oneDNN
+Decoding multiplies one row with every matrix, so each weight is used once, and memory bandwidth is the limit. oneDNN
 (torch's CPU library) reaches half of it, because it first copies the matrix into another layout, as it would for many
-rows. Here 16 weight rows are transposed in registers instead:
+rows. Here 16 rows of weights are transposed in registers instead:
 
-    memory: W [N, K], row by row                 registers: 16 x 16 pairs of weights, transposed
-    row n    | k k+1 | k+2 k+3 | ...  ->         pair k      of rows n .. n+15   dot x[k, k+1]
-    row n+1  | k k+1 | ...                       pair k+2    of rows n .. n+15   dot x[k+2, k+3]
-    ...                                          ...          each lane is one output
+    memory: W [N, K], row by row                registers: 16 x 16 pairs of weights, transposed
+    row n    | k k+1 | k+2 k+3 | ...     ->     pair k      of rows n .. n+15      dot x[k, k+1]
+    row n+1  | k k+1 | ...                      pair k+2    of rows n .. n+15      dot x[k+2, k+3]
+    ...                                         ...         each lane is one output
 
 Grade E0 requires torch's bits, which depend on the order of sums. oneDNN's order (brgemm, AVX-512 BF16) was found by
-experiments: for every output one running sum over k in steps of two, restarted every 512 k; the sums of these chains
-are added in sequence. Several rows restart every 1024 k if K exceeds 1024. With few outputs and large K, each thread
-sums a part of the k, and the parts are added at the end. This kernel uses the same instruction in the same order. At
-load its bits are compared with torch's on the model's own weights (`spinning_pool.py`); if they differ, torch computes.
+experiments. For every output there is one running sum over k in steps of two, which restarts every 512 k; the sums of
+these chains are added in sequence. With several rows it restarts every 1024 k if K exceeds 1024. With few outputs and
+large K, each thread sums a part of the k, and the parts are added at the end.
 
-The weights `AHEAD` elements further, in these rows or the next 16, are prefetched: rows of 768 are too short for
-hardware prefetchers. Measurements are in docs/log/kernels.md.
+This kernel uses the same instruction in the same order. When a model is loaded, its bits are compared with torch's on
+the model's own weights (`spinning_pool.py`); if they differ, torch computes. The weights `AHEAD` elements further, in
+these rows or in the next 16, are prefetched, because rows of 768 elements are too short for hardware prefetchers.
+Measurements are in docs/log/kernels.md.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ if TYPE_CHECKING:
     import torch
 
 LANES = 16
-"""The number of outputs computed together: the 32-bit lanes of one register."""
+"""The number of outputs that are computed together: the 32-bit lanes of one register."""
 TILE = 32
-"""The number of elements along K per step: the bf16 numbers of one register."""
+"""The number of elements along K in one step: the bf16 numbers of one register."""
 AHEAD = 512
-"""The number of elements along K between computation and prefetch: 16 KB for 16 rows, a part of the first cache
-level."""
+"""The distance between computation and prefetch, in elements along K. For 16 rows these are 16 KB, a part of the
+first-level cache."""
 CHAIN = 512
 """The number of elements along K after which the running sum of a single row restarts."""
 _LEAST_WEIGHTS = 16**3
-"""torch computes products with at most this many multiplications by another library than oneDNN."""
+"""For products with at most this number of multiplications, torch uses another library than oneDNN."""
 
 
 def fits(matrix: torch.Tensor) -> bool:
-    """Return whether the kernel supports a matrix [K, N]."""
+    """Return whether the kernel supports a matrix [K, N]: its dtype, its layout in memory and its shape."""
     import torch
 
     columns, rows = matrix.shape
@@ -52,22 +53,23 @@ def fits(matrix: torch.Tensor) -> bool:
 
 
 def fits_shape(columns: int, outputs: int) -> bool:
-    """Return whether the kernel supports a matrix of this shape, stored row by row."""
+    """Return whether the kernel supports a matrix of this shape that is stored row by row."""
     return columns % TILE == 0 and outputs % LANES == 0 and outputs * columns > _LEAST_WEIGHTS
 
 
 def chain_of(columns: int, rows: int) -> int:
-    """Return the number of elements along K after which torch restarts a running sum when it multiplies `rows` rows of
+    """Return the number of elements along K after which torch restarts a running sum, when it multiplies `rows` rows of
     `columns` elements."""
     return 2 * CHAIN if rows > 1 and columns > 2 * CHAIN else CHAIN
 
 
 def source(several: bool) -> str:
-    """Return the kernel as LLVM text, for one row, and with `several` also for two and four at once.
+    """Return the LLVM text of the kernel: for one row, and with `several` also for two and for four rows at once.
 
-    `row_product(x, w, out, bias, begin, end, K, part, length)` computes outputs begin ... end - 1 of one row: strips of
-    16, parts of `part` k, chains of `length`, tiles of 32 k. `bias` may be null; torch adds it before rounding.
-    `row_product_2` and `_4` have a pointer to (x, out) of every row instead of x and out, and no bias.
+    `row_product(x, w, out, bias, begin, end, K, part, length)` computes the outputs from `begin` to `end` - 1 of one
+    row. It does so in strips of 16 outputs, and along K in parts of `part`, chains of `length` and tiles of 32
+    elements. `bias` may be null; torch adds it before rounding. `row_product_2` and `row_product_4` have a pointer to
+    (x, out) of every row instead of x and out, and no bias.
     """
     return DECLARATIONS + _one_row() + (_some_rows(2) + _some_rows(4) if several else "")
 
@@ -110,8 +112,8 @@ strip.end:
 
 
 def _some_rows(rows: int) -> str:
-    """Return the function for several rows; weights are transposed once for all, which takes longer than
-    multiplying."""
+    """Return the LLVM text of the function for several rows. Weights are transposed once for all rows, which takes
+    longer than multiplying."""
     pointers = [f"{name}{r}" for r in range(rows) for name in ("x", "out")]
     loads = [
         f"  %{name}.at = getelementptr ptr, ptr %pairs, i64 {n}\n  %{name} = load ptr, ptr %{name}.at"
@@ -135,7 +137,7 @@ strip.end:
 
 
 def _sums(rows: int) -> str:
-    """Return code for the sums of a strip, one register per row: `%total.next.0` and so on."""
+    """Return LLVM text that computes the sums of a strip, in one register per row: `%total.next.0` and so on."""
     transposing, pairs = transposed([f"%r{i}" for i in range(LANES)], "i32")
     each, zero = range(rows), "<16 x float> [zeroinitializer"
     dots = [line for r in each for line in _dots(pairs, r)]
@@ -187,7 +189,7 @@ def _first_or_sum(r: int) -> str:
 
 
 def _end(results: list[str]) -> str:
-    """Return code that stores a strip's rounded results and goes to the next strip."""
+    """Return LLVM text that stores the rounded results of a strip and continues with the next strip."""
     stores = [
         f"""\
   %rounded.{r} = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> {result})
@@ -206,7 +208,7 @@ done:
 
 
 def _load(i: int) -> str:
-    """Return code that loads 32 elements of the strip's row i and prefetches those `AHEAD` further."""
+    """Return LLVM text that loads 32 elements of the strip's row `i`, and prefetches those `AHEAD` elements further."""
     return f"""\
   %o{i} = add i64 %k, %row{i}
   %p{i} = getelementptr i16, ptr %w, i64 %o{i}
@@ -216,7 +218,7 @@ def _load(i: int) -> str:
 
 
 def _dots(pairs: list[str], r: int) -> list[str]:
-    """Return 16 steps of row r's running sum."""
+    """Return LLVM text for 16 steps of the running sum of row `r`."""
     lines, acc = [], f"%acc.{r}"
     for j, pair in enumerate(pairs):
         name = f"{r}.{j}"

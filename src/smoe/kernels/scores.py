@@ -1,12 +1,13 @@
-"""Scores q . k of one query token with every key, as LLVM text for `attention.py`.
+"""The scores q . k of one query token with every key, as LLVM text for `attention.py`.
 
-torch's order has four running sums per key, of d = 0, 4, 8 ...; 1, 5, 9 ...; 2 ...; 3 ...; then (s0 + s2) + (s1 + s3).
+torch's order has four running sums per key, over the elements d = 0, 4, 8 ...; 1, 5, 9 ...; 2 ...; and 3 .... The score
+is (s0 + s2) + (s1 + s3). Here keys are transposed in registers:
 
-    memory: K, key by key                    registers: 8 x 8 groups of four d, transposed
-    key n    | d0 .. d3 | d4 .. d7 | ... ->  d0 .. d3    of keys n .. n+7     as d0, d2 and d1, d3 in float32
-    key n+1  | d0 .. d3 | d4 .. d7 | ...     d4 .. d7    of keys n .. n+7
+    memory: K, key by key                       registers: 8 x 8 groups of four d, transposed
+    key n    | d0 .. d3 | d4 .. d7 | ...  ->    d0 .. d3    of keys n .. n+7      as d0, d2 and d1, d3 in float32
+    key n+1  | d0 .. d3 | d4 .. d7 | ...        d4 .. d7    of keys n .. n+7
 
-So a register holds the running sums of eight keys, and keys are transposed once for all query heads that share them.
+So a register has the running sums of eight keys, and keys are transposed once for all query heads that share them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from smoe.kernels.tile import TILE, fetched, in_float32
 _KEYS = 8
 """The number of keys that are multiplied together."""
 _AHEAD = 32
-"""The number of keys to prefetch into the second cache level: 3000 keys and values then take 0.48 ms from memory
-instead of 0.78."""
+"""The number of keys that are prefetched into the second-level cache. 3000 keys and values then take 0.48 ms from
+memory instead of 0.78."""
 
 
 def source(row: int) -> str:
-    """Return `spread` and `scores`; `row` is the number of floats from one head's scores to the next one's."""
+    """Return the LLVM text of `spread` and `scores`. `row`: the number of floats from one head's scores to the next
+    head's."""
     return _scores(row) + "\n" + _SPREAD
 
 
@@ -57,15 +59,16 @@ done:
   ret void
 }
 """
-"""The LLVM function that converts queries to float32, with each four elements in the order 0, 2, 1, 3 of the transposed
-keys."""
+"""The LLVM text of a function that converts queries to float32. Of each four elements the order becomes 0, 2, 1, 3, as
+in the transposed keys."""
 
 
 def _scores(row: int) -> str:
-    """Return LLVM text that computes s[h, n] = q[h] . k[n]: groups of 8 keys (the last key is repeated), tiles of 32 d,
-    then heads.
+    """Return LLVM text that computes s[h, n] = q[h] . k[n], in groups of 8 keys (the last key is repeated), tiles of 32
+    elements d, and then heads.
 
-    `pairs` [h, 2, 16] holds a group's running sums, s0 and s2 of each key, then s1 and s3; it is zero between groups.
+    `pairs` [h, 2, 16] contains the running sums of a group: s0 and s2 of each key, then s1 and s3. Between groups it is
+    zero.
     """
     return f"""
 define internal void @scores(ptr noalias %q, ptr noalias %k, i64 %stride, i64 %n, i64 %size, i64 %group,
@@ -117,7 +120,7 @@ def _row(i: int) -> str:
 
 
 def _tile() -> str:
-    """Return code for `%e0` ... `%e7`, `%o0.f` ... `%o7.f`: each pair holds four d of all keys."""
+    """Return LLVM text for `%e0` to `%e7` and `%o0.f` to `%o7.f`. Each pair of them has four d of all keys."""
     transposing, fours = transposed([f"%r{i}" for i in range(_KEYS)], "i64")
     return f"""\
 {joined(f"  %p{i} = getelementptr i16, ptr %row{i}, i64 %d" for i in range(_KEYS))}
@@ -128,7 +131,8 @@ def _tile() -> str:
 
 
 def _products() -> str:
-    """Return code that multiplies a tile of all keys with that of head `%h`'s query and adds it to the running sums."""
+    """Return LLVM text that multiplies a tile of all keys with that of the query of head `%h`, and adds the products to
+    the running sums."""
     return f"""\
   %pair.offset = mul i64 %h, 32
   %even.at = getelementptr float, ptr %pairs, i64 %pair.offset
@@ -144,7 +148,7 @@ def _products() -> str:
 
 
 def _multiply(j: int) -> str:
-    """Return code for one step of the running sums: four d of all keys with the same four of one query."""
+    """Return LLVM text for one step of the running sums: four d of all keys times the same four of one query."""
 
     def step(kind: str, key: str, at: int) -> str:
         return f"""\
@@ -160,7 +164,7 @@ def _multiply(j: int) -> str:
 
 
 def _total(row: int) -> str:
-    """Return code that turns head `%t`'s running sums into eight scores and resets them."""
+    """Return LLVM text that makes eight scores from the running sums of head `%t`, and resets the sums."""
     evens, odds = (", ".join(f"i32 {2 * i + odd}" for i in range(8)) for odd in (0, 1))
     return f"""\
   %total.offset = mul i64 %t, 32

@@ -1,8 +1,8 @@
-"""Softmax of a block of scores with the bits of torch's CPU attention, as LLVM text for `attention.py`.
+"""The softmax of a block of scores with the bits of torch's CPU attention, as LLVM text for `attention.py`.
 
 Scores become exp(score - maximum), rounded to bf16: by a polynomial in whole registers of 16, and by libm's expf for
-the rest. Their sum, taken before rounding, uses two alternating running sums of registers, which are folded by halves;
-the rest is added one by one.
+the remaining ones. Their sum, which is taken before rounding, uses two alternating running sums of registers. The
+halves of these are added repeatedly until one number is left; the remaining scores are added one by one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from smoe.kernels.registers import broadcast, constant, filled, from_bits, joine
 
 
 def source() -> str:
-    """Return `softmax`: s [n] becomes exp(s scale - maximum), rounded to bf16 as float32.
+    """Return the LLVM text of `softmax`: scores s [n] become exp(s scale - maximum), rounded to bf16 and stored as
+    float32.
 
-    `state` holds maximum and sum over blocks. Blocks after the first scale the earlier outputs, `totals` [size].
+    `state` contains the maximum and the sum over blocks. For blocks after the first, the earlier outputs `totals`
+    [size] are multiplied by a factor for the new maximum.
     """
     return f"""
 declare float @llvm.fma.f32(float, float, float)
@@ -34,7 +36,8 @@ done:
 
 
 def _largest() -> str:
-    """Return code that scales scores in place and finds the largest of the first n in each lane."""
+    """Return LLVM text that multiplies scores by the scale in place, and finds the largest of the first n scores in
+    each lane."""
     lanes = "<" + ", ".join(f"i64 {n}" for n in range(16)) + ">"
     return f"""\
 entry:
@@ -60,7 +63,7 @@ largest:
 
 
 def _maximum() -> str:
-    """Return code for the maximum of this block and earlier ones."""
+    """Return LLVM text that computes the maximum of this block and of earlier ones."""
     return f"""\
 maximum:
   %block.max = call float @llvm.vector.reduce.fmax.v16f32(<16 x float> %max.next)
@@ -78,7 +81,7 @@ maximum:
 
 
 def _exps() -> str:
-    """Return code for whole registers, with two alternating sums."""
+    """Return LLVM text for the whole registers of a block, with two alternating sums."""
     return f"""\
 exps:
   %j = phi i64 [0, %maximum], [%j.next, %exps]
@@ -97,7 +100,8 @@ exps:
 
 
 def _rest() -> str:
-    """Return code that folds both sums to one number and handles the rest of the block one by one."""
+    """Return LLVM text that reduces both sums to one number, and then handles the remaining scores of the block one by
+    one."""
     return f"""\
 fold:
   %a.last = phi <16 x float> [zeroinitializer, %maximum], [%b, %exps]
@@ -124,7 +128,8 @@ rest:
 
 
 def _update() -> str:
-    """Return code that updates the sum over blocks and scales earlier outputs to the new maximum."""
+    """Return LLVM text that updates the sum over blocks, and multiplies earlier outputs by a factor for the new
+    maximum."""
     return f"""\
 update:
   %block.sum = phi float [%folded, %fold], [%sum.next, %rest]
@@ -149,8 +154,8 @@ scaling:
 
 
 def _exp(x: str) -> str:
-    """Return code for torch's `fexp_u20` of x: 2 ** (x log2 e), with a polynomial of the fraction, computed in the
-    number's bits."""
+    """Return LLVM text for torch's `fexp_u20` of x: 2 ** (x log2 e), with a polynomial of the fraction, computed in the
+    bits of the number."""
     fma = "call <16 x float> @llvm.fma.v16f32"
     c0, c1, c2, c3 = (
         constant(c) for c in (0.00010703434948458272, 0.30354260500649682, -0.22433836478672356, -0.079204240219773236)
@@ -171,7 +176,7 @@ def _exp(x: str) -> str:
 
 
 def _fold(width: int) -> str:
-    """Return code that adds lane i + width to lane i: lane 0 then equals that of torch's exchange of halves."""
+    """Return LLVM text that adds lane i + width to lane i. Lane 0 then equals that of torch, which exchanges halves."""
     mask = ", ".join(f"i32 {n ^ width}" for n in range(16))
     return f"""\
   %m{width} = shufflevector <16 x float> %f{2 * width}, <16 x float> poison, <16 x i32> <{mask}>

@@ -1,31 +1,33 @@
-"""Distribution of work in machine code: tasks consist of units, which threads take one by one from an atomic counter.
+"""Distributes work among threads in machine code. Tasks consist of units, which threads take one by one from an atomic
+counter.
 
 The memory that the threads share, in words of 8 bytes:
 
-    open       the number of units (upper half) and the first free one (lower half); 0 while the tasks may be changed.
-               One word, so that a late thread cannot take a unit of the next job for one of this
-    finished   the number of units done
-    patience   ticks for which a helper looks for work before it sleeps (`_Own.now`)
-    spare      the number of pieces of memory to prefetch (upper half) and the first free one (lower half): the
-               next weights, for helpers that have nothing else to do
-    progress   counters for the caller, such as an expert's finished units
-    tasks      in the order in which their units are taken
-    ranges     memory to prefetch: (first piece, address) of each, with `NEVER` after the last
+    open        the number of units (upper half), and the first that no thread has taken (lower half); 0 while tasks
+                may be changed. Both are in one word, so that a late thread cannot take a unit of the next job
+    finished    the number of finished units
+    patience    ticks for which a helper looks for work before it sleeps (`_Own.now`)
+    spare       the number of pieces of memory to prefetch (upper half), and the first that no thread has taken (lower
+                half): the next weights, for helpers that have nothing else to do
+    progress    counters for the caller, such as the number of finished units of an expert
+    tasks       in the order in which their units are taken
+    ranges      memory to prefetch: (first piece, address) of each range, with `NEVER` after the last
 
 A task is (first unit, outputs, outputs per unit, kind, wait at, wait for, count at, a, b, c, d, e, f). Its units begin
-once the word at `wait at` has reached `wait for`, and each adds one to the word at `count at` when it is done. Tasks
-wait only for earlier ones, whose units have already been taken, so there is no deadlock.
+when the word at the address `wait at` has reached `wait for`. Each unit adds one to the word at `count at` when it is
+done. Tasks wait only for earlier tasks, whose units have already been taken, so there is no deadlock. The arguments a
+to f depend on the kind:
 
-    kind       a       b        c      d      e    f     computes
-    PRODUCT    x       matrix   out    bias   K    part  row_product.py
-    ROWS       pairs   matrix          rows   K    chain row_product.py for several rows: (x, out) of each
-    GATE       wide    table    inner  I                 elementwise.py
-    COMBINE    rows    gains    out    count  H          elementwise.py
-    CALL       address arguments                         another function(arguments, unit)
-    FORMAT     address x        matrix out    K     bias quantised.py, or a function with the same argument types
+    kind       a         b           c        d       e    f       computed by
+    PRODUCT    x         matrix      out      bias    K    part    row_product.py
+    ROWS       pairs     matrix               rows    K    chain   row_product.py, for several rows: (x, out) of each
+    GATE       wide      table       inner    I                    elementwise.py
+    COMBINE    rows      gains       out      count   H            elementwise.py
+    CALL       address   arguments                                 another function(arguments, unit)
+    FORMAT     address   x           matrix   out     K    bias    quantised.py, or a function with equal argument types
 
-Only the words of header and progress order the memory accesses of threads, on weakly ordered CPUs too. Publishing and
-counting are operations after all earlier writes (seq_cst); looking and taking are operations before all later reads
+Only the words of header and progress order the memory accesses of threads, also on weakly ordered CPUs. Publishing and
+counting are operations after all earlier writes (seq_cst). Looking and taking are operations before all later reads
 (acquire, seq_cst).
 """
 
@@ -37,7 +39,7 @@ from smoe.cpu_isa import AARCH64, FAMILY, X86
 from smoe.kernels import elementwise, row_product
 
 OPEN, FINISHED, PATIENCE, NOWHERE, SPARE, PROGRESS = 0, 8, 9, 10, 11, 16
-"""Indices of words in the header; `open` has a cache line of its own. The counter at `NOWHERE` is never read."""
+"""The indices of words in the header; `open` has a cache line of its own. The counter at `NOWHERE` is never read."""
 MOST_COUNTS = 144
 HEADER = PROGRESS + MOST_COUNTS
 FIELDS = 13
@@ -45,27 +47,27 @@ MOST_TASKS = 8192
 RANGES = HEADER + MOST_TASKS * FIELDS
 MOST_RANGES = 8
 NEVER = (1 << 63) - 1
-"""A piece number that no range begins with; it ends the search for a range."""
+"""A number of a piece at which no range begins. It ends the search for a range."""
 WORDS = RANGES + 2 * MOST_RANGES + 1
-"""The number of words of the shared memory."""
+"""The number of words in the shared memory."""
 PIECE = 4096
-"""The number of bytes that are prefetched before a helper looks for work again: 0.2 us."""
+"""The number of bytes that a helper prefetches before it looks for work again: 0.2 us."""
 _LINE = 64
 PRODUCT, GATE, COMBINE, CALL, ROWS, FORMAT = 0, 1, 2, 3, 4, 5
 _STRIP = 32
-"""The number of outputs that are computed for all rows before the next: their weights stay in the second cache
-level."""
+"""The number of outputs that are computed for all rows before the following ones, so that their weights stay in the
+second-level cache."""
 _LOWER = (1 << 32) - 1
 
 
 class _Own(NamedTuple):
-    """Instructions that differ between CPU families."""
+    """LLVM text for instructions that differ between CPU families."""
 
     declarations: str
     pause: str
     """LLVM text that pauses the thread for a moment."""
     now: str
-    """LLVM text that reads a clock common to all cores: cycles, or ticks of `ticks_a_second`."""
+    """LLVM text that reads a clock which all cores share. It counts cycles, or ticks of `ticks_a_second`."""
 
 
 _OWN = {
@@ -101,11 +103,11 @@ attributes #0 = { nounwind }
 
 
 def source(has_bf16: bool, several: bool, family: str = FAMILY) -> str:
-    """Return all functions as LLVM text; `work(block, units)`, `serve(block)` and, on aarch64, `ticks_a_second(at)` are
-    exported.
+    """Return the LLVM text of all functions. The exported ones are `work(block, units)`, `serve(block)` and, on
+    aarch64, `ticks_a_second(at)`.
 
-    The kinds PRODUCT and ROWS require `has_bf16`, which not every CPU supports. ROWS also requires `several`, because
-    it takes as long to compile as everything else.
+    The task kinds PRODUCT and ROWS require `has_bf16`, which not every CPU supports. ROWS also requires `several`,
+    because it takes as long to compile as everything else.
     """
     several, own = several and has_bf16, _OWN[family]
     products = row_product.source(several) if has_bf16 else row_product.DECLARATIONS
@@ -121,7 +123,7 @@ def _word(name: str, index: int) -> str:
 
 
 def _fields(names: str, kind: str, first: int = 0) -> str:
-    """Return code that loads fields of `%task`, from field number `first` on."""
+    """Return LLVM text that loads the fields `names` of `%task`, from field number `first` on."""
     return "\n".join(
         f"  %{name}.field = getelementptr i64, ptr %task, i64 {first + n}\n  %{name} = load {kind}, ptr %{name}.field"
         for n, name in enumerate(names.split())
@@ -132,7 +134,7 @@ _ARGUMENTS = FIELDS - 6
 
 
 def _rows() -> str:
-    """Return code for several rows, strip by strip: four at once, then two, then one."""
+    """Return LLVM text that multiplies several rows, strip by strip: four at once, then two, then one."""
     return f"""\
 rows:
   %strip = phi i64 [%begin, %entry], [%strip.next, %strip.end]
@@ -175,7 +177,7 @@ done:
 
 
 def _product() -> str:
-    """Return code for one row in bf16."""
+    """Return LLVM text that multiplies one row with a bf16 matrix."""
     return f"""\
 product:
   %bias = inttoptr i64 %d to ptr
@@ -185,7 +187,7 @@ product:
 
 
 def _unit(own: _Own, has_bf16: bool, several: bool) -> str:
-    """Return the function that computes one unit of a task."""
+    """Return the LLVM text of the function that computes one unit of a task."""
     labels = {GATE: "gate", COMBINE: "combine", CALL: "call"}
     labels |= ({PRODUCT: "product"} if has_bf16 else {}) | ({ROWS: "rows"} if several else {})
     cases = "  ".join(f"i64 {kind}, label %{label}" for kind, label in labels.items())
@@ -217,7 +219,7 @@ call:
 
 
 def _take(own: _Own) -> str:
-    """Return the function that takes and computes units until none are left."""
+    """Return the LLVM text of the function that takes and computes units until none is left."""
     return f"""
 define internal void @take(ptr %block) {{
 entry:
@@ -265,7 +267,8 @@ done:
 
 
 def _work(own: _Own) -> str:
-    """Return the function that opens a job, takes part, waits for the last unit and closes the job."""
+    """Return the LLVM text of the caller's function: it opens a job, computes units, waits for the last one and closes
+    the job."""
     return f"""
 define void @work(ptr %block, i64 %units) {{
 entry:
@@ -291,7 +294,8 @@ done:
 
 
 def _fetch() -> str:
-    """Return the function that prefetches the next piece of memory; it returns `false` if none is left."""
+    """Return the LLVM text of a function that prefetches the next piece of memory, and returns `false` if none is
+    left."""
     return f"""
 define internal i1 @fetch(ptr %block) {{
 entry:
@@ -337,8 +341,8 @@ none:
 
 
 def _serve(own: _Own) -> str:
-    """Return the helpers' function: compute units and prefetch, until there was no work for longer than the
-    patience."""
+    """Return the LLVM text of the helpers' function. It computes units and prefetches until there has been no work for
+    `patience` ticks."""
     return f"""
 define void @serve(ptr %block) {{
 entry:

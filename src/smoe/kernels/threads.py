@@ -1,4 +1,4 @@
-"""Set the number of threads that torch computes with, temporarily."""
+"""Sets the number of threads with which torch computes, for a limited time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Compute on `count` threads within this context, in the calling thread; the previous number is restored in any
-    case."""
+    """Let torch compute with `count` threads during the `with` block, in the calling thread. The previous number is
+    restored at the end, also after an error."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(count)

@@ -1,8 +1,8 @@
-"""A tile: 32 bf16 numbers of a key or value, loaded into one register and converted to float32.
+"""A tile is 32 bf16 numbers of a key or value, loaded into one register and converted to float32.
 
-one register   | d0 d1 | d2 d3 | d4 d5 | ...        two numbers in each 32 bits
-in float32     | d0 | d2 | d4 | ...                 even places: shifted up
-               | d1 | d3 | d5 | ...                 odd places: lower halves cleared
+one register    | d0 d1 | d2 d3 | d4 d5 | ...        two numbers in each 32 bits
+in float32      | d0 | d2 | d4 | ...                 even elements: shifted up
+                | d1 | d3 | d5 | ...                 odd elements: lower halves cleared
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 from smoe.kernels.registers import filled
 
 TILE = 32
-"""The number of bf16 numbers per register."""
+"""The number of bf16 numbers in a tile."""
 
 
 def fetched(at: str, name: str) -> str:
-    """Return code that prefetches the address `%ahead` elements further; invalid addresses have no effect."""
+    """Return LLVM text that prefetches the address `%ahead` elements after `at`. An invalid address has no effect."""
     return f"""\
   %far{name} = getelementptr i16, ptr {at}, i64 %ahead
   call void @llvm.prefetch.p0(ptr %far{name}, i32 0, i32 2, i32 1)"""
 
 
 def in_float32(name: str, packed: str) -> str:
-    """Return code that converts 32 bf16 numbers to float32: those of even places and those of odd places."""
+    """Return LLVM text that converts a tile to float32: one register with the even elements, and one with the odd
+    elements."""
     sixteen, high = filled("i32 16"), filled("i32 -65536")
     return f"""\
   %w{name} = bitcast <8 x i64> {packed} to <16 x i32>

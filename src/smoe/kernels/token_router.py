@@ -1,4 +1,5 @@
-"""A softmax router for one token in machine code (`top_experts.py`): its memory, and its results as tensors."""
+"""A softmax router for one token in machine code (`top_experts.py`): the memory that it uses, and its results as
+tensors."""
 
 from __future__ import annotations
 
@@ -14,33 +15,33 @@ from smoe.kernels.isa import widest
 from smoe.kernels.jit import Source, address_of, compile_functions
 
 _PADDING = 16
-"""The unit to which the number of experts is padded, because whole registers are computed."""
+"""The number of experts is rounded up to a multiple of this, because whole registers are computed."""
 _NO_EXPERT = 0xFF80
-"""The bits of -inf in bf16."""
+"""The bits of -inf in bf16, for entries after the last expert."""
 _PLACES = 10
-"""The index in `top_experts.WORDS` of the first word about completing tasks."""
+"""The index in `top_experts.WORDS` of the first word that concerns the completion of tasks."""
 
 
 class RoutedRow(NamedTuple):
     """The result of a router for one token."""
 
     logits: torch.Tensor
-    """The logits: bf16 [1, E]."""
+    """The logits of all experts: bf16 [1, E]."""
     weights: torch.Tensor
-    """The routing weights: bf16 [1, K]."""
+    """The routing weights of the chosen experts: bf16 [1, K]."""
     chosen: torch.Tensor
-    """The chosen experts: int64 [1, K], in descending order of the logits."""
+    """The chosen experts in descending order of their logits: int64 [1, K]."""
 
 
 class TokenRouter:
     """The routing of one token: the K largest of the softmax of E logits.
 
-    Machine code writes the logits to `logits_at` and calls `function` with the address `arguments`, which writes the
-    results.
+    Machine code writes the logits to the address `logits_at`, and calls `function` with the address `arguments`; that
+    function writes the results.
     """
 
     def __init__(self, experts: int, top_k: int, is_normalised: bool) -> None:
-        """`is_normalised`: whether the K weights are divided by their sum."""
+        """`is_normalised`: the K weights are divided by their sum."""
         self.experts, self.top_k = experts, top_k
         padded = -(-experts // _PADDING) * _PADDING
         self._logits = np.full(padded, _NO_EXPERT, np.uint16)
@@ -53,39 +54,39 @@ class TokenRouter:
             self._index.ctypes.data, self._weights.ctypes.data, self.ascending.ctypes.data, self._gains.ctypes.data,
         )  # fmt: skip
         self._completed: object = None
-        """What the machine code reads and writes when it completes tasks."""
+        """The objects that the machine code reads and writes when it completes tasks."""
         self._function = _function()
         self.function = address_of(self._function)
         self.arguments = ctypes.addressof(self._words)
         self.logits_at = self._logits.ctypes.data
         self.row_at = 0
-        """The address of the row of the last result, while the row is in use; else 0."""
+        """The address of the row to which the last result belongs, while this row is in use; else 0."""
         logits, weights = (
             torch.from_numpy(each.view(np.int16)).view(torch.bfloat16).unsqueeze(0)
             for each in (self._logits, self._weights)
         )
         self.logits = logits[:, :experts]
-        """The logits: bf16 [1, E]."""
+        """The logits of all experts: bf16 [1, E]."""
         self._results = RoutedRow(self.logits, weights, torch.from_numpy(self._index).unsqueeze(0))
 
     @property
     def gains_at(self) -> int:
-        """The address of the weights by ascending expert: float32 [K]."""
+        """The address of the routing weights in ascending order of experts: float32 [K]."""
         return self._gains.ctypes.data
 
     def complete(self, matrices: np.ndarray, places: np.ndarray, tasks: object) -> None:
-        """Make every routing write the addresses of its experts' matrices into fields of tasks.
+        """Make every routing write the addresses of the chosen experts' matrices into fields of tasks.
 
-        `matrices`: int64 [E, M], the addresses of each expert's matrices. `places`: int64 [n, 3], (address of a field,
-        index of the chosen expert in ascending order, index of the matrix). `tasks`: the owner of the fields; it lives
-        as long as machine code writes there, also if an interrupt ends the caller.
+        `matrices`: int64 [E, M], the addresses of each expert's M matrices. `places`: int64 [n, 3]; each entry is
+        (address of a field, index of the chosen expert in ascending order, index of the matrix). `tasks`: the owner of
+        the fields. It lives as long as machine code writes there, also if an interrupt ends the caller.
         """
         self._words[_PLACES:] = [0] * 4
         self._completed = matrices, places, tasks
         self._words[_PLACES:] = [matrices.ctypes.data, matrices.shape[1], places.ctypes.data, len(places)]
 
     def choose(self) -> None:
-        """Choose experts by the logits at `logits_at`, outside of a pool's job."""
+        """Choose experts by the logits at `logits_at`, outside of a job of the pool."""
         self._function(self.arguments, 0)
 
     def routed(self) -> RoutedRow:
@@ -95,7 +96,7 @@ class TokenRouter:
 
 @functools.cache
 def _function() -> Callable[..., None]:
-    """Return the machine code, compiled once per process."""
+    """Return the compiled function, which is compiled once per process."""
     isa = widest()
     assert isa is not None, "there is a pool"
     from smoe.kernels import top_experts  # requires llvmlite, which is optional

@@ -3,8 +3,8 @@ weights.
 
     logits [E] -> softmax -> the K largest -> divided by their sum, if the model does so -> bf16
 
-The code also completes the tasks of those experts (`experts.py`): it writes the addresses of their matrices into the
-fields in `places`, so that no Python runs between a router and its experts.
+The code also completes the tasks of the chosen experts (`experts.py`): it writes the addresses of their matrices into
+task fields, so no Python runs between a router and its experts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PADDING = 16
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(8))
 _LEAST = -87.0
-"""The smallest argument of exp whose result is a normal float32. Smaller arguments are replaced by it, which does not
-change any sum."""
+"""The smallest argument of exp whose result is a normal float32. Smaller arguments are replaced by it, which changes no
+sum."""
 
 
 def module_of(isa: Isa) -> str:
-    """Return the function `choose_experts(arguments, unit)` as LLVM text."""
+    """Return the LLVM text of the function `choose_experts(arguments, unit)`."""
     module = ir.Module()
     code = Code(module, isa, NAME, ("*arguments", "unit"))
     arguments = code.arguments[0]
@@ -59,12 +59,13 @@ def module_of(isa: Isa) -> str:
 
 
 def _place(code: Code, base: Value, index: Value, width: int) -> Value:
-    """Return the address of an entry of `width` bytes."""
+    """Return the address of entry number `index` of an array whose entries have `width` bytes."""
     return code.at(base, code.build.mul(index, code.number(width)))
 
 
 def _softmax(code: Code, logits: Value, candidates: Value, shares: Value, count: Value) -> Value:
-    """Write the logits as float32 and exp(logit - largest) of each; return the sum of the latter."""
+    """Write the logits as float32 to `candidates`, and exp(logit - largest logit) to `shares`. Return the sum of
+    `shares`."""
     build, lanes = code.build, code.isa.lanes
     zero, lowest = code.number(0), code.reals(float("-inf"))
 
@@ -95,7 +96,8 @@ def _largest(code: Code, register: Value) -> Value:
 
 
 def _exp(code: Code, x: Value) -> Value:
-    """Return exp of a register of numbers up to 0: 2^n e^r with |r| <= ln(2) / 2, and e^r by its Taylor series."""
+    """Return exp of a register of numbers up to 0. It is 2^n e^r with |r| <= ln(2) / 2, where e^r is computed by its
+    Taylor series."""
     build = code.build
     least = code.reals(_LEAST)
     x = build.select(build.fcmp_ordered("<", x, least), least, x)  # NaN stays NaN, and makes all weights NaN
@@ -111,7 +113,8 @@ def _exp(code: Code, x: Value) -> Value:
 
 
 def _choose(code: Code, word: dict[str, Value], at: dict[str, Value], total: Value) -> None:
-    """Write the K experts with the largest logits (of equal ones the first) and their weights."""
+    """Write the K experts with the largest logits, and their weights. Of experts with equal logits, the first is
+    chosen."""
     build = code.build
     zero = code.number(0)
 
@@ -144,7 +147,8 @@ def _choose(code: Code, word: dict[str, Value], at: dict[str, Value], total: Val
 
 
 def _in_ascending_order(code: Code, top_k: Value, at: dict[str, Value]) -> None:
-    """Write experts and weights by ascending expert: each one's index is the number of smaller chosen experts."""
+    """Write the chosen experts and their weights in ascending order of experts. The index of an expert is the number of
+    smaller chosen experts."""
     build, zero = code.build, code.number(0)
 
     def place(k: Value, _: list[Value]) -> list[Value]:

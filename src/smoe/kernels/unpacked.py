@@ -1,4 +1,4 @@
-"""Dequantize matrices by torch's operations, on any device."""
+"""Dequantizes matrices by torch's operations, on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _REALS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantize uint8 [rows, bytes] to `dtype` [rows, elements], computed in float32 and rounded once."""
+    """Return a quantized matrix, uint8 [rows, bytes], as `dtype` [rows, elements]. It is computed in float32 and
+    rounded once."""
     if form.reals:
         return data.clone(memory_format=torch.contiguous_format).view(_REALS[form.reals]).to(dtype)
     blocks = data.reshape(-1, form.nbytes)
@@ -32,7 +33,7 @@ def unpacked(form: Format, data: torch.Tensor, dtype: torch.dtype) -> torch.Tens
 
 
 def _codes(blocks: torch.Tensor, fields: Sequence[Field | Bits | Points], count: int) -> torch.Tensor:
-    """Return codes: int32 [blocks, count]."""
+    """Return the codes of a run of `count` elements, as int32 [blocks, count]."""
     parts = []
     for field in fields:
         if isinstance(field, Points):
@@ -46,7 +47,7 @@ def _codes(blocks: torch.Tensor, fields: Sequence[Field | Bits | Points], count:
 
 
 def _of_points(blocks: torch.Tensor, points: Points) -> torch.Tensor:
-    """Return the values of all grid points of a run, with their signs."""
+    """Return the elements of a run of grid points, with their signs."""
     grid = torch.tensor(points.grid.points, dtype=torch.int32, device=blocks.device)
     sizes = grid[torch.cat([_codes(blocks, index, 1) for index in points.indices], 1)].flatten(1)
     if not points.signs:
@@ -88,7 +89,7 @@ def _float8(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _scalar(blocks: torch.Tensor, scalar: Scalar) -> torch.Tensor:
-    """Return a scalar of each block: float32 [blocks, 1]."""
+    """Return a scalar of every block, such as its scale, as float32 [blocks, 1]."""
     if scalar.kind == "E8M0":
         exponents = blocks[:, scalar.byte : scalar.byte + 1].int()
         return torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)

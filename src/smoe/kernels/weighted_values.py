@@ -1,8 +1,8 @@
-"""Values weighted by a query's softmax, p . v, as LLVM text for `attention.py`.
+"""The values weighted by a query's softmax, p . v, as LLVM text for `attention.py`.
 
-torch's order: p is rounded to bf16; an output adds ((p0 v0 + p2 v2) + (p1 v1 + p3 v3)) for four keys at a time, and the
-up to three remaining keys from the last one on. Outputs are in float32 until all keys are added, in tiles of 16
-elements of even places and 16 of odd places, as values are in their registers.
+torch's order: p is rounded to bf16. For four keys at a time, an output adds ((p0 v0 + p2 v2) + (p1 v1 + p3 v3)); the up
+to three remaining keys are added from the last one on. Outputs are in float32 until all keys have been added. They are
+in tiles of 16 even elements and 16 odd elements, as values are in their registers.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from smoe.kernels.registers import broadcast, filled, joined, rounded
 from smoe.kernels.tile import TILE, fetched, in_float32
 
 _AHEAD = 16
-"""The number of values to prefetch into the second cache level (measurements in `scores.py`)."""
+"""The number of values that are prefetched into the second-level cache (measurements in `scores.py`)."""
 
 
 def source(row: int) -> str:
-    """Return `weigh` and `finish`; `row` is the number of floats from one head's weights to the next one's."""
+    """Return the LLVM text of `weigh` and `finish`. `row`: the number of floats from one head's weights to the next
+    head's."""
     return _weigh(row) + "\n" + _finish()
 
 
 def _weigh(row: int) -> str:
-    """Return LLVM text that computes totals[h] += p[h, n] v[n]: four keys at a time, then the rest from the last on;
-    tiles of 32 d, then heads."""
+    """Return LLVM text that computes totals[h] += p[h, n] v[n]: four keys at a time, then the remaining ones from the
+    last on; in tiles of 32 elements d, and then heads."""
     return f"""
 define internal void @weigh(ptr noalias %p, ptr noalias %v, i64 %stride, i64 %n, i64 %size, i64 %group,
                             ptr noalias %totals) #1 {{
@@ -39,7 +40,8 @@ done:
 
 
 def _four_keys(row: int) -> str:
-    """Return the LLVM basic blocks `four` to `four.end` for four keys at a time; they continue at `left`."""
+    """Return the LLVM basic blocks from `four` to `four.end`, which add four keys at a time. They continue at
+    `left`."""
     return f"""\
 four:
   %k = phi i64 [0, %entry], [%k.next, %four.end]
@@ -75,7 +77,7 @@ four.end:
 
 
 def _one_key(row: int) -> str:
-    """Return the LLVM basic blocks `left` to `left.end` for the remaining keys; they continue at `done`."""
+    """Return the LLVM basic blocks from `left` to `left.end`, which add the remaining keys. They continue at `done`."""
     return f"""\
 left:
   %after = phi i64 [%n, %entry], [%n, %four.end], [%l, %left.end]
@@ -155,8 +157,8 @@ def _add_one(kind: str, v: str) -> str:
 
 
 def _finish() -> str:
-    """Return LLVM text that computes out[h] = totals[h] times the reciprocal of the sum, in bf16 and in the order of
-    d."""
+    """Return LLVM text that computes out[h] = totals[h] times the reciprocal of the sum of weights, in bf16 and in the
+    order of the elements d."""
     return f"""
 define internal void @finish(ptr noalias %out, ptr noalias %totals, ptr noalias %state, i64 %size, i64 %group) #1 {{
 entry:

@@ -1,4 +1,4 @@
-"""Operations with special instructions on x86; all others are LLVM text for any CPU (`builder.py`)."""
+"""Operations that need special instructions on x86. All other operations are LLVM text for any CPU (`builder.py`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _GATHERS = {
     (8, 4): "avx2.gather.d.d.256",
     (8, 8): "avx2.gather.d.q.256",
 }
-"""Gather intrinsics by lanes and bytes per entry; each fills a register with entries."""
+"""The gather intrinsics by (lanes, bytes per entry). Each fills one register with entries."""
 
 
 def gathered(code: Code, table: Value, places: Value, width: int) -> Value:
@@ -107,8 +107,8 @@ def byte_dots(code: Code, total: Value, codes: Value, x: Value, is_signed: bool)
 
 
 class DotSum:
-    """An accumulator of `byte_dots`. Without a four-byte dot product, as many pairs of products are added in 16 bits as
-    always fit."""
+    """An accumulator of dot products of four bytes. On CPUs without an instruction for them, pairs of products are
+    added in 16 bits, as many as always fit."""
 
     def __init__(self, code: Code, most: int, is_signed: bool) -> None:
         self._code = code
@@ -119,7 +119,7 @@ class DotSum:
         self._total: Value = None
 
     def add(self, codes: Value, x: Value) -> None:
-        """Add a dot product of four bytes in every lane."""
+        """Add a dot product of four bytes to the sum in every lane."""
         code = self._code
         if code.isa.has_int8_dots:
             before = ir.Constant(code.registers(WORD), None) if self._total is None else self._total
@@ -134,19 +134,19 @@ class DotSum:
             self._widen()
 
     def pin(self) -> None:
-        """Order the sum so far before the following instructions (`Code.pinned`)."""
+        """Make the sum so far be computed before the following instructions (`Code.pinned`)."""
         if self._halves is not None:
             self._halves = self._code.pinned(self._halves)
         elif self._total is not None:
             self._total = self._code.pinned(self._total)
 
     def total(self) -> Value:
-        """Return the sums: int32 [n]."""
+        """Return the sums, int32 [n]."""
         self._widen()
         return self._total
 
     def _widen(self) -> None:
-        """Add the 16-bit sums to the total."""
+        """Add the sums in 16 bits to the total in 32 bits."""
         if self._halves is not None:
             fours = _sums_of_pairs(self._code, self._halves)
             self._total = fours if self._total is None else self._code.build.add(self._total, fours)
@@ -154,14 +154,14 @@ class DotSum:
 
 
 def _pairs_of(code: Code, codes: Value, x: Value) -> Value:
-    """Return sums of two products of bytes: int16 [2n]."""
+    """Return sums of two products of bytes each, as int16 [2n]."""
     pairs = ir.VectorType(HALF_WORD, codes.type.count // 2)
     name = "llvm.x86.avx512.pmaddubs.w.512" if codes.type.count == 64 else "llvm.x86.avx2.pmadd.ub.sw"
     return code.intrinsic(name, ir.FunctionType(pairs, [codes.type] * 2), [codes, x])
 
 
 def _sums_of_pairs(code: Code, halves: Value) -> Value:
-    """Add neighbours: int16 [2n] -> int32 [n]."""
+    """Return sums of neighbouring numbers: int32 [n] for int16 [2n]."""
     lanes = halves.type.count // 2
     kind = ir.VectorType(WORD, lanes)
     name = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"
@@ -169,7 +169,7 @@ def _sums_of_pairs(code: Code, halves: Value) -> Value:
 
 
 def _without_sign(code: Code, codes: Value, x: Value) -> tuple[Value, Value]:
-    """Return the codes' magnitudes, and x with the codes' signs."""
+    """Return the magnitudes of the codes, and x with the signs of the codes."""
     if codes.type.count == 32:
         kind = ir.FunctionType(codes.type, [codes.type] * 2)
         magnitudes = code.intrinsic("llvm.x86.avx2.psign.b", kind, [codes, codes])
@@ -185,7 +185,7 @@ def pinned(code: Code, register: Value) -> Value:
 
 
 def nearest(code: Code, reals: Value) -> Value:
-    """Round to int32; NaN and large numbers become the smallest integer."""
+    """Return float32 numbers rounded to int32. NaN and large numbers become the smallest integer."""
     lanes = reals.type.count
     kind = code.registers(WORD, lanes)
     if lanes == 8:
