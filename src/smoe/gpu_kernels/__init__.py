@@ -1,1 +1,1 @@
-"""Triton kernels for GPUs that compute a layer's experts directly from their slots, by address."""
+"""Triton kernels for GPUs. They compute a layer's experts directly from their slots, whose addresses are arguments."""

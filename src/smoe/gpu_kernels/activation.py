@@ -1,9 +1,10 @@
-"""The activations that GPU kernels support, identified by comparison with the family's own function.
+"""The activation functions that GPU kernels support. Which one a model uses is found by comparison with the model's own
+function.
 
-    gated       (min(gate, limit) * curve's factor) * (clamp(up, -limit, limit) + shift)
-    plain       curve(up)
+    gated     curve(min(gate, limit)) * (clamp(up, -limit, limit) + shift)
+    plain     curve(up)
 
-Gate and up are the halves of the first product's outputs, or interleaved.
+Gate and up are the two halves of the first product's outputs, or its outputs 2n and 2n + 1.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ _TRITON: dict[str, str] = {
 }
 _PROBE = 512
 _SPREAD = 5.0
-"""The standard deviation of test values: some exceed the limits of all families."""
+"""The standard deviation of test values, which is so large that some values exceed the limits of all families."""
 
 
 class Activation(NamedTuple):
-    """An activation that the kernels support."""
+    """An activation function that the GPU kernels support, described by its curve and parameters."""
 
     curve: str
     has_gate: bool = True
     takes_turns: bool = False
-    """Whether outputs 2n and 2n + 1 of the first product are gate and up; otherwise they are n and I + n."""
+    """Whether outputs 2n and 2n + 1 of the first product are gate and up. Otherwise they are outputs n and I + n."""
     alpha: float = 1.0
     limit: float | None = None
     shift: float = 0.0
 
     def of(self, wide: torch.Tensor) -> torch.Tensor:
-        """Compute the reference: outputs of the first product [n, 2I], or without a gate [n, I], to [n, I]."""
+        """Return the activation of the first product's outputs, [n, 2I] (without a gate [n, I]), as [n, I]. This is the
+        reference, computed by torch."""
         curve = _CURVES[self.curve]
         if not self.has_gate:
             return curve(wide, self.alpha)
@@ -57,8 +59,8 @@ class Activation(NamedTuple):
         return curve(gate, self.alpha) * (up + self.shift)
 
     def lines(self, gate: str, up: str) -> list[str]:
-        """Return the activation as Triton statements on the names `gate` (unused without a gate) and `up`, which
-        receives the result."""
+        """Return Triton statements that compute the activation. `gate` and `up` are the names of the inputs; the result
+        is in the variable `up`. Without a gate, `gate` is not used."""
         curve = _TRITON[self.curve]
         if not self.has_gate:
             return [f"{up} = {curve.format(x=up, alpha=self.alpha)}"]
@@ -71,15 +73,16 @@ class Activation(NamedTuple):
 
 
 def activation_of(module: Any, activate: Callable[[torch.Tensor], torch.Tensor], has_gate: bool) -> Activation | None:
-    """Return the activation that equals `activate`, a function of the first product's outputs, or None.
+    """Return the supported activation that equals `activate`, or None. `activate` takes the outputs of the first
+    product.
 
-    `module` may have the family's limits as attributes.
+    `module` may have the limits of its family as attributes.
     """
     wide = _SPREAD * torch.randn(4, 2 * _PROBE, generator=torch.Generator().manual_seed(0))
     device = next((each.device for each in (*module.parameters(), *module.buffers())), wide.device)
     try:
         wanted = activate(wide if device.type == "meta" else wide.to(device)).cpu()
-    except Exception:  # the family's code was not written for such a call: unknown
+    except Exception:  # the family's code was not written for such a call, so its activation stays unknown
         return None
     return next((each for each in _candidates(module, has_gate) if _is_same(each.of(wide), wanted)), None)
 

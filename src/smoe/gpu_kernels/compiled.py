@@ -1,7 +1,8 @@
-"""Turn text into Triton kernels, which are compiled on first launch, or interpreted on a CPU for tests.
+"""Makes Triton kernels from generated text. Triton compiles them at their first launch, or interprets them on a CPU for
+tests.
 
-Triton is installed with torch for CUDA; elsewhere only `is_available` may be called. With `TRITON_INTERPRET=1` in the
-environment before Triton's first import, kernels run on the CPU, one program after the other.
+Triton is installed with torch for CUDA; without Triton only `is_available` may be called. If the environment has
+`TRITON_INTERPRET=1` before Triton is first imported, kernels run on the CPU, one program after the other.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from smoe.gpu_kernels.source import ExpertKind, Tile, source_of
 
 
 class Kernels(NamedTuple):
-    """The kernels for a kind of experts and a number of tokens (`source.py`)."""
+    """The kernels for one kind of experts and one number of tokens (`source.py`)."""
 
     experts_of: Any
     weighted_sum: Any
-    """The kernel of the sum alone."""
+    """The kernel that only computes the sum."""
 
 
 @functools.cache
@@ -30,7 +31,8 @@ def is_available() -> bool:
 
 
 def kernels_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> Kernels:
-    """Return the kernels for a kind of experts, with entries of `tokens` tokens."""
+    """Return the kernels for experts of one kind. Each entry, which describes one expert, has room for `tokens`
+    tokens."""
     text = source_of(kind, tokens, tile)
     name = f"<smoe slot experts {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     # Triton reads the text of functions from their file, via linecache

@@ -1,11 +1,11 @@
-"""Generate Triton text that dequantizes a format, from its declaration (`formats/base.py`).
+"""Generates Triton text that dequantizes a format, from the format's declaration (`formats/base.py`).
 
-A tile is [N rows, B blocks per row, R elements]: R is the length of the format's runs, and the text handles the runs of
-a block one after the other. Scalars of a block are loaded as [N, B], once for all its runs, and a byte shared by two
-runs is loaded once.
+The text dequantizes tiles [N rows, B blocks per row, R elements]. R is the length of the format's runs, and the runs of
+a block are handled one after the other. Scalars of a block, such as its scale, are loaded as [N, B], once for all runs.
+A byte that two runs share is loaded once. Variables of the text:
 
-    head   pointers [N, B] to blocks           here   bool [N, B] (or 1): which of them exist
-    lane   0 ... R - 1                         at     head, R bytes each: [N, B, R]
+    head    pointers [N, B] to the blocks          here    bool [N, B] (or 1): which of the blocks exist
+    lane    0 ... R - 1                            at      pointers [N, B, R] to R bytes from each head on
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from collections.abc import Iterator, Sequence
 from smoe.formats.base import Bits, Field, Format, Group, Points, Scalar
 
 _HALF_BIAS = 256.0
-"""The factor between the value of an E4M3 number and that of the float16 number with the same upper bits."""
+"""The factor between the value of an E4M3 number and that of the float16 number that has the same upper bits."""
 
 
 def fits(form: Format) -> bool:
-    """Return whether a format is supported: it is quantized and has no grid of points."""
+    """Return whether a format is supported: it must be quantized and have no grid of points."""
     return form.grid is None and not form.reals
 
 
 def run_length(form: Format) -> int:
-    """Return the number of elements per run, which is equal for all runs of a format."""
+    """Return the number of elements in a run, which is the same for all runs of a format."""
     (length,) = {run.numbers for group in form.groups for run in group.runs}
     return length
 
 
 def alignment_of(address_alignment: int, row_bytes: int, form: Format) -> int:
-    """Return the largest power of two, at most 16, that divides the addresses of all blocks."""
+    """Return the largest power of two, at most 16, that divides the addresses of all blocks of a matrix.
+    `address_alignment` divides the matrix's own address."""
     alignment = 16
     while alignment > 1 and any(each % alignment for each in (address_alignment, row_bytes, form.nbytes)):
         alignment //= 2
@@ -38,11 +39,11 @@ def alignment_of(address_alignment: int, row_bytes: int, form: Format) -> int:
 
 
 class Decoding:
-    """The statements that dequantize one tile, run by run."""
+    """Makes the statements that dequantize one tile, run by run."""
 
     def __init__(self, form: Format, alignment: int, mask: str, tile_mask: str) -> None:
-        """`alignment`: that of blocks in bytes; `mask` and `tile_mask`: the last arguments of loads of [N, B] and [N,
-        B, R]."""
+        """`alignment`: the alignment of blocks in bytes. `mask` and `tile_mask`: the last arguments of loads of [N, B]
+        and of [N, B, R]."""
         self._form = form
         self._alignment = alignment
         self._mask, self._tile_mask = mask, tile_mask
@@ -50,9 +51,10 @@ class Decoding:
         self.lines: list[str] = []
 
     def runs(self) -> Iterator[tuple[str, int, int]]:
-        """Yield for each run the name of its elements [N, B, R] in float32, its first element, and its step.
+        """Yield for each run of a block: the name of the variable with its elements, float32 [N, B, R], its first
+        element, and its step.
 
-        `lines` contain the statements so far.
+        When a run is yielded, `lines` contain the statements that compute it.
         """
         form = self._form
         scale = self._scalar(form.scale)
@@ -68,7 +70,7 @@ class Decoding:
                 yield self._named(number), run.first, run.step
 
     def _named(self, expression: str) -> str:
-        """Return the variable with an expression's value, and add its statement if it is new."""
+        """Return the variable with the value of an expression. If there is none, add a statement that computes it."""
         if expression not in self._known:
             name = self._known[expression] = f"v{len(self._known)}"
             self.lines.append(f"{name} = {expression}")
@@ -92,11 +94,11 @@ class Decoding:
         return self._named(f"{minimum} * {self._named(self._code(group.minimum))}.to(tl.float32)")
 
     def _code(self, fields: Sequence[Field | Bits]) -> str:
-        """Return a code of a group: [N, B], int32."""
+        """Return an expression for the code of a group: int32 [N, B]."""
         return " + ".join(self._bits(self._byte(field), field) for field in fields if isinstance(field, Field))
 
     def _tile_code(self, fields: Sequence[Field | Bits | Points]) -> str:
-        """Return the codes of a run: [N, B, R], int32."""
+        """Return an expression for the codes of a run: int32 [N, B, R]."""
         parts = []
         for field in fields:
             assert not isinstance(field, Points)
@@ -137,7 +139,7 @@ class Decoding:
         return self._named(f"{half}.to(tl.float16, bitcast=True).to(tl.float32) * {_HALF_BIAS!r}")
 
     def _scalar(self, scalar: Scalar) -> str:
-        """Return a scalar of the blocks: float32 [N, B]."""
+        """Return an expression for a scalar of each block: float32 [N, B]."""
         if scalar.kind == "E8M0":
             exponent = self._byte(Field(scalar.byte))
             return self._named(f"tl.where({exponent} == 0, 1 << 22, {exponent} << 23).to(tl.float32, bitcast=True)")
@@ -153,10 +155,11 @@ class Decoding:
 
 
 def _looked_up(code: str, table: Sequence[float]) -> str:
-    """Return the look-up of a code in a table of 16, packed into one 32-bit word or four.
+    """Return an expression that looks up a code in a table of 16 numbers, which is packed into one or four 32-bit
+    words.
 
-    One word suffices for eight numbers and their negatives that are halves of small integers, as in E2M1; otherwise the
-    numbers are 8-bit integers.
+    One word is enough for eight numbers and their negatives if they are halves of small integers, as in E2M1. Otherwise
+    the numbers must be 8-bit integers.
     """
     assert len(table) == 16, table
     doubled = [2 * number for number in table[:8]]
@@ -172,5 +175,5 @@ def _looked_up(code: str, table: Sequence[float]) -> str:
 
 
 def _signed(word: int) -> int:
-    """Return a 32-bit word as the signed number that Triton interprets it as."""
+    """Return a 32-bit word as the signed number with the same bits, as Triton reads it."""
     return word - (word >> 31 << 32)

@@ -1,4 +1,4 @@
-"""Launch the kernels for experts in slots, and allocate their outputs; the host never waits for the device."""
+"""Launches the kernels for experts in slots, and allocates their outputs. The host never waits for the device."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from smoe.memory.streams import on_device
 
 
 class Entry(NamedTuple):
-    """One expert of a kernel launch."""
+    """One expert in a kernel launch."""
 
     addresses: Sequence[int]
-    """The addresses of its matrices and biases, in the order of `ExpertKind`."""
+    """The addresses of the expert's matrices and biases, in the order of `ExpertKind`."""
     routes: Sequence[int]
-    """Its flat positions t * K + k in the choice [T, K]."""
+    """The routes to the expert: flat positions t * K + k in the router's choice [T, K]."""
 
 
 class Table(NamedTuple):
-    """The experts of one launch, as the kernel reads them (`source.py`)."""
+    """The experts of one launch, in the form that the kernel reads (`source.py`)."""
 
     numbers: torch.Tensor
-    """All entries: int64."""
+    """The numbers of all entries, int64, in the device's memory."""
     experts: int
     tokens: int
-    """The number of tokens that an entry has room for."""
+    """The number of tokens for which an entry has room."""
 
 
 class Layer(NamedTuple):
-    """The tensors that all launches of a layer read and write, except its experts."""
+    """The tensors, apart from experts, that all launches of one layer read and write. T tokens, K experts of each,
+    hidden size H, inner size I."""
 
     x: torch.Tensor
     """The hidden states [T, H]."""
     inner: torch.Tensor
-    """The values of every route between the products: float32 [T * K, I]."""
+    """The values between the two products, for every route: float32 [T * K, I]."""
     rows: torch.Tensor
-    """The outputs of every route: float32 [T * K, H]."""
+    """The outputs of the experts, for every route: float32 [T * K, H]."""
     weights: torch.Tensor
     """The routing weights [T, K]."""
     order: torch.Tensor
-    """The routes of every token in the order of the sum: int64 [T, K]; -1 for none."""
+    """The routes of every token in the order of the sum: int64 [T, K], where -1 means no route."""
     out: torch.Tensor
-    """The sum [T, H], after the launch that computes it."""
+    """The weighted sum [T, H], valid after the launch that computes it."""
 
     @classmethod
     def of(cls, kind: ExpertKind, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> Layer:
-        """Allocate the tensors for a layer's results."""
+        """Return the tensors of a layer, after allocating those for results."""
         routes = weights.numel()
         inner = x.new_empty(routes, kind.inner, dtype=torch.float32)
         rows = x.new_empty(routes, kind.hidden, dtype=torch.float32)
@@ -58,24 +59,23 @@ class Layer(NamedTuple):
 
 
 class SlotExperts:
-    """The kernels for experts of one kind. Launches must be consecutive in one stream, because they share task
-    counters."""
+    """The GPU kernels for experts of one kind. All launches must be in one stream, because they share task counters."""
 
     def __init__(self, kind: ExpertKind, tile: Tile | None = None) -> None:
-        """`tile`: the part of a matrix that a task reads at a time; None for the default."""
+        """`tile`: the part of a matrix that a task reads at a time; None: a default."""
         self.kind = kind
         self._tile = tile
         self._steps = [(n, each.alignment) for n, each in enumerate((*kind.ups, kind.down)) if each.alignment > 1]
         self._made: dict[int, Kernels] = {}
-        """The kernels by the number of tokens that an entry has room for."""
+        """The compiled kernels, by the number of tokens for which an entry has room."""
         self._counts: dict[torch.device, torch.Tensor] = {}
 
     def multiply(self, layer: Layer, entries: Sequence[Entry], most: int, *, has_sum: bool) -> None:
-        """Compute some experts of a layer, and with `has_sum` also the sum of all rows: one launch and one small copy
-        to the device.
+        """Compute experts of a layer, and with `has_sum` also the weighted sum. Takes one launch and one small copy to
+        the device.
 
-        `most` is the largest number of routes of any expert of the layer, in any launch; an expert's bits depend on it.
-        More than `MOST_EXPERTS` entries need several launches.
+        `most`: the largest number of routes of any expert of this layer, in any launch; an expert's bits depend on it.
+        More than `MOST_EXPERTS` entries take several launches.
         """
         for first in range(0, len(entries), MOST_EXPERTS):
             some = entries[first : first + MOST_EXPERTS]
@@ -83,7 +83,7 @@ class SlotExperts:
             self.launch(layer, self.table(layer, some, most), has_sum=has_sum and is_last)
 
     def table(self, layer: Layer, entries: Sequence[Entry], most: int) -> Table:
-        """Return the arguments of one launch, in the device's memory."""
+        """Return the description of the experts for one launch, in the device's memory."""
         assert not any(each.addresses[n] % step for each in entries for n, step in self._steps), "not aligned"
         tokens, width, numbers = padded(most), layer.weights.shape[1], list[int]()
         for addresses, routes in entries:
@@ -103,13 +103,13 @@ class SlotExperts:
             self._kernels(tokens).experts_of[programs,](*arguments, num_warps=tile.warps)
 
     def sum(self, layer: Layer) -> None:
-        """Compute only the sum of existing rows, with one launch."""
+        """Compute only the weighted sum of rows that exist already, with one launch."""
         grid = len(layer.out), sum_tasks(self.kind, 1)
         with _chosen(layer.out.device):
             self._kernels(1).weighted_sum[grid](*layer[2:], layer.weights.shape[1], self.kind.hidden)
 
     def _counts_on(self, device: torch.device) -> torch.Tensor:
-        """Return the task counters of a device, which are zero between launches."""
+        """Return the task counters on a device. They are zero between launches."""
         if device not in self._counts:
             self._counts[device] = torch.zeros(COUNTED, dtype=torch.int32, device=device)
         return self._counts[device]
@@ -121,11 +121,11 @@ class SlotExperts:
 
 
 def _chosen(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that selects the device, because Triton launches on torch's current device."""
+    """Return a context in which `device` is torch's current device, on which Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def padded(most: int) -> int:
-    """Return the number of tokens that entries have room for: 1, 2, 4 or 8."""
+    """Return the number of tokens for which entries have room, 1, 2, 4 or 8, if an expert has at most `most` tokens."""
     assert 0 < most <= MOST_TOKENS, most
     return 1 << (most - 1).bit_length()

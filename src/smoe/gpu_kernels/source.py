@@ -1,26 +1,28 @@
-"""Generate the Triton kernel for experts of one kind: two products by address, the activation, and the sum, in one
-launch.
+"""Generates the Triton kernel for experts of one kind. One launch computes two products, the activation and the sum;
+the experts' addresses are arguments.
 
-    up     for each expert and N outputs:  inner[route] = activation(x[token] @ gate + bias, x[token] @ up + bias)
-    down   likewise:                       rows[route] = inner[route] @ down + bias
-    sum    for some outputs of a token:    out[token] = sum of weight[route] * rows[route], in a given order
+There are three kinds of tasks:
 
-A program takes the next task: first those of `up` of all experts, then of `down`, then of `sum` if there are any.
-Before it computes, it waits until its inputs are counted as done. Those are in progress, because programs with earlier
-tasks are running and never wait for later ones. So there is no deadlock, whatever the order and number of programs that
-a GPU runs. The last program of a launch resets the counters.
+    up     for each expert and N outputs:    inner[route] = activation(x[token] @ gate + bias, x[token] @ up + bias)
+    down   for each expert and N outputs:    rows[route] = inner[route] @ down + bias
+    sum    for some outputs of a token:      out[token] = sum of weight[route] * rows[route], in a given order
 
-A task of `up` or `down` reads its expert's N outputs once, for all M tokens routed to it. What it reads and the order
-of its sums depend only on its expert, the kind and M, not on other experts or the number of launches. All sums are in
-float32, and only the result is rounded.
+Each program of the launch takes the next task: first the tasks `up` of all experts, then `down`, then `sum` if the
+launch includes it. Before it computes, it waits until the tasks whose results it needs are counted as done. Programs
+with earlier tasks are running already and never wait for later ones. So there is no deadlock, whatever the order and
+number of programs that a GPU runs at once. The last program of a launch resets the counters.
 
-An expert is a row of int64 numbers, the *entry*, so that slots may have any size and address:
+A task `up` or `down` reads its expert's N outputs once, for all M tokens that are routed to the expert. What it reads,
+and the order of its sums, depend only on the expert, the kind and M, not on other experts or the number of launches.
+All sums are in float32, and only the result is rounded.
 
-    | addresses of its matrices, then of its biases | M routes, -1: none | their M tokens |
+An expert is described by a row of int64 numbers, the *entry*, so slots may have any size and address:
 
-The task counters are a row of int32 numbers, zero between launches:
+    | addresses of its matrices, then of its biases | M routes, -1: none | the M tokens of these routes |
 
-    | tasks taken | programs that are done | of all experts, tasks of `down` | of each expert, tasks of `up` |
+The task counters are a row of int32 numbers, which are zero between launches:
+
+    | tasks taken | programs that are done | done tasks `down` of all experts | done tasks `up` of each expert |
 """
 
 from __future__ import annotations
@@ -33,56 +35,58 @@ from smoe.gpu_kernels.activation import Activation
 from smoe.gpu_kernels.decoding import Decoding, alignment_of, run_length
 
 TYPES = {"bfloat16": "tl.bfloat16", "float16": "tl.float16", "float32": "tl.float32"}
-"""torch's names of the dtypes that models compute in, and Triton's."""
+"""Triton's names of the dtypes in which models compute, by torch's names."""
 MOST_TOKENS = 8
-"""The largest number of tokens per expert for which its weights are read at once."""
+"""The largest number of tokens of one expert for which its weights are read only once."""
 SUM_COLUMNS = 512
-"""The number of outputs per task of the sum."""
+"""The number of outputs that one task of the sum computes."""
 COUNTS = 3
-"""The number of counters before those of each expert."""
+"""The number of task counters before those of each expert."""
 COUNTED = 256
-"""The number of counters; a power of two."""
+"""The number of task counters, a power of two."""
 MOST_EXPERTS = COUNTED - COUNTS
-"""The largest number of experts per launch."""
+"""The largest number of experts in one launch."""
 _PATIENCE = 1 << 20
-"""The number of checks, half a microsecond or more each, after which a wait is given up and the outputs become NaN. An
-unknown fault is then visible and does not hang the machine."""
+"""The number of checks, each half a microsecond or more, after which a wait ends and the outputs become NaN. An unknown
+fault is then visible, and the machine does not hang."""
 _WASTE = 8
-"""The inverse of the largest part of a row by which a tile may exceed it."""
+"""A tile may extend beyond the end of a row by at most the row's length divided by this number."""
 
 _RUNS = 4
-"""The number of runs per block above which tiles have fewer blocks, because the runs are independent loads already."""
+"""The number of runs per block above which tiles have fewer blocks, because the runs themselves are independent
+loads."""
 
 
 class MatrixLayout(NamedTuple):
-    """The layout of a matrix of every expert."""
+    """The layout that one matrix has in every expert."""
 
     outputs: int
     columns: int
     form: Format | None = None
     """The quantized format; None for the model's dtype."""
     is_transposed: bool = False
-    """Whether the matrix is stored as [columns, outputs]; only without a format."""
+    """Whether the matrix is stored as [columns, outputs]. Only possible without a format."""
     alignment: int = 16
-    """A power of two that divides its address in every slot, in bytes; at most 16 counts."""
+    """A power of two that divides the matrix's address in every slot, in bytes. Values above 16 have no further
+    effect."""
 
     @property
     def row_bytes(self) -> int:
-        """The number of bytes per row of a quantized matrix."""
+        """The bytes of a row of a quantized matrix."""
         assert self.form is not None
         return self.form.row_bytes(self.columns)
 
 
 class ExpertKind(NamedTuple):
-    """A kind of experts that one kernel computes."""
+    """A kind of experts that one generated kernel computes."""
 
     hidden: int
     inner: int
     dtype: str
-    """One of `TYPES`."""
+    """The dtype of the hidden states, one of `TYPES`."""
     ups: tuple[MatrixLayout, ...]
-    """The matrices of the first product: one [2I, H] (without a gate [I, H]), or gate and up separately, [I, H]
-    each."""
+    """The matrices of the first product: one matrix [2I, H] (without a gate [I, H]), or gate and up as two matrices [I,
+    H]."""
     down: MatrixLayout
     activation: Activation
     has_bias: bool = False
@@ -93,27 +97,28 @@ class ExpertKind(NamedTuple):
         return len(self.ups) + 1 + (2 if self.has_bias else 0)
 
     def entry_numbers(self, tokens: int) -> int:
-        """Return the length of an entry with room for `tokens` tokens."""
+        """Return the number of int64 numbers in an entry with room for `tokens` tokens."""
         return self.addresses + 2 * tokens
 
 
 class Tile(NamedTuple):
-    """The part of a matrix that a task of a product reads at a time."""
+    """The part of a matrix that a task `up` or `down` reads at a time."""
 
     outputs: int
     numbers: int
-    """The number of weights in a tile, in `outputs` rows."""
+    """The number of weights in the tile, which has `outputs` rows."""
     warps: int = 4
 
 
 def tile_for(tokens: int) -> Tile:
-    """Return the tile for which a thread's registers hold the separate sums of all tokens: 16, 8 or 4 numbers per
-    thread."""
+    """Return the tile for this number of tokens, so small that a thread's registers can hold the separate sums of all
+    tokens. A thread then has 16, 8 or 4 numbers."""
     return Tile(16 if tokens <= 4 else 8, {1: 2048, 2: 2048, 4: 1024, 8: 512}[tokens])
 
 
 def source_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> str:
-    """Return the module's text; `tokens` (1, 2, 4 or 8) is the room of an entry."""
+    """Return the text of a Python module with the kernels. `tokens` (1, 2, 4 or 8): the number of tokens for which an
+    entry has room."""
     tile = tile_for(tokens) if tile is None else tile
     layouts = list(dict.fromkeys((*kind.ups, kind.down)))
     products = [_product(f"product{n}", each, tokens, tile, kind.dtype) for n, each in enumerate(layouts)]
@@ -124,12 +129,12 @@ def source_of(kind: ExpertKind, tokens: int, tile: Tile | None = None) -> str:
 
 
 def tasks_of(kind: ExpertKind, tile: Tile) -> tuple[int, int]:
-    """Return the number of tasks of `up` and of `down` per expert."""
+    """Return how many tasks `up` and how many tasks `down` an expert has."""
     return -(-kind.inner // tile.outputs), -(-kind.hidden // tile.outputs)
 
 
 def sum_tasks(kind: ExpertKind, tokens: int) -> int:
-    """Return the number of tasks of the sum for `tokens` tokens."""
+    """Return how many tasks the sum for `tokens` tokens has."""
     return tokens * -(-kind.hidden // SUM_COLUMNS)
 
 
@@ -168,7 +173,7 @@ def weighted_sum(rows, weights, order, out, WIDTH: tl.constexpr, HIDDEN: tl.cons
 
 
 def _tasks(kind: ExpertKind, tokens: int, tile: Tile) -> str:
-    """Return the kernel that assigns tasks to programs and waits for their inputs."""
+    """Return the text of the kernel that assigns tasks to programs and waits for their inputs."""
     ups, downs = tasks_of(kind, tile)
     parts, numbers = sum_tasks(kind, 1), kind.entry_numbers(tokens)
     return f"""@triton.jit(do_not_specialize=["experts", "programs"])
@@ -194,7 +199,8 @@ def experts_of(table, x, inner, rows, weights, order, out, counts, experts, prog
 
 
 def _each(text: str, tokens: int) -> str:
-    """Return a comma-separated list with `text` once per token, in which # is replaced by the token's number."""
+    """Return a comma-separated list of copies of `text`, one for each token, in which # is replaced by the token's
+    number."""
     return ", ".join(text.replace("#", str(m)) for m in range(tokens))
 
 
@@ -203,7 +209,8 @@ def _function(name: str, arguments: str, lines: Sequence[str]) -> str:
 
 
 def _product(name: str, layout: MatrixLayout, tokens: int, tile: Tile, dtype: str) -> str:
-    """Return a function for rows of one matrix times the rows of all tokens: sums [N] of each in float32."""
+    """Return the text of a function that multiplies rows of one matrix with the rows of all tokens. It returns float32
+    sums [N] for each token."""
     lines = _of_numbers(layout, tokens, tile, dtype) if layout.form is None else _of_blocks(layout, tokens, tile)
     return _function(name, f"address, row, inside, {_each('x#, on#', tokens)}", lines)
 
@@ -266,7 +273,8 @@ def _of_blocks(layout: MatrixLayout, tokens: int, tile: Tile) -> list[str]:
 
 
 def _whole(most: int, count: int) -> int:
-    """Return the largest power of two, at most `most`, that covers `count` with little beyond its end."""
+    """Return the largest power of two, at most `most`, whose multiples cover `count` without extending far beyond its
+    end."""
     width = 1 << (most.bit_length() - 1)
     while width > 1 and -count % width * _WASTE > count:
         width //= 2
@@ -278,7 +286,7 @@ def _mask(outputs: str, columns: str, is_ragged: object) -> str:
 
 
 def _entry(kind: ExpertKind, tokens: int) -> list[str]:
-    """Return the first statements of both products' tasks: they load the routes of the entry."""
+    """Return the first statements of tasks `up` and `down`, which load the routes from the entry."""
     first, lines = kind.addresses, list[str]()
     for m in range(tokens):
         lines.append(f"route{m} = tl.load(entry + {first + m})")
@@ -287,7 +295,7 @@ def _entry(kind: ExpertKind, tokens: int) -> list[str]:
 
 
 def _outputs(tile: Tile, count: int) -> list[str]:
-    """Return statements for the N outputs of a task."""
+    """Return the statements that compute the N outputs' numbers of a task."""
     return [
         f"output = part * {tile.outputs} + tl.arange(0, {tile.outputs})",
         f"inside = output < {count}",
@@ -295,7 +303,7 @@ def _outputs(tile: Tile, count: int) -> list[str]:
 
 
 def _bias(kind: ExpertKind, number: int, name: str, rows: str) -> list[str]:
-    """Return statements that load some rows of a bias into `name`."""
+    """Return statements that load some rows of a bias into the variable `name`."""
     at = f"tl.load(entry + {number}).to(tl.pointer_type({TYPES[kind.dtype]}))"
     return [f"{name} = tl.load({at} + {rows}, mask=inside, other=0).to(tl.float32)"]
 
