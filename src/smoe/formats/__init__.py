@@ -1,1 +1,1 @@
-"""Declarations of quantized formats, from which decoders and kernels are generated."""
+"""Declares quantized formats. Decoders and kernels are generated from the declarations."""

@@ -1,9 +1,9 @@
-"""The reference for rounding activations to 8 bits before products (lossy, by choice).
+"""The reference for rounding activations to 8 bits before products (a lossy setting that users choose).
 
-    group of x    ->    scale = largest magnitude / 127,    bytes = round(x * (127 / largest magnitude))
+    for each group of x:    scale = largest magnitude / 127,    bytes = round(x * (127 / largest magnitude))
 
-A group has as many elements as share a scale in the matrix, so that a product of groups is one of integers. llama.cpp
-rounds in the same way, in groups of 32 or 256 (its Q8_0 and Q8_K).
+A group has as many elements as share a scale in the matrix, so a product of two groups is a product of integers.
+llama.cpp rounds in the same way, in groups of 32 or 256 (its types Q8_0 and Q8_K).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy.typing as npt
 from smoe.formats.base import Floats, Format
 
 LARGEST = 127.0
-"""The largest byte; bytes are from -127 to 127."""
+"""The largest magnitude of a rounded activation, which is a byte from -127 to 127."""
 LEAST = 2.0**-100
-"""The magnitude below which a group counts as zero, because 127 divided by it exceeds float32."""
+"""The magnitude below which a group is rounded to zero, because 127 divided by it would exceed float32."""
 
 MOST_CODE = 127
-"""The largest unsigned code that CPUs may multiply with bytes if they add two products in 16 bits."""
+"""The largest unsigned code that can be multiplied with bytes on CPUs that add two products in 16 bits."""
 
 
 def fits(form: Format) -> bool:
-    """Return whether a format's codes are integers that can be multiplied with bytes of x."""
+    """Return whether a format's codes are integers that can be multiplied with activations in 8 bits."""
     return form.is_signed or (not (form.is_float8 or form.reals) and form.most <= MOST_CODE)
 
 
 def in_8_bits(form: Format, x: Floats) -> npt.NDArray[np.float64]:
-    """Return x [..., K] as rounded for products with a matrix of this format: [..., K] in float64.
+    """Return activations x [..., K] after rounding to 8 bits for a matrix of this format, as float64 [..., K].
 
     A group with a non-finite element becomes NaN.
     """

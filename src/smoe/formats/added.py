@@ -1,7 +1,7 @@
-"""Formats that installed packages add for types of GGUF files that the gguf package does not know.
+"""Formats that installed packages add, for types of GGUF files that the gguf package does not know.
 
-A package names an entry point of the group `smoe.formats` by ggml's number of the type, such as 144; its value is a
-`Format`. It is imported only for a file that contains the type.
+A package declares an entry point in the group `smoe.formats`. Its name is ggml's number of the type, such as 144, and
+its value is a `Format`. The package is imported only for a file that contains the type.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ GROUP = "smoe.formats"
 
 @cache
 def added_format(number: int) -> Format | None:
-    """Return the format of a ggml type, and add it to `FORMATS`; None if no package offers one.
+    """Return the format that a package adds for the ggml type `number`, and add it to `FORMATS`. None if no package
+    adds one.
 
-    Raises `ConfigError` if packages offer several, or something that cannot be used.
+    Raises `ConfigError` if several packages add a format for this number, or if the format cannot be used.
     """
     places = sorted({point.value for point in entry_points(group=GROUP, name=str(number))})
     if not places:
@@ -30,7 +31,7 @@ def added_format(number: int) -> Format | None:
     (point, *_) = entry_points(group=GROUP, name=str(number))
     try:
         found = point.load()
-    except Exception as error:  # a module of others may raise anything
+    except Exception as error:  # a module of another package may raise anything
         raise _refusal(number, places, f"importing it failed with {type(error).__name__}: {error}") from error
     if not isinstance(found, Format):
         raise _refusal(number, places, "it is no smoe.formats.base.Format")

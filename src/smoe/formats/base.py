@@ -1,12 +1,13 @@
-"""A quantized format as a value: a row consists of blocks with equal numbers of elements and bytes.
+"""The declaration of a quantized format, as a value. A row consists of blocks that have equal numbers of elements and
+bytes.
 
     block            | scale | minimum | scales of groups | codes .............................. |
     element          = scale * (group's scale) * (code - zero)  -  minimum * (group's minimum)
 
-The location of a code is declared in *fields*, bits of one byte; codes of neighbouring elements, or of every second
-one, are in neighbouring bytes. In other formats several neighbouring elements are a point of a grid, found by one index
-(`grids.py`). Only `decode`, the reference, computes here: kernels are generated from the same declarations
-(`kernels/quantised.py`), and tests compare both with decoders of other projects.
+A declaration says where the bits of each code are, by *fields*, which are bits of one byte. The codes of neighbouring
+elements, or of every second one, are in neighbouring bytes. In other formats several neighbouring elements are a point
+of a grid, which one index selects (`grids.py`). Only `decode`, the reference, computes here. Kernels are generated from
+the same declarations (`kernels/quantised.py`), and tests compare both with decoders of other projects.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 
 
 _NAN8 = 127
-"""The E4M3 code of NaN, without its sign."""
+"""The code of NaN in E4M3, without its sign."""
 
 
 def _float8() -> Floats:
@@ -41,7 +42,8 @@ FLOAT8 = _float8()
 
 
 class Field(NamedTuple):
-    """Some bits of a byte: (byte >> shift & mask) << left. A code is the sum of its fields."""
+    """Some bits of a byte, moved to their place in a code: (byte >> shift & mask) << left. A code is the sum of its
+    fields."""
 
     byte: int
     shift: int = 0
@@ -50,28 +52,30 @@ class Field(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """One bit per element, eight to a byte, lowest first, from `byte` on: bit << left."""
+    """A field with one bit per element, eight elements in a byte, the lowest bit first. It begins at `byte` and
+    contributes bit << left to a code."""
 
     byte: int
     left: int
 
 
 class Points(NamedTuple):
-    """Elements that are points of a grid, with magnitudes from the grid and signs of their own; the only field of a run
-    of 16."""
+    """The field of elements that are points of a grid. Magnitudes come from the grid, and signs may be stored
+    separately. It is the only field of a run of 16 elements."""
 
     grid: Grid
     indices: tuple[tuple[Field, ...], ...]
-    """The index fields of every point."""
+    """For every point, the fields of its index."""
     signs: tuple[tuple[Field, ...], ...] = ()
-    """The field of a byte of signs for every eight elements, the first element's bit lowest; a set bit means
-    negative."""
+    """For every eight elements, the fields of a byte of signs. The lowest bit is the sign of the first element; a set
+    bit means negative."""
     has_even_signs: bool = False
-    """Whether signs have seven bits; the eighth is set if an odd number of them is."""
+    """Whether only seven signs are stored. The eighth makes the number of negative elements even."""
 
 
 class Run(NamedTuple):
-    """Elements from `first` on; the fields of element `first + i * step` are `i` bytes after those of the first."""
+    """A run of elements whose codes are in neighbouring bytes: elements `first`, `first + step` and so on. `fields` are
+    those of the first; the fields of element `first + i * step` are `i` bytes further."""
 
     first: int
     numbers: int
@@ -80,24 +84,26 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Elements with a scale of their own."""
+    """Elements of a block that have a scale of their own."""
 
     runs: tuple[Run, ...]
     scale: tuple[Field, ...] = ()
-    """The fields of its code, which multiplies the block's scale; empty: 1."""
+    """The fields of the group's scale code, by which the block's scale is multiplied; empty: 1."""
     minimum: tuple[Field, ...] = ()
-    """The fields of its code, which multiplies the block's minimum; empty: 1 if the block has a minimum."""
+    """The fields of the group's minimum code, by which the block's minimum is multiplied; empty: 1 if the block has a
+    minimum."""
 
 
 class Scalar(NamedTuple):
-    """A scalar of the block, times `factor`, a power of two or its negative."""
+    """A number of the whole block, such as its scale, times `factor`, which is a power of two or the negative of
+    one."""
 
     byte: int
     kind: str = "F16"
-    """The type: F16, F32, E8M0 (one byte e for 2 ** (e - 127)), or ONE (no byte, value 1)."""
+    """The type in the file: F16, F32, E8M0 (one byte e, meaning 2 ** (e - 127)), or ONE (no byte, value 1)."""
     factor: float = 1
     fields: tuple[Field, ...] = ()
-    """For F16, the location of its bits if they are not contiguous."""
+    """For an F16 whose bits are not contiguous: the fields that contain them."""
 
     @property
     def nbytes(self) -> int:
@@ -106,10 +112,10 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A quantized format."""
+    """A quantized format: the size of its blocks, and where scales and codes are in a block."""
 
     name: str
-    """The name in files, if they have one."""
+    """The name in files, if files name the format."""
     numbers: int
     """The number of elements per block."""
     nbytes: int
@@ -118,17 +124,18 @@ class Format:
     groups: tuple[Group, ...]
     minimum: Scalar | None = None
     zero: int = 0
-    """The number subtracted from a code."""
+    """The number that is subtracted from every code."""
     is_signed: bool = False
     """Whether codes are signed bytes."""
     is_float8: bool = False
     """Whether codes are 8-bit floats, E4M3 without infinities: a sign, four bits of exponent, three of mantissa."""
     reals: str = ""
-    """The type F32, F16 or BF16 of unquantized, consecutive numbers (`plain.py`); empty if quantized."""
+    """For unquantized, consecutive numbers (`plain.py`): their type, F32, F16 or BF16. Empty if the format is
+    quantized."""
     table: tuple[float, ...] | None = None
-    """The values of codes; None if codes are their own values."""
+    """The values of the codes; None if a code is its own value."""
     scale_zero: int = 0
-    """The number subtracted from a group's scale code."""
+    """The number that is subtracted from every group's scale code."""
     has_signed_scales: bool = False
     """Whether groups' scale codes are signed bytes."""
     has_float8_scales: bool = False
@@ -141,7 +148,8 @@ class Format:
 
     @property
     def most(self) -> int:
-        """The largest code by its bits: unsigned, before `zero` is subtracted; for points the largest magnitude."""
+        """The largest code that its bits allow: unsigned, before `zero` is subtracted. For points it is the largest
+        magnitude."""
         if self.grid is not None:
             return self.grid.most
         fields = [field for field in self.groups[0].runs[0].fields if not isinstance(field, Points)]
@@ -154,16 +162,17 @@ class Format:
         return field.grid if isinstance(field, Points) else None
 
     def row_bytes(self, numbers: int) -> int:
-        """Return the bytes of a row with this number of elements, which must be whole blocks."""
+        """Return the bytes of a row with this number of elements, which must be a multiple of the block's."""
         assert numbers % self.numbers == 0, (self.name, numbers)
         return numbers // self.numbers * self.nbytes
 
     def fits(self, numbers: int) -> bool:
-        """Return whether a row with this number of elements is whole blocks."""
+        """Return whether a row with this number of elements consists of whole blocks."""
         return numbers % self.numbers == 0
 
     def decode(self, data: Bytes) -> Floats:
-        """Decode bytes [..., n * nbytes] to numbers [..., n * numbers]: the reference decoder."""
+        """Return the values of blocks: bytes [..., n * nbytes] become numbers [..., n * numbers]. This is the reference
+        decoder."""
         if self.reals:
             return _reals(data, self.reals)
         blocks = data.reshape(-1, self.nbytes)
@@ -179,14 +188,14 @@ class Format:
         return out.reshape(*data.shape[:-1], -1)
 
     def is_finite(self, data: Bytes) -> bool:
-        """Return whether these blocks have finite scales and, in float formats, finite codes."""
+        """Return whether all scales in these blocks are finite and, in formats with float codes, all codes too."""
         if self.reals:
             return bool(np.isfinite(_reals(data, self.reals)).all())
         blocks = data.reshape(-1, self.nbytes)
         return all(_is_finite(blocks, scalar) for scalar in self.scalars) and not self._has_nan_codes(blocks)
 
     def _has_nan_codes(self, blocks: Bytes) -> bool:
-        """Return whether an 8-bit float, as a code or a group's scale, is NaN."""
+        """Return whether any 8-bit float in these blocks, a code or a group's scale, is NaN."""
         if self.is_float8:
             (run,) = self.groups[0].runs
             (field,), count = run.fields, run.numbers
@@ -240,7 +249,8 @@ def _code(blocks: Bytes, fields: Sequence[Field | Bits | Points], i: int) -> npt
 
 
 def with_eighth_sign(signs: Any) -> Any:
-    """Return seven sign bits plus an eighth that makes the number of set bits even; for integers of any type."""
+    """Return seven sign bits with an eighth added, so that the number of set bits is even. `signs` may be integers of
+    any type."""
     odd = signs ^ (signs >> 4)
     odd = odd ^ (odd >> 2)
     odd = odd ^ (odd >> 1)
@@ -248,7 +258,7 @@ def with_eighth_sign(signs: Any) -> Any:
 
 
 def _of_point(blocks: Bytes, points: Points, i: int) -> npt.NDArray[np.int32]:
-    """Return element i of a run of points, with its sign."""
+    """Return element number `i` of a run of points, with its sign, for every block."""
     point, within = divmod(i, points.grid.width)
     size: npt.NDArray[np.int32] = points.grid.points[_code(blocks, points.indices[point], 0), within].astype(np.int32)
     if not points.signs:

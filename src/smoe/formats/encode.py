@@ -1,4 +1,4 @@
-"""Encode codes to bytes, the inverse of `Format.decode`, by the same declaration."""
+"""Encodes codes and scales to the bytes of blocks: the inverse of `Format.decode`, from the same declaration."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Integers = npt.NDArray[np.integer[Any]]
 
 
 class Blocks(NamedTuple):
-    """The contents of N blocks."""
+    """The contents of N blocks that are to be encoded."""
 
     codes: Integers
-    """The codes [N, numbers], with the format's `zero` added."""
+    """The codes [N, numbers], to which the format's `zero` has been added."""
     scale: npt.NDArray[np.float16]
     """The scales [N]."""
     minimum: npt.NDArray[np.float16] | None = None
-    """The minimums [N], in the form of `Format.minimum` in the file."""
+    """The minimums [N], in the form in which the file stores `Format.minimum`."""
     group_scales: Integers | None = None
     """The groups' scale codes [N, groups]."""
     group_minimums: Integers | None = None
@@ -29,7 +29,8 @@ class Blocks(NamedTuple):
 
 
 def encode(form: Format, blocks: Blocks) -> Bytes:
-    """Return blocks as uint8 [N, nbytes], for formats with fp16 scales whose codes are their own values."""
+    """Return the bytes of blocks as uint8 [N, nbytes]. The format must have fp16 scales, and its codes must be their
+    own values."""
     assert form.scale.kind == "F16" and form.table is None and form.grid is None, form.name
     out = np.zeros((len(blocks.codes), form.nbytes), np.uint8)
     _put_scalar(out, form.scale, blocks.scale)

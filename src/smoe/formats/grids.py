@@ -1,8 +1,9 @@
-"""The grids of i-quants: neighbouring elements are a point of a grid, found by one index.
+"""The grids of ggml's i-quants. In these formats several neighbouring elements are a point of a grid, which one index
+selects.
 
 The grids are part of ggml's formats; its authors chose the points among all combinations of a few levels. A point is
-stored as a number whose digits are its levels, the first element's lowest. Points ascend, and the differences between
-neighbours are stored here.
+stored as a number whose digits are the levels of its elements, with the first element as the lowest digit. The points
+ascend, and this file contains the differences between neighbours.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ Points = npt.NDArray[np.int8]
 
 @dataclass(frozen=True)
 class Grid:
-    """A set of points."""
+    """A set of points, each of which gives the values of several elements."""
 
     name: str
     width: int
     """The number of elements per point."""
     levels: tuple[int, ...]
-    """The value of each digit."""
+    """The value that each digit of a point stands for."""
     shifts: tuple[int, ...] = (0,)
-    """The shifts that are added to all elements: every point occurs once per shift, and an index counts all points of
+    """Numbers that are added to all elements. Every point occurs once for each of them; an index counts all points of
     the first shift before those of the second."""
 
     @property
     def points(self) -> Points:
-        """The points: int8 [points, width], read-only."""
+        """The values of all points: int8 [points, width], read-only."""
         return _points(self)
 
     @property
     def most(self) -> int:
-        """The largest magnitude of an element."""
+        """The largest magnitude that an element can have."""
         return int(max(abs(level + shift) for level in self.levels for shift in self.shifts))
 
 

@@ -1,11 +1,13 @@
-"""Formats of our own for `smoe pack`: 64 elements per block, so that narrow experts have whole blocks.
+"""The formats of our own for `smoe pack`. A block has 64 elements, so that rows of narrow experts consist of whole
+blocks.
 
-Codes are laid out so that kernels need few operations to combine their bits.
+The codes are laid out so that kernels need few operations to combine their bits:
 
-    INT4   scale | minimum | 32 bytes                            4.5 bits: elements i and i + 32 in one byte
-    INT3   scale | minimum | 16 bytes | 8 bytes                  3.5 bits: the lower two of i, i + 16, i + 32, i + 48
-                                                                 in one byte, then the highest of 8 neighbours
-    INT2   scale | minimum | 4 x (scale, minimum) | 16 bytes     3 bits: i, i + 16, i + 32, i + 48 in one byte
+    INT4   scale | minimum | 32 bytes                            4.5 bits per element: elements i and i + 32 in one byte
+    INT3   scale | minimum | 16 bytes | 8 bytes                  3.5 bits: the two lower bits of elements i, i + 16,
+                                                                 i + 32, i + 48 in one byte, then the highest bits of 8
+                                                                 neighbours in one byte
+    INT2   scale | minimum | 4 x (scale, minimum) | 16 bytes     3 bits: elements i, i + 16, i + 32, i + 48 in one byte
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from smoe.formats.base import Bits, Field, Format, Group, Run, Scalar
 
 
 def _quarter(n: int) -> Group:
-    """Return a group of 16 two-bit elements, with a 4-bit scale and a 4-bit minimum."""
+    """Return the declaration of group number `n` of INT2: 16 elements of two bits, with a 4-bit scale and a 4-bit
+    minimum."""
     return Group((Run(16 * n, 16, (Field(8, 2 * n, 3),)),), (Field(4 + n, 0, 15),), (Field(4 + n, 4, 15),))
 
 

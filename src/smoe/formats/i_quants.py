@@ -1,17 +1,19 @@
-"""ggml's i-quants: a code is looked up, in a table of 16 numbers or in a grid of points.
+"""ggml's i-quants, in which a code is looked up: in a table of 16 numbers, or in a grid of points (`grids.py`).
 
-    IQ4_NL     scale | 16 bytes: numbers j and 16 + j in byte j
-    IQ4_XS     scale | two high bits of 8 groups' scales | their four low bits | 16 bytes for each group
-    IQ3_XXS    scale | 64 indices of four numbers each | 8 x (4 x 7 signs, scale of a group)
-    IQ3_S      scale | 64 indices | their ninth bits | signs | scales of 8 groups
-    IQ2_XXS    scale | 8 x (four indices of eight numbers each, 4 x 7 signs, scale of a group)
-    IQ2_XS     scale | 32 x (index of nine bits, 7 signs) | scales of 16 groups
-    IQ2_S      scale | 32 indices | signs | two more bits of every index | scales of 16 groups
-    IQ1_S      scale | 32 indices | 8 x (three more bits of four indices, scale of a group, shift)
-    IQ1_M      32 indices | 32 x (three more bits of an index, shift) | 4 x (scales of 4 groups, a quarter of the scale)
+Each line shows the contents of a block in the file:
 
-Blocks have 256 numbers but for IQ4_NL's 32. But for those of four bits, the scale of a group is an odd number, 2 * code
-+ 1. IQ1's shift, an eighth of a level up or down, is the highest bit of an index here.
+    IQ4_NL   scale | 16 bytes: elements j and 16 + j in byte j
+    IQ4_XS   scale | the two high bits of 8 groups' scales | their four low bits | 16 bytes for each group
+    IQ3_XXS  scale | 64 indices of four elements each | 8 x (4 x 7 signs, scale of a group)
+    IQ3_S    scale | 64 indices | their ninth bits | signs | scales of 8 groups
+    IQ2_XXS  scale | 8 x (four indices of eight elements each, 4 x 7 signs, scale of a group)
+    IQ2_XS   scale | 32 x (index of nine bits, 7 signs) | scales of 16 groups
+    IQ2_S    scale | 32 indices | signs | two more bits of every index | scales of 16 groups
+    IQ1_S    scale | 32 indices | 8 x (three more bits of four indices, scale of a group, shift)
+    IQ1_M    32 indices | 32 x (three more bits of an index, shift) | 4 x (scales of 4 groups, a quarter of the scale)
+
+Blocks have 256 elements, those of IQ4_NL 32. In the formats with a grid the scale of a group is an odd number, 2 * code
++ 1. The shift of IQ1, an eighth of a level up or down, is treated here as the highest bit of an index.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ _NUMBERS = 256
 """The number of elements per block of points."""
 _RUN = 16
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The values of 4-bit codes, which are denser where weights are frequent."""
+"""The values of the 16 codes of four bits. They are denser where weights are frequent."""
 _IN_TWO_BITS = (8, 25, 43)
 _IN_THREE_BITS = (4, 12, 20, 28, 36, 44, 52, 62)
 
 
 def _halves(first: int, byte: int) -> tuple[Run, Run]:
-    """Return the runs of 32 four-bit codes: the lower halves of 16 bytes are the first 16 elements, the upper ones the
-    others."""
+    """Return the runs of 32 four-bit codes in 16 bytes from `byte` on. The lower halves of the bytes are the first 16
+    elements, the upper halves the other 16."""
     return Run(first, 16, (Field(byte, 0, 15),)), Run(first + 16, 16, (Field(byte, 4, 15),))
 
 
@@ -46,7 +48,7 @@ def _iq4_xs() -> tuple[Group, ...]:
 
 
 def _bits(byte: int, first: int, count: int, left: int = 0) -> Fields:
-    """Return fields for bits from bit `first` on of a little-endian word that begins at `byte`."""
+    """Return the fields for `count` bits of a little-endian word that begins at `byte`, from its bit `first` on."""
     fields = []
     while count:
         at, shift = divmod(first, 8)
@@ -64,8 +66,8 @@ def _groups(
     scale: Callable[[int], Fields],
     has_even_signs: bool = False,
 ) -> tuple[Group, ...]:
-    """Return groups of `size` elements, given the fields of a point's index, of the signs of every eight elements, and
-    of a group's scale."""
+    """Return the declarations of a block's groups of `size` elements. The functions return fields: `index` those of a
+    point's index, `signs` those of the signs of eight elements, `scale` those of a group's scale."""
     points = _RUN // grid.width
 
     def run(n: int) -> Run:
@@ -78,7 +80,8 @@ def _groups(
 
 
 def _of_points(name: str, nbytes: int, groups: tuple[Group, ...], scale: Scalar) -> Format:
-    """Return a format whose groups have odd scales, 2 * code + 1: codes are doubled, and their zero is -1."""
+    """Return a format whose groups have odd scales, 2 * code + 1. The scale codes in `groups` are already doubled, and
+    the zero of scales is -1."""
     return Format(name, _NUMBERS, nbytes, scale, groups, scale_zero=-1)
 
 

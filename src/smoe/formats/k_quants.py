@@ -1,4 +1,4 @@
-"""ggml's K-quants: blocks of 256 elements in groups of 16 or 32 with quantized scales."""
+"""ggml's K-quants: blocks of 256 elements, in groups of 16 or 32 elements whose scales are quantized too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 
 def _six_bits(at: int, group: int) -> tuple[tuple[Field, ...], tuple[Field, ...]]:
-    """Return the fields of scale and minimum of one of 8 groups: six bits each, in 12 bytes from `at` on."""
+    """Return the fields of the scale and of the minimum of one of 8 groups. Each has six bits, in 12 bytes from `at`
+    on."""
     if group < 4:
         return (Field(at + group, 0, 63),), (Field(at + group + 4, 0, 63),)
     high_scale, high_minimum = Field(at + group - 4, 6, 3, 4), Field(at + group, 6, 3, 4)
@@ -14,8 +15,8 @@ def _six_bits(at: int, group: int) -> tuple[tuple[Field, ...], tuple[Field, ...]
 
 
 def _place(group: int) -> tuple[int, int, int]:
-    """Return, for one of 16 groups, its half of the block, its quarter of that half (32 elements), and its first
-    element there."""
+    """Return where one of 16 groups is in its block: the half of the block, the quarter of that half (32 elements), and
+    the group's first element in the quarter."""
     return group // 8, group % 8 // 2, 16 * (group % 2)
 
 

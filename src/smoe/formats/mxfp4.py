@@ -1,6 +1,8 @@
-"""MXFP4 (OCP Microscaling, version 1.0): 32 four-bit floats and a power of two, in ggml's and OpenAI's layouts.
+"""MXFP4 (OCP Microscaling, version 1.0): 32 floats of four bits and a power of two, in the layouts of ggml and of
+OpenAI.
 
-In ggml's 16 bytes of codes, byte j has elements j and 16 + j; in OpenAI's, 2j and 2j + 1; the lower half is first.
+A block has 16 bytes of codes. In ggml's layout, byte j has elements j and 16 + j; in OpenAI's it has elements 2j and 2j
++ 1. The lower half of a byte is the first element.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_SIZES, *(-number for number in _SIZES))
-"""The values of 4-bit codes."""
+"""The values of the 16 codes."""
 MXFP4 = Format(
     "MXFP4",
     32,
@@ -26,4 +28,4 @@ MXFP4_PAIRS = Format(
     (Group((Run(0, 16, (Field(1, 0, 15),), step=2), Run(1, 16, (Field(1, 4, 15),), step=2))),),
     table=E2M1,
 )
-"""OpenAI's layout. Its files store codes and scales in separate tensors, which are joined to blocks in the slot."""
+"""OpenAI's layout. Its files have codes and scales in separate tensors, which are joined to blocks in the slot."""

@@ -1,11 +1,11 @@
-"""Unquantized numbers as a format, for experts of which only some matrices are quantized."""
+"""Unquantized numbers, declared as formats. They are for experts of which only some matrices are quantized."""
 
 from __future__ import annotations
 
 from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 _NUMBERS = 16
-"""The number of elements per pseudo-block: as many as kernels read of a row at a time."""
+"""The number of elements in a block, which is the number that kernels read of a row at a time."""
 
 
 def _plain(name: str, size: int) -> Format:

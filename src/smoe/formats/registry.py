@@ -1,4 +1,5 @@
-"""All formats by name, ggml's names where they exist. A new format is one declaration and one line here."""
+"""All formats by name; the names are ggml's where ggml has the format. A new format is one declaration and one line
+here."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ GGML: dict[str, Format] = {each.name: each for each in _OF_GGML}
 OWN: dict[str, Format] = {each.name: each for each in (INT4, INT3, INT2)}
 """The formats that `smoe pack` writes in addition to ggml's."""
 OPENAI: dict[str, Format] = {MXFP4_PAIRS.name: MXFP4_PAIRS}
-"""The formats in slots of OpenAI's checkpoints."""
+"""The formats that OpenAI's checkpoints have in slots."""
 RELEASED: dict[str, Format] = {each.name: each for each in (FP8, *WEIGHTS.values(), *NVFP4.values())}
-"""The formats in slots of other quantized checkpoints: fp8, NVFP4, compressed-tensors, AWQ, GPTQ."""
+"""The formats that other quantized checkpoints have in slots: fp8, NVFP4, compressed-tensors, AWQ, GPTQ."""
 FORMATS = GGML | OWN | OPENAI | RELEASED
 
 PRECISIONS: dict[str, tuple[Format, ...]] = {
@@ -32,9 +33,10 @@ PRECISIONS: dict[str, tuple[Format, ...]] = {
     "int3": (Q3_K, INT3, Q4_1),
     "int2": (Q2_K, INT2, INT4, Q4_1),
 }
-"""The formats of `smoe pack` by precision; the first one whose blocks fit a row is used."""
+"""The formats of `smoe pack` by precision. The first one is used whose blocks divide a row."""
 
 
 def format_of(precision: str, columns: int) -> Format | None:
-    """Return the format for rows with this number of columns in a precision, or None if none fits."""
+    """Return the format of a precision for rows with this number of columns. None if no format's blocks divide such a
+    row."""
     return next((form for form in PRECISIONS[precision] if form.fits(columns)), None)

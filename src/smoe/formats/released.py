@@ -1,14 +1,15 @@
-"""Formats of checkpoints with separate codes, scales and zero points: blocks as joined in a slot
-(`memory/arrangement.py`).
+"""Formats for checkpoints that have codes, scales and zero points in separate tensors. A block here is what is joined
+from them in a slot (`memory/arrangement.py`).
 
-    FP8           scale | 128 elements of eight bits                          8.25 bits
-    W4_G, W8_G    scale | zero point | codes of G elements                    4.3 and 8.3 bits with 128, 5.25 with 32
-    NVFP4_B       scale | scales of B / 16 groups | codes of B elements       4.75 bits with 128, 5 with 64
+G and B are numbers of elements:
 
-A scale is a float32, whatever its type in the file; those of NVFP4's groups are 8-bit floats, E4M3. A byte has the
-4-bit codes of two neighbours, the lower half first, as 32-bit words do in compressed-tensors and GPTQ. In NVFP4 it has
-one code of each of two groups, unlike in files (`memory/arrangement.py`), so that registers find a group in
-neighbouring bytes.
+    FP8         scale | 128 elements of eight bits                        8.25 bits per element
+    W4_G, W8_G  scale | zero point | codes of G elements                  4.3 and 8.3 bits for 128 elements, 5.25 for 32
+    NVFP4_B     scale | scales of B / 16 groups | codes of B elements     4.75 bits for 128 elements, 5 for 64
+
+A scale is a float32, whatever its type in the file; the scales of NVFP4's groups are 8-bit floats, E4M3. A byte has the
+4-bit codes of two neighbours, the lower half first, like the 32-bit words of compressed-tensors and GPTQ. In NVFP4 a
+byte has one code of either of two groups, unlike in files, so that vector registers find a group in neighbouring bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 from smoe.formats.mxfp4 import E2M1
 
 SCALE_BYTES = 4
-"""The size in bytes of a block's scale, at its beginning; a zero point or the groups' scales follow."""
+"""The bytes of a block's scale, which is at the block's beginning. A zero point or the scales of groups follow."""
 NVFP4_GROUP = 16
 """The number of elements per 8-bit scale."""
 
 
 def _pairs(numbers: int, byte: int) -> tuple[Run, ...]:
-    """Return runs with two codes per byte, 32 elements at a time, so that registers find theirs in neighbouring
-    bytes."""
+    """Return runs of elements with two neighbouring codes in a byte. Each run has 16 codes in 16 neighbouring bytes,
+    which suits vector registers."""
     places = [(32 * n + odd, Field(byte + 16 * n, 4 * odd, 15)) for n in range(numbers // 32) for odd in (0, 1)]
     return tuple(Run(first, 16, (field,), step=2) for first, field in places)
 
@@ -58,6 +59,6 @@ def _nvfp4(numbers: int) -> Format:
 
 
 WEIGHTS = {(bits, numbers): _weights(bits, numbers) for bits in (4, 8) for numbers in (32, 64, 128)}
-"""The formats by bits per code and elements per scale."""
+"""The formats, by (bits per code, elements per scale)."""
 NVFP4 = {numbers: _nvfp4(numbers) for numbers in (128, 64)}
-"""The formats by elements per block, the larger first."""
+"""The formats by the number of elements of a block, the larger first."""

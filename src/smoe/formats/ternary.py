@@ -1,6 +1,6 @@
-"""ggml's ternary formats: -1, 0 or 1 times the block's scale.
+"""ggml's ternary format TQ2_0, whose elements are -1, 0 or 1 times the block's scale.
 
-TQ2_0    64 bytes: elements 128 h + 32 n + i in bits 2 n and 2 n + 1 of byte 32 h + i | scale
+64 bytes: element 128 h + 32 n + i in bits 2 n and 2 n + 1 of byte 32 h + i | scale
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from smoe.formats.base import Field, Format, Group, Run, Scalar
 
 
 def _tq2_0() -> tuple[Group, ...]:
-    """Return groups of 32, although they have no scales of their own, because 8-bit rows are rounded per group."""
+    """Return groups of 32 elements. They have no scales of their own, but activations in 8 bits are rounded per
+    group."""
     places = [(half, n) for half in range(2) for n in range(4)]
     return tuple(Group((Run(128 * half + 32 * n, 32, (Field(32 * half, 2 * n, 3),)),)) for half, n in places)
 

@@ -1,2 +1,2 @@
-"""Write packed copies of a model's experts: one file with every expert contiguous, in its own precision or in fewer
-bits."""
+"""Writes packed copies of a model's experts: one file in which every expert is contiguous, in its own precision or in
+fewer bits."""

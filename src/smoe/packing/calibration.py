@@ -1,6 +1,9 @@
-"""Record the inputs of a model's experts on a text, for quantization that minimizes the error on such inputs.
+"""Records the inputs of a model's experts on a text, for quantization that minimizes the error on such inputs.
 
-    layer-3.hidden    [T, H] in the model's dtype     layer-3.index    int32 [T, K], the experts of each row
+For each layer there are two files; the letters are T tokens, H elements of the hidden state, K experts of each token:
+
+    layer-3.hidden    [T, H] in the model's dtype
+    layer-3.index     int32 [T, K], the experts of each row
 
 The data are on disk, 67 MB per layer for 16,384 tokens of 2,048 elements; one layer at a time is in memory.
 """
@@ -20,10 +23,10 @@ from smoe.packing.compensation import Compensation, moments
 
 
 class Calibration:
-    """The inputs of every layer's experts, in a folder of their own; written once, then read."""
+    """The recorded inputs of every layer's experts, in a folder of their own. They are written once and then read."""
 
     def __init__(self, folder: Path, modules: Mapping[int, nn.Module]) -> None:
-        """`modules`: the experts modules of transformers by layer, for their activation; they need no weights."""
+        """`modules`: transformers' experts modules by layer, for their activation; they need no weights."""
         self._folder = folder
         self._modules = modules
         self._shapes: dict[int, tuple[int, int]] = {}
@@ -31,7 +34,7 @@ class Calibration:
         self._open: tuple[int, LayerInputs] | None = None
 
     def add(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
-        """Append rows: hidden [n, H], top_k_index [n, K]."""
+        """Append rows to the inputs of a layer: hidden [n, H], top_k_index [n, K]."""
         self._shapes[layer], self._dtype = (hidden.shape[1], top_k_index.shape[1]), hidden.dtype
         with self._path(layer, "hidden").open("ab") as file:
             file.write(hidden.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -39,9 +42,9 @@ class Calibration:
             file.write(top_k_index.detach().cpu().numpy().astype(np.int32).tobytes())
 
     def compensations(self, layer: int, expert: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, Compensation]:
-        """Return compensations for the two matrices of an expert, by part name.
+        """Return how rounding errors are compensated in the two matrices of an expert, by part name.
 
-        `parameters` [1, ...] are the expert's own, in transformers' layout.
+        `parameters`: the expert's weights in transformers' layout, [1, ...].
         """
         if self._open is None or self._open[0] != layer:
             self._open = layer, self.read(layer)
@@ -63,7 +66,7 @@ class Calibration:
 
 
 class LayerInputs:
-    """The inputs of one layer's experts."""
+    """The recorded inputs of one layer's experts."""
 
     def __init__(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
         self._hidden = hidden
@@ -71,18 +74,19 @@ class LayerInputs:
 
     @cached_property
     def moments(self) -> list[torch.Tensor]:
-        """The second moments of all rows, of any expert."""
+        """The second moments of all rows of the layer, whichever expert they are routed to."""
         return moments(self._hidden)
 
     def of(self, expert: int) -> torch.Tensor:
-        """Return the rows routed to an expert: [n, H] in float32; n may be 0."""
+        """Return the rows that are routed to an expert, [n, H] in float32. n may be 0."""
         return self._hidden[(self._index == expert).any(1)].float()
 
 
 def activated(
     module: nn.Module, inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the inputs of an expert's second product: [n, I]."""
+    """Return the inputs [n, I] of an expert's second product. `inputs` [n, H] and `weights` are those of its first
+    product."""
     is_transposed, has_gate = bool(module.is_transposed), bool(getattr(module, "has_gate", True))
     wide = inputs @ (weights if is_transposed else weights.t())
     if bias is not None:

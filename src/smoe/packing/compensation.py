@@ -1,13 +1,14 @@
-"""Choose codes column by column, so that later columns compensate for earlier rounding errors: GPTQ (E. Frantar and
-others, arXiv 2210.17323).
+"""Chooses the codes of a matrix column by column, so that later columns compensate for rounding errors of earlier ones:
+GPTQ (E. Frantar and others, arXiv 2210.17323).
 
-For inputs x with second moments M, the squared error of an output is (q - w) M (q - w)'. If inputs are correlated, as
-those of a layer are, neighbouring weights can compensate for the error of one weight:
+For inputs x with second moments M, the squared error of an output is (q - w) M (q - w)', where w is a row of weights
+and q the quantized row. If elements of the inputs are correlated, as in a layer, neighbouring weights can compensate
+for the error of one weight:
 
     M + damping = U^-1 U^-T, U upper                  row j of U gives the change of later columns for an error in j
-    code j = round(w_j), then w_k -= error of j * U_jk / U_jj  for every k > j in the section
+    code j = round(w_j), then w_k -= error of j * U_jk / U_jj    for every k > j in the section
 
-The grids are those of `quantiser.py`; only the codes differ.
+Scales and minimums are those of `quantiser.py`; only the codes differ.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import NamedTuple
 import torch
 
 SECTION = 2048
-"""The number of columns that compensate for each other; memory grows with the square, time with the cube."""
+"""The number of columns that compensate for each other, a section. Memory grows with its square, time with its cube."""
 _BATCH = 128
-"""The number of columns whose errors are applied to the rest of the section by one product."""
+"""The number of columns whose errors are applied to the following columns of the section by one product."""
 _DAMPING = 0.01
-"""The addition to the diagonal, relative to its mean, as in GPTQ."""
+"""What is added to the diagonal of M, relative to the diagonal's mean, as in GPTQ."""
 _PRIOR_TOKENS = 64
-"""The weight of the prior moments, in tokens of the expert's own."""
+"""How many tokens of the expert's own the prior moments are worth."""
 
 
 class CodeGrid(NamedTuple):
-    """The values that codes of every element stand for: lowest + step * code, all [N, K]."""
+    """The values of codes, for every element [N, K] of a matrix: lowest + step * code."""
 
     lowest: torch.Tensor
     step: torch.Tensor
@@ -43,16 +44,17 @@ class _ColumnSection(NamedTuple):
 
 
 def moments(inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Return the mean products of features over inputs [n, K], by section: [width, width]; n is at least 1."""
+    """Return the second moments of inputs [n, K], the mean products of their elements, as one matrix [width, width] for
+    each section of columns. n is at least 1."""
     return [part.t() @ part / len(part) for part in inputs.float().split(SECTION, dim=1)]
 
 
 class Compensation:
-    """The rule by which the columns of one matrix compensate for each other's rounding errors."""
+    """The rule by which columns of one matrix compensate for each other's rounding errors."""
 
     def __init__(self, inputs: torch.Tensor, prior: Sequence[torch.Tensor] | None = None) -> None:
-        """`inputs` [n, K] are those of this matrix, possibly few or none; `prior` the moments of similar ones, None:
-        uncorrelated features."""
+        """`inputs` [n, K]: the inputs of this matrix, possibly few or none. `prior`: the moments of similar inputs, by
+        section; None: uncorrelated elements."""
         self._sections = []
         for n, part in enumerate(inputs.float().split(SECTION, dim=1)):
             width = part.shape[1]
@@ -65,7 +67,7 @@ class Compensation:
             self._sections.append(_ColumnSection(n * SECTION, torch.linalg.cholesky(inverse, upper=True).float()))
 
     def codes(self, numbers: torch.Tensor, grid: CodeGrid) -> torch.Tensor:
-        """Return the codes [N, K] of a matrix [N, K]."""
+        """Return the codes [N, K] of a matrix [N, K] for the values in `grid`."""
         found = []
         for begin, upper in self._sections:
             own = slice(begin, begin + len(upper))
@@ -76,14 +78,15 @@ class Compensation:
 
 
 def _turned(numbers: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Return some columns transposed and contiguous: [width, N]."""
+    """Return some columns of a matrix, transposed and contiguous: [width, N]."""
     return numbers[:, columns].t().contiguous()
 
 
 def _codes_of(
     rest: torch.Tensor, lowest: torch.Tensor, step: torch.Tensor, grid: CodeGrid, upper: torch.Tensor
 ) -> torch.Tensor:
-    """Return the codes of one section, column by column; all arguments are [width, N], and `rest` is modified."""
+    """Return the codes [width, N] of one section, chosen column by column. All arguments are [width, N]; `rest` is
+    modified."""
     codes, safe = torch.empty_like(rest), torch.where(step.abs() > 1e-30, step, 1e-30)  # steps may be negative
     for begin in range(0, len(rest), _BATCH):
         end = min(begin + _BATCH, len(rest))

@@ -1,13 +1,14 @@
-"""Quantize weights to a format, group by group, by least squares.
+"""Quantizes weights to a format, group by group, by least squares.
 
-    codes = round((w - minimum) / scale)      for given scale and minimum
-    scale, minimum = least squares            for given codes; alternating, from grids of several widths
+    codes = round((w - minimum) / scale)        for given scale and minimum
+    scale, minimum = least squares              for given codes
 
-Rounding to a grid from a group's smallest to its largest number (the first step) leaves a relative error of 39 % with
-two bits for 32 numbers, and of 33 % for 16. Narrower grids, which cut off the largest numbers, and the iterations
-reduce the latter to 26 %. With three bits for 64 numbers the error is 19 % at first and 17 % at the end. No data are
-needed; with data, codes can be better (`compensation.py`). The alternation is one-dimensional k-means (S. Lloyd, IEEE
-Transactions on Information Theory 28(2), 1982) with equidistant centres.
+Both steps alternate. They begin with grids of several widths, where a grid is the range of values that codes have. The
+first grid goes from a group's smallest to its largest number. With two bits this leaves a relative error of 39 % for
+groups of 32 numbers, and of 33 % for groups of 16. Narrower grids, which cut off the largest numbers, and the
+iterations reduce the latter to 26 %. With three bits and groups of 64 the error is 19 % at first and 17 % at the end.
+No data are needed; with data, codes can be better (`compensation.py`). The method is one-dimensional k-means (S. Lloyd,
+IEEE Transactions on Information Theory 28(2), 1982) with equidistant centres.
 """
 
 from __future__ import annotations
@@ -24,31 +25,36 @@ from smoe.kernels.unpacked import unpacked
 from smoe.packing.compensation import CodeGrid, Compensation
 
 _PIECE_NUMBERS = 2**18
-"""The number of elements processed at a time, so that intermediate results stay in the processor's cache."""
+"""The number of elements that are quantized at a time, so that intermediate results stay in the processor's cache."""
 _SWEEP_NUMBERS = 2**23
-"""The number of elements processed at a time when codes are found column by column, which is slow for few rows."""
+"""The number of elements that are quantized at a time when codes are chosen column by column, which is slow for few
+rows."""
 _TINY = 1e-30
 
 
 class _Search(NamedTuple):
+    """How scale and minimum of a group are searched."""
+
     widths: tuple[float, ...]
-    """The widths of the initial grids, relative to a group's whole range."""
+    """The widths of the first grids, relative to a group's whole range."""
     turns: int
 
 
 _SEARCHES = {2: _Search((1.0, 0.85, 0.7, 0.55), 6), 3: _Search((1.0, 0.85, 0.7), 4), 4: _Search((1.0, 0.8), 3)}
-"""The search by bits per code. More widths or iterations change the third digit of the error."""
+"""The search for each number of bits per code. More widths or iterations would change only the third digit of the
+error."""
 _REFITS = 3
-"""The number of alternations between fitting a block's scales and choosing its codes, once its groups' scales are
+"""How many times fitting a block's scales and choosing its codes alternate, after the scales of its groups have been
 rounded."""
 
 
 def quantised(
     weights: torch.Tensor, form: Format, compensation: Compensation | None = None
 ) -> tuple[torch.Tensor, float]:
-    """Quantize `weights` [outputs, columns] to uint8 [outputs, bytes of a row]; also return the total squared error.
+    """Return `weights` [outputs, columns] quantized to uint8 [outputs, bytes of a row], and the total squared error of
+    the weights.
 
-    With a `compensation` this error is larger, and that of the outputs smaller. Raises `OverflowError` if a scale
+    A `compensation` makes this error larger, and the error of the outputs smaller. Raises `OverflowError` if a scale
     exceeds fp16.
     """
     rows = max(1, (_PIECE_NUMBERS if compensation is None else _SWEEP_NUMBERS) // weights.shape[1])
@@ -66,7 +72,7 @@ def quantised(
 
 
 def _grid(blocks: Blocks, form: Format, shape: torch.Size) -> CodeGrid:
-    """Return the values of codes, found by dequantizing zeros and ones."""
+    """Return the values of the codes of each element, found by dequantizing codes 0 and 1."""
     zeros = np.zeros_like(blocks.codes)
     lowest, next_ = (
         unpacked(form, torch.from_numpy(encode(form, blocks._replace(codes=codes))), torch.float32).view(shape)
@@ -85,22 +91,22 @@ def _blocks(weights: torch.Tensor, form: Format) -> Blocks:
 
 
 def _symmetric(blocks: torch.Tensor) -> Blocks:
-    """Quantize to eight bits, signed, with a grid around zero."""
+    """Return blocks quantized to eight bits, signed, with values around zero."""
     scale = _half(blocks.abs().amax(1, keepdim=True) / 127)
     codes = (blocks / scale.clamp_min(_TINY)).round().clamp(-127, 127)
     return Blocks(codes.to(torch.int8).numpy(), scale[:, 0].half().numpy())
 
 
 def _with_minimum(blocks: torch.Tensor, most: int) -> Blocks:
-    """Quantize to three or four bits, with one group per block."""
+    """Return blocks quantized to three or four bits, with one group per block."""
     scale, minimum = map(_half, _fitted(blocks, most))
     codes = _codes(blocks, scale, minimum, most)
     return Blocks(codes.to(torch.uint8).numpy(), scale[:, 0].half().numpy(), minimum[:, 0].half().numpy())
 
 
 def _with_group_scales(blocks: torch.Tensor, form: Format) -> Blocks:
-    """Quantize to two bits; each group of a block has a 4-bit scale and a 4-bit minimum, relative to the block's
-    own."""
+    """Return blocks quantized to two bits. Each group of a block has a scale and a minimum of 4 bits each, relative to
+    those of the block."""
     groups = len(form.groups)
     of_groups = blocks.view(len(blocks), groups, -1)
     steps, lowest = (each.view(-1, groups, 1) for each in _fitted(of_groups.flatten(0, 1), form.most))
@@ -124,8 +130,8 @@ def _with_group_scales(blocks: torch.Tensor, form: Format) -> Blocks:
 
 
 def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
-    """Quantize to three bits without minimum. There is one code more below zero than above, so the sign of a group's
-    6-bit scale puts the largest number on that side."""
+    """Return blocks quantized to three bits without minimum. There is one code more below zero than above. So the sign
+    of a group's 6-bit scale is chosen to put the group's largest number there."""
     of_groups = blocks.view(len(blocks), len(form.groups), -1)
     steps = _fitted_around_zero(of_groups, form.zero)
     largest = steps.gather(1, steps.abs().argmax(1, keepdim=True))
@@ -144,8 +150,8 @@ def _around_zero(blocks: torch.Tensor, form: Format) -> Blocks:
 
 
 def _best_nearby(of_groups: torch.Tensor, scale: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Tensor:
-    """Return every group's scale code, or a neighbouring one with a smaller error. If one group has large numbers, the
-    other codes are small, and the nearest is not always the best."""
+    """Return for every group its scale code, or a neighbouring code with a smaller error. If one group of a block has
+    large numbers, the scale codes of the others are small, and the nearest code is not always the best."""
     best: tuple[torch.Tensor, ...] | None = None
     for step in (0, -1, 1):
         tried = (scales + step).clamp(-form.scale_zero, form.scale_zero - 1)
@@ -169,8 +175,8 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _fitted(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and minimum [N, 1] of every group [N, n] for codes 0 ... `most`, with the smallest error of the
-    search."""
+    """Return scale and minimum, both [N, 1], of groups [N, n] for codes from 0 to `most`: those with the smallest error
+    in the search."""
     search = _SEARCHES[most.bit_length()]
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     best: tuple[torch.Tensor, ...] | None = None
@@ -187,8 +193,8 @@ def _fitted(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _fitted_around_zero(groups: torch.Tensor, zero: int) -> torch.Tensor:
-    """Return the scale [..., 1] of every group [..., n] for codes -zero ... zero - 1, with the smallest error; it may
-    be negative."""
+    """Return the scale [..., 1] of groups [..., n] for codes from -zero to zero - 1: the one with the smallest error in
+    the search. It may be negative."""
     search = _SEARCHES[(2 * zero - 1).bit_length()]
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     best: tuple[torch.Tensor, ...] | None = None
@@ -203,13 +209,14 @@ def _fitted_around_zero(groups: torch.Tensor, zero: int) -> torch.Tensor:
 
 
 def _better(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return, for each group, the candidate with the smaller error, which is the first tensor."""
+    """Return for each group the candidate with the smaller error. The first tensor of each candidate is its error."""
     is_other = other[0] < one[0]
     return tuple(torch.where(is_other, b, a) for a, b in zip(one, other, strict=True))
 
 
 def _line(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the least squares line through (codes, numbers); if all codes are equal, it keeps the slope `scale`."""
+    """Return slope and offset of the least squares line through the points (code, number). If all codes are equal, the
+    slope is `scale`."""
     mean_code, mean = codes.mean(1, keepdim=True), numbers.mean(1, keepdim=True)
     from_mean = codes - mean_code
     spread = from_mean.square().sum(1, keepdim=True)
@@ -219,7 +226,8 @@ def _line(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> tu
 
 
 def _slope(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
-    """Return the slope of the least squares line through zero and (codes, numbers); if all codes are zero, `scale`."""
+    """Return the slope of the least squares line through zero and the points (code, number). If all codes are zero, it
+    is `scale`."""
     spread = codes.square().sum(over, keepdim=True)
     return torch.where(spread > 0, (codes * numbers).sum(over, keepdim=True) / spread.clamp_min(_TINY), scale)
 
@@ -227,7 +235,8 @@ def _slope(numbers: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, over
 def _refitted(
     numbers: torch.Tensor, gains: torch.Tensor, offsets: torch.Tensor, scale: torch.Tensor, depth: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a block's scale and depth [N, 1, 1] by least squares: numbers = scale * gains - depth * offsets."""
+    """Return a block's scale and depth, both [N, 1, 1], by least squares for numbers = scale * gains - depth *
+    offsets."""
 
     def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a * b).sum((1, 2), keepdim=True)
@@ -243,7 +252,7 @@ def _refitted(
 
 
 def _half(numbers: torch.Tensor) -> torch.Tensor:
-    """Round to fp16, as files store it; raises `OverflowError` beyond its range."""
+    """Return numbers rounded to fp16, as files store them. Raise `OverflowError` beyond its range."""
     rounded = numbers.half().float()
     if not bool(torch.isfinite(rounded).all()):
         raise OverflowError("weights beyond the range of fp16 scales")

@@ -1,10 +1,10 @@
-"""Write a packed expert file layer by layer, and resume after an interruption.
+"""Writes a packed expert file layer by layer, and resumes after an interruption.
 
-    experts.int4.smoe.partial         header and experts so far
-    experts.int4.smoe.partial.json    records of the complete layers: checksums and quantization errors
+    experts.int4.smoe.partial         the header and the experts so far
+    experts.int4.smoe.partial.json    the records of complete layers: checksums and quantization errors
 
-A layer's record is written once its bytes are on disk. When resuming, layers with a record are compared with it, and
-the following ones are written again. The file gets its final name when it is complete.
+The record of a layer is written when its bytes are on disk. On resuming, layers with a record are compared with it, and
+the following layers are written again. The file gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def pack(
     progress: Callable[[int, int], None],
     calibration: Calibration | None = None,
 ) -> list[dict[str, Any]]:
-    """Write the experts of a checkpoint (a folder or a GGUF file) into one file (`Contents.path`); return the layers'
-    records.
+    """Write the experts of a checkpoint (a folder or a GGUF file) into one file (`Contents.path`). Return the records
+    of its layers.
 
-    `progress(done, total)` counts experts, one of which is in memory at a time. With a `calibration`, which `contents`
-    must name, they are quantized for its inputs. After an interruption the next call resumes from the `.partial` file.
-    Raises the errors of `check_places` before it begins, `DiskSpaceError` if the disk becomes full, and
+    `progress(done, total)` counts experts; one of them is in memory at a time. With a `calibration`, which `contents`
+    must name, experts are quantized for its inputs. After an interruption the next call resumes from the `.partial`
+    file. Raises the errors of `check_places` before it begins. Raises `DiskSpaceError` if the disk becomes full, and
     `CheckpointError` for an expert with NaN or infinity, or while another process writes the same file.
     """
     check_places(place, [contents])
@@ -77,10 +77,10 @@ def pack(
 
 
 def check_places(place: Path, wanted: Sequence[Contents]) -> None:
-    """Raise the errors that would stop packing, before hours of work.
+    """Raise the errors that would stop packing, before hours of work are done.
 
-    `DiskSpaceError`: the disk is too small, counting what interrupted runs have written. `CheckpointError`: a file that
-    is no packed file has a required name, or no folder is writable.
+    `DiskSpaceError`: the disk is too small, where bytes that interrupted runs have written count as present.
+    `CheckpointError`: a file that is no packed file has a required name, or no folder is writable.
     """
     needed = 0
     for contents in wanted:
@@ -106,7 +106,7 @@ def check_places(place: Path, wanted: Sequence[Contents]) -> None:
 
 
 def _unfinished(path: Path) -> tuple[Path, Path]:
-    """Return the paths of an incomplete packed file and of its layers' records."""
+    """Return the paths of an incomplete packed file and of the file with the records of its layers."""
     partial = path.with_name(f"{path.name}.partial")
     return partial, partial.with_name(f"{partial.name}.json")
 
@@ -119,7 +119,7 @@ def _write_layers(
     records: list[dict[str, Any]],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Write the experts of layers without a record, after the `start` bytes of the header, and add their records."""
+    """Write the experts of layers that have no record, and add their records. The header has `start` bytes."""
     contents = experts.contents
     done = sum(site.experts for site in contents.sites[: len(records)])
     file.truncate(start + done * contents.stride)
@@ -140,13 +140,13 @@ def _write_layers(
 
 
 def _settle(file: IO[bytes]) -> None:
-    """Flush everything written to disk."""
+    """Make sure that everything written to the file is on disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def damaged_layers(packed: Packed, contents: Contents, progress: Callable[[int, int], None]) -> list[int]:
-    """Return the layers of a packed file whose bytes do not match their checksums; `progress(done, total)` counts
+    """Return the layers of a packed file whose bytes do not match their checksums. `progress(done, total)` counts
     bytes."""
     found, total = [], contents.experts * contents.stride
     done = 0
@@ -170,7 +170,8 @@ def _only_writer(partial: Path) -> FileLock:
 
 
 def _finished(file: IO[bytes], notes: Path, header: bytes, contents: Contents) -> list[dict[str, Any]]:
-    """Return the records of layers that an interrupted run completed; without any, start the file again."""
+    """Return the records of layers that an interrupted run completed. If the header differs or there are no records,
+    start the file again."""
     records: list[dict[str, Any]] = []
     file.seek(0)
     if file.read(len(header)) == header and notes.exists():
@@ -204,7 +205,7 @@ def _record(site: ExpertsSite, digest: str, errors: list[float], contents: Conte
 
 
 class _Experts(NamedTuple):
-    """The source of experts and the contents to write."""
+    """The contents of the file to write, and the stored tensors from which its experts are made."""
 
     contents: Contents
     sources: Mapping[int, StoredLayer]
@@ -212,7 +213,7 @@ class _Experts(NamedTuple):
 
 
 def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> bytes:
-    """Return an expert's bytes; add the squared error and the squared norm of its weights to `errors`."""
+    """Return the bytes of an expert. Add the squared error and the squared norm of its weights to the two `errors`."""
     contents, calibration = experts.contents, experts.calibration
     if contents.is_as_stored:
         return _expert_as_stored(experts, layer, expert)
@@ -239,7 +240,7 @@ def _expert(experts: _Experts, layer: int, expert: int, errors: list[float]) -> 
 
 
 def _expert_as_stored(experts: _Experts, layer: int, expert: int) -> bytes:
-    """Return an expert's bytes in the layout of a slot, with unchanged codes and scales."""
+    """Return the bytes of an expert in the layout of a slot, with unchanged codes and scales."""
     data, sources = [], experts.sources[layer].sources[expert]
     for each in experts.contents.parts[layer]:
         pieces = sources[each.part.name]
