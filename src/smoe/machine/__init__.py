@@ -1,1 +1,1 @@
-"""Measurements of this machine: memory, disk, link and processor."""
+"""Measures this machine: memory, disk, link and processor."""

@@ -1,6 +1,6 @@
-"""Find how much memory this process may take: the available memory, or less by a limit.
+"""Finds how much memory this process may take. This is the available memory, or less if one of these limits is lower:
 
-Linux      the memory limit of a container, or any other cgroup (`cgroup.py`)
+Linux      the memory limit of a container, or of any other cgroup (`cgroup.py`)
 macOS      memory that is free without compressing or swapping that of other programs
 Windows    the commit limit (RAM and page file together), and the limits of a job
 """
@@ -27,7 +27,7 @@ _GROUP_MARGIN_BYTES = 48 * 2**20
 
 
 class Room(NamedTuple):
-    """The memory left by one limit, the limit's name, and advice on how to get more."""
+    """The memory in bytes that one limit leaves, the name of the limit, and advice how to get more."""
 
     nbytes: int
     source: str
@@ -35,7 +35,7 @@ class Room(NamedTuple):
 
 
 def free_device_bytes(device: AnyDevice) -> tuple[int, str]:
-    """Return the free memory of the computing device in bytes, and the origin of the number."""
+    """Return the free memory of the computing device in bytes, and a text about the origin of the number."""
     if device.type == "cuda":
         import torch
 
@@ -46,21 +46,21 @@ def free_device_bytes(device: AnyDevice) -> tuple[int, str]:
 
 
 def free_host_bytes() -> tuple[int, str]:
-    """Return the free memory of the host in bytes, and the origin of the number."""
+    """Return the free memory of the host in bytes, and a text about the origin of the number."""
     least = least_room()
     return least.nbytes, least.source
 
 
 def least_room() -> Room:
-    """Return the tightest limit of the host's free memory."""
+    """Return the limit that leaves the least memory on the host."""
     return min(_rooms(), key=lambda room: room.nbytes)  # the first one of equals
 
 
 def container_bytes() -> int | None:
-    """Return the bytes that this whole process may take in a container, or None if memory is not limited.
+    """Return the bytes that this whole process may take in a container; None if memory is not limited.
 
-    This is what it holds, plus the rest under the limit, less a margin for the kernel's share of the group and pages of
-    files.
+    The number is the sum of what the process takes now and what the limit leaves, less a margin. The margin is for
+    memory that the kernel counts in the group, and for pages of files.
     """
     room = cgroup_room() if sys.platform == "linux" else None
     if room is None:
@@ -92,12 +92,12 @@ def _rooms() -> Iterator[Room]:
 
 
 def less_margin(free_bytes: int) -> int:
-    """Return the part of free memory that smoe takes by default: all but a margin for other programs."""
+    """Return the part of free memory that smoe takes by default: all of it except a margin for other programs."""
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_SHARE)))
 
 
 def shortage(what: str, asked_bytes: int, device: AnyDevice | None = None) -> str | None:
-    """Return a message if `what` needs more host (or GPU) memory than is free, else None."""
+    """Return a message if `what` needs more memory of the host (or of a GPU) than is free; else None."""
     if device is None or device.type == "cpu":
         left, source, advice = least_room()
     else:

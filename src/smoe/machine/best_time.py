@@ -1,4 +1,4 @@
-"""Measure the best time of a piece of work, as an estimate of the hardware's limit."""
+"""Measures the best time of a piece of work, as an estimate of the hardware's limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 
 def best_time(action: Callable[[], Any], seconds: float) -> float:
-    """Return the shortest time of as many runs as fit in `seconds`, after one for warming up."""
+    """Return the shortest duration of a run of `action`, in seconds. It runs as often as fits into `seconds`, after one
+    run for warming up."""
     action()
     best, started = float("inf"), perf_counter()
     while perf_counter() - started < seconds or best == float("inf"):

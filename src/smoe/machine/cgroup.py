@@ -1,11 +1,11 @@
-"""Read the memory and CPU limits of this process's cgroups, versions 1 and 2.
+"""Reads the memory and CPU limits of this process's cgroups, in versions 1 and 2.
 
-    /proc/self/cgroup       the group in each hierarchy             0::/docker/4f    4:memory:/docker/4f
-    /proc/self/mountinfo    which part is mounted, and where        / or /docker/4f  at /sys/fs/cgroup/memory
+    /proc/self/cgroup      the group in each hierarchy          0::/docker/4f  4:memory:/docker/4f
+    /proc/self/mountinfo   which part is mounted, and where     / or /docker/4f  at /sys/fs/cgroup/memory
 
-A limit applies to all groups below it, so it is read from the group and each of its parents up to the mount point. In a
-container the group's path is often not visible below the mount point; then what is mounted there is the group itself or
-a parent.
+A limit applies to all groups below it, so the limits of the group and of each of its parents are read, up to the mount
+point. In a container the group's path is often not visible below the mount point. What is mounted there is then the
+group itself or a parent.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import NamedTuple
 
 _SYSTEM = Path("/")
 _UNLIMITED_BYTES = 1 << 60
-"""Version 1 states a number of at least this size if there is no limit."""
+"""In version 1, a number of at least this size means that there is no limit."""
 _PERIOD = 100_000
 """The kernel's default period in microseconds."""
 _RECLAIMABLE = {
     1: (("total_inactive_file", "inactive_file"), ("total_active_file", "active_file")),
     2: (("inactive_file",), ("active_file",), ("slab_reclaimable",)),
 }
-"""The entries of memory.stat for pages of files and kernel caches, which the kernel reclaims before it refuses memory.
-The first existing name of each is used; shared memory and locked pages are counted elsewhere."""
+"""The entries of memory.stat for pages of files and for kernel caches, which the kernel frees before it refuses memory.
+Of each tuple of names, the first that exists is used. Shared memory and locked pages are in other entries."""
 
 
 class Group(NamedTuple):
-    """A cgroup that contains this process."""
+    """A cgroup that contains this process: its version, and its folder in the file system."""
 
     version: int
     folder: Path
 
 
 class _Mount(NamedTuple):
-    """A part of a hierarchy and its mount point."""
+    """A part of a cgroup hierarchy, and where it is mounted."""
 
     version: int
     controllers: frozenset[str]
@@ -46,20 +46,21 @@ class _Mount(NamedTuple):
 
 
 def cgroup_room() -> int | None:
-    """Return the bytes left under the tightest memory limit of this process's groups, with reclaimable pages as free;
-    None without a limit."""
+    """Return the bytes that the tightest memory limit of this process's groups leaves, where reclaimable pages count as
+    free. None without a limit."""
     rooms = [_room(group) for group in groups("memory")]
     return min((room for room in rooms if room is not None), default=None)
 
 
 def cpu_quota() -> float | None:
-    """Return the number of CPUs that the tightest quota of this process's groups allows; None without a quota."""
+    """Return the number of CPUs that the tightest quota of this process's groups allows. None without a quota."""
     quotas = [_quota(group) for group in groups("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def groups(controller: str) -> Iterator[Group]:
-    """Yield every visible group, of all hierarchies, whose limits of `memory` or `cpu` apply to this process."""
+    """Yield every visible group whose limits apply to this process, from all hierarchies. `controller`: `memory` or
+    `cpu`."""
     mounts = list(_mounts())
     for line in _lines("cgroup"):
         _, _, rest = line.partition(":")
@@ -73,7 +74,7 @@ def groups(controller: str) -> Iterator[Group]:
 
 
 def _room(group: Group) -> int | None:
-    """Return the bytes left in one group, or None if it has no limit."""
+    """Return the bytes that the limit of one group leaves, or None if the group has no limit."""
     names = ("memory.max", "memory.high") if group.version == 2 else ("memory.limit_in_bytes",)
     stat = _stat(group.folder / "memory.stat")
     limits = [_number(group.folder / name) for name in names]
@@ -88,7 +89,7 @@ def _room(group: Group) -> int | None:
 
 
 def _quota(group: Group) -> float | None:
-    """Return the CPUs of one group, or None if it has no quota."""
+    """Return the number of CPUs that the quota of one group allows, or None if the group has no quota."""
     if group.version == 2:
         quota, period = [*_text(group.folder / "cpu.max").split(), "", ""][:2]
     else:
@@ -98,7 +99,8 @@ def _quota(group: Group) -> float | None:
 
 
 def _mounts() -> Iterator[_Mount]:
-    """Yield the mounted cgroup hierarchies from mountinfo: `31 23 0:28 ROOT POINT rw - cgroup cgroup rw,memory`."""
+    """Yield the mounted cgroup hierarchies. Their lines in mountinfo are like `31 23 0:28 ROOT POINT rw - cgroup cgroup
+    rw,memory`."""
     for line in _lines("mountinfo"):
         before, _, after = line.partition(" - ")
         fields, kind = before.split(" "), after.split(" ")
@@ -109,27 +111,28 @@ def _mounts() -> Iterator[_Mount]:
 
 
 def _usual(version: int, controller: str, controllers: str) -> list[_Mount]:
-    """Return the conventional mount points, for a process that cannot see the real ones."""
+    """Return the conventional mount points, for a process that cannot see where hierarchies are mounted."""
     base = _SYSTEM / "sys/fs/cgroup"
     points = (base, base / "unified") if version == 2 else (base / controllers, base / controller)
     return [_Mount(version, frozenset({controller}), "/", point) for point in points if point.is_dir()]
 
 
 def _showing(path: str, mounts: Iterable[_Mount]) -> list[_Mount]:
-    """Return the mounts that show the group or a parent at its path; without any, all mounts."""
+    """Return the mounts that contain the group at `path` or one of its parents. If there are none, return all
+    mounts."""
     mounts = list(mounts)
     return [mount for mount in mounts if _below(path, mount.root) is not None] or mounts
 
 
 def _below(path: str, root: str) -> str | None:
-    """Return the path of a group relative to a mounted root, or None if it is not below it."""
+    """Return the path of a group relative to a mounted root, or None if the group is not below this root."""
     root = root.rstrip("/")
     is_below = (path == root or path.startswith(f"{root}/")) and ".." not in path.split("/")
     return path[len(root) :].strip("/") if is_below else None
 
 
 def _folders(path: str, mount: _Mount) -> Iterator[Path]:
-    """Yield the folders of the group, as far as visible, and of its parents, up to the mount point."""
+    """Yield the folders of a group and of its parents, up to the mount point, as far as they are visible."""
     below = _below(path, mount.root)
     parts = [part for part in (path if below is None else below).split("/") if part not in ("", "..")]
     for count in range(len(parts), -1, -1):
@@ -143,7 +146,7 @@ def _lines(name: str) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text without the end of line, or an empty string if it is missing."""
+    """Return the text of a file without surrounding white space, or an empty string if the file is missing."""
     try:
         return os.fsdecode(path.read_bytes()).strip()
     except OSError:
@@ -151,7 +154,7 @@ def _text(path: Path) -> str:
 
 
 def _whole(text: str) -> int | None:
-    """Return a whole number, or None for `max` and for missing values."""
+    """Return the whole number in a text, or None for `max` and other texts."""
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
@@ -160,6 +163,6 @@ def _number(path: Path) -> int | None:
 
 
 def _stat(path: Path) -> dict[str, int]:
-    """Return a file's names and numbers, one pair per line."""
+    """Return the names and numbers in a file that has one pair in each line."""
     pairs = (line.split() for line in _text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

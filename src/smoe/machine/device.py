@@ -12,15 +12,15 @@ _GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 
 
 class AnyDevice(Protocol):
-    """The interface of a device: torch's own, or `Device`."""
+    """A device: torch's own object, or our `Device`."""
 
     @property
     def type(self) -> str:
-        """The device type: `cpu` or `cuda`."""
+        """The type of the device: `cpu` or `cuda`."""
 
 
 class Device(NamedTuple):
-    """A device of this machine, without torch."""
+    """A device of this machine, described without torch."""
 
     type: str
 
@@ -29,7 +29,7 @@ CPU = Device("cpu")
 
 
 def may_have_gpu() -> bool:
-    """Return whether a GPU driver is installed; only torch knows whether the GPU is usable."""
+    """Return whether a GPU driver is installed. Only torch can find out whether the GPU is usable."""
     if sys.platform == "win32":
         return (Path(os.environ.get("SYSTEMROOT", r"C:\Windows")) / "System32" / "nvcuda.dll").exists()
     return any(map(os.path.exists, _GPU_NODES))

@@ -1,7 +1,7 @@
-"""Compute the floor of the time per token: the time that the hardware needs to move the bytes (docs/metrics.md).
+"""Computes the floor of the time per token: the time that the hardware needs to move the bytes (docs/metrics.md).
 
-A decode step is limited by the bytes from a slower tier and the bytes that the computing device reads from its own
-memory. The slower of the two is the floor if they overlap perfectly; without overlap it is their sum.
+A decode step moves bytes from a slower tier, and bytes that the computing device reads from its own memory. If both
+overlap perfectly, the floor is the time of the slower one; without overlap it is the sum of both times.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ class Rates:
     """Measured rates of one machine in bytes per second."""
 
     memory: float
-    """The read rate of the computing device's memory."""
+    """The rate at which the computing device reads its own memory."""
     disk: float | None
-    """The disk's rate at expert size; None if not measured."""
+    """The rate of reads that have the size of an expert; None if it was not measured."""
     link: float | None = None
     """The rate from host memory to the device; None without a link."""
     source: str = ""
-    """The origin of the rates, in words."""
+    """A text about where the rates come from."""
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes that one decode step moves."""
+    """The bytes that one decode step moves, by tier."""
 
     memory: float
-    """Bytes of used experts and all other weights, read from the computing device's memory."""
+    """Bytes of the used experts and of all other weights, read from the computing device's memory."""
     disk: float
     link: float = 0.0
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least times of one decode step, in seconds."""
+    """The least time that each tier needs for one decode step, in seconds."""
 
     memory_seconds: float
     disk_seconds: float
@@ -45,23 +45,23 @@ class Floor:
 
     @property
     def overlapped_seconds(self) -> float:
-        """The floor in seconds: the time of the slowest transfer, as if all ran at once."""
+        """The floor in seconds if all transfers run at once: the time of the slowest one."""
         return max(self.memory_seconds, self.disk_seconds, self.link_seconds)
 
     @property
     def serial_seconds(self) -> float:
-        """The time in seconds of all transfers one after the other."""
+        """The floor in seconds if transfers run one after the other."""
         return self.memory_seconds + self.disk_seconds + self.link_seconds
 
     @property
     def bound_by(self) -> str:
-        """The name of the slowest transfer."""
+        """The name of the tier with the slowest transfer."""
         times = {"memory": self.memory_seconds, "disk": self.disk_seconds, "link": self.link_seconds}
         return max(times, key=times.__getitem__)
 
 
 def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
-    """Return the floor of one step, or None if bytes come from a tier whose rate is unknown."""
+    """Return the floor of one step. None if bytes come from a tier whose rate is unknown."""
     disk = _seconds(step.disk, rates.disk)
     link = _seconds(step.link, rates.link)
     if disk is None or link is None:
@@ -72,9 +72,10 @@ def floor_of(step: StepBytes, rates: Rates) -> Floor | None:
 def measured_step(
     decode: Counters, expert_bytes: int, dense_bytes: int, has_link: bool, low_bytes: int = 0
 ) -> StepBytes | None:
-    """Return the bytes per decode step of a run, given its own misses, or None if no decode step ran.
+    """Return the bytes that an average decode step of a run has moved, from the run's counters. None if there was no
+    decode step.
 
-    `low_bytes` is the size of a low-precision copy.
+    `low_bytes`: the size of a low copy.
     """
     steps = decode.forward_passes
     if steps == 0:
@@ -90,7 +91,8 @@ def measured_step(
 
 
 def step_at(expert_bytes_per_token: int, dense_bytes: int, hit_ratio: float, has_link: bool = False) -> StepBytes:
-    """Return the bytes per decode step of one sequence with this hit ratio of experts."""
+    """Return the bytes that a decode step of one sequence moves if this fraction of its experts is resident
+    (`hit_ratio`)."""
     missed = expert_bytes_per_token * (1 - hit_ratio)
     return StepBytes(memory=expert_bytes_per_token + dense_bytes, disk=missed, link=missed if has_link else 0.0)
 

@@ -1,4 +1,4 @@
-"""Measure the rates of a GPU's memory, link and arithmetic."""
+"""Measures the rates of a GPU: of its memory, of the link to it, and of its arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LINK_BYTES = 256 * 2**20
 
 
 def measure_link() -> float:
-    """Return bytes per second from page-locked host memory to the GPU."""
+    """Return the rate of copies from page-locked host memory to the GPU, in bytes per second."""
     host = torch.empty(_LINK_BYTES, dtype=torch.uint8).pin_memory()
     device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda")
 
@@ -22,7 +22,7 @@ def measure_link() -> float:
 
 
 def measure_device_memory() -> float:
-    """Return bytes per second of reading the GPU's memory."""
+    """Return the rate at which the GPU reads its memory, in bytes per second."""
     words = torch.zeros(2**30 // 8, dtype=torch.int64, device="cuda")
 
     def read() -> None:
@@ -33,7 +33,8 @@ def measure_device_memory() -> float:
 
 
 def measure_arithmetic(device: torch.device) -> float:
-    """Return operations per second of a bf16 product of many rows, which limits prompts. Takes 0.1 s."""
+    """Return the rate of a bf16 product of many rows, in operations per second. It limits the speed of prompts. Takes
+    0.1 s."""
     rows, matrix = (torch.ones(size, 1024, dtype=torch.bfloat16, device=device) for size in (256, 1024))
 
     def multiply() -> None:

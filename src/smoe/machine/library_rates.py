@@ -1,4 +1,4 @@
-"""Measure torch's rates, for machines without our kernels."""
+"""Measures the rates of torch's products, for machines on which our kernels do not run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from smoe.machine.best_time import best_time
 
 
 def measure_library_experts(hidden: int, inner: int, experts: int, seconds: float) -> float:
-    """Return weight bytes per second of one token through `experts` experts, one after the other."""
+    """Return the rate at which torch computes one token through `experts` experts, one after the other, in bytes of
+    weights per second."""
     up = torch.zeros(experts, 2 * inner, hidden, dtype=torch.bfloat16)
     down = torch.zeros(experts, hidden, inner, dtype=torch.bfloat16)
     x = torch.zeros(1, hidden, dtype=torch.bfloat16)
@@ -24,6 +25,6 @@ def measure_library_experts(hidden: int, inner: int, experts: int, seconds: floa
 
 
 def measure_library_products(seconds: float) -> float:
-    """Return operations per second of a bf16 product of many rows, which limits prompts."""
+    """Return the rate of a bf16 product of many rows, in operations per second. It limits the speed of prompts."""
     rows, matrix = (torch.ones(size, 1024, dtype=torch.bfloat16) for size in (256, 1024))
     return 2 * 256 * 1024 * 1024 / best_time(lambda: linear(rows, matrix), seconds)

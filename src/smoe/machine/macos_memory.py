@@ -1,7 +1,7 @@
-"""Read the free memory of macOS.
+"""Reads the free memory of macOS.
 
-Available memory by the usual definition includes idle pages of other programs, which would have to be compressed or
-swapped. Free here are pages that are empty, belong to files, or are marked as purgeable.
+psutil's available memory includes idle pages of other programs, which would have to be compressed or swapped. Here only
+pages count as free that are empty, belong to files, or are marked as purgeable.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _PRESSURE = {2: "warning", 4: "critical"}
 
 
 def free_bytes() -> int | None:
-    """Return the bytes that are free without compressing or swapping, or None if the system does not state them."""
+    """Return the bytes that are free without compressing or swapping memory. None if the system does not state them."""
     page, counts = sysctl_int("vm.pagesize"), [sysctl_int(name) for name in _FREE]
     known = [count for count in counts if count is not None]
     return page * sum(known) if page and len(known) == len(counts) else None
 
 
 def pressure() -> str | None:
-    """Return the system's name for its memory pressure, or None if there is none."""
+    """Return the system's name for its memory pressure, or None if memory is not short."""
     return _PRESSURE.get(sysctl_int("kern.memorystatus_vm_pressure_level") or 0)

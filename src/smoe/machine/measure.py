@@ -1,8 +1,8 @@
-"""The measured hardware profile: rates of this machine's memory, disk, link and expert arithmetic.
+"""The measured profile of this machine: the rates of its memory, disk, link and expert arithmetic.
 
-`smoe doctor` measures and stores it; summaries, `smoe plan` and `smoe bench` use it for the floor of the time per
-token. A profile contains its conditions (date, machine, versions, threads) and is used only on the machine where it was
-made.
+`smoe doctor` measures and stores it. Summaries, `smoe plan` and `smoe bench` use it for the floor of the time per
+token. A profile contains its conditions (date, machine, versions, threads), and is used only on the machine where it
+was made.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from smoe.memory.store import page_ceil
 from smoe.user_cache import cache_folder, keep
 
 _MEMORY_BYTES = 256 * 2**20
-"""The memory to read: far larger than a core's caches; large caches of servers are shared, so a run does not own
-them."""
+"""The bytes of memory to read: far more than the caches of a core. The large caches of servers are shared among
+cores."""
 _CHOSEN = 8
-"""Experts per token, computed together."""
+"""The number of experts per token, which are computed together."""
 ENOUGH_MEMORY_BYTES = 64 * 2**20
-"""The least memory for measuring: of less, too much would be in the processor's caches."""
+"""The least memory for a measurement. Too much of a smaller range would be in the processor's caches."""
 _BF16_GAIN, _BF16_LOSS = 4.0, 0.22
-"""The speed of torch's bf16 products of many rows relative to float32: with AVX-512 BF16, and with AVX2 only
+"""The speed of torch's bf16 products of many rows, relative to float32: with AVX-512 BF16, and with only AVX2
 (docs/log/kernels.md)."""
 
 
@@ -60,11 +60,11 @@ class Profile:
     disk_request_bytes: int
     disk_is_direct: bool
     expert_bytes_per_second: float
-    """The number of weight bytes per second of one expert computed for one token."""
+    """The bytes of weights per second when one token passes through one expert after the other."""
     link_bytes_per_second: float | None = None
     device_memory_bytes_per_second: float | None = None
     products_per_second: float | None = None
-    """The number of operations per second of torch's products of many rows."""
+    """The operations per second in torch's products of many rows."""
 
     def rates(self, device: AnyDevice) -> Rates:
         """Return the rates for the floor of a run on `device`."""
@@ -76,16 +76,16 @@ class Profile:
 
 
 def emulated_rates(profile: DeviceProfile) -> Rates:
-    """Return the rates for the floor of a run on an emulated device: the profile's, without the disk.
+    """Return the rates for the floor of a run on an emulated device. They are those of its profile, without the disk.
 
-    The disk is real, and experts come from the host tier once they have been read.
+    The disk is not emulated, and once experts have been read they come from the host tier.
     """
     source = f"profile {profile.name}, emulated"
     return Rates(profile.device_bytes_per_second, None, profile.link_bytes_per_second, source)
 
 
 def profile_path() -> Path:
-    """Return the profile's path: `smoe/profile.json` in the user's cache folder."""
+    """Return the path of this machine's profile: `smoe/profile.json` in the user's cache folder."""
     return cache_folder() / "profile.json"
 
 
@@ -101,12 +101,12 @@ def load_profile() -> Profile | None:
 
 
 def save_profile(profile: Profile) -> Path:
-    """Store the profile for later commands, atomically; return the path. Raises `OSError`."""
+    """Store the profile for later commands, atomically. Return the path. Raises `OSError`."""
     return keep(profile_path(), asdict(profile))
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the description of the machine that rates belong to."""
+    """Return a description of this machine, by which a profile is recognized as made on it."""
     return {
         "processor": processor_name(),
         "cores": usable_cores(),
@@ -117,7 +117,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Return the versions of software that results depend on."""
+    """Return the versions of the software on which results depend."""
     import torch
     import transformers
 
@@ -132,8 +132,8 @@ def describe_versions() -> dict[str, str]:
 
 
 def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Profile:
-    """Measure all rates, which takes a few seconds. `folder` is on the disk to measure; `say` is called with the name
-    of each measurement."""
+    """Return a profile after measuring all rates, which takes a few seconds. `folder` is on the disk to measure.
+    `expert_bytes`: the size of an expert. `say` is called with the name of each measurement."""
     say("memory")
     memory = measure_memory(1.0)
     say("disk")
@@ -165,9 +165,9 @@ def measure(folder: Path, expert_bytes: int, say: Callable[[str], None]) -> Prof
 
 
 def measure_memory(seconds: float, memory: Any = None) -> float:
-    """Return bytes per second of reading RAM on all threads, the best of many passes.
+    """Return the rate of reading RAM on all threads, in bytes per second, as the best of many passes.
 
-    `memory` is a tensor or array of at least `ENOUGH_MEMORY_BYTES` bytes to read; None allocates memory.
+    `memory`: a tensor or array of at least `ENOUGH_MEMORY_BYTES` bytes to read; None: new memory is allocated.
     """
     if memory is None:
         memory = Arena([(1, _MEMORY_BYTES)], huge_pages=True).buffer(0)
@@ -180,8 +180,8 @@ def measure_memory(seconds: float, memory: Any = None) -> float:
 
 
 def measure_experts(expert_bytes: int, seconds: float) -> float:
-    """Return weight bytes per second of one token through bf16 experts that are not cached, by our kernels, or by torch
-    where these do not run."""
+    """Return the rate at which one token passes through bf16 experts that are in no cache, in bytes of weights per
+    second. Our kernels compute, or torch where our kernels do not run."""
     hidden = 2048
     inner = max(64, expert_bytes // (3 * hidden * 2) // 64 * 64)
     used = 3 * hidden * inner * 2
@@ -213,25 +213,25 @@ def measure_experts(expert_bytes: int, seconds: float) -> float:
 
 
 def measure_products(seconds: float = 0.1) -> float:
-    """Return operations per second of a bf16 product of many rows, which limits prompts.
+    """Return the rate of a bf16 product of many rows, in operations per second. It limits the speed of prompts.
 
-    It is estimated from NumPy's float32 product and this CPU's instructions.
+    The rate is estimated from NumPy's float32 product and from the instructions of this CPU.
     """
     rows, matrix = np.ones((256, 1024), np.float32), np.ones((1024, 1024), np.float32)
     return _bf16_gain() * 2 * 256 * 1024 * 1024 / best_time(lambda: rows @ matrix, seconds)
 
 
 def _bf16_gain() -> float:
-    """Return the speed of torch's bf16 products relative to float32."""
+    """Return how many times faster torch's bf16 products are than float32 products."""
     if FAMILY == AARCH64:
         return 1.0
     return _BF16_GAIN if cpu_has("avx512bf16") else _BF16_LOSS
 
 
 def quick_rates(device: AnyDevice, memory: Any = None) -> Rates:
-    """Return the rates of the stored profile, or measure the memory alone in 0.2 s.
+    """Return the rates of the stored profile. Without a profile, measure only the memory, in 0.2 s.
 
-    The measurement uses `memory` if it is given. If that is too small, another process measures, so that this one
+    The measurement reads `memory` if it is given. If `memory` is too small, another process measures, so that this one
     allocates nothing outside its budget.
     """
     profile = load_profile()

@@ -1,8 +1,9 @@
-"""Limit the C library's heap. This module imports nothing heavy, because its settings apply to threads that start
+"""Limits the C library's heap. This module imports nothing heavy, because its settings apply only to threads that start
 later.
 
-glibc gives threads heaps of their own (arenas, up to eight per core) and keeps freed memory for later use. A server
-whose threads process prompts of different lengths would keep the largest one in each arena.
+glibc gives threads heaps of their own (its arenas, up to eight per core), and does not return freed memory at once. A
+server whose threads process prompts of different lengths would hold the memory of the longest prompt in each of these
+heaps.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import sys
 from typing import Any
 
 MOST_ARENAS = 4
-"""The number of arenas. Python has its own heap for small objects, and most threads wait for a step or for Python's
-lock, so a few suffice. With two, decoding was some per cent slower."""
+"""The maximum number of glibc's arenas. Python has its own heap for small objects, and most threads wait for a step or
+for Python's lock, so a few are enough. With two, decoding was some per cent slower."""
 _ARENA_MAX = -8
-"""glibc's number for mallopt's option M_ARENA_MAX."""
+"""The number of mallopt's option M_ARENA_MAX in glibc."""
 _BY_HAND = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
-"""Environment variables by which a user configures the heap; then nothing is set here."""
+"""Environment variables with which a user configures the heap. If one is set, nothing is set here."""
 
 
 def bound_heap() -> bool:
-    """Limit the number of arenas; return False without glibc or if the user has configured it."""
+    """Limit the number of glibc's heaps. Return False if the C library is another one, or if the user has configured
+    the heap."""
     library = _glibc()
     if library is None or any(os.environ.get(name) for name in _BY_HAND):
         return False
@@ -30,14 +32,14 @@ def bound_heap() -> bool:
 
 
 def give_back_heap() -> None:
-    """Return free pages of the heap to the system. Takes milliseconds and releases the interpreter lock."""
+    """Return free pages of the heap to the operating system. Takes milliseconds and releases the interpreter lock."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
 
 
 def _glibc() -> Any:
-    """Return glibc, or None with another C library."""
+    """Return glibc, or None if the C library is another one."""
     if sys.platform != "linux":
         return None
     library = ctypes.CDLL(None)

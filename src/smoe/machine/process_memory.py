@@ -1,9 +1,11 @@
-"""Measure the memory of the whole process by part: interpreter and libraries, the budget, and what libraries keep.
+"""Measures the memory of the whole process in three parts: interpreter and libraries, the budget, and what libraries
+use while they compute.
 
-The budget is exact. The rest is measured: anonymous memory before the first model is loaded, pages of program files
-(libraries load more when they compute), and the remainder, compiled kernels and scratch, which `smoe/__init__.py`
-limits (docs/log/memory.md). Only Linux distinguishes pages of files. On other systems everything before the first model
-counts as interpreter and libraries, and code loaded later as part of the remainder.
+The budget is exact. The other parts are measured. The first is anonymous memory before the first model is loaded, and
+pages of program files, of which libraries load more when they compute. The last is what remains, compiled kernels and
+scratch memory, which `smoe/__init__.py` limits (docs/log/memory.md). Only Linux distinguishes pages of files. On other
+systems everything before the first model counts as interpreter and libraries, and code that is loaded later is part of
+what remains.
 """
 
 from __future__ import annotations
@@ -18,53 +20,55 @@ from smoe.machine.native_heap import give_back_heap
 
 _STATUS = Path("/proc/self/status")
 LIBRARIES_BYTES = 440 * 2**20
-"""The size in bytes of interpreter and libraries after importing: torch 2.13 (CPU) and transformers 5.23 on Linux."""
+"""The bytes of interpreter and libraries after they have been imported: torch 2.13 (CPU) and transformers 5.23 on
+Linux."""
 LIBRARY_CODE_BYTES = 128 * 2**20
-"""The largest size of program pages that loading and computing add: 79 MiB with torch 2.13 (CPU), 110 in a new
-environment, where the system maps larger pieces."""
+"""The most bytes of program pages that loading a model and computing add: 79 MiB with torch 2.13 (CPU), and 110 MiB in
+a new environment, where the system maps larger ranges."""
 OWN_KERNELS_CODE_BYTES = 40 * 2**20
-"""As `LIBRARY_CODE_BYTES`, if our kernels do all large computations: 27 MiB were measured."""
+"""As `LIBRARY_CODE_BYTES`, if our kernels compute all large products; 27 MiB were measured."""
 LIBRARY_SCRATCH_BYTES = 64 * 2**20
-"""The largest size of the library's cached kernels, scratch and free heap: 33 to 53 MiB."""
+"""The most bytes of the library's cached kernels, scratch memory and free heap; 33 to 53 MiB were measured."""
 
 _before: list[int] = []
-"""The number of anonymous bytes before the first model was loaded."""
+"""The bytes of anonymous memory before the first model was loaded."""
 
 
 class _Held(NamedTuple):
-    """The RAM of a process, in bytes."""
+    """The RAM that a process occupies, in bytes."""
 
     own: int
     files: int
-    """Pages of program files; 0 if the system does not distinguish them from the process's own."""
+    """Pages of program files; 0 if the system does not distinguish them from other memory."""
     peak: int
-    """The peak of both together."""
+    """The peak of both numbers together."""
 
 
 class ProcessMemory(NamedTuple):
-    """Bytes at the process's peak; the three parts add up to the whole."""
+    """The bytes of a process at its peak. The three parts add up to the whole."""
 
     whole: int
     libraries: int
-    """The bytes of interpreter, libraries and their code, and of what the program held before the first model."""
+    """The bytes of interpreter, libraries and their code, and of everything that the program had allocated before the
+    first model."""
     budget: int
     scratch: int
-    """The bytes of the libraries' kernels and scratch."""
+    """The bytes of the libraries' compiled kernels and scratch memory."""
 
     def as_json(self) -> dict[str, int]:
         return {f"{name}_bytes": size for name, size in self._asdict().items()}
 
 
 def note_start() -> None:
-    """Record the memory before a model is loaded; only the first call counts."""
+    """Record the memory of the process before a model is loaded. Only the first call has an effect."""
     held = _held()
     if not _before and held is not None:
         _before.append(held.own)
 
 
 def libraries_bytes() -> int | None:
-    """Return the bytes of a process without a model: those of this process if torch is imported, else a constant. None
-    if the system does not state them."""
+    """Return the bytes of a process without a model: measured in this process if torch has been imported, else a
+    constant. None if the system does not state them."""
     if "torch" not in sys.modules:
         return LIBRARIES_BYTES
     held = _held()
@@ -72,8 +76,8 @@ def libraries_bytes() -> int | None:
 
 
 def process_memory(held_bytes: int) -> ProcessMemory | None:
-    """Return the process's memory at its peak, `held_bytes` of it in the budget; None if the system does not state
-    it."""
+    """Return the parts of this process's memory at its peak. `held_bytes`: the bytes of the budget. None if the system
+    does not state the memory."""
     now = _held()
     if now is None or not _before:
         return None
@@ -84,11 +88,10 @@ def process_memory(held_bytes: int) -> ProcessMemory | None:
 
 
 def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False) -> dict[str, int]:
-    """Return the largest memory that a process on a CPU needs outside the budget, by name, for a plan made in this
-    process.
+    """Return the largest memory that a process on a CPU needs outside the budget, in bytes by name.
 
-    `reserved_bytes`: the part of the library's kernels that the budget includes; `by_own_kernels`: our kernels compute
-    everything large.
+    `reserved_bytes`: the bytes of the library's kernels that the budget includes. `by_own_kernels`: our kernels compute
+    all large products.
     """
     give_back_heap()
     lines = {} if (libraries := libraries_bytes()) is None else {"interpreter and libraries": libraries}
@@ -98,7 +101,7 @@ def outside_budget_bytes(reserved_bytes: int, by_own_kernels: bool = False) -> d
 
 
 def peak_bytes() -> int | None:
-    """Return the peak RAM of this process, interpreter and libraries included, or None if the system does not state
+    """Return the peak of this process's RAM in bytes, with interpreter and libraries. None if the system does not state
     it."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
@@ -111,7 +114,7 @@ def peak_bytes() -> int | None:
 
 
 def _held() -> _Held | None:
-    """Return the process's memory, or None if the system does not state it."""
+    """Return the RAM that this process occupies, or None if the system does not state it."""
     if sys.platform not in ("darwin", "win32"):
         return _status()
     peak, now = peak_bytes(), int(psutil.Process().memory_info().rss)
@@ -119,7 +122,7 @@ def _held() -> _Held | None:
 
 
 def _status() -> _Held | None:
-    """Return the process's memory by Linux's status file, or None without that file."""
+    """Return the RAM that this process occupies, from Linux's status file. None without that file."""
     try:
         lines = _STATUS.read_text(encoding="utf8").splitlines()
     except OSError:

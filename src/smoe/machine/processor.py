@@ -1,4 +1,4 @@
-"""The processor's name, the cores that this process may use, and whether other programs use them."""
+"""The name of the processor, the cores that this process may use, and whether other programs use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smoe.machine.sysctl import sysctl_text
 
 
 def processor_name() -> str:
-    """Return the processor's name by its maker, if the system states it."""
+    """Return the maker's name of the processor, if the system states it, else the kind of processor."""
     if sys.platform == "darwin":
         return sysctl_text("machdep.cpu.brand_string") or platform.machine()
     with suppress(OSError):
@@ -25,19 +25,19 @@ def processor_name() -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of CPUs that this process may use: its affinity, or less by a quota (two for a container's
-    `--cpus 2.5`).
+    """Return the number of CPUs that this process may use: those of its affinity, or fewer if a quota limits them. For
+    a container with `--cpus 2.5` that is two.
 
-    All default numbers of threads and processes follow from it.
+    All default numbers of threads and processes follow from this number.
     """
     cores, quota = _schedulable_cores(), cpu_quota()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def set_compute_threads(asked: int | None) -> None:
-    """Set the number of torch's threads: the requested one, or torch's default but at most `usable_cores`.
+    """Set the number of torch's threads to `asked`. With None, use torch's default, but at most `usable_cores`.
 
-    Threads beyond a quota would stop together with the others until the next period.
+    With more threads than a quota allows, the system would stop all threads until the quota's next period.
     """
     import torch
 
@@ -45,12 +45,12 @@ def set_compute_threads(asked: int | None) -> None:
 
 
 BUSY_SHARE = 0.2
-"""The share of a thread's time spent waiting for a core from which other programs count as disturbing. Our own reading
-threads cause less."""
+"""The fraction of its time that a thread waits for a core, from which on other programs count as disturbing. Our own
+reading threads cause less waiting."""
 
 
 def waited_seconds() -> float | None:
-    """Return the seconds that the calling thread has been ready to run without a core since its start; None if the
+    """Return the seconds that the calling thread, since its start, has been ready to run without a core. None if the
     system does not count them."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
@@ -58,8 +58,8 @@ def waited_seconds() -> float | None:
 
 
 def waited_share() -> float | None:
-    """Return the share of waiting in the time that the thread was running or ready to run; None if the system does not
-    count it."""
+    """Return which fraction of its time the calling thread has waited for a core. Its time is what it was running or
+    ready to run. None if the system does not count it."""
     with suppress(OSError, ValueError, IndexError, ZeroDivisionError):
         ran, waited = map(int, Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[:2])
         return waited / (ran + waited)
@@ -67,18 +67,20 @@ def waited_share() -> float | None:
 
 
 def is_pinned() -> bool:
-    """Return whether the OpenMP runtime pins threads to cores, so that a thread has fewer cores than the process."""
+    """Return whether the OpenMP runtime binds threads to cores, so that one thread may use fewer cores than the
+    process."""
     return os.environ.get("OMP_PROC_BIND", "false").lower() not in ("false", "0")
 
 
 def _schedulable_cores() -> int:
-    """Return the number of cores in this process's affinity if the system states it, else all cores."""
+    """Return the number of cores in this process's affinity if the system states it, else the number of all cores."""
     if is_pinned() or not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len(os.sched_getaffinity(0))
 
 
 def reading_threads(config: EngineConfig) -> int:
-    """Return the number of threads that read experts: the configured one, or the default but at most `usable_cores`."""
+    """Return the number of threads that read experts: the configured number, or the default number but at most
+    `usable_cores`."""
     asked, default = config.io_threads, EngineConfig.io_threads
     return min(asked, usable_cores()) if asked == default else asked

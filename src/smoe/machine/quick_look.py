@@ -1,6 +1,7 @@
-"""Measure this machine briefly for use until `smoe doctor` has measured it: half a second, stored for a day.
+"""Measures this machine in half a second, for use until `smoe doctor` has measured it. The result is stored for a day.
 
-A process of its own measures and writes its memory first, because large caches would falsify smaller sizes.
+Another process measures. It writes to the memory before it reads it. It is large, because caches would falsify the rate
+of less memory.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from smoe.user_cache import cache_folder, keep, read_stored
 
 _FORMAT = 1
 _SECONDS = 0.1
-"""The time for measuring each rate in seconds, except the disk's."""
+"""The time for measuring each rate except the disk's, in seconds."""
 _KEPT_SECONDS = 24 * 3600.0
 _MOST_SECONDS = 60.0
-"""The timeout for the other process."""
+"""The timeout for the process that measures."""
 
 
 @dataclass(frozen=True)
 class QuickLook:
-    """Rates in bytes, or operations, per second."""
+    """The rates of this machine, in bytes or operations per second."""
 
     memory: float
     experts: float
-    """The number of weight bytes per second of experts of the requested size, computed for one token."""
+    """The bytes of weights per second when one token passes through experts of the requested size."""
     products: float
-    """The number of operations per second in products of many rows."""
+    """The operations per second in products of many rows."""
     disk: float | None
-    """The disk's rate; None if the user's cache is not writable."""
+    """The disk's rate; None if the user's cache folder is not writable."""
 
 
 @cache
 def quick_look(expert_bytes: int) -> QuickLook:
-    """Return the stored rates, else measure them."""
+    """Return the rates for experts of this size: stored ones if they are recent, else measured ones."""
     stored = _stored()
     found = _fresh(stored.get(str(expert_bytes)))
     if found is not None:
@@ -59,7 +60,7 @@ def quick_look(expert_bytes: int) -> QuickLook:
 
 @cache
 def memory_rate() -> float:
-    """Return the memory's rate: from stored rates, else measured by another process."""
+    """Return the rate of reading memory: a stored one if it is recent, else one that another process measures."""
     looks = (_fresh(entry) for size, entry in _stored().items() if size.isdecimal())
     found = next((look.memory for look in looks if look is not None), None)
     return float(_answered("memory")) if found is None else found
@@ -70,13 +71,13 @@ def _path() -> Path:
 
 
 def _stored() -> dict[str, Any]:
-    """Return the stored rates of this machine by expert size."""
+    """Return the rates that are stored for this machine, by expert size."""
     stored = read_stored(_path(), _FORMAT) or {}
     return stored if stored.get("machine") == describe_machine() else {}
 
 
 def _fresh(entry: Any) -> QuickLook | None:
-    """Return stored rates unless they are too old or damaged."""
+    """Return the rates in a stored entry; None if the entry is too old or damaged."""
     try:
         look = QuickLook(**entry["rates"])
         return look if 0 <= time.time() - entry["at"] < _KEPT_SECONDS else None
@@ -85,13 +86,14 @@ def _fresh(entry: Any) -> QuickLook | None:
 
 
 def _looked_apart(expert_bytes: int) -> tuple[QuickLook, bool]:
-    """Measure in another process; return the rates, and whether other programs used the cores meanwhile."""
+    """Measure in another process. Return the rates, and whether other programs used the cores meanwhile."""
     answer = json.loads(_answered(str(expert_bytes)))
     return QuickLook(**answer["rates"]), answer["is_disturbed"]
 
 
 def _answered(word: str) -> bytes:
-    """Return the output of another process: all rates for an expert size, or the memory's rate for `memory`."""
+    """Return the output of another process that measures. `word`: an expert size, for all rates, or `memory`, for the
+    memory's rate."""
     done = subprocess.run(
         [*module_line("smoe.machine.quick_look"), word],
         capture_output=True,
@@ -105,7 +107,7 @@ def _answered(word: str) -> bytes:
 
 
 def look(expert_bytes: int) -> QuickLook:
-    """Measure the rates in this process."""
+    """Return the rates for experts of this size, measured in this process."""
     return QuickLook(
         memory=measure_memory(_SECONDS),
         experts=measure_experts(expert_bytes, _SECONDS),

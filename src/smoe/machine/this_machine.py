@@ -1,4 +1,4 @@
-"""Describe this machine as a profile, like those of emulated devices, for simulations."""
+"""Describes this machine by a profile like those of emulated devices, for simulations."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from smoe.machine.quick_look import quick_look
 from smoe.memory.emulation import MEASURED, DeviceProfile
 
 _LAYER_SECONDS, _WIDTH_SECONDS = 0.16e-3, 0.09e-3
-"""The seconds of a decoder layer on a CPU in addition to moving its bytes (small operations and Python,
-docs/log/forecasts.md), and the seconds per 1024 elements of the hidden state."""
+"""The time of a decoder layer on a CPU in addition to moving its bytes (small operations and Python,
+docs/log/forecasts.md): a constant, and an addition per 1024 elements of the hidden state. In seconds."""
 _CPU_EXPERT_SECONDS = 10e-6
-"""The seconds of one expert on a CPU in addition to moving its bytes, if all experts of a layer are computed in one
-call."""
+"""The time of one expert on a CPU in addition to moving its bytes, in seconds, if all experts of a layer are computed
+in one call."""
 _READ_SECONDS = 150e-6
-"""The seconds from requesting an expert on disk to its first byte, including passing the finished read on."""
+"""The time from requesting an expert on disk until its first byte, in seconds, including the time to report the
+finished read."""
 _COPY_SECONDS, _LAUNCH_SECONDS, _LAUNCHES_SECONDS, _HAND_OVER_SECONDS = 20e-6, 40e-6, 300e-6, 50e-6
-"""With a device: seconds of one copy, of launching an expert's kernels, of launching a layer's other kernels, and of
-passing an expert to the CPU."""
+"""With a device, in seconds: the time of one copy, of launching an expert's kernels, of launching a layer's other
+kernels, and of passing an expert to the CPU."""
 
 
 def layer_seconds(hidden: int) -> float:
-    """Return the seconds of a decoder layer on a CPU in addition to moving its bytes."""
+    """Return the time of a decoder layer on a CPU in addition to moving its bytes, in seconds. `hidden`: the number of
+    elements of the hidden state."""
     return _LAYER_SECONDS + _WIDTH_SECONDS * hidden / 1024
 
 
 def expert_rate(expert_bytes: int) -> float:
-    """Return weight bytes per second of one expert computed for one token: from `smoe doctor`, else a quick
-    measurement."""
+    """Return the rate at which one token passes through experts of this size, in bytes of weights per second. It comes
+    from `smoe doctor`, else from a quick measurement."""
     profile = load_profile()
     return quick_look(expert_bytes).experts if profile is None else profile.expert_bytes_per_second
 
 
 def product_rate(expert_bytes: int) -> float:
-    """Return operations per second of products of many rows: from `smoe doctor`, else a quick measurement."""
+    """Return the rate of products of many rows, in operations per second. It comes from `smoe doctor`, else from a
+    quick measurement."""
     profile = load_profile()
     known = None if profile is None else profile.products_per_second
     return quick_look(expert_bytes).products if known is None else known
 
 
 def this_machine(rates: Rates, device: AnyDevice, expert_bytes: int) -> DeviceProfile | None:
-    """Return this machine as a profile, by its measured rates and the constants of measured machines
+    """Return a profile of this machine, from its measured rates and from constants that were measured on other machines
     (docs/log/forecasts.md).
 
-    Returns None if the rate of loading experts is unknown.
+    None if the rate of loading experts is unknown.
     """
     is_cpu = device.type == "cpu"
     brings_in = rates.disk if is_cpu else rates.link

@@ -1,5 +1,5 @@
-"""Read the memory that Windows still grants: RAM and page file must hold all granted memory, and a job may have
-limits."""
+"""Reads how much memory Windows still grants. RAM and page file together must hold all granted memory, and a job may
+have limits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from smoe.memory import kernel32 as k32
 
 
 def commit_bytes() -> int | None:
-    """Return the bytes that this process may still allocate, or None if the system does not state them."""
+    """Return the bytes that this process may still allocate. None if the system does not state them."""
     status = k32.MemoryStatus(length=ctypes.sizeof(k32.MemoryStatus))
     return int(status.commit_available) if k32.kernel32().calls.GlobalMemoryStatusEx(ctypes.byref(status)) else None
 
 
 def job_bytes() -> int | None:
-    """Return the bytes left under the limits of this process's job, or None without such a limit."""
+    """Return the bytes that the limits of this process's job leave. None without such a limit."""
     limits = k32.JobLimits()
     if not _asked(k32.EXTENDED_LIMITS, limits):
         return None
