@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import json
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -89,7 +89,7 @@ _GOOD_OF: dict[str, dict[Any, st.SearchStrategy[Any]]] = {
         "text": _SCHEMAS.map(lambda schema: {"format": {"type": "json_schema", "name": "x", "schema": schema}}),
     },
 }
-_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "num_predict")
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -108,18 +108,30 @@ def short(path: str, body: Any) -> Any:
     if not isinstance(body, dict):
         return body
     body = dict(body)
+    if path.startswith("/api/"):
+        options = {} if body.get("options") is None else body["options"]
+        if isinstance(options, dict):
+            body["options"] = {
+                "num_predict": MOST_TOKENS,
+                **options,
+                **_at_most(options, "num_predict", MOST_TOKENS, (-1, -2)),
+            }
+        return body
     own = "max_output_tokens" if path.endswith("responses") else "max_tokens"
     if body.get(own) is None and body.get("max_completion_tokens") is None:
         body[own] = MOST_TOKENS
     for name in _TOKENS:
-        body |= _at_most(body, name, MOST_TOKENS)
+        body |= _at_most(body, name, MOST_TOKENS, (-1,))
     return body | _at_most(body, "n", MOST_TEXTS)
 
 
-def _at_most(body: dict[str, Any], name: str, most: int) -> dict[str, Any]:
+def _at_most(body: dict[str, Any], name: str, most: int, endless: Sequence[int] = ()) -> dict[str, Any]:
+    """`endless`: values that mean as many as there is room for."""
     value: Any = body.get(name)
-    is_more = isinstance(value, (int, float)) and not isinstance(value, bool) and most < value < 2**31
-    return {name: most} if is_more and (name != "n" or value <= 128) and value == int(value) else {}
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return {}
+    is_more = most < value < 2**31 and (name != "n" or value <= 128) and value == int(value)
+    return {name: most} if is_more or value in endless else {}
 
 
 @st.composite

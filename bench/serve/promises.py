@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from smoe.server import answers
+from smoe.server import answers, local_answers
 
 _STATES = ("/health", "/healthz", "/ready")
 """Paths that say by 503 how the server is."""
-_EVENTS = "text/event-stream"
+_EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
 
 
 class Promises:
@@ -38,12 +38,15 @@ class Promises:
             return f"{kind} is not described for {status}"
         if kind.startswith(_EVENTS):
             return _broken_events(_model(found["x-event-data"]), text)
+        if kind.startswith(_LINES):
+            return _broken_lines(_model(found["x-line"]), text)
         schema = found.get("schema", {})
         return _broken(_model(schema), text) if "$ref" in schema else None
 
 
 def _model(reference: dict[str, str]) -> type[BaseModel]:
-    model: type[BaseModel] = getattr(answers, reference["$ref"].rsplit("/", 1)[1])
+    name = reference["$ref"].rsplit("/", 1)[1]
+    model: type[BaseModel] = getattr(answers, name, None) or getattr(local_answers, name)
     return model
 
 
@@ -57,6 +60,13 @@ def _broken(model: type[BaseModel], text: str) -> str | None:
 
 def _broken_refusal(text: str) -> str | None:
     return _broken(answers.Refusal, text) if text else None
+
+
+def _broken_lines(model: type[BaseModel], text: str) -> str | None:
+    *lines, last = text.splitlines() or [""]
+    kinds = [(line, model) for line in lines]
+    kinds.append((last, local_answers.OllamaRefusal if last.startswith('{"error":') else model))
+    return next((problem for line, kind in kinds if (problem := _broken(kind, line)) is not None), None)
 
 
 def _broken_events(model: type[BaseModel], text: str) -> str | None:

@@ -62,11 +62,30 @@ def test_requests_are_made_short_and_neither_right_nor_wrong() -> None:
     assert short(CHAT, {}) == {"max_tokens": 4}
     assert short(CHAT, {"max_tokens": 900, "n": 9}) == {"max_tokens": 4, "n": 3}
     assert short("/v1/responses", {"max_output_tokens": None}) == {"max_output_tokens": 4}
+    assert short(CHAT, {"max_tokens": -1}) == {"max_tokens": 4}
+    assert short("/api/chat", {}) == {"options": {"num_predict": 4}}
+    assert short("/api/chat", {"options": {"num_predict": -2}}) == {"options": {"num_predict": 4}}
     for wrong in (
         {"max_tokens": "x"},
+        {"max_tokens": -2},
         {"max_tokens": 0},
         {"max_tokens": True, "n": 129},
         {"max_tokens": 2.5, "n": -1},
         [1],
     ):
         assert short(CHAT, wrong) == wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model":"demo","created_at":"x","response":"a","done":true,"done_reason":"stop"}\n', None),
+        ('{"error":"x"}\n', None),
+        ('{"error":"x"}\n{"error":"x"}\n', "no OllamaGenerated"),
+        ('{"model":"demo","done":true}\n', "no OllamaGenerated"),
+        ("", "no OllamaGenerated"),
+    ],
+)
+def test_lines_that_are_not_as_described_are_found(text: str, words: str | None) -> None:
+    found = Promises(document("demo", False)).broken_by("POST", "/api/generate", 200, "application/x-ndjson", text)
+    assert found is None if words is None else words in (found or "")

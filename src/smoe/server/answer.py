@@ -36,6 +36,10 @@ class EndpointAnswer(ABC):
 
     done = DONE
     """The last event of a stream; empty where the endpoint has none."""
+    still_here = STILL_HERE
+    """What a stream sends while nothing comes; empty for nothing."""
+    media_type = EventStream.media_type
+    """The type of a stream."""
 
     def __init__(self, texts: Texts, choices: Sequence[ChoiceText], fields: Mapping[str, str]) -> None:
         """`fields`: names of the library's settings in the request, for error messages."""
@@ -44,7 +48,7 @@ class EndpointAnswer(ABC):
     async def to(self, request: Request, is_streamed: bool) -> Response:
         """Return the HTTP response: a stream of events, or one JSON body."""
         if is_streamed:
-            return EventStream(self.events(), self._texts)
+            return EventStream(self.events(), self._texts, self.media_type)
         return Json(await unless_gone(request, self.whole()))
 
     async def whole(self) -> dict[str, Any]:
@@ -68,8 +72,8 @@ class EndpointAnswer(ABC):
                     news, chunk = await texts.next(PATIENCE_SECONDS), b""
                     for item in news:
                         chunk += self._added(item.number, self._choices[item.number].take(item.what))
-                    if chunk or not news:
-                        yield chunk or STILL_HERE
+                    if data := chunk or (b"" if news else self.still_here):
+                        yield data
                 if last := self._last():
                     yield last
             except Exception as error:

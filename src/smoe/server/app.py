@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 from fastapi import FastAPI
@@ -21,13 +21,14 @@ from smoe.server.completion import completions
 from smoe.server.events import CLIENT_GONE, ClientGoneError, Json
 from smoe.server.field_errors import shortened
 from smoe.server.guard import Guard
+from smoe.server.local_routes import add_local_paths
 from smoe.server.messages import count_tokens, messages
 from smoe.server.openapi import METRICS_TYPE, document
 from smoe.server.problem import ApiError, problem_of
 from smoe.server.request_lines import RequestLines
 from smoe.server.responses import Responses
 from smoe.server.serving import Serving
-from smoe.server.unknown_fields import IGNORED_FIELDS, add_ignored
+from smoe.server.unknown_fields import IGNORED_FIELDS, add_post
 from smoe.server.watching import Watching, add_page
 
 _UNKNOWN = "(other)"
@@ -41,6 +42,7 @@ def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget |
     _add_errors(app)
     _add_models(app, serving)
     _add_api(app, serving)
+    add_local_paths(app, serving)
     _add_state(app, serving)
     open_paths = frozenset({"/health", "/healthz", "/ready"} | add_page(app, _watching(serving)))
 
@@ -71,11 +73,11 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 def _add_api(app: FastAPI, serving: Serving) -> None:
     stored_responses = Responses(serving)
-    _add_post(app, "/v1/chat/completions", partial(chat_completions, serving))
-    _add_post(app, "/v1/completions", partial(completions, serving))
-    _add_post(app, "/v1/messages", partial(messages, serving))
-    _add_post(app, "/v1/messages/count_tokens", partial(count_tokens, serving))
-    _add_post(app, "/v1/responses", stored_responses.make)
+    add_post(app, "/v1/chat/completions", partial(chat_completions, serving))
+    add_post(app, "/v1/completions", partial(completions, serving))
+    add_post(app, "/v1/messages", partial(messages, serving))
+    add_post(app, "/v1/messages/count_tokens", partial(count_tokens, serving))
+    add_post(app, "/v1/responses", stored_responses.make)
 
     @app.api_route("/v1/responses/{name}", methods=_READ)
     async def one_response(name: str) -> Response:
@@ -84,16 +86,6 @@ def _add_api(app: FastAPI, serving: Serving) -> None:
     @app.delete("/v1/responses/{name}")
     async def forget_response(name: str) -> Response:
         return Json(stored_responses.delete(name))
-
-
-def _add_post(app: FastAPI, path: str, respond: Callable[[Request], Awaitable[Response]]) -> None:
-    """Add a path whose responses name the request's ignored fields in a header."""
-
-    @app.post(path)
-    async def answered(request: Request) -> Response:
-        response = await respond(request)
-        add_ignored(request, response)
-        return response
 
 
 def _add_state(app: FastAPI, serving: Serving) -> None:

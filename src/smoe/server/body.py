@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
+from smoe.server.asked import AskedFields
 from smoe.server.body_size import MOST_FIELDS, check_size, too_many_fields
 from smoe.server.events import ClientGoneError
 from smoe.server.field_errors import refusal_of, shortened
-from smoe.server.fields import RequestFields
 from smoe.server.problem import ApiError, refused
 from smoe.server.unknown_fields import UnknownFields
 
@@ -29,13 +29,14 @@ _MOST_DIGITS = 100
 _EXACT = 2.0**53
 """Whole numbers below this bound are exact as floats."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_T = TypeVar("_T", bound=RequestFields)
+_T = TypeVar("_T", bound=AskedFields)
 
 
 async def body_of(request: Request) -> bytes:
     """Return a request's body; the request itself keeps no copy. Raises an `ApiError` for an unsupported content type,
     `ClientGoneError` where the client disconnects."""
-    _check_form(request.headers)
+    if not request.scope["path"].startswith("/api/"):  # clients of Ollama's API send JSON as any type
+        _check_form(request.headers)
     try:
         return b"".join([part async for part in request.stream()])
     except ClientDisconnect:
@@ -47,8 +48,13 @@ def asked_of(kind: type[_T], data: bytes, unknown: UnknownFields) -> tuple[_T, l
     body. May take long: do not call this on the event loop's thread."""
     value = _value_of(data)
     names = unknown.check(kind, value)
+    return fields_of(kind, value), names
+
+
+def fields_of(kind: type[_T], value: Any) -> _T:
+    """Validate a body's JSON value. Raises an `ApiError` for an invalid one."""
     try:
-        return kind.model_validate(value), names
+        return kind.model_validate(value)
     except ValidationError as error:
         problem = refusal_of(kind, error, value)
     raise problem  # outside of the `except`: the error would keep the body's values in memory

@@ -23,14 +23,15 @@ async def chat_completions(serving: Serving, request: Request) -> Response:
 
     def work(asked: ChatAsked) -> tuple[Prepared, Form]:
         form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
-        return prepare(serving, asked, _talk(asked), asked.settings), form
+        return prepare(serving, asked, talk_of(asked), asked.settings), form
 
     prepared, form = await serving.read(ChatAsked, request, work)
     texts = serving.ask(prepared.wanted, form.settings, form.is_streamed or prepared.ends_early)
     return await _ChatAnswer(serving, form, prepared, texts).to(request, form.is_streamed)
 
 
-def _talk(asked: ChatAsked) -> Talk:
+def talk_of(asked: ChatAsked) -> Talk:
+    """Return the conversation of a request. Raises an `ApiError` for fields that exclude each other."""
     if asked.top_logprobs and asked.likeliest is None:
         raise refused("'top_logprobs' needs 'logprobs' to be true", "top_logprobs")
     return Talk(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -109,6 +110,16 @@ class ChoiceText:
         if self.reason is EndReason.LENGTH and not self.reader.is_full:
             return "length"
         return "tool_calls" if self.calls else "stop"
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return the arguments of a call. A text that is no JSON object (it was cut off, or the model wrote another) is
+    returned as Anthropic's documentation wraps it: without arguments, the call would be another one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": text}
 
 
 def usage_of(choices: list[ChoiceText]) -> dict[str, Any]:

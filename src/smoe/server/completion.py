@@ -26,14 +26,15 @@ async def completions(serving: Serving, request: Request) -> Response:
 
     def work(asked: CompletionAsked) -> tuple[list[TextRequest], Form]:
         form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
-        return _wanted(serving, asked), form
+        return texts_wanted(serving, asked), form
 
     wanted, form = await serving.read(CompletionAsked, request, work)
     texts = serving.ask(wanted, form.settings, form.is_streamed)
     return await _CompletionAnswer(serving, form, texts).to(request, form.is_streamed)
 
 
-def _wanted(serving: Serving, asked: CompletionAsked) -> list[TextRequest]:
+def texts_wanted(serving: Serving, asked: CompletionAsked) -> list[TextRequest]:
+    """Return the texts of a request. Raises an `ApiError` for prompts that cannot be continued."""
     prompts = _prompts(serving, asked.prompt)
     if len(prompts) * (asked.n or 1) > MOST_TEXTS:
         raise refused(f"a request may have at most {MOST_TEXTS} texts (prompts times 'n')", "n")

@@ -87,10 +87,10 @@ class EventStream(Response):
     After an error its ASGI messages have the error's status, for `SentResponse`; the client has received 200.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], texts: Texts) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], texts: Texts, media_type: str) -> None:
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._texts = events, texts
 

@@ -8,13 +8,12 @@ that need more than the request are elsewhere.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
+from smoe.server.asked import AskedFields
 from smoe.server.neutral_fields import NEUTRAL, NeutralFields
-from smoe.server.problem import refused
 
 MOST_TEXTS = 128
 """The maximum number of texts of one request."""
@@ -41,28 +40,8 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 memory."""
 
 
-def _tell_unsupported(schema: dict[str, Any], kind: type[BaseModel]) -> None:
-    """Describe in a schema the values that unsupported fields may have."""
-    for name, harmless in (NEUTRAL | getattr(kind, "unsupported", {})).items():
-        schema["properties"][name] = {
-            "enum": [None, *harmless],
-            "default": None,
-            "description": "Not supported: leave it out.",
-        }
-
-
-class RequestFields(NeutralFields):
+class RequestFields(AskedFields, NeutralFields):
     """The fields that all kinds of requests share."""
-
-    model_config = ConfigDict(
-        extra="ignore", strict=True, use_attribute_docstrings=True, json_schema_extra=_tell_unsupported
-    )
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields that would change the response but are not supported, with the values that change nothing."""
-    names: ClassVar[dict[str, str]] = {}
-    """This request's names for the library's settings, where they differ."""
-    takes_any_model: ClassVar[bool] = False
-    """Whether `model` may be any name: agents send the names of their maker's models."""
 
     model: str
     """The model's name, as `/v1/models` lists it."""
@@ -93,24 +72,13 @@ class RequestFields(NeutralFields):
     user: str | None = None
     """Accepted and ignored."""
 
-    def check_unsupported(self) -> None:
-        """Raise an `ApiError` for a field whose value would change the response but is not supported."""
-        for name, harmless in (NEUTRAL | self.unsupported).items():
-            value = getattr(self, name)
-            if value is not None and not any(_is_same(value, each) for each in harmless):
-                only = "".join(f", or give {json.dumps(each)}" for each in harmless)
-                message = f"'{name}' is not supported by this server; leave it out{only}"
-                raise refused(message, name, "unsupported_parameter")
+    @classmethod
+    def harmless(cls) -> dict[str, tuple[Any, ...]]:
+        return NEUTRAL | cls.unsupported
 
     @property
-    def settings(self) -> dict[str, str]:
-        """The library's settings of this request, each with its name here."""
-        return {name: name for name in type(self).model_fields} | self.names
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Compare as JSON does: true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
+    def asked_model(self) -> str | None:
+        return None if self.takes_any_model else self.model
 
 
 def first_given(*values: int | None) -> int | None:

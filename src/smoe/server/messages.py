@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from smoe.conversation.conversation import NEW_ANSWER, Ending
 from smoe.generation.request import EndReason
 from smoe.server.answer import EndpointAnswer
-from smoe.server.choice import ChoiceText, Delta
+from smoe.server.choice import ChoiceText, Delta, arguments_of
 from smoe.server.events import Json, event
 from smoe.server.message_fields import CountAsked, MessagesAsked
 from smoe.server.problem import ApiError, refused
@@ -182,7 +181,7 @@ class _MessagesAnswer(EndpointAnswer):
 
     def _ended(self) -> dict[str, Any]:
         content = [
-            {**block, "input": _object(block["input"])} if block["type"] == "tool_use" else block
+            {**block, "input": arguments_of(block["input"])} if block["type"] == "tool_use" else block
             for block in self._blocks
         ]
         return self._message(content) | self._stop | {"usage": self._usage}
@@ -263,13 +262,3 @@ class _MessagesAnswer(EndpointAnswer):
             "cache_read_input_tokens": request.reused_tokens,
             "output_tokens": len(request.new_ids),
         }
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. A text that is no JSON object (it was cut off, or the model wrote another) is
-    returned as Anthropic's documentation wraps it: without arguments, the call would be another one."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": text}

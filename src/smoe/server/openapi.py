@@ -15,17 +15,22 @@ from pydantic.json_schema import models_json_schema
 
 from smoe import __version__
 from smoe.server import answers
+from smoe.server import local_answers as local
+from smoe.server.asked import AskedFields
 from smoe.server.fields import (
     ChatAsked,
     CompletionAsked,
-    RequestFields,
     ResponseAsked,
 )
 from smoe.server.message_fields import CountAsked, MessagesAsked
+from smoe.server.ollama_fields import OllamaChatAsked, OllamaGenerateAsked, OllamaShowAsked
+from smoe.server.token_fields import DetokenizeAsked, TokenizeAsked
 from smoe.server.unknown_fields import IGNORED_FIELDS
 
 METRICS_TYPE = "text/plain; version=0.0.4"
-_JSON, _EVENTS = "application/json", "text/event-stream"
+_JSON, _EVENTS, _LINES = "application/json", "text/event-stream", "application/x-ndjson"
+_PARTS = {_EVENTS: "x-event-data", _LINES: "x-line"}
+"""The parts of a stream: the data of an event, or a line."""
 _REF = "#/components/schemas/{model}"
 _REFUSALS = {
     400: "The request is invalid or cannot be served; `param` names the field.",
@@ -37,16 +42,18 @@ _REFUSALS = {
     415: "The body is not sent as JSON, or is compressed.",
     429: "The queue, or the memory for request bodies, is full; `Retry-After` gives the time to wait.",
     500: "The server failed; only this request is lost.",
+    501: "The model has no embeddings.",
     503: "The server is shutting down, its model can no longer be used, or all connections are in use.",
 }
 _IGNORED = {"description": "Unknown fields of the request, which were ignored.", "schema": {"type": "string"}}
 _OF_ALL = (403, 408, 413, 429, 500, 503)
 _OF_ASKING = (400, 404, 415)
 _ABOUT = """\
-The API follows OpenAI's, and Anthropic's at `/v1/messages`. Errors have one form, `Refusal`, or Anthropic's,
-`MessageRefusal`. In addition to the listed errors, an unknown path returns 404, and an unsupported method 405.
-A stream's status is sent before its first event: a later error is an event, `data: {"error": ...}`, or
-`response.failed` in streams of responses, or `error` in streams of messages.
+The API follows OpenAI's, Anthropic's at `/v1/messages`, and Ollama's at `/api`. Errors have one form, `Refusal`, or
+Anthropic's, `MessageRefusal`, or Ollama's, `OllamaRefusal`. In addition to the listed errors, an unknown path returns
+404, and an unsupported method 405. A stream's status is sent before its first event: a later error is an event,
+`data: {"error": ...}`, or `response.failed` in streams of responses, `error` in streams of messages, or a line of
+Ollama's streams.
 """
 
 
@@ -59,7 +66,7 @@ class Operation:
     summary: str
     content: dict[str, Any]
     """The content of the response of status 200, by media type: a model, or a description."""
-    asked: type[RequestFields] | None = None
+    asked: type[AskedFields] | None = None
     refusals: tuple[int, ...] = ()
     """The HTTP statuses of this operation's errors, in addition to those of every path."""
     others: dict[int, type[BaseModel]] = field(default_factory=dict)
@@ -72,10 +79,20 @@ class Operation:
     @property
     def is_api(self) -> bool:
         """Whether the path belongs to the API, and not to probes, metrics or the page."""
-        return self.path.startswith("/v1/")
+        return self.path.startswith(("/v1/", "/api/")) or self.path in ("/tokenize", "/detokenize", "/props")
 
 
 _MESSAGE_REFUSALS: dict[int, type[BaseModel]] = dict.fromkeys((*_OF_ALL, *_OF_ASKING), answers.MessageRefusal)
+
+
+def _ollama(method: str, path: str, summary: str, content: dict[str, Any], asked: Any = None) -> Operation:
+    """Return the description of a path of Ollama's API, whose errors have a form of their own."""
+    statuses = _OF_ALL if asked is None else (*_OF_ALL, *_OF_ASKING)
+    return Operation(method, path, summary, content, asked, others=dict.fromkeys(statuses, local.OllamaRefusal))
+
+
+def _no_embeddings(path: str, refusal: type[BaseModel]) -> Operation:
+    return Operation("post", path, "Embeddings, which the model does not have.", {}, others={501: refusal})
 
 
 def _probe(path: str, summary: str) -> Operation:
@@ -130,6 +147,30 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/responses/{name}", "A stored response.", {_JSON: answers.ResponseAnswer}, refusals=(404,)),
     Operation("delete", "/v1/responses/{name}", "Delete a stored response.", {_JSON: answers.Deleted}, refusals=(404,)),
+    _ollama(
+        "post",
+        "/api/chat",
+        "Continue a conversation, by Ollama's API.",
+        {_JSON: local.OllamaChat, _LINES: local.OllamaChat},
+        OllamaChatAsked,
+    ),
+    _ollama(
+        "post",
+        "/api/generate",
+        "Answer a prompt, by Ollama's API.",
+        {_JSON: local.OllamaGenerated, _LINES: local.OllamaGenerated},
+        OllamaGenerateAsked,
+    ),
+    _ollama("post", "/api/show", "What is known of the model.", {_JSON: local.OllamaShown}, OllamaShowAsked),
+    _ollama("get", "/api/tags", "The model that is served.", {_JSON: local.OllamaModels}),
+    _ollama("get", "/api/ps", "The model that is loaded.", {_JSON: local.OllamaModels}),
+    _ollama("get", "/api/version", "The version of Ollama's API that is followed.", {_JSON: local.OllamaVersion}),
+    Operation("post", "/tokenize", "The tokens of a text.", {_JSON: local.Tokens}, TokenizeAsked, _OF_ASKING),
+    Operation("post", "/detokenize", "The text of tokens.", {_JSON: local.TokensText}, DetokenizeAsked, _OF_ASKING),
+    Operation("get", "/props", "The server's properties, as llama.cpp has them.", {_JSON: local.Properties}),
+    _no_embeddings("/v1/embeddings", answers.Refusal),
+    _no_embeddings("/api/embed", local.OllamaRefusal),
+    _no_embeddings("/api/embeddings", local.OllamaRefusal),
     _probe("/health", "Whether the server responds."),
     _probe("/healthz", "Whether the process works (also while it shuts down); otherwise restart it."),
     _probe("/ready", "Whether the server accepts requests."),
@@ -174,13 +215,15 @@ def document(model: str, needs_key: bool) -> dict[str, Any]:
 
 def _described(operation: Operation, needs_key: bool) -> dict[str, Any]:
     statuses = {*_OF_ALL, *operation.refusals, *((401,) if needs_key and not operation.is_open else ())}
-    events = operation.content.get(_EVENTS)
-    description = (
-        f"The result; with `stream` true, events whose data is a `{events.__name__}`."
-        if isinstance(events, type)
-        else "The result."
-    )
-    responses: dict[str, Any] = {"200": {"description": description, "content": _content(operation.content)}}
+    events, lines = (operation.content.get(kind) for kind in _PARTS)
+    description = "The result."
+    if isinstance(events, type):
+        description = f"The result; with `stream` true, events whose data is a `{events.__name__}`."
+    elif isinstance(lines, type):
+        description = f"The result; unless `stream` is false, lines that are each a `{lines.__name__}`."
+    responses: dict[str, Any] = {}
+    if operation.content:
+        responses["200"] = {"description": description, "content": _content(operation.content)}
     if operation.asked is not None:
         responses["200"]["headers"] = {IGNORED_FIELDS: _IGNORED}
     responses |= {
@@ -213,8 +256,8 @@ def _content(kinds: dict[str, Any]) -> dict[str, Any]:
             found[kind] = {"schema": {"type": "string", "description": what}}
         elif isinstance(what, dict):
             found[kind] = what
-        elif kind == _EVENTS:  # OpenAPI 3.1 cannot describe the data of an event
-            found[kind] = {"x-event-data": {"$ref": _REF.format(model=what.__name__)}}
+        elif kind in _PARTS:  # OpenAPI 3.1 cannot describe them
+            found[kind] = {_PARTS[kind]: {"$ref": _REF.format(model=what.__name__)}}
         else:
             found[kind] = {"schema": {"$ref": _REF.format(model=what.__name__)}}
     return found
@@ -229,6 +272,6 @@ def _schemas(model: str) -> dict[str, Any]:
     _, found = models_json_schema([(kind, "validation") for kind in dict.fromkeys(kinds)], ref_template=_REF)
     schemas: dict[str, Any] = found["$defs"]
     for each in OPERATIONS:
-        if each.asked is not None and not each.asked.takes_any_model:
-            schemas[each.asked.__name__]["properties"]["model"] |= {"enum": [model]}
+        if each.asked is not None and not each.asked.takes_any_model and "model" in each.asked.model_fields:
+            schemas[each.asked.__name__]["properties"]["model"] |= {"enum": [model + tag for tag in each.asked.tags]}
     return schemas

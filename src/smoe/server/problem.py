@@ -64,8 +64,15 @@ class ApiError(Exception):
         """The error's body on the paths of Anthropic's API."""
         return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
 
+    @property
+    def for_ollama(self) -> dict[str, Any]:
+        """The error's body on the paths of Ollama's API."""
+        return {"error": self.message}
+
     def body_at(self, path: str) -> dict[str, Any]:
         """Return the error's body in the form of a path's API."""
+        if path.startswith("/api/"):
+            return self.for_ollama
         return self.for_anthropic if path.startswith("/v1/messages") else self.body
 
     @property

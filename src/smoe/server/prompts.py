@@ -48,6 +48,11 @@ class Prompts:
         """The model's format of reasoning and tool calls."""
 
     @property
+    def template(self) -> str:
+        """The chat template; empty without one."""
+        return self._conversations.template.source
+
+    @property
     def template_state(self) -> str:
         """The state of the chat template: none, ok or failed (`ChatTemplate.state`)."""
         return self._conversations.template.state
@@ -66,12 +71,19 @@ class Prompts:
         self._check_length(text)
         return encode(self._tokenizer, [text])[0]
 
-    def of_tokens(self, ids: Sequence[int]) -> list[int]:
+    def tokens_of(self, text: str, adds_initial: bool, parses_control_tokens: bool) -> list[int]:
+        """Return the tokens of any text. `adds_initial`: with the tokenizer's initial tokens."""
+        splits = not parses_control_tokens
+        found = self._tokenizer(text, add_special_tokens=adds_initial, split_special_tokens=splits)
+        tokens: list[int] = found["input_ids"]
+        return tokens
+
+    def of_tokens(self, ids: Sequence[int], param: str = "prompt") -> list[int]:
         """Return prompt tokens unchanged. Raises an `ApiError` for ids outside the vocabulary."""
         if any(not 0 <= token < self._vocabulary for token in ids):
             raise refused(
-                f"'prompt' has token ids outside the vocabulary; they must be from 0 to {self._vocabulary - 1}",
-                "prompt",
+                f"'{param}' has token ids outside the vocabulary; they must be from 0 to {self._vocabulary - 1}",
+                param,
             )
         return list(ids)
 

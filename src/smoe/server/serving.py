@@ -23,9 +23,10 @@ from smoe.generation.request import End, Piece, Request
 from smoe.machine.native_heap import give_back_heap
 from smoe.models.position_limit import position_limit
 from smoe.runtime.engine import Engine
+from smoe.server.asked import AskedFields
 from smoe.server.body import asked_of, body_of
 from smoe.server.body_budget import release_body
-from smoe.server.fields import UP_TO_THE_CONTEXT, RequestFields
+from smoe.server.fields import UP_TO_THE_CONTEXT
 from smoe.server.grammar import Grammars
 from smoe.server.meters import Meters
 from smoe.server.model_health import ModelHealth
@@ -39,7 +40,7 @@ from smoe.server.unknown_fields import UnknownFields, list_ignored
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_A = TypeVar("_A", bound=RequestFields)
+_A = TypeVar("_A", bound=AskedFields)
 
 
 class Serving:
@@ -151,8 +152,8 @@ class Serving:
         """Return what `work` makes of a body, and the names of the body's unknown fields."""
         asked, unknown = asked_of(kind, data, self._unknown)
         asked.check_unsupported()
-        if not asked.takes_any_model:
-            self.check_name(asked.model)
+        if asked.asked_model is not None:
+            self.check_name(asked.asked_model, asked.tags)
         try:
             return work(asked), unknown
         except Exception as error:
@@ -200,9 +201,9 @@ class Serving:
         if self._is_ending:
             raise over()
 
-    def check_name(self, model: str) -> None:
-        """Raise an `ApiError` for the name of another model."""
-        if model != self.name:
+    def check_name(self, model: str, tags: Sequence[str] = ("",)) -> None:
+        """Raise an `ApiError` for the name of another model. `tags`: what may follow the name."""
+        if model not in [self.name + tag for tag in tags]:
             message = f"the model {model[:100]!r} does not exist here; this server serves {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

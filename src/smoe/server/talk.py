@@ -62,6 +62,12 @@ class Prepared:
     has_reasoning: bool
     """Whether the response may contain reasoning."""
 
+    @classmethod
+    def plain(cls, wanted: list[TextRequest], ends: frozenset[int]) -> Prepared:
+        """Return texts with neither reasoning nor calls."""
+        reader = partial(OutputReader, plain_text)
+        return cls(wanted, reader, ends_early=False, markers={}, ends=ends, has_reasoning=False)
+
     def choices(self, requests: Sequence[Request]) -> list[ChoiceText]:
         """Return the choices of `requests`, which were made from `wanted`."""
         return [ChoiceText(request, self.reader(), self.markers, self.ends, self.has_reasoning) for request in requests]

@@ -4,11 +4,12 @@ server."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, get_args, get_origin
 from urllib.parse import quote
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -85,7 +86,17 @@ def list_ignored(request: Request, names: Sequence[str]) -> None:
     request.state.ignored_fields = names
 
 
-def add_ignored(request: Request, response: Response) -> None:
+def add_post(app: FastAPI, path: str, respond: Callable[[Request], Awaitable[Response]]) -> None:
+    """Add a path whose responses name the request's ignored fields in a header."""
+
+    @app.post(path)
+    async def answered(request: Request) -> Response:
+        response = await respond(request)
+        _add_ignored(request, response)
+        return response
+
+
+def _add_ignored(request: Request, response: Response) -> None:
     """Add the header that lists the request's ignored fields, if there are any."""
     names = getattr(request.state, "ignored_fields", ())
     if names:
