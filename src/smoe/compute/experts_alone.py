@@ -1,7 +1,6 @@
-"""A model's experts without the rest of the model: files, slots in host memory, and arithmetic.
+"""Computes a model's experts without the rest of the model: from files, with slots in host memory.
 
-Workers of a cluster use this, and the coordinator uses it when its workers fail. The code of the experts is the
-engine's.
+Workers of a cluster use this, and the coordinator uses it when its workers fail. The arithmetic is the engine's.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_SLOTS = 2
-"""The least number of slots with which reading and computing run concurrently. With one slot they alternate."""
+"""The smallest number of slots with which one expert can be read while another is computed. With one slot, reading and
+computing alternate."""
 
 
 class ExpertsAlone:
-    """A service that computes experts by key. `close` frees slots, files and threads."""
+    """A service that computes experts by key. `close` frees its slots, files and threads."""
 
     def __init__(
         self,
@@ -42,10 +42,8 @@ class ExpertsAlone:
         threads: int,
         has_library: bool = True,
     ) -> None:
-        """`sizes`: (number of slots, bytes per slot); `size_of`: the index of an expert's size.
-
-        `is_direct`: read past the page cache; `has_library`: torch computes what our kernels do not.
-        """
+        """`sizes`: pairs of (number of slots, bytes per slot). `size_of` returns the index in `sizes` for an expert.
+        `is_direct`: read past the page cache. `has_library`: torch computes what our kernels do not."""
         self.slots = sum(slots for slots, _ in sizes)
         self.store = store
         self.math = math
@@ -59,19 +57,19 @@ class ExpertsAlone:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all slots."""
+        """The size of all slots in bytes."""
         return self._host.arena.nbytes
 
     @property
     def hidden(self) -> int:
-        """The number of elements in a row (H)."""
+        """H, the number of elements in a row of hidden states."""
         return next(iter(self.math.values())).hidden
 
     def compute_by(self, arithmetic: str) -> bool:
-        """Multiply few rows by the one of `KERNELS` that the coordinator chose; return False if it is not available
-        here.
+        """Multiply few rows by `arithmetic`, one of `KERNELS`, which the coordinator chose. Return False if this
+        machine does not support it.
 
-        Nothing may be running. The former kernel's threads end.
+        No computation may be running. The threads of the previous kernel end.
         """
         if arithmetic == "torch":
             return self._has_library and self.experts.multiply_by(None)
@@ -81,17 +79,19 @@ class ExpertsAlone:
         return self.experts.multiply_by(SpinningPool(self.threads, not self._has_library, in_own_order=is_ours))
 
     def expect(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Set the experts that will be requested next; all others are evicted first. Return those that must be read."""
+        """Set the experts that will be requested next; other experts are evicted first. Return those of `keys` that
+        must be read."""
         self._expected = set(keys)
         return [key for key in keys if not self._host.has(key)]
 
     def bring(self, key: ExpertKey) -> None:
-        """Read an expert if it is still expected; called by a reading thread."""
+        """Read an expert if it is still expected. Called by a reading thread."""
         if key in self._expected:
             self.experts.bring(key)
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
-        """Compute experts as in `ComputeUnit`; they are no longer expected afterwards."""
+        """Start to compute experts, as `ComputeUnit.submit` does, and return their results as futures. A computed
+        expert is no longer expected."""
         futures = self.experts.submit(wanted, hidden)
         for each, future in zip(wanted, futures, strict=True):
             future.add_done_callback(partial(self._used, each.key))

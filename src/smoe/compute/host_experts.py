@@ -1,12 +1,13 @@
-"""Compute experts on the CPU, in the host tier, while the device and the link do other work.
+"""Computes experts on the CPU, from the host tier, while the device and the link do other work.
 
-A thread of its own computes. If experts are read concurrently (`experts_alone.py`), another one reads:
+One thread computes. If experts are read at the same time (`experts_alone.py`), another thread reads. With experts a, b,
+c, d and time to the right:
 
-    reading      | a ........ | b ........ |  wait for a slot  | d ........ |
+    reading      | a ........ | b ........ |    wait for a slot    | d ........ |
     computing                 | a ............. | b ............. | c ...
 
-The bits are those of a CPU, so a layer computed on both CPU and GPU has grade E2. An emulated device is this CPU, and
-E0 and E1 remain.
+The bits are those of a CPU, so a layer computed on both CPU and GPU has grade E2. An emulated device is this CPU, so
+there E0 and E1 remain.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ if TYPE_CHECKING:
 
 
 class _There(NamedTuple):
-    """An expert in the host tier, until its lease ends."""
+    """An expert in the host tier, which cannot be evicted until its lease ends."""
 
     lease: Lease
     seconds: float | None
-    """The time of reading it; None if it was present."""
+    """The time that reading it took, in seconds; None if it was in the host tier already."""
 
 
 class HostExperts:
-    """A compute unit for single experts, in parallel with the device. Only the computing thread calls `submit`."""
+    """A compute unit that computes experts on the CPU, in parallel with the device. Only the computing thread calls
+    `submit`."""
 
     def __init__(
         self,
@@ -58,11 +60,9 @@ class HostExperts:
         reads_concurrently: bool = False,
         has_library: bool = True,
     ) -> None:
-        """`reads_concurrently`: missing experts are read in the order of requests while others are computed.
-
-        Each then keeps its slot until it is computed, so the number of slots limits reading ahead. `has_library`: torch
-        is available.
-        """
+        """`math`: the arithmetic by layer. `threads`: the number of torch's threads. `reads_concurrently`: read missing
+        experts on another thread, in the order of requests, while earlier ones are computed. A read expert keeps its
+        slot until it is computed, so the number of slots limits reading ahead. `has_library`: torch is available."""
         self._host = host
         self._filler = filler
         self._store = store
@@ -81,11 +81,11 @@ class HostExperts:
         self._reader = ThreadPoolExecutor(1, "smoe-host-reads") if reads_concurrently else None
 
     def multiply_by(self, pool: SpinningPool | None) -> bool:
-        """Multiply single rows by our kernel, or by torch if `pool` is None or the bits differ; return False if they
-        differ.
+        """Multiply single rows by our kernel. Use torch, and return False, if the kernel's bits differ from torch's;
+        also use torch if `pool` is None.
 
-        One expert of every shape is compared, while nothing is running. This object closes the pool at the end or when
-        another replaces it, whether it is used or not.
+        One expert of every shape is compared; nothing else may be running. This object closes the pool when another
+        replaces it, or at the end, whether the pool is used or not.
         """
         former, self._pool = self._pool, pool
         for math in self._math.values():
@@ -104,10 +104,11 @@ class HostExperts:
         return True
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
-        """Compute experts for some rows of hidden [T, H]; each result [n, H] is on the CPU.
+        """Start to compute experts for some rows of `hidden` [T, H]. Return for each expert a future of its output [n,
+        H], on the CPU.
 
-        Never blocks: the CPU's thread waits for rows from the device. Missing experts are read from disk first; errors
-        are raised by `Future.result()`.
+        The call never blocks: the CPU's thread waits for rows from the device. Missing experts are read from disk
+        first. Errors are raised by `Future.result()`.
         """
         if self._reader is None:
             return [self._submit(each, None, hidden) for each in wanted]
@@ -120,28 +121,28 @@ class HostExperts:
         return [futures[n] for n in range(len(wanted))]
 
     def bring(self, key: ExpertKey) -> None:
-        """Load an expert into the host tier unless it is present; called by a reading thread."""
+        """Load an expert into the host tier if it is missing. Called by a reading thread."""
         self._host.give_back(self._bring(key).lease)
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Yield (seconds, rows) of every expert computed since the last call."""
+        """Yield (seconds, rows) for every expert computed since the last call."""
         while self._timed:
             yield self._timed.popleft()
 
     def reads(self) -> Iterator[float]:
-        """Yield the seconds of every read for an expert computed since the last call."""
+        """Yield the seconds of every read whose expert was computed since the last call."""
         while self._read:
             yield self._read.popleft()
 
     def drain(self) -> None:
-        """Cancel tasks that have not begun and wait for the others."""
+        """Cancel tasks that have not begun, and wait for the others."""
         pending = list(self._under_way)
         for future in pending:
             future.cancel()
         wait(pending)
 
     def reset(self) -> None:
-        """Drain the tasks and reset the measurements."""
+        """Wait until nothing is running, and reset the measurements."""
         self.drain()
         self._timed.clear()
         self._read.clear()
@@ -175,8 +176,8 @@ class HostExperts:
 
     @contextmanager
     def _held(self, key: ExpertKey, coming: Future[_There] | None = None) -> Iterator[Any]:
-        """Provide an expert's weights in the host tier during this context, reading them unless another thread does
-        (`coming`)."""
+        """Provide the weights of an expert in the host tier during the `with` block. Read the expert if it is missing;
+        if another thread reads it, wait for that thread (`coming`)."""
         there = self._bring(key) if coming is None else coming.result()
         if coming is not None and there.seconds is not None:
             self._read.append(there.seconds)
@@ -188,9 +189,10 @@ class HostExperts:
             self._host.give_back(there.lease)
 
     def _bring(self, key: ExpertKey) -> _There:
-        """Load an expert's full copy into the host tier unless it is present; the caller must end the lease.
+        """Load an expert's full copy into the host tier if it is missing, and return it with a lease, which the caller
+        must end.
 
-        Low copies are never computed here, but loaded to the device.
+        The CPU never computes low copies; these are loaded to the device.
         """
         lease = self._host.lease(key)
         if lease.is_hit:
@@ -205,7 +207,7 @@ class HostExperts:
             raise
 
     def _forget(self, coming: Future[_There], computed: Future[torch.Tensor]) -> None:
-        """End the lease of an expert that will not be computed, once it has been read."""
+        """End the lease of an expert whose computation was cancelled, as soon as it has been read."""
         if computed.cancelled() and not coming.cancel():
             coming.add_done_callback(self._give_back)
 
@@ -222,7 +224,8 @@ def _begin(threads: int) -> None:
 
 
 class Balancer:
-    """Divides missing experts between link and CPU, by the last measured or by `fixed` costs."""
+    """Divides missing experts between link and CPU. The division follows the costs measured last, or the costs
+    `fixed`."""
 
     def __init__(
         self,
@@ -236,7 +239,7 @@ class Balancer:
         recent: int,
         own_bytes: int,
     ) -> None:
-        """`own_bytes`: the slot size of a full copy; loads of other sizes are scaled to it."""
+        """`own_bytes`: the bytes of a slot of a full copy, to which the measured times of other loads are scaled."""
         self.shares_prompts = shares_prompts
         """Whether the CPU also computes experts of prompts."""
         self._pacing = pacing
@@ -249,21 +252,22 @@ class Balancer:
         self._own_bytes = own_bytes
 
     def begin_pass(self, position: int) -> None:
-        """Do nothing: the CPU is always available."""
+        """Do nothing, because the CPU is always available. (Other balancers need this call.)"""
 
     def balance(self, routing: Routing, under_way: float) -> Balance | None:
-        """Return the balance of one layer with `under_way` loads in flight, or None if the device computes
-        everything."""
+        """Return how to divide one layer's missing experts while `under_way` loads are in flight. None if the device
+        computes all of them."""
         if not self._pacing.is_paced or (routing.phase is Phase.PREFILL and not self.shares_prompts):
             return None
         return Balance(self._method, self._order, self.costs(under_way))
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Return all predictions: experts are prefetched for the device only."""
+        """Return all predictions unchanged: experts are prefetched only for the device."""
         return predictions
 
     def costs(self, under_way: float) -> Costs:
-        """Return the last measured costs, with `under_way` loads in flight."""
+        """Return the costs, as measured last, of loading and of computing an expert, while `under_way` loads are in
+        flight."""
         for seconds, nbytes in self._link.measured():
             self._recent.note_load(seconds * self._own_bytes / nbytes)
         for seconds, rows in self._host.measured():

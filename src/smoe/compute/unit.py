@@ -1,4 +1,5 @@
-"""The interface of compute units, which compute experts in parallel with the device: the CPU or another machine."""
+"""The interface of compute units. A compute unit computes experts in parallel with the device: the CPU, or another
+machine."""
 
 from __future__ import annotations
 
@@ -21,104 +22,107 @@ if TYPE_CHECKING:
 
 
 class ExpertTask(NamedTuple):
-    """An expert, and the rows of the hidden states routed to it."""
+    """An expert to compute, and the rows of the hidden states that are routed to it."""
 
     key: ExpertKey
     tokens: Sequence[int]
 
 
 class Arithmetic(Protocol):
-    """The arithmetic of a layer's experts on the host, by torch and our kernels (`expert_math.py`) or by our kernels
-    alone (`kernel_math.py`). Rows are tensors in the former and `Bits` in the latter."""
+    """The arithmetic of a layer's experts on the host: by torch and our kernels (`expert_math.py`), where rows are
+    tensors, or by our kernels alone (`kernel_math.py`), where rows are `Bits`."""
 
     hidden: int
     """The number of elements in a row (H)."""
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A value that is equal for layers whose experts are computed alike."""
+        """A value that is equal for layers whose experts are computed in the same way."""
 
     def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Any:
-        """Return the weights of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
+        """Return the weights of the expert in `slot`. `offsets`: the offset of each part in the slot, in bytes."""
 
     def agrees(self, pool: SpinningPool, weights: Any) -> bool:
-        """Return whether `pool` may multiply such weights."""
+        """Return whether `pool` may multiply weights like these."""
 
     def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
         """Compute with these kernels from now on."""
 
     def forward(self, x: Any, weights: Any) -> Any:
-        """Compute [n, H] -> [n, H], before the routing weight."""
+        """Return the expert's output [n, H] for rows x [n, H], not yet multiplied by the routing weight."""
 
 
 class Hidden(Protocol):
-    """Rows for experts to compute, possibly still being copied to the host."""
+    """Rows that experts take as input. They may still be being copied to the host."""
 
     @property
     def is_from_device(self) -> bool:
         """Whether the rows come from a device with its own memory."""
 
     def wait(self) -> Any:
-        """Wait for the rows and return them: [T, H]."""
+        """Wait until the rows are on the host, and return them [T, H]."""
 
 
 class ComputeUnit(Protocol):
-    """A unit that computes experts assigned by a plan (`Serve.unit`). Only the computing thread calls it."""
+    """Computes the experts that a plan assigns to it (`Serve.unit`). Only the computing thread calls it."""
 
     busy_seconds: float
-    """The time spent computing."""
+    """The total time spent computing, in seconds."""
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
-        """Compute experts for some rows of hidden [T, H]; each result [n, H] is on the CPU.
+        """Start to compute experts for some rows of `hidden` [T, H]. Return for each expert a future of its output [n,
+        H], on the CPU.
 
-        Never blocks; errors are raised by `Future.result()`.
+        The call never blocks. Errors are raised by `Future.result()`.
         """
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Yield (seconds, rows) of every expert computed since the last call."""
+        """Yield (seconds, rows) for every expert computed since the last call."""
 
     def drain(self) -> None:
-        """Cancel tasks that have not begun and wait for the others."""
+        """Cancel tasks that have not begun, and wait for the others."""
 
     def reset(self) -> None:
-        """Drain the tasks and reset the measurements."""
+        """Wait until nothing is running, and reset the measurements."""
 
     def close(self) -> None:
-        """Stop the unit's threads; may be called repeatedly."""
+        """Stop the unit's threads. Repeated calls have no effect."""
 
 
 class Others(Protocol):
-    """The machines that compute units run on."""
+    """The other machines on which compute units run."""
 
     @property
     def doubts(self) -> Sequence[str]:
-        """Messages for the user about why their results may be wrong; empty if there is no sign of that."""
+        """Messages for the user about signs that results of these machines are wrong; empty if there is no such
+        sign."""
 
     def described(self) -> list[dict[str, Any]]:
         """Return what each machine has done, for display and for programs."""
 
     def lost(self) -> list[dict[str, Any]]:
-        """Return the machines that were lost: name, why, at (seconds since 1970)."""
+        """Return the machines to which the connection was lost. The entries are: name, why, at (seconds since 1970)."""
 
     @property
     def draft(self) -> dict[str, Any] | None:
-        """The description of the machine that runs the draft model; None without one."""
+        """A description of the machine that runs the draft model; None without such a machine."""
 
     def close(self) -> None:
-        """Disconnect from the machines; may be called repeatedly."""
+        """Disconnect from the machines. Repeated calls have no effect."""
 
 
 class Sharer(Protocol):
-    """Decides how a layer's missing experts are divided between loads and units. Only the computing thread calls it."""
+    """Decides how a layer's missing experts are divided between loads and compute units. Only the computing thread
+    calls it."""
 
     def begin_pass(self, position: int) -> None:
-        """Note that a forward pass begins at this position of a text: available units may change now, and not before
-        the next pass."""
+        """Note that a forward pass begins at this position of a text. The set of available units may change now, and
+        then not until the next pass."""
 
     def balance(self, routing: Routing, under_way: float) -> Sharing | None:
-        """Return the balance of one layer with `under_way` loads in flight, or None if the device computes
-        everything."""
+        """Return how to divide one layer's missing experts while `under_way` loads are in flight. None if the device
+        computes all of them."""
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Announce predicted experts to the units, if they use them, and return the predictions to prefetch on this
-        machine."""
+        """Pass predicted experts to the units that prefetch them. Return the predictions that this machine should
+        prefetch."""

@@ -1,15 +1,15 @@
 """A thread pool for the short computations of a layer, whose threads spin instead of sleeping.
 
-Products of some hundred microseconds are too short for usual pools: waking a thread takes 50 to 100 us on a virtual
-machine, and equal shares wait for the thread that began last. Here the caller publishes tasks in shared memory and
-begins at once. Units are taken one by one from an atomic counter (`tasks.py`), so helpers join when they are awake, and
-the end is at most one unit away:
+Products of some hundred microseconds are too short for usual pools. Waking a thread takes 50 to 100 us on a virtual
+machine, and if work is divided equally, all threads wait for the one that began last. Here the calling thread writes
+tasks to shared memory and begins at once. Threads take units of work one by one from an atomic counter (`tasks.py`). So
+helper threads join when they are awake, and no thread waits longer than one unit at the end:
 
-    caller   | publish | unit 0 | unit 1 | unit 3 | unit 5 | unit 7 | done
-    helper   . . asleep . . . . | unit 2 | unit 4 | unit 6 |  spin, then sleep
+    caller    | publish | unit 0 | unit 1 | unit 3 | unit 5 | unit 7 | done
+    helper    . . asleep . . . . | unit 2 | unit 4 | unit 6 |    spins, then sleeps
 
 Helpers look for new work for a while before they sleep, in machine code and without the interpreter lock. The bits do
-not depend on the thread that computes a unit (`row_product.py`, `attention.py`).
+not depend on which thread computes a unit (`row_product.py`, `attention.py`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ if TYPE_CHECKING:
     import torch
 
 UNIT = 256
-"""The number of outputs per unit: 1 MB of weights at K = 2048, some 60 us. With smaller units, too much prefetched data
-is used by another thread."""
+"""The number of outputs in a unit: 1 MB of weights if K is 2048, some 60 us. If units were smaller, more prefetched
+data would be used by another thread than the one that prefetched them."""
 OWN_ORDER_GAIN = 1.1
-"""The speedup over torch that our own order of sums must have to be used where torch's bits are not available."""
+"""The speedup over torch that our own order of sums needs to be used, where torch's bits are not available."""
 _SPIN_CYCLES = 20_000
-"""How long a helper looks for work before it sleeps: some 10 us. Longer spinning slows the reading threads more than it
-helps."""
+"""How long a helper looks for work before it sleeps, in clock cycles: some 10 us. Longer spinning slows down the
+reading threads more than it helps."""
 _SPIN_CYCLES_ALONE = 25_000_000
-"""How long a helper looks for work if there are no reading threads: some 0.6 ms, the longest time that Python takes
-between two products of a token."""
+"""How long a helper looks for work if there are no reading threads, in clock cycles: some 0.6 ms, the longest time that
+Python takes between two products of a token."""
 _CYCLES_A_SECOND = 3e9
-"""The CPU clock rate in Hz that these cycle counts assume, to convert them on CPUs whose counter has another rate."""
+"""The clock rate in Hz that these numbers of cycles assume. It is used to convert them on CPUs whose counter has
+another rate."""
 WAKING_WEIGHTS = 1 << 20
-"""The number of weights below which work ends before a sleeping thread would wake up."""
+"""The number of weights below which the work ends before a sleeping thread would wake up."""
 _CLOSING_SECONDS = 0.001
 
 
@@ -63,24 +64,24 @@ class Product(NamedTuple):
     bias: torch.Tensor | None = None
     """The bias [N], or None."""
     part: int = 0
-    """The number of elements along K that are summed before these partial sums are added to each other; 0: all."""
+    """How many elements along K are summed before such partial sums are added to each other; 0: all of them."""
 
 
 class Ahead(NamedTuple):
-    """Memory to prefetch, in the form of machine code's arguments (`tasks.py`)."""
+    """Ranges of memory to prefetch, in the form of machine code's arguments (`tasks.py`)."""
 
     packed: bytes
-    """The ranges as words of 8 bytes, always equally many, because a helper may read them while the next ones are
-    written.
+    """The ranges as words of 8 bytes. Their number is always the same, because a helper may read them while the next
+    ones are written.
 
-    A mixture of old and new ranges ends too, and prefetching a wrong address has no effect.
+    A mixture of old and new ranges has an end too, and prefetching a wrong address has no effect.
     """
     pieces: int
 
     @classmethod
     def of(cls, ranges: Sequence[tuple[int, int]]) -> Ahead:
-        """Return an object with these ranges (address, bytes), in the order of use; only the first `MOST_RANGES` are
-        used."""
+        """Return an object for these ranges (address, bytes), in the order in which they will be used. Only the first
+        `MOST_RANGES` count."""
         words, pieces = [tasks.NEVER] * (2 * tasks.MOST_RANGES + 1), 0
         for n, (address, nbytes) in enumerate(ranges[: tasks.MOST_RANGES]):
             words[2 * n : 2 * n + 2] = pieces, address
@@ -94,20 +95,21 @@ _FEW_ROWS = 8
 
 
 class SpinningPool:
-    """A pool of the calling thread and `threads - 1` helpers, for use by one thread at a time.
+    """A pool of the calling thread and `threads - 1` helper threads. Only one thread at a time may use it.
 
-    `several`: support several rows at once. `has_bf16`: support bf16 products, in torch's order on CPUs that are
-    `is_supported`, or with `in_own_order` in ours (`own_order.py`). Quantized formats are always supported.
+    `several`: support several rows at once. `has_bf16`: support products with bf16 matrices, in torch's order of sums
+    on CPUs that are `is_supported`, or with `in_own_order` in our own (`own_order.py`). Quantized formats are always
+    supported.
     """
 
     def __init__(self, threads: int, several: bool = False, has_bf16: bool = True, in_own_order: bool = False) -> None:
         self.threads = threads
         self.several = several or in_own_order
         self.own_order = own_order() if in_own_order else None
-        """The functions for bf16 matrices in our own order; None in torch's order."""
+        """The functions that multiply bf16 matrices in our own order of sums; None if the order is torch's."""
         isa = widest()
         self.most_own_rows = MOST_QUANTISED_ROWS if isa is not None and isa.lanes < 16 else _FEW_ROWS
-        """The largest number of rows for our own order."""
+        """The largest number of rows that are multiplied in our own order."""
         self._work, self._serve = _functions(has_bf16 and not in_own_order, several and not in_own_order)
         self._block = (ctypes.c_int64 * tasks.WORDS)()
         self._address = ctypes.addressof(self._block)
@@ -115,17 +117,19 @@ class SpinningPool:
         self._progress_at, self._tasks_at = self.word(tasks.PROGRESS), self.word(tasks.HEADER)
         self._ranges_at = self.word(tasks.RANGES)
         self.at_once = self.word(tasks.PATIENCE)
-        """A counter that has always reached 0, for tasks that wait for nothing."""
+        """The address of a counter that has always reached 0, for tasks that wait for nothing."""
         self.nowhere = self.word(tasks.NOWHERE)
         self.finished = self.word(tasks.FINISHED)
         self.rows_are_alone = False
-        """Whether several rows are each summed like a single row, instead of like torch's several rows."""
+        """Whether each of several rows is summed like a single row. Otherwise rows are summed as torch sums several
+        rows."""
         self._byte_rows, self._byte_rows_at = bytearray(), 0
         self.row_lists = RowLists()
         self._is_closed = False
         self._is_asleep = [False] * (threads - 1)
         self._alarms = [threading.Lock() for _ in self._is_asleep]
-        """The locks on which helpers sleep. Each is held except between a wake-up call and the helper's waking up."""
+        """The locks on which helpers sleep. A lock is always taken, except from a wake-up call until the helper has
+        woken up."""
         self._helpers = [
             threading.Thread(target=self._help, args=(n,), name=f"smoe-multiply-{n}", daemon=True)
             for n in range(threads - 1)
@@ -135,22 +139,24 @@ class SpinningPool:
             helper.start()
 
     def expect_readers(self, are_there: bool) -> None:
-        """Set whether other threads need the cores between two jobs; if not, helpers look for work longer."""
+        """Set whether other threads need the cores between two jobs. If not, helpers look for work longer before they
+        sleep."""
         self._block[tasks.PATIENCE] = _ticks(_SPIN_CYCLES if are_there else _SPIN_CYCLES_ALONE)
 
     def fetch_ahead(self, ahead: Ahead) -> None:
-        """Set the memory for helpers to prefetch while Python runs; it replaces memory that is not prefetched yet."""
+        """Set the memory that helpers prefetch while Python runs. It replaces memory that has not been prefetched
+        yet."""
         self._block[tasks.SPARE] = 0
         ctypes.memmove(self._ranges_at, ahead.packed, len(ahead.packed))
         self._block[tasks.SPARE] = ahead.pieces << 32
 
     def word(self, index: int) -> int:
-        """Return the address of a word of the shared memory."""
+        """Return the address of word number `index` of the shared memory."""
         return self._address + 8 * index
 
     def multiply(self, products: Sequence[Product]) -> None:
-        """Compute all products; every matrix must satisfy `row_product.fits`, and every x and out must be
-        contiguous."""
+        """Compute products of single rows. Every matrix must be supported (`row_product.fits`), and every x and out
+        must be contiguous."""
         for begin in range(0, len(products), tasks.MOST_TASKS):
             self._multiply(products[begin : begin + tasks.MOST_TASKS])
 
@@ -173,7 +179,7 @@ class SpinningPool:
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def chain(self, columns: int, rows: int) -> int:
-        """Return `chain_of` for several rows, or for single rows if they are summed alone."""
+        """Return the length of the chains (`chain_of`) in which `rows` rows are summed."""
         return chain_of(columns, 1 if self.rows_are_alone else rows)
 
     def multiply_rows(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
@@ -193,11 +199,11 @@ class SpinningPool:
     def multiply_quantised(
         self, x: torch.Tensor, matrices: Sequence[Matrix], out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        """Compute out [M, N] = x [M, K] times quantized matrices, whose outputs are concatenated; x and out are
+        """Compute out [M, N] = x [M, K] times quantized matrices, whose outputs are concatenated. x and out are
         contiguous.
 
-        M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; several bf16 rows multiplied
-        together must have none.
+        M is at most `most_quantised_rows(matrices)`. `bias` [N] is added before rounding; it must be None for several
+        bf16 rows that are multiplied at once.
         """
         stride, column, targets = 2 * out.shape[1], 0, []
         for matrix in matrices:
@@ -207,12 +213,12 @@ class SpinningPool:
         self.multiply_each(x, targets)
 
     def multiply_each(self, x: torch.Tensor, targets: Sequence[Target]) -> None:
-        """Compute x [M, K] times quantized matrices, each with an output address of its own."""
+        """Compute the products of x [M, K] with quantized matrices, each of which has an output address of its own."""
         work = QuantisedWork(self, x, targets)
         self.run(work.fields, work.units, is_long=work.weights >= WAKING_WEIGHTS, counts=len(work.layouts))
 
     def byte_rows(self, nbytes: int) -> int:
-        """Return the address of `nbytes` bytes for 8-bit rows of one job; the next job overwrites them."""
+        """Return the address of `nbytes` bytes of memory for one job's rows in 8 bits. The next job overwrites them."""
         if not nbytes:
             return 0
         if len(self._byte_rows) < nbytes + _LINE:
@@ -221,7 +227,7 @@ class SpinningPool:
         return -(-self._byte_rows_at // _LINE) * _LINE
 
     def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:
-        """Dequantize matrices to bf16, each to its own address."""
+        """Dequantize matrices to bf16. Each is given as (matrix, address of the result)."""
         fields: list[int] = []
         units = weights = 0
         for (address, outputs, columns, products), to in matrices:
@@ -233,23 +239,25 @@ class SpinningPool:
         self.run(fields, units, is_long=weights >= WAKING_WEIGHTS)
 
     def share(self, function: int, arguments: Sequence[int], units: int, is_long: bool) -> None:
-        """Call machine code at the address `function` as `function(arguments, unit)` for every unit, on all threads.
+        """Call machine code, as `function(arguments, unit)`, for every unit on all threads. `function`: the address of
+        the code.
 
-        `is_long`: wake sleeping threads.
+        `is_long`: wake helpers that sleep.
         """
         follow = self.word(tasks.HEADER + tasks.FIELDS)  # the words after this only task
         fields = (0, units, 1, tasks.CALL, self.at_once, 0, self.nowhere, function, follow, 0, 0, 0, 0, *arguments)
         self.run(fields, units, is_long)
 
     def run(self, fields: Sequence[int], units: int, is_long: bool, counts: int = 0) -> None:
-        """Run tasks, given by their concatenated fields, with `units` units in total.
+        """Run tasks, given by their concatenated fields, which have `units` units in total.
 
-        The first `counts` progress counters are reset. `is_long`: wake sleeping threads.
+        The first `counts` progress counters are reset. `is_long`: wake helpers that sleep.
         """
         self.run_packed(struct.pack(f"{len(fields)}q", *fields), 8 * len(fields), units, is_long, counts)
 
     def run_packed(self, packed: bytes | int, nbytes: int, units: int, is_long: bool, counts: int = 0) -> None:
-        """Run tasks whose fields are packed in words of 8 bytes, as bytes or at an address."""
+        """Run tasks as `run` does. Their fields are packed in words of 8 bytes; `packed` contains the words or is their
+        address."""
         assert nbytes <= 8 * tasks.MOST_TASKS * tasks.FIELDS, "more tasks than there is room for"
         ctypes.memset(self._progress_at, 0, 8 * counts)
         ctypes.memmove(self._tasks_at, packed, nbytes)
@@ -258,7 +266,7 @@ class SpinningPool:
         self._work(self._address, units)
 
     def close(self) -> None:
-        """Stop the helpers."""
+        """Stop the helper threads."""
         self._is_closed = True
         while any(helper.is_alive() for helper in self._helpers):
             self._wake()
@@ -272,7 +280,8 @@ class SpinningPool:
         self.close()
 
     def _wake(self) -> None:
-        """Wake sleeping helpers. A thread that is just falling asleep misses this job, which completes without it."""
+        """Wake helpers that sleep. A helper that is just falling asleep misses this job, which the other threads
+        complete."""
         for helper, is_asleep in enumerate(self._is_asleep):
             if is_asleep:
                 self._is_asleep[helper] = False
@@ -287,7 +296,7 @@ class SpinningPool:
 
 @functools.cache
 def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return `work` and `serve`, compiled once per process."""
+    """Return the compiled functions `work` and `serve`, which are compiled once per process."""
     pointer, number = ctypes.c_void_p, ctypes.c_longlong
     source = Source(tasks.source, (has_bf16, several))
     work, serve = compile_functions(source, {"work": (pointer, number), "serve": (pointer,)})
@@ -295,7 +304,7 @@ def _functions(has_bf16: bool, several: bool) -> tuple[Callable[..., None], Call
 
 
 def _ticks(cycles: int) -> int:
-    """Return the ticks of the helpers' clock for this number of cycles."""
+    """Return a number of clock cycles in ticks of the clock that helpers read."""
     return cycles if FAMILY == X86 else int(cycles * (_ticks_a_second() / _CYCLES_A_SECOND))
 
 
@@ -308,5 +317,5 @@ def _ticks_a_second() -> int:
 
 
 def is_supported() -> bool:
-    """Return whether this CPU has the bf16 kernel's instructions and llvmlite can compile it."""
+    """Return whether this CPU has the instructions of the bf16 kernel in torch's order, and llvmlite can compile it."""
     return cpu_has("avx512f", "avx512bf16")

@@ -1,8 +1,8 @@
-"""Compute one token through norm, attention and norm of a decoder layer as one job of a thread pool.
+"""Computes one token through the norm, attention and second norm of a decoder layer, as one job of a thread pool.
 
-    norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm | router, where it is known
+    norm | q, k, v | norm of heads, rotary, KV cache | attention | output | residual, norm | router, if it is supported
 
-In machine code each part waits for the previous one, so Python runs once per layer instead of some forty times. The
+In machine code each part waits for the one before it, so Python runs once per layer instead of some forty times. The
 parts are the kernels that replace the separate modules, so the bits are the same. Only the rotary embedding has a
 kernel of its own here: elementwise arithmetic with a rounding after every operation.
 """
@@ -29,33 +29,33 @@ from smoe.kernels.token_router import TokenRouter
 LANES = 16
 _LINE = 64
 _COUNTS = 14
-"""Progress counters: one for each part and for every layout of 8-bit rows."""
+"""The number of progress counters: one for each part, and one for every layout of rows in 8 bits."""
 _MOST_LAYOUTS = 3
 _NORMED = 1 << 50
-"""A placeholder in tasks for the address of the router's row."""
+"""A placeholder in tasks for the address of the row that the router takes."""
 
 
 class Norm(NamedTuple):
-    """An RMSNorm."""
+    """An RMSNorm of the layer."""
 
     at: Callable[[], int]
-    """Returns the current address of its weight in bf16."""
+    """A function that returns the current address of the norm's weight in bf16."""
     size: int
     eps: float
 
 
 class Projection(NamedTuple):
-    """A linear layer in the form that the pool multiplies."""
+    """A linear layer in the form in which the pool multiplies it."""
 
     matrix: Matrix
-    """The matrix with its initial address."""
+    """The matrix, with the address that it has at first."""
     at: Callable[[], int]
-    """Returns the current address of the matrix."""
+    """A function that returns the current address of the matrix."""
     nbytes: int
     bias: Callable[[], int] | None = None
-    """Returns the current address of its bias in bf16; None without a bias."""
+    """A function that returns the current address of the bias in bf16; None without a bias."""
     part: int = 0
-    """The `Product.part` of its product; for bf16 matrices in torch's order."""
+    """The `Product.part` of the product, for bf16 matrices in torch's order."""
 
     @property
     def outputs(self) -> int:
@@ -67,7 +67,7 @@ class Projection(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The modules of a decoder layer that the job computes."""
+    """The modules of a decoder layer that the job computes, and the shape of its heads."""
 
     norm: Norm
     q: Projection
@@ -76,39 +76,39 @@ class Parts(NamedTuple):
     o: Projection
     last_norm: Norm
     q_norm: Norm | None
-    """The norm of every query head before the rotary embedding; None if heads have no norm."""
+    """The norm of every query head, before the rotary embedding; None if heads have no norm."""
     k_norm: Norm | None
     heads: int
     key_heads: int
     size: int
     """The number of elements per head."""
     rotary: int
-    """The number of elements per head that the rotary embedding rotates, from the first one on."""
+    """The number of elements of a head, from the first on, that the rotary embedding rotates."""
     scale: float
 
 
 class AttachedRouter(NamedTuple):
-    """The router that follows a layer's attention and is computed in the same job."""
+    """The router that follows a layer's attention and that the same job computes."""
 
     projection: Projection
-    """The router's product, with bf16 weights."""
+    """The product of the router, whose weights are in bf16."""
     router: TokenRouter
 
 
 class Place(NamedTuple):
-    """The location of a token's keys and values."""
+    """Where the keys and values of a token are stored."""
 
     keys: torch.Tensor
-    """The storage [1, key heads, capacity, size]; that of values has the same shape."""
+    """The storage of keys [1, key heads, capacity, size]. That of values has the same shape."""
     values: torch.Tensor
     begin: int
     """The index of the text's first position."""
     end: int
-    """The index of the token's own position."""
+    """The index of the token's position."""
 
 
 def fits(parts: Parts) -> bool:
-    """Return whether the kernels support a layer's shapes."""
+    """Return whether the kernels support the shapes of a layer."""
     hidden, half = parts.norm.size, parts.rotary // 2
     return (
         norm.fits(hidden)
@@ -134,16 +134,16 @@ class TokenAttention:
         self._scratch = scratch
         self._arguments = _Arguments(pool, parts)
         self.following: TokenAttention | None = None
-        """The job after this layer's experts, whose weights are prefetched."""
+        """The job that comes after this layer's experts. Its weights are prefetched."""
         self._weights = Ahead.of([])
         self._routing: AttachedRouter | None = None
         self._known: tuple[int, ...] = ()
-        """The addresses for which the tasks were made."""
+        """The addresses of weights and memory for which `_tasks` was made."""
         self._tasks, self._units = (ctypes.c_int64 * 0)(), 0
         self._routed_fields: list[int] = []
-        """The indices of task fields with the address of the router's row."""
+        """The indices of the task fields that contain the address of the router's row."""
         self._lists = (ctypes.c_int64 * (3 * 4))()
-        """For each 8-bit product a list with one row: its address and that of its product."""
+        """For each product in 8 bits a list of one row: the address of the row, and that of its product."""
         projections = parts.q, parts.k, parts.v, parts.o
         norms = parts.norm, parts.last_norm, parts.q_norm, parts.k_norm
         self._places = [each.at for each in (*projections, *norms) if each is not None]
@@ -151,15 +151,15 @@ class TokenAttention:
         self._is_long = sum(each.outputs * each.columns for each in projections) >= WAKING_WEIGHTS
 
     def route_by(self, routing: AttachedRouter) -> None:
-        """Make the router part of the job."""
+        """Make the router a part of the job."""
         self._routing, self._known = routing, ()
         self._places.append(routing.projection.at)
 
     def __call__(
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, place: Place
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute hidden [1, 1, H], with cos and sin [1, 1, rotary], to the hidden states after attention and their
-        norm."""
+        """Return the hidden states after attention, and their norm, for `hidden` [1, 1, H]. cos and sin are [1, 1,
+        rotary]."""
         after, normed = torch.empty_like(hidden), torch.empty_like(hidden)
         known = self._scratch.address, *[at() for at in self._places]
         if known != self._known:
@@ -197,7 +197,7 @@ class TokenAttention:
 
 
 class _Places(NamedTuple):
-    """The addresses of the values that the parts of the job pass on."""
+    """The addresses of the values that one part of the job passes to the next."""
 
     normed: int
     q: int
@@ -207,18 +207,18 @@ class _Places(NamedTuple):
     output: int
     sums: int
     in_bytes: int
-    """The address of the row to multiply, in 8 bits, in every layout."""
+    """The address of the row to multiply, rounded to 8 bits in every layout."""
 
 
 class Scratch:
-    """Memory for values between the parts of one layer at a time."""
+    """Memory for the values between the parts of a job. One layer at a time uses it."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
         self.address = 0
 
     def reserve(self, parts: Parts) -> None:
-        """Allocate memory for a layer."""
+        """Provide enough memory for a layer with these parts."""
         need = sum(_sizes(parts)) + _LINE
         if need > len(self._memory):
             self._memory = bytearray(need)
@@ -226,7 +226,7 @@ class Scratch:
             self.address = -(-start // _LINE) * _LINE
 
     def places(self, parts: Parts) -> _Places:
-        """Return consecutive addresses for the values."""
+        """Return the addresses of the values, which are one after the other in memory."""
         found, at = [], self.address
         for size in _sizes(parts):
             found.append(at)
@@ -235,7 +235,7 @@ class Scratch:
 
 
 def _sizes(parts: Parts) -> list[int]:
-    """Return the bytes of each of `_Places`, rounded up to cache lines."""
+    """Return the bytes of each value in `_Places`, rounded up to cache lines."""
     hidden, heads = parts.o.outputs, parts.heads * parts.size
     rows = _MOST_LAYOUTS * 4 * max(hidden, heads)  # a layout's row has some 1.3 bytes per element
     sizes = [2 * each for each in (hidden, heads, parts.k.outputs, parts.v.outputs, heads, hidden)]
@@ -243,7 +243,7 @@ def _sizes(parts: Parts) -> list[int]:
 
 
 class _Tasks:
-    """Tasks in sequence; a dependency is (progress counter, number of units)."""
+    """A sequence of tasks. A dependency between them is (address of a progress counter, number of units)."""
 
     def __init__(self, pool: SpinningPool, lists: ctypes.Array[ctypes.c_int64]) -> None:
         self.fields: list[int] = []
@@ -259,7 +259,7 @@ class _Tasks:
         return self._pool.word(tasks.PROGRESS + self._words - 1)
 
     def call(self, function: tuple[int, int], units: int, wait: tuple[int, int]) -> tuple[int, int]:
-        """Add a function(arguments, unit) with `units` units."""
+        """Add a task that calls a function(arguments, unit) for `units` units. Return the dependency on it."""
         done = self._word()
         self.fields += (self.units, units, 1, tasks.CALL, *wait, done, *function, 0, 0, 0, 0)
         self.units += units
@@ -274,7 +274,7 @@ class _Tasks:
         at: _Places,
         wait: tuple[int, int],
     ) -> tuple[int, int]:
-        """Add the products of the row at `x` with matrices."""
+        """Add tasks that multiply the row at the address `x` with matrices. Return the dependency on them."""
         done, rows = self._word(), self._rows_in_bytes(x, matrices, at.in_bytes, wait)
         before = self.units
         outputs = sum(each.outputs for each in matrices)
@@ -286,8 +286,8 @@ class _Tasks:
     def _rows_in_bytes(
         self, x: int, matrices: Sequence[Matrix], at: int, wait: tuple[int, int]
     ) -> dict[Layout, tuple[int, tuple[int, int]]]:
-        """Add tasks that round the row to 8 bits in every layout of the matrices; return address and dependency by
-        layout."""
+        """Add tasks that round the row to 8 bits in every layout that the matrices need. Return (address, dependency)
+        by layout."""
         found: dict[Layout, tuple[int, tuple[int, int]]] = {}
         for matrix in matrices:
             functions = None if matrix.products is None else matrix.products.in_bytes
@@ -328,7 +328,7 @@ class _Tasks:
         self.units += -(-outputs // unit)
 
     def _list(self, x: int, out: int) -> int:
-        """Store a list of one row and return its address."""
+        """Store a list of one row, and return the address of the list."""
         first = 3 * self._listed
         self._lists[first : first + 3] = [1, x, out]
         self._listed += 1
@@ -339,11 +339,11 @@ _NORM = ("x", "weight", "out", "size", "eps")
 _HEADS = ("cos", "sin", "key_place", "value_place", "key_head", "value_head", "q", "k", "v", "q_weight", "k_weight",
           "q_eps", "k_eps", "size", "rotary", "group")  # fmt: skip
 _LAST = ("x", "after", "normed", "added", "weight", "size", "eps")
-"""The arguments of each function as words of 8 bytes: addresses, numbers, and float32 bits."""
+"""The arguments of each function, as words of 8 bytes: addresses, numbers, and the bits of float32 numbers."""
 
 
 class _Arguments:
-    """The argument words of each function; some of them differ from token to token."""
+    """The argument words of each function of the job. Some of them differ from token to token."""
 
     def __init__(self, pool: SpinningPool, parts: Parts) -> None:
         self._parts = parts
@@ -399,7 +399,8 @@ def _bits(number: float) -> int:
 
 @functools.cache
 def _functions() -> tuple[int, int, int]:
-    """Return the addresses of the functions for `_NORM`, `_HEADS` and `_LAST`, compiled once per process."""
+    """Return the addresses of the functions with the arguments `_NORM`, `_HEADS` and `_LAST`, which are compiled once
+    per process."""
     signature = (ctypes.c_void_p, ctypes.c_longlong)
     names = ("norm_row", "turn_heads", "add_and_norm")
     one, two, three = compile_functions(Source(source), dict.fromkeys(names, signature))
@@ -407,7 +408,7 @@ def _functions() -> tuple[int, int, int]:
 
 
 def source() -> str:
-    """Return `norm_row`, `turn_heads` and `add_and_norm`, each called as f(arguments, unit), as LLVM text."""
+    """Return the LLVM text of `norm_row`, `turn_heads` and `add_and_norm`. Each is called as f(arguments, unit)."""
     return norm.source() + _norm_row() + _turn_heads() + _HEAD + _TURN + _add_and_norm()
 
 
@@ -441,8 +442,8 @@ define void @norm_row(ptr %arguments, i64 %unit) #0 {{
 
 
 def _turn_heads() -> str:
-    """Return the function for one key head: it rotates the query heads and the key, and stores key and value in the
-    cache."""
+    """Return the LLVM text of a function for one key head. It rotates the query heads and the key, and stores key and
+    value in the cache."""
     return f"""
 define void @turn_heads(ptr %arguments, i64 %unit) #0 {{
 entry:
@@ -510,11 +511,11 @@ done:
   ret void
 }}
 """
-"""The LLVM function that copies a head, normalized if it has a weight, with its first elements rotated."""
+"""The LLVM text of a function that copies a head, normalized if there is a weight, and rotates its first elements."""
 
 
 def _loaded(name: str, pointer: str, at: str) -> str:
-    """Return code that loads bf16 numbers as float32 `%name`."""
+    """Return LLVM text that loads bf16 numbers as float32 into `%name`."""
     return f"""\
   %{name}.at = getelementptr i16, ptr {pointer}, i64 {at}
   %{name}.bits = load <{LANES} x i16>, ptr %{name}.at, align 2
@@ -522,7 +523,7 @@ def _loaded(name: str, pointer: str, at: str) -> str:
 
 
 def _half(name: str, own: str, other: str, cos: str, sin: str) -> str:
-    """Return code for `%name` = bf16(bf16(own cos) + bf16(other sin))."""
+    """Return LLVM text for `%name` = bf16(bf16(own cos) + bf16(other sin))."""
     kind = f"<{LANES} x float>"
     return f"""\
   %{name}.a = fmul {kind} {own}, {cos}
@@ -562,12 +563,12 @@ done:
   ret void
 }}
 """
-"""The LLVM function of the rotary embedding that pairs element n of a head's first half with element n of its second
+"""The LLVM text of the rotary embedding. It pairs element n of a head's first half with element n of its second
 half."""
 
 
 def _add_and_norm() -> str:
-    """Return the function for after = bf16(x + added) and its norm."""
+    """Return the LLVM text of a function that computes after = bf16(x + added), and its norm."""
     return f"""
 define void @add_and_norm(ptr %arguments, i64 %unit) #0 {{
 entry:

@@ -1,4 +1,4 @@
-"""Find the dilation at which this machine keeps up with an emulated device, by measuring the loaded model."""
+"""Finds the dilation at which this machine keeps up with an emulated device, by measuring the loaded model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from smoe.runtime.engine import Engine
 
 _STEPS = 4
 _PARALLEL_SLOWDOWN = 1.3
-"""How much longer the CPU takes for an expert while link and device are emulated on the same cores."""
+"""How many times longer the CPU takes for an expert while link and device are emulated on the same cores."""
 
 
 def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
-    """Run a few tokens without emulated times, and set the dilation by their real times."""
+    """Run a few tokens in real time, and set the dilation of the emulated device from the measured times."""
     engine: Engine = model.offload  # type: ignore[assignment]
     emulation.is_paced = False
     _run(model, engine, 2)  # in the second run experts come from the host tier, as in use
@@ -42,8 +42,8 @@ def calibrate(model: PreTrainedModel, emulation: Emulation, link: Link) -> None:
 
 
 def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float:
-    """Return the seconds of one expert and one row on the emulated machine's CPU: one thread, without our kernel, with
-    other work running."""
+    """Return the seconds that one expert and one row take on the CPU of the emulated machine: on one thread, without
+    our kernel, while other work is running. `guess` replaces the measurement if the CPU computes no experts."""
     host = engine.executor.compute.units.get(HOST)
     if host is None:
         return 2 * guess
@@ -55,7 +55,7 @@ def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float
 
 
 def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
-    """Run `steps` forward passes with the largest number of sequences."""
+    """Run `steps` forward passes of one token each, with the maximum number of sequences."""
     rows = engine.config.max_sequences
     tokens = torch.arange(1, rows + 1).unsqueeze(1)  # different tokens, so that they use different experts
     for _ in range(steps):
@@ -63,7 +63,7 @@ def _run(model: PreTrainedModel, engine: Engine, steps: int) -> None:
 
 
 def _copy_seconds(slots: torch.Tensor, slot_bytes: int) -> float:
-    """Return the median seconds of copying one expert in RAM."""
+    """Return the median time of copying one expert within RAM, in seconds."""
     source = torch.ones(slot_bytes, dtype=torch.uint8)
     target = slots[:slot_bytes]
     seconds = []

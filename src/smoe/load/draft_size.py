@@ -1,4 +1,4 @@
-"""The memory of a draft model, computed from the model's configuration alone."""
+"""Computes the memory of a draft model from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from smoe.policy.registry import DRAFT
 
 
 def least_draft_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, revision: str | None = None) -> int:
-    """Return the bytes of a draft model on the coordinator, in addition to the model's; 0 if none is configured."""
+    """Return the bytes that a draft model on the coordinator takes in addition to the model; 0 if none is configured
+    there."""
     if config.prefetch != DRAFT or config.draft_on == "cluster":
         return 0
     own = draft_config(spec, config)
@@ -24,7 +25,7 @@ def least_draft_bytes(model: str | Path, spec: ModelSpec, config: EngineConfig, 
 
 
 def draft_config(spec: ModelSpec, config: EngineConfig) -> EngineConfig:
-    """Return the configuration of the draft model's engine."""
+    """Return the settings of the draft model's engine."""
     return replace(
         EngineConfig(precision=config.draft_precision or DEFAULT_DRAFT, prefetch="none", eviction="lru", preload=True),
         context_tokens=spec.context_tokens,

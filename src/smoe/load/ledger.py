@@ -1,4 +1,5 @@
-"""Plan a model's slots on this machine: the locations of its experts, its demand, and the division of the budget."""
+"""Plans a model's slots on this machine: where its experts are stored, what it needs, and how the memory budget is
+divided."""
 
 from __future__ import annotations
 
@@ -27,17 +28,18 @@ from smoe.policy.budget import Demand, Ledger, allocate, budget_for_share, full_
 from smoe.units import format_bytes
 
 LEAST_CONTEXT_TOKENS = 512
-"""The least context length that is chosen automatically: enough for a text and an answer."""
+"""The smallest context length that is chosen automatically: enough for a text and an answer."""
 _Spec = TypeVar("_Spec", bound=ModelSpec)
 _CUDA_ALIGNMENT = 256
-"""The alignment of torch's allocator on a GPU; matrix kernels are slow or differ at other addresses."""
+"""The alignment of torch's allocator on a GPU, in bytes. At other addresses matrix kernels are slow, or their bits
+differ."""
 
 
 def open_store(
     checkpoint: Described, spec: ModelSpec, experts: Mapping[int, StoredLayer], device: AnyDevice
 ) -> ExpertStore:
-    """Return the experts' locations: in the packed file with experts in their own precision if there is one, else in
-    the checkpoint."""
+    """Return the locations of the experts: in a packed file that has them in the checkpoint's own precision if there is
+    one, else in the checkpoint."""
     contents = contents_as_they_are(spec, experts)
     packed = None if contents is None else checkpoint.packed(contents)
     layers, dtype = experts if packed is None else packed.layers, spec.dtype.stored
@@ -47,10 +49,10 @@ def open_store(
 
 
 def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:
-    """Return the experts' locations if the weights are on disk; only headers are read and nothing is downloaded.
+    """Return the locations of the experts if the weights are on disk, else None. Only headers are read, and nothing is
+    downloaded.
 
-    Returns None for a configuration alone, and for a `precision`: its slot sizes are known even before the pack is
-    written.
+    Also returns None with a `precision`, because the sizes of its slots are known even before the pack is written.
     """
     if spec.precision != "auto":
         return None
@@ -63,10 +65,12 @@ def open_if_here(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> E
 def fit_context(
     spec: _Spec, config: EngineConfig, demand: Callable[[_Spec], Demand], outside: Mapping[str, int]
 ) -> tuple[_Spec, EngineConfig, dict[str, str]]:
-    """Return the spec and settings with a shorter context if none was configured and the default exceeds the budget.
+    """Return the spec and the settings, with a shorter context if none was configured and the default exceeds the
+    budget.
 
-    The context is halved until it fits, down to `LEAST_CONTEXT_TOKENS`. The third result has the reason by setting.
-    `outside` is what a process needs outside the budget.
+    The context is halved until it fits, down to `LEAST_CONTEXT_TOKENS`. The third result has the reason for the change,
+    by setting. `demand` returns what a spec needs; `outside`: the bytes that a process needs outside the budget, by
+    name.
     """
     usual = spec.context_tokens
     if config.context_tokens is not None or config.memory_bytes is None:
@@ -91,10 +95,10 @@ def make_ledger(
     draft_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> tuple[Ledger, str]:
-    """Return the divided budget and the origin of its size. Raises `BudgetError`.
+    """Return the divided budget, and the origin of its size as a text. Raise `BudgetError` if it is too small.
 
-    `learned_bytes` is the size of learned values, `draft_bytes` that of the draft model. `outside` is what the process
-    needs outside the budget; None computes it by `outside_budget`.
+    `learned_bytes`: the size of learned values; `draft_bytes`: that of the draft model. `outside`: the bytes that the
+    process needs outside the budget, by name; None: those of `outside_budget`.
     """
     demand = _settled(spec.demand(config), config, device) if store is None else demand_of(spec, config, device, store)
     demand = replace(demand, learned_bytes=learned_bytes, draft_bytes=draft_bytes)
@@ -103,9 +107,9 @@ def make_ledger(
 
 
 def _lends(config: EngineConfig, device: AnyDevice, ledger: Ledger) -> bool:
-    """Return whether experts may use reserved but unused workspace and KV cache.
+    """Return whether experts may use workspace and KV cache that is reserved and not in use.
 
-    The system must support returning parts of memory, and no other setting may fix the number of experts.
+    The operating system must support returning parts of memory, and no other setting may fix the number of experts.
     """
     is_plain = config.lend_reserve and config.expert_cache == "budget" and config.resident_share is None
     return is_plain and GIVES_BACK and device.type == "cpu" and config.device != EMULATED and not ledger.demand.low
@@ -127,8 +131,8 @@ def _divided(config: EngineConfig, device: AnyDevice, demand: Demand, outside: M
 def _in_process(
     config: EngineConfig, limit_bytes: int, outside: Mapping[str, int], device: AnyDevice, demand: Demand
 ) -> tuple[Ledger, str]:
-    """Divide a budget for a process whose total memory, including what is outside the budget, stays within
-    `limit_bytes`."""
+    """Return a divided budget for a process whose total memory stays within `limit_bytes`, including what is outside
+    the budget."""
     if device.type != "cpu":
         raise ConfigError(
             f"`count` process is about RAM, and this model computes on {device}; use `device` cpu, or give the memory "
@@ -155,19 +159,19 @@ def _in_process(
 
 
 def _whole(config: EngineConfig, fits: bool) -> str:
-    """Return the addition to a budget's reason if all experts stay in memory."""
+    """Return what is added to the text about the budget's size if all experts stay in memory."""
     return ", and the whole model fits" if fits and config.keeps_experts and config.expert_cache == "budget" else ""
 
 
 def outside_budget(spec: ModelSpec, config: EngineConfig) -> dict[str, int]:
-    """Return the largest memory that this process needs outside the budget, by name, with the model on a CPU."""
+    """Return the largest memory in bytes that this process needs outside the budget, by name, for a model on a CPU."""
     is_quantised = spec.stored_bytes is not None and bool(spec.dense) and spec.dtype is BF16
     by_own_kernels = is_quantised and config.kernels != "torch" and widest() is not None
     return outside_budget_bytes(reserved_kernel_bytes(spec.experts_bytes), by_own_kernels)
 
 
 def shortages_of(config: EngineConfig, ledger: Ledger, device: AnyDevice) -> list[str]:
-    """Return messages about requested memory that is not free, for the budget and for a host tier."""
+    """Return messages for memory that is requested but not free: for the budget and for a host tier."""
     host_bytes = config.host_memory_bytes or 0
     if device.type == "cpu":
         both = " and `host_memory`" if config.device == EMULATED and host_bytes else ""
@@ -185,25 +189,26 @@ def resident_share_with(
     draft_bytes: int = 0,
     outside: Mapping[str, int] | None = None,
 ) -> Callable[[int], float]:
-    """Return a function from the bytes of learned values to the resident share; it raises `BudgetError`."""
+    """Return a function that takes the bytes of learned values and returns the resident share, the fraction of experts
+    that stay in memory. The function raises `BudgetError`."""
     return lambda learned_bytes: (
         make_ledger(spec, config, device, store, learned_bytes, draft_bytes, outside)[0].resident_share
     )
 
 
 def demand_of(spec: ModelSpec, config: EngineConfig, device: AnyDevice, store: ExpertStore) -> Demand:
-    """Return what a model with files on disk requires of the budget."""
+    """Return how much of the budget a model needs whose files are on disk."""
     # A thread needs two buffers when a demand load passes during a prefetch; with a host tier they are host memory.
     has_host_tier = device.type != "cpu" or config.device == EMULATED
     buffers = 0 if has_host_tier else 2 * reading_threads(config) * store.staging_buffer_bytes
-    # experts that the coordinator computes itself when its workers fail
+    # for experts that the coordinator computes itself when its workers fail
     if config.cluster is not None and not has_host_tier:
         buffers += LEAST_SLOTS * sum(set(store.slot_bytes.values())) + store.staging_buffer_bytes
     return _settled(spec.demand(config, store.slot_bytes, buffers), config, device)
 
 
 def _settled(demand: Demand, config: EngineConfig, device: AnyDevice) -> Demand:
-    """Return the demand on this device: a device with its own memory keeps the whole embedding, because rows cannot be
-    read into it."""
+    """Return the demand on this device. A device with its own memory needs the whole embedding, because single rows
+    cannot be read into its memory."""
     has_memory = device.type != "cpu" or config.device == EMULATED
     return replace(demand, embedding_bytes=0) if has_memory else demand

@@ -1,4 +1,4 @@
-"""Create the memory tiers below the device: disk alone, or disk, host tier and link."""
+"""Makes the memory tiers below the device: disk alone, or disk, host tier and link."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from smoe.policy.residency import SlotTable
 
 
 class Tiers(NamedTuple):
-    """The memory tiers below the device."""
+    """The memory tiers below the device, and the mover that loads experts through them."""
 
     mover: Mover
     filler: Filler
     host: HostTier | None = None
-    """The host tier; None if the device's memory is host memory."""
+    """The host tier; None if slots are in host memory themselves."""
     link: Link | None = None
 
 
@@ -45,10 +45,11 @@ def make_tiers(
     pacing: Pacing,
     on_host_tier: Callable[[int], None] | None,
 ) -> Tiers:
-    """Return the tiers: a host tier and a link for a device with its own memory, else reads directly into slots.
+    """Return the memory tiers: a host tier and a link for a device with its own memory; for a CPU, reads directly into
+    slots.
 
-    `stores` is by format; `classes` are the ledger's, of all formats. `on_host_tier` is called with the bytes of host
-    memory that will be allocated and locked for a GPU.
+    `stores` is by format; `classes` are the slot classes of the ledger, of all formats. `on_host_tier` is called with
+    the bytes of host memory that will be allocated and locked for a GPU.
     """
     free, _ = free_device_bytes(torch.device("cpu"))
     total_bytes = sum(store.total_bytes for store in stores.values())
@@ -57,7 +58,7 @@ def make_tiers(
         filler = Filler(stores, reader)
         return Tiers(SlotMover(filler, reader, arena), filler)
     budget = config.host_memory_bytes if config.host_memory_bytes is not None else less_margin(free)
-    # a demand load within a prefetch on each reading thread, and one for the CPU
+    # two for each reading thread (a demand load within a prefetch), and one for the CPU
     least = 2 * reading_threads(config) + 1
     sizes = host_sizes(classes, budget, least)
     nbytes = sum(slots * each for slots, each in sizes)

@@ -1,4 +1,4 @@
-"""Measure the disk's rate for the engine's reads, on a fresh file or on a model's own."""
+"""Measures the disk's rate for reads like the engine's, on a new file or on the files of a model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from smoe.user_cache import cache_folder
 _Item = TypeVar("_Item")
 _SMALL_FILE_BYTES = 64 * 2**20
 _LEAST_BUFFERS_BYTES = 64 * 2**20
-"""The least memory for buffers: a few buffers of small experts would mostly be in small pages, because huge ones have 2
-MiB."""
+"""The least memory for buffers, in bytes. A few buffers of small experts would mostly be in small pages, because huge
+pages have 2 MiB."""
 
 
 def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: int) -> tuple[float, bool]:
-    """Return bytes per second of reading a fresh file in `folder` as the engine reads experts, and whether this
-    bypassed the page cache.
+    """Return the rate of reading a new file in `folder` as the engine reads experts, in bytes per second, and whether
+    the reads bypassed the page cache.
 
-    Reads of `request_bytes` are scattered, on as many threads as the engine uses.
+    The reads have `request_bytes`, are scattered over the file, and run on as many threads as the engine uses.
     """
     size = page_ceil(min(request_bytes, file_bytes))
     with NamedTemporaryFile(dir=folder, prefix=".smoe-disk-", delete=False) as file:
@@ -45,10 +45,11 @@ def measure_disk(folder: Path, request_bytes: int, seconds: float, file_bytes: i
 
 
 def measure_reads(store: ExpertStore, seconds: float) -> float:
-    """Return bytes per second of scattered reads of a model's own experts past the page cache.
+    """Return the rate of scattered reads of a model's own experts past the page cache, in bytes per second.
 
-    The second pass counts, because what decode steps read has usually been read before, and a disk may have cached it.
-    The memory of another machine behind a virtual disk doubles the rate (docs/log/disk.md).
+    The second of two passes is measured. What decode steps read has usually been read before, and a disk may have it in
+    a cache of its own. For a virtual disk that cache is the memory of another machine, which doubles the rate
+    (docs/log/disk.md).
     """
     reader = DiskReader(direct=True)
     reads = [read for key in _scattered(store.keys()) for read in store.reads(*key)]
@@ -60,13 +61,13 @@ def measure_reads(store: ExpertStore, seconds: float) -> float:
 
 
 def _scattered(items: Sequence[_Item]) -> list[_Item]:
-    """Return the items in a fixed scattered order, by a prime stride."""
+    """Return the items in a fixed, scattered order."""
     return [items[n * 7919 % len(items)] for n in range(len(items))]
 
 
 def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[float, int]:
-    """Return bytes per second of as many reads as fit in the time, and how many of the first reads were certainly among
-    them."""
+    """Return the rate of as many reads as fit into `seconds`, in bytes per second, and how many of the first reads were
+    certainly among them."""
     threads = reading_threads(EngineConfig())
     size = page_ceil(max(read.nbytes for read in reads))
     each = -(-_LEAST_BUFFERS_BYTES // (threads * size))
@@ -94,7 +95,8 @@ def _rate(reader: DiskReader, reads: Sequence[Read], seconds: float) -> tuple[fl
 
 
 def measure_small_disk(request_bytes: int) -> float | None:
-    """Measure the disk of the user's cache folder briefly, with 64 MiB; None if the folder is not writable."""
+    """Return the rate of the disk with the user's cache folder, in bytes per second, from a short measurement with 64
+    MiB. None if the folder is not writable."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,7 @@ def measure_small_disk(request_bytes: int) -> float | None:
 
 
 def _write(path: Path, size: int, file_bytes: int) -> int:
-    """Fill a file with incompressible blocks and return their number."""
+    """Fill a file with blocks that cannot be compressed. Return the number of blocks."""
     count = max(1, file_bytes // size)
     block = os.urandom(size)
     with path.open("wb") as file:

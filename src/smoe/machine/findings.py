@@ -1,4 +1,4 @@
-"""Find what could be improved on a machine, with advice: the second half of `smoe doctor`."""
+"""Finds what could be improved on a machine, and gives advice: the second half of `smoe doctor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from smoe.units import format_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SLOW_ARITHMETIC = 0.4
-"""The share of the memory bandwidth below which the speed of resident experts is limited by arithmetic."""
+"""The fraction of the memory bandwidth below which arithmetic limits the speed of resident experts."""
 _SLOW_DISK = 0.5e9
 _TIGHT_MEMORY_SHARE = 0.5
 _LITTLE_DISK_BYTES = 20 * 2**30
@@ -36,7 +36,7 @@ _LITTLE_DISK_BYTES = 20 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about the machine, with advice."""
+    """One fact about the machine, how good it is, and advice if it could be better."""
 
     grade: Literal["good", "better", "bad"]
     text: str
@@ -44,9 +44,10 @@ class Finding:
 
 
 def models_folder(asked: Path | None) -> Path:
-    """Return the folder whose disk is measured: the requested one, else the hub's cache or its closest existing parent.
+    """Return the folder whose disk is measured: the folder `asked`, else the hub's cache or its closest existing
+    parent.
 
-    Without a writable one it is the folder of temporary files.
+    If none of these is writable, it is the folder for temporary files.
     """
     if asked is not None:
         if not asked.is_dir():
@@ -59,8 +60,8 @@ def models_folder(asked: Path | None) -> Path:
 
 
 def _takes_files(folder: Path) -> bool:
-    """Return whether a file can be created in a folder; permissions alone would allow /proc, and everything for
-    root."""
+    """Return whether a file can be created in a folder. (Permissions alone would allow /proc, and for root every
+    folder.)"""
     try:
         with TemporaryFile(dir=folder):
             return True
@@ -69,7 +70,7 @@ def _takes_files(folder: Path) -> bool:
 
 
 def examine(profile: Profile, folder: Path) -> list[Finding]:
-    """Return all findings, in the order of the memory hierarchy."""
+    """Return all findings about a machine, in the order of the memory hierarchy."""
     found = [
         _gpu(),
         _free_memory(profile),
@@ -99,7 +100,7 @@ def _kernel() -> Finding | None:
 
 
 def _without() -> str:
-    """Return a sentence about what multiplies bf16 experts if torch's bits are not available."""
+    """Return a text about what multiplies bf16 experts on a CPU where our kernels cannot have torch's bits."""
     isa = widest()
     if isa is None:
         return "torch multiplies"
@@ -107,7 +108,7 @@ def _without() -> str:
 
 
 def _busy() -> Finding | None:
-    """Return a finding if other programs used the cores during the measurement."""
+    """Return a finding if other programs used the processor cores during the measurement, else None."""
     waited = waited_share()
     if waited is None or waited < BUSY_SHARE:
         return None

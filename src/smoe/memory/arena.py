@@ -1,8 +1,9 @@
-"""Expert slots on the computing device: one arena, allocated and touched once and then reused.
+"""Expert slots on the computing device: one block of memory, the arena, which is allocated once and then reused.
 
-On a CPU the arena is anonymous, page-aligned memory into which reads go directly. The first access to fresh memory is
-slower than reading from disk, so all pages are touched at creation. On a GPU the arena is one block of device memory.
-CPU arenas import torch only when a tensor is requested.
+On a CPU the arena is anonymous, page-aligned memory, and disk reads go directly into it. The first access to fresh
+memory is slower than reading from disk, so all pages are allocated when the arena is made. On a GPU the arena is one
+block of device memory. An arena on a CPU imports torch only when a tensor is requested, so workers without torch can
+use it.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ _POPULATE_WRITE = 23 if sys.platform == "linux" else None
 _POPULATE_BYTES = 64 * 2**20
 DONT_NEED: int = getattr(mmap, "MADV_DONTNEED", 0)
 GIVES_BACK = sys.platform == "linux"
-"""Whether parts of the memory can be returned to the system at once; other systems take them only when memory is
-short."""
+"""Whether parts of the memory can be returned to the operating system at once. Other systems take them only when memory
+is short."""
 
 
 class Arena:
-    """Consecutive page-aligned buffers (slots), numbered from 0: for each size in turn, the given number of slots."""
+    """Page-aligned buffers (slots), one after the other in memory. They are numbered from 0, through all sizes in
+    turn."""
 
     def __init__(
         self, sizes: Sequence[tuple[int, int]], device: torch.device | None = None, huge_pages: bool = False
     ) -> None:
-        """`sizes`: (number of slots, bytes per slot); `device` None: the host.
+        """`sizes`: pairs of (number of slots, bytes per slot). `device`: None means host memory.
 
-        `huge_pages`: use huge pages, for memory that direct reads go to: into small pages these take up to three times
-        as long. Allocating huge pages takes longer, so elsewhere they do not pay.
+        `huge_pages`: use huge pages. Direct reads into small pages take up to three times as long. Allocating huge
+        pages takes longer, so for other memory they do not pay.
         """
         assert not any(nbytes % PAGE for _, nbytes in sizes), sizes
         self.begins = list(accumulate((nbytes for slots, nbytes in sizes for _ in range(slots)), initial=0))
-        """The offset of every slot, and of the end."""
+        """The offset of every slot in bytes, and at the end the total size."""
         self._device = device
         self._map: mmap.mmap | None = None
         self._touchers: list[threading.Thread] = []
@@ -63,7 +65,7 @@ class Arena:
 
     @cached_property
     def bytes(self) -> torch.Tensor:
-        """The whole arena as a tensor: uint8 [nbytes]."""
+        """The whole arena as a uint8 tensor [nbytes]."""
         import torch
 
         if self._map is None:
@@ -77,7 +79,7 @@ class Arena:
         return self._device or torch.device("cpu")
 
     def address(self, slot: int) -> int:
-        """Return the address of a slot (CPU arenas only)."""
+        """Return the memory address of a slot (CPU arenas only)."""
         return self._begin + self.begins[slot]
 
     @property
@@ -85,9 +87,9 @@ class Arena:
         return self.begins[-1]
 
     def touch(self, threads: int = 1, slots: Sequence[range] | None = None) -> None:
-        """Allocate the pages of all slots, or of some ranges, in background threads; contents do not change.
+        """Allocate the pages of all slots, or of the ranges `slots`, in background threads. Contents do not change.
 
-        A read into a page that is not allocated yet allocates it, only more slowly.
+        Without this a read into the slot allocates its pages, which is slower.
         """
         if self._map is None or _POPULATE_WRITE is None:
             return
@@ -104,13 +106,14 @@ class Arena:
             toucher.start()
 
     def wait_touched(self, seconds: float | None) -> None:
-        """Wait until all pages are allocated, for at most `seconds` (None: without limit)."""
+        """Wait until the background threads have allocated all pages, for at most `seconds` (None: without limit)."""
         deadline = None if seconds is None else time.monotonic() + seconds
         for toucher in self._touchers:
             toucher.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def give_back(self, slot: int) -> None:
-        """Return a slot's memory to the operating system until it is written again; its contents are lost."""
+        """Return a slot's memory to the operating system, which allocates it again at the next write. The contents are
+        lost."""
         assert self._map is not None and GIVES_BACK, "this memory cannot be given back in parts"
         begin, end = self.begins[slot : slot + 2]
         self._map.madvise(DONT_NEED, begin, end - begin)
@@ -125,20 +128,21 @@ class Arena:
                 return  # kernels before 5.14 lack the flag
 
     def buffer(self, slot: int) -> memoryview:
-        """Return a slot's bytes for a reader (CPU arenas only)."""
+        """Return the bytes of a slot as a memoryview, for a reader (CPU arenas only)."""
         return self._view[self.begins[slot] : self.begins[slot + 1]]
 
     @property
     def whole(self) -> memoryview:
-        """The bytes of all slots (CPU arenas only)."""
+        """The bytes of all slots as a memoryview (CPU arenas only)."""
         return self._view
 
     def tensor(self, slot: int) -> torch.Tensor:
-        """Return a slot's bytes as a tensor: uint8 [bytes of the slot]."""
+        """Return the bytes of a slot as a uint8 tensor."""
         return self.bytes[self.begins[slot] : self.begins[slot + 1]]
 
     def view(self, slot: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of a weight in a slot, `offset` bytes from the slot's beginning."""
+        """Return a tensor of this shape and dtype that is a view of a slot, `offset` bytes from the slot's
+        beginning."""
         begin = self.begins[slot] + offset
         count = dtype.itemsize
         for n in shape:
@@ -146,7 +150,7 @@ class Arena:
         return self.bytes[begin : begin + count].view(dtype).view(*shape)
 
     def close(self) -> None:
-        """Release the memory; views must not be used afterwards."""
+        """Release the memory. Views of slots must not be used afterwards."""
         self._is_closing = True
         self.wait_touched(None)
         self.__dict__.pop("bytes", None)
@@ -156,7 +160,7 @@ class Arena:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset a GPU's peak of allocated memory, so that it is measured from now on."""
+    """Reset a GPU's statistic of the peak of allocated memory, so that it is measured from now on."""
     if device.type == "cuda":
         import torch
 
@@ -164,7 +168,8 @@ def forget_peak(device: torch.device) -> None:
 
 
 def system_madvise() -> Callable[[int, int, int], int]:
-    """Return the system's madvise: Python's own holds the interpreter lock until all pages are allocated."""
+    """Return the operating system's function madvise. Python's own holds the interpreter lock until all pages are
+    allocated."""
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     call: Callable[[int, int, int], int] = function
@@ -172,7 +177,8 @@ def system_madvise() -> Callable[[int, int, int], int]:
 
 
 def anonymous(nbytes: int) -> mmap.mmap:
-    """Return private memory: shared memory, Python's default, gets no huge pages on most systems (docs/log/disk.md)."""
+    """Return `nbytes` of private memory. (Shared memory, Python's default, gets no huge pages on most systems:
+    docs/log/disk.md.)"""
     if sys.platform == "win32":
         return mmap.mmap(-1, nbytes)
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,9 +1,9 @@
-"""Read the header of a GGUF file: metadata and the table of tensors, with every length checked.
+"""Reads the header of a GGUF file: its metadata and its table of tensors. Every length is checked.
 
-    4 bytes "GGUF", u32 version, u64 tensors, u64 metadata entries
-    every entry:   key (u64 length, bytes), u32 kind, value; an array is u32 kind, u64 count, values
-    every tensor:  name, u32 dimensions, u64 each (innermost first), u32 type, u64 offset from the data's beginning
-    zeros up to the alignment, then the tensors' bytes
+    4 bytes "GGUF", u32 version, u64 number of tensors, u64 number of metadata entries
+    every entry:     key (u64 length, bytes), u32 kind, value; an array is u32 kind, u64 count, values
+    every tensor:    name, u32 number of dimensions, u64 each (innermost first), u32 type, u64 offset in the data
+    zeros up to the alignment, then the data: the tensors' bytes
 
 Nothing is memory-mapped, and no allocation exceeds the file's size. Arrays, such as a vocabulary of hundreds of
 thousands of strings, are skipped and read on demand (`read_array`).
@@ -28,7 +28,7 @@ ALIGNMENT = "general.alignment"
 _VERSIONS = (2, 3)
 _WINDOW_BYTES = 2**20
 _MAX_HEADER_BYTES = 2**28
-"""The limit for a header; a vocabulary of a million strings takes a tenth of it."""
+"""The limit for the size of a header. One with a vocabulary of a million strings takes a tenth of it."""
 _MAX_NAME_BYTES = 2**12
 _MAX_TEXT_BYTES = 2**24
 _MAX_DIMENSIONS = 4
@@ -43,10 +43,10 @@ _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True)
 class GgufArray:
-    """The location of an array in the metadata; its values are read on demand."""
+    """The location of an array in the file's metadata; its values are read on demand."""
 
     offset: int
-    """The offset of its first value."""
+    """The offset of the first value in the file, in bytes."""
     kind: int
     count: int
 
@@ -56,7 +56,7 @@ Value = int | float | bool | str | GgufArray
 
 
 class TensorEntry(NamedTuple):
-    """An entry of the table of tensors, as in the file."""
+    """An entry in a file's table of tensors."""
 
     name: str
     dimensions: tuple[int, ...]
@@ -64,24 +64,25 @@ class TensorEntry(NamedTuple):
     kind: int
     """The number of the tensor's type in ggml."""
     offset: int
-    """The offset from the beginning of the data."""
+    """The offset in bytes from the beginning of the data."""
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of one file."""
+    """The header of one GGUF file."""
 
     path: Path
     identity: FileIdentity
     metadata: Mapping[str, Value]
     tensors: tuple[TensorEntry, ...]
     data_offset: int
-    """The offset of the tensors' bytes."""
+    """The offset in the file at which the tensors' bytes begin."""
     alignment: int
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path names a GGUF file: by its extension, or without one by its first bytes."""
+    """Return whether a path names a GGUF file. The extension decides; a file without one is recognized by its first
+    bytes."""
     if path.suffix.lower() == ".gguf":
         return True
     if path.suffix or not path.is_file():
@@ -91,15 +92,17 @@ def is_gguf(path: Path) -> bool:
 
 
 def part_stem(name: str) -> str:
-    """Return the common beginning of the names of a split model's parts, or the whole name of a model in one file."""
+    """Return what the file names of a split model have in common at the beginning. For a model in one file, return its
+    whole name."""
     match = _PART.fullmatch(name)
     return name if match is None else match["stem"]
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of all parts of a split model in order, given one of them; of a model in one file, its name.
+    """Return the file names of all parts of a split model in order, given one of them. For a model in one file, return
+    only its name.
 
-    Raises `CheckpointError` if the part number exceeds the number of parts.
+    Raises `CheckpointError` if the part's number exceeds the number of parts.
     """
     match = _PART.fullmatch(name)
     if match is None:
@@ -111,7 +114,8 @@ def part_names(name: str) -> list[str]:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Return the existing files of a model in order, given one of them. Raises `CheckpointError` if one is missing."""
+    """Return the paths of all files of a model in order, given one of them. Raise `CheckpointError` if a file is
+    missing."""
     paths = [path.with_name(name) for name in part_names(path.name)]
     if paths == [path]:
         return paths
@@ -125,7 +129,8 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Return the header of a GGUF file. Raises `CheckpointError` if the file is no GGUF file, damaged or truncated."""
+    """Return the header of a GGUF file. Raise `CheckpointError` if the file is of another kind, damaged or
+    truncated."""
     check_regular(path)
     with path.open("rb", buffering=0) as file:
         identity = identity_of(file.fileno())
@@ -151,7 +156,8 @@ def _read_header(path: Path, identity: FileIdentity) -> GgufHeader:
 
 
 def read_array(header: GgufHeader, key: str) -> list[Any]:
-    """Return the values of an array in the metadata: numbers or strings. Raises `CheckpointError` if it is no array."""
+    """Return the values of a metadata entry that is an array of numbers or strings. Raise `CheckpointError` if the
+    entry is no array."""
     array = header.metadata.get(key)
     if not isinstance(array, GgufArray):
         raise CheckpointError(f"{header.path}: the metadata entry {key!r} should be a list; download the file again")
@@ -165,7 +171,7 @@ def read_array(header: GgufHeader, key: str) -> list[Any]:
 
 
 class _Reader:
-    """A forward reader of a file that reports where the file ends too early."""
+    """Reads a file forwards, and raises an error that says where the file ends too early."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int, position: int) -> None:
         self.path = path
@@ -174,7 +180,7 @@ class _Reader:
         self._is_cut = size <= position + _MAX_HEADER_BYTES
         self._window = b""
         self._begin = position
-        """The offset in the file of the buffered window."""
+        """The offset of the buffered bytes in the file."""
         self.position = position
 
     @property
@@ -202,7 +208,8 @@ class _Reader:
         self.position += count
 
     def skip_texts(self, count: int, what: str) -> None:
-        """Skip `count` strings: hundreds of thousands in a vocabulary, most of them within the window."""
+        """Skip `count` strings. A vocabulary has hundreds of thousands, so strings within the buffered bytes are
+        skipped fast."""
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             start = self.position - self._begin
@@ -216,11 +223,11 @@ class _Reader:
             self.position += length
 
     def number(self, form: str, what: str) -> Any:
-        """Return one number in a struct format: an int, a float or a bool."""
+        """Return one number in the format `form` of Python's struct module: an int, a float or a bool."""
         return struct.unpack(f"<{form}", self.take(struct.calcsize(form), what))[0]
 
     def text(self, what: str, most: int) -> str:
-        """Return a length-prefixed string of at most `most` bytes."""
+        """Return a string that follows its length in bytes, which may be at most `most`."""
         length = self.number("Q", what)
         if length > most:
             self.fail(f"{what} is {length} bytes long")
@@ -243,7 +250,7 @@ class _Reader:
 
 
 def _read_counts(reader: _Reader) -> tuple[int, int]:
-    """Return the number of tensors and of metadata entries."""
+    """Return the numbers of tensors and of metadata entries, after checking the beginning of the file."""
     path = reader.path
     start = reader.take(min(4, reader.left), "its first word")
     if start != MAGIC:

@@ -1,4 +1,4 @@
-"""Read GGUF tensors from the file without mapping it, and dequantize them in pieces of limited size."""
+"""Reads GGUF tensors from the file without mapping it, and dequantizes them in chunks of limited size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from smoe.memory.safetensors_index import StoredTensor, check_identity
 from smoe.memory.torch_dtypes import TORCH
 
 _PIECE_ELEMENTS = 2**20
-"""The number of elements per piece: dequantizing temporarily needs several times the result's bytes (4 per element)."""
+"""The number of elements in a chunk. Dequantizing temporarily takes several times the result's size, which is 4 bytes
+per element."""
 
 
 def read_tensor(tensor: StoredTensor, target: torch.Tensor) -> None:
-    """Fill `target`, contiguous and of as many elements, with a stored tensor's values in the dtype of `target`.
+    """Read a stored tensor's values into `target`, converted to its dtype. `target` must be contiguous and have as many
+    elements.
 
     The gguf package dequantizes in fp32, with one rounding. Raises `CheckpointError` if the file has changed since it
     was indexed.
@@ -43,7 +45,8 @@ def plain_tensor(tensor: StoredTensor) -> torch.Tensor:
 
 
 def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Yield ranges of whole rows, flat: in the stored dtype if torch has it, else in fp32."""
+    """Yield the tensor's values in chunks of whole rows, as flat tensors: in the stored dtype if torch has it, else in
+    fp32."""
     block_elements, block_bytes = BLOCKS[tensor.dtype]
     row_bytes = tensor.shape[-1] // block_elements * block_bytes
     rows, step = prod(tensor.shape[:-1]), max(1, _PIECE_ELEMENTS // max(1, tensor.shape[-1]))
@@ -66,7 +69,8 @@ def _pieces(tensor: StoredTensor) -> Iterator[torch.Tensor]:
 
 
 def _numbers(blocks: np.ndarray, dtype: str) -> np.ndarray:
-    """Dequantize rows of blocks: by the gguf package, or by the declaration of a plug-in's format."""
+    """Return the values of rows of blocks in fp32. The gguf package dequantizes, or for a plug-in's format its
+    declaration."""
     if dtype in GGMLQuantizationType.__members__:
         found: np.ndarray = dequantize(blocks, GGMLQuantizationType[dtype])
         return found

@@ -1,16 +1,18 @@
-"""Copy experts from the host tier to the device in chunks, so that a more urgent copy waits for at most two chunks.
+"""Copies experts from the host tier to the device in chunks, so that a more urgent copy waits for at most two chunks.
 
-There are two links: a copy stream of a GPU, and an emulated one (`emulation.py`). Both measure the time of copies, and
-`copy` returns when all bytes have reached the device, so a ticket is over when its expert is there. They differ in when
-the computing thread may continue. On a GPU the device itself can wait, so a ticket is *ordered* as soon as its last
-chunk is enqueued. A demand load is enqueued completely at once, a prefetch with at most `OUTSTANDING` chunks in the
-queue:
+There are two kinds of link: a copy stream of a GPU, and an emulated one (`emulation.py`). Both measure the time of
+copies. Their `copy` returns when all bytes have reached the device, so the ticket of a load is over when its expert is
+there. They differ in when the computing thread may continue. On a GPU the device itself can wait, so a ticket is
+*ordered* as soon as its last chunk is in the device's queue. A demand load is enqueued completely at once, a prefetch
+with at most `OUTSTANDING` chunks in the queue.
 
-    reading thread   | chunk 1, chunk 2 | wait for 1 | chunk 3 | order | wait for 2, 3 | over
-    copy stream           | chunk 1 ........ | chunk 2 ........ | chunk 3 ........ |
-    demand, elsewhere                 ^ submitted here: enqueued behind chunk 2, and chunk 3 behind it
-    computing thread                                   join returns ^  hold, launch ...
-    compute stream                                                     waits for the end of 3 | kernels
+A prefetch of three chunks, and a demand load that another thread submits meanwhile; time to the right:
+
+    reading thread      | chunk 1, chunk 2 | wait for 1 | chunk 3 | order | wait for 2, 3 | over
+    copy stream             | chunk 1 ........ | chunk 2 ........ | chunk 3 ........ |
+    demand load                 ^ submitted here: enqueued behind chunk 2, and before chunk 3
+    computing thread                                      `join` returns ^  `hold`, launch ...
+    compute stream                                                      waits for the end of 3 | kernels
 
 An emulated copy is never ordered before its end: `join` returns when it is over.
 """
@@ -33,34 +35,36 @@ from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import Event, Streams
 
 OUTSTANDING = 2
-"""The number of chunks of a prefetch in the device's queue: one being copied, and one more so that the link is never
-idle."""
+"""The maximum number of chunks of a prefetch in the device's queue: one is being copied, and one waits so that the link
+is never idle."""
 
 _Between = Callable[[], None] | None
 
 
 class Link(Protocol):
-    """Copies experts to the device; several reading threads call it concurrently."""
+    """Copies experts to the device. Several reading threads call it at once."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, ticket: Ticket, between: _Between) -> None:
-        """Copy `source` (uint8 [n]) after the ticket's `free_event`, and return when the copy is complete.
+        """Copy `source` (uint8 [n], on the host) to `target` on the device, and return when the copy is complete. The
+        copy starts after the ticket's `free_event`.
 
-        Calls `between` between two chunks, and `ticket.order` once the device can wait for the rest itself.
+        Calls `between` between two chunks, and `ticket.order` as soon as the device itself can wait for the end.
         """
 
     def mark_free(self) -> Any:
-        """Return an event after which slots released so far may be overwritten, or None if they already may."""
+        """Return an event after which slots that have been released so far may be overwritten; None if they may be
+        overwritten now."""
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Yield (seconds, bytes) of every copy completed since the last call, without the time of waiting for
-        others."""
+        """Yield (seconds, bytes) for every copy completed since the last call. The seconds do not include waiting for
+        other copies."""
 
     def close(self) -> None: ...
 
 
 class CudaLink:
-    """A copy stream in addition to the computing stream. Reading threads wait for their copies; the computing thread
-    never does."""
+    """A GPU's link, with a copy stream of its own. Reading threads wait for their copies; the computing thread never
+    waits."""
 
     def __init__(self, streams: Streams, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._streams = streams
@@ -93,7 +97,7 @@ class CudaLink:
         self._timed.append((seconds, nbytes))
 
     def _enqueue(self, source: torch.Tensor, target: torch.Tensor, free_event: Any) -> tuple[Event, Event]:
-        """Enqueue a copy with an event before and after it, atomically among threads."""
+        """Enqueue a copy with an event before and one after it; no other thread can enqueue anything between these."""
         with self._enqueuing:
             if free_event is not None:
                 self._streams.hold_copying(free_event)
@@ -111,14 +115,14 @@ class CudaLink:
 
 
 def _settle(marks: tuple[Event, Event]) -> float:
-    """Wait for one chunk and return the seconds that the device took for it."""
+    """Wait until one chunk has been copied, and return the seconds that the device took for it."""
     began, ended = marks
     ended.synchronize()
     return began.elapsed_time(ended) / 1e3
 
 
 class EmulatedLink:
-    """A link that copies in RAM at a profile's speed, one chunk at a time for all threads."""
+    """An emulated link: it copies within RAM at a profile's speed, one chunk at a time for all threads together."""
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation

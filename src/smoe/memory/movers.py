@@ -1,4 +1,4 @@
-"""Move one expert: from disk to its slot on a CPU, or via the host tier for devices with their own memory."""
+"""Moves one expert to its slot: from disk on a CPU, or through the host tier on a device with its own memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors dtype name."""
+    """Return the torch dtype for a dtype's name in safetensors files."""
     from smoe.memory.torch_dtypes import TORCH
 
     return TORCH[name]
 
 
 class Filler:
-    """Reads an expert from disk into a buffer in slot layout, via a staging buffer if the layout needs one.
+    """Reads an expert from disk into a buffer with the layout of its slot. If the file's layout differs, the bytes go
+    through a staging buffer.
 
-    There may be more staging buffers than threads, because a thread handles demand loads between two chunks of a
-    prefetch. When an expert is first read, its weights are checked for NaN and infinity, which a router would conceal.
+    There may be more staging buffers than threads, because a thread also executes demand loads between two chunks of a
+    prefetch. When an expert is read for the first time, its weights are checked for NaN and infinity, which a router
+    would hide.
     """
 
     def __init__(self, stores: Mapping[int, ExpertStore], reader: DiskReader) -> None:
-        """`stores`: the expert stores by format (EXACT, LOW)."""
+        """`stores`: the expert stores, by format (EXACT, LOW)."""
         self._stores = stores
         self._reader = reader
         self._idle: deque[Arena] = deque()
@@ -45,7 +47,8 @@ class Filler:
         reader.expect({path: identity for store in stores.values() for path, identity in store.identities().items()})
 
     def fill(self, key: ExpertKey, buffer: memoryview, between: Callable[[], None] | None) -> int:
-        """Fill the buffer and return the bytes read from disk.
+        """Read an expert into the buffer, and return the number of bytes read from disk. `between` is called between
+        two chunks.
 
         Raises `TransferError` or `CheckpointError`; the buffer's contents are then undefined.
         """
@@ -78,7 +81,8 @@ class Filler:
         buffer: memoryview,
         between: Callable[[], None] | None,
     ) -> int:
-        """Read the expert piece by piece, and copy or convert each piece to its offset in the slot."""
+        """Read an expert chunk by chunk, and copy or convert each chunk to its offset in the slot. Return the bytes
+        read from disk."""
         came = 0
         for piece in placement.pieces:
             if (came or placement.reads) and between is not None:
@@ -103,7 +107,7 @@ class Filler:
 
 
 def _convert(piece: StoredRun, dtype: str, staging: Arena, slot: memoryview) -> None:
-    """Convert a piece's elements to another dtype into the slot."""
+    """Convert the elements of a chunk to the dtype of the slot, and write them into the slot."""
     import torch
 
     target_dtype = torch_dtype(dtype)
@@ -114,14 +118,15 @@ def _convert(piece: StoredRun, dtype: str, staging: Arena, slot: memoryview) -> 
 
 
 def _elements_at(staging: Arena, begin: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements at any offset of a staging buffer, copied if they are misaligned."""
+    """Return elements of a staging buffer, from the offset `begin` on. They are copied if they are not aligned for
+    their dtype."""
     if begin % dtype.itemsize == 0:
         return staging.view(0, begin, (nbytes // dtype.itemsize,), dtype)
     return staging.tensor(0)[begin : begin + nbytes].clone().view(dtype)
 
 
 class SlotMover:
-    """Moves experts from disk to slots, on a CPU."""
+    """Moves experts from disk to slots on a CPU."""
 
     def __init__(self, filler: Filler, reader: DiskReader, arena: Arena) -> None:
         self._filler = filler
@@ -139,8 +144,8 @@ class SlotMover:
 
 
 class HostMover:
-    """Moves experts from disk to the host tier, if necessary, and over a link to slots of a device with its own
-    memory."""
+    """Moves experts to slots of a device with its own memory: from disk to the host tier, if they are not there, and
+    then over a link."""
 
     def __init__(self, filler: Filler, reader: DiskReader, host: HostTier, arena: Arena, link: Link) -> None:
         self._filler = filler

@@ -1,7 +1,8 @@
-"""Locate every tensor of a checkpoint from the headers of its safetensors files.
+"""Locates every tensor of a checkpoint by reading the headers of its safetensors files.
 
-A safetensors file is an 8-byte little-endian header length, a JSON header, and the tensors' bytes; `data_offsets` count
-from the end of the header. Reading the headers here yields byte ranges, which the safetensors library does not expose.
+A safetensors file consists of an 8-byte little-endian header length, a JSON header, and the tensors' bytes;
+`data_offsets` count from the end of the header. The headers are read here because the safetensors library does not give
+byte ranges.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 
 ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}
 ITEM_BYTES |= {"U64": 8, "U32": 4, "U16": 2, "C64": 8}
 _PACKED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
-"""dtypes with elements of less than a byte; their sizes are not checked here."""
+"""dtypes whose elements are smaller than a byte. The sizes of such tensors are not checked here."""
 
 
 class FileIdentity(NamedTuple):
@@ -54,18 +55,18 @@ def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
 
 
 class Ingredient(NamedTuple):
-    """One of the stored tensors from which a quantized matrix in a slot is made."""
+    """One of the stored tensors from which a quantized matrix in a slot is made, such as its codes or its scales."""
 
     tensor: StoredTensor
     place: int
-    """The offset of its first byte from the beginning of the matrix."""
+    """The offset of the tensor's first byte from the beginning of the matrix in the slot."""
     arrangement: SlotArrangement | None
-    """The conversion into blocks; None for a column order, which cannot be applied while loading."""
+    """The conversion into blocks. None for an order of columns, which cannot be applied while loading."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint: its bytes are `path[offset : offset + nbytes]`, row-major."""
+    """One tensor of a checkpoint. Its bytes are `path[offset : offset + nbytes]`, row-major."""
 
     path: Path
     offset: int
@@ -73,14 +74,14 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     key: str = ""
-    """The tensor's name in the file; a row of a fused tensor has that tensor's name."""
+    """The tensor's name in the file. A row of a fused tensor has the name of the fused tensor."""
     identity: FileIdentity | None = None
-    """The identity of the file when its header was read."""
+    """The identity of the file at the time when its header was read."""
     made_of: tuple[Ingredient, ...] = ()
-    """For a quantized matrix with separate codes and scales, all its stored tensors, the codes first. `dtype` and
-    `shape` are then the matrix's, the other fields the codes'."""
+    """All stored tensors of a quantized matrix with separate codes and scales, the codes first. In this case `dtype`
+    and `shape` describe the matrix, and the other fields its codes."""
     scheme: str = ""
-    """The quantization scheme of such a matrix (`models/released_schemes.py`)."""
+    """The quantization scheme of a matrix with separate codes and scales (`models/released_schemes.py`)."""
 
     @property
     def is_packed(self) -> bool:
@@ -89,9 +90,9 @@ class StoredTensor:
 
 
 def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of the checkpoint in `folder` by key.
+    """Return every tensor of the checkpoint in `folder` by its name.
 
-    Raises `CheckpointError` for missing, truncated or contradictory files.
+    Raises `CheckpointError` if files are missing, truncated or contradict each other.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in shard_paths(folder):
@@ -105,13 +106,13 @@ def index_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 
 
 def has_shards(folder: Path) -> bool:
-    """Return whether all safetensors files of the checkpoint exist; none of them is read."""
+    """Return whether all safetensors files of the checkpoint exist. The function reads none of them."""
     paths = _named_shards(folder)
     return bool(paths) and all(path.exists() for path in paths)
 
 
 def _named_shards(folder: Path) -> list[Path]:
-    """Return the paths of the checkpoint's safetensors files, whether they exist or not; empty if it names none."""
+    """Return the paths of the safetensors files that the checkpoint names, whether they exist or not."""
     index = folder / INDEX_FILE
     if index.is_symlink() or index.exists():
         return [folder / name for name in sorted(set(_weight_map(index).values()))]
@@ -119,7 +120,7 @@ def _named_shards(folder: Path) -> list[Path]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files. Raises `CheckpointError` if one is missing."""
+    """Return the paths of the checkpoint's safetensors files. Raise `CheckpointError` if one of them is missing."""
     paths = _named_shards(folder)
     if not paths:
         raise CheckpointError(
@@ -134,7 +135,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one safetensors file, checked against the file's size."""
+    """Return the tensors of one safetensors file by name, after checking them against the file's size."""
     check_regular(path)
     with path.open("rb") as file:
         identity = identity_of(file.fileno())
@@ -151,7 +152,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_metadata(path: Path, metadata: Any) -> None:
-    """Raise `CheckpointError` unless the metadata are strings by name, as the safetensors library requires."""
+    """Raise `CheckpointError` unless the metadata map names to strings, as the safetensors library requires."""
     is_text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not is_text:
         raise CheckpointError(f"{path} has a corrupt header: '__metadata__' holds more than texts; download it again")
@@ -193,7 +194,7 @@ def _stored(path: Path, key: str, entry: Any, base: int, identity: FileIdentity)
 
 
 def _count(value: Any) -> int:
-    """Return a size or offset; raises `ValueError` unless it is an integer from 0 to 2**63 - 1."""
+    """Return `value` if it is an integer from 0 to 2**63 - 1, else raise `ValueError`. For sizes and offsets."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r:.40} is no size")
     return value
@@ -213,7 +214,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a file name stays in the checkpoint's folder. The file may be a link, as in the hub's cache."""
+    """Return whether a file name refers to a file in the checkpoint's folder. The file may be a link, as in the hub's
+    cache."""
     path = PurePosixPath(name)
     is_plain = 0 < len(name) < 256 and name.isprintable() and "\\" not in name
     return is_plain and not path.is_absolute() and ".." not in path.parts and path.suffix == ".safetensors"

@@ -1,18 +1,18 @@
-"""The expert store: the location of every routed expert on disk, and its layout in a slot.
+"""The expert store: where every routed expert is on disk, and which layout it has in a slot.
 
-An expert has *parts* (`gate_up_proj`, `down_proj`, biases). Each is the row-wise concatenation of one or more stored
-tensors, or one row of a fused tensor. There are two ways to fill a slot:
+An expert has *parts*: `gate_up_proj`, `down_proj` and biases. A part is the row-wise concatenation of one or more
+stored tensors, or one row of a fused tensor. There are two ways to read an expert into a slot:
 
-* **in place**: if the pieces of every part are consecutive in the file (in most checkpoints an expert's tensors are
-neighbours), whole byte ranges are read directly into the slot. A range starts at a slot offset that equals the file
-offset modulo the page, so that a direct read needs no additional copy.
+* **In place**, if the tensors of every part follow each other in the file. In most checkpoints the tensors of an expert
+  are neighbours. Whole byte ranges are then read directly into the slot. A range starts at a slot offset that equals
+  the file offset modulo the page size, so a direct read needs no additional copy:
 
     file   ...|....gate.......up..........down.....|...       page boundaries: |
     slot      |....gate.......up..........down.....|          same remainder, nothing is moved
 
-* **staged**: otherwise (Mixtral's w1, w2, w3, where gate and up are not neighbours; another dtype; fp32 at an odd
-address; separate codes and scales) ranges are read into a buffer of the reading thread, and their pieces are copied
-or converted to the slot.
+* **Staged** otherwise: Mixtral's w1, w2, w3, where gate and up are not neighbours; another dtype; fp32 at an odd
+  address; separate codes and scales. Ranges are read into a buffer of the reading thread, and their chunks are copied
+  or converted to the slot.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from smoe.memory.arrangement import SlotArrangement
 from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
 
 EXPERT_DTYPES = ("BF16", "F16", "F32")
-"""The safetensors names of the dtypes in which experts may be stored and kept in slots."""
+"""The safetensors names of the dtypes that unquantized experts may have in files and in slots."""
 PAGE = 4096
-"""The alignment in bytes of buffers, offsets and lengths for direct reads; it is a multiple of all common sector sizes.
-Larger memory pages, as on macOS on ARM, do not matter."""
+"""The alignment of buffers, offsets and lengths for direct reads, in bytes. It is a multiple of all common sector
+sizes. Memory pages may be larger, as on macOS on ARM, which does not matter."""
 
 
 STAGED_BYTES = 4 * 2**20
-"""The size of pieces for staged experts; the staging buffer has this size plus two pages."""
+"""The size of a chunk for staged experts. The staging buffer has this size plus two pages."""
 _BITS = {2: np.uint16, 4: np.uint32}
 _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
-"""The bits of infinity; those of NaN are larger, and negative ones also have the sign bit."""
+"""The bits of positive infinity. Those of NaN are larger numbers, and negative values also have the sign bit."""
 MATRIX_ALIGNMENT = 64
-"""The alignment that matrix kernels need. The last bits of MKL's fp32 products depend on the address
+"""The alignment in bytes that matrix kernels need. The last bits of MKL's fp32 products depend on the address
 (docs/log/kernels.md), those of oneDNN's bf16 products do not. So only bf16 experts may be at any address."""
 
 
 def page_ceil(count: int) -> int:
-    """Return `count` bytes rounded up to whole pages."""
+    """Return `count` bytes rounded up to whole pages of `PAGE` bytes."""
     return -(-count // PAGE) * PAGE
 
 
 class Read(NamedTuple):
-    """One read from disk: `file[offset : offset + nbytes]` into the buffer at `target`; all three are multiples of the
-    page size.
+    """One read from disk: `file[offset : offset + nbytes]` into the buffer at `target`. These three numbers are
+    multiples of the page size.
 
     At least `need` bytes must arrive. Fewer than `nbytes` arrive only at the end of the file.
     """
@@ -67,38 +67,40 @@ class Read(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """A range of one stored tensor that is read into a staging buffer and copied or converted into the slot."""
+    """A chunk of one stored tensor that is read into a staging buffer, and copied or converted from there into the
+    slot."""
 
     read: Read
     source: int
-    """The offset of the elements in the buffer."""
+    """The offset of the chunk's elements in the staging buffer."""
     nbytes: int
     dtype: str
     """The dtype in the file."""
     target: int
-    """The offset in the slot; with an arrangement, that of the tensor's first byte."""
+    """The offset in the slot. With an arrangement: the slot offset of the whole tensor's first byte."""
     arrangement: SlotArrangement | None = None
     """The conversion into blocks; None for consecutive elements."""
     begin: int = 0
-    """With an arrangement: the offset of these bytes within the tensor."""
+    """With an arrangement: the offset of this chunk within the tensor."""
 
 
 class SlotLayout(NamedTuple):
-    """How one expert is read into a slot: directly, piece by piece via a staging buffer, or both."""
+    """How one expert is read into a slot: directly, in chunks through a staging buffer, or both."""
 
     reads: tuple[Read, ...]
-    """Reads directly into the slot."""
+    """The reads that go directly into the slot."""
     parts: dict[str, int]
-    """The slot offset of every part, in bytes."""
+    """The offset of every part in the slot, in bytes."""
     pieces: tuple[StoredRun, ...]
-    """Pieces via a staging buffer; they are copied after the reads, which overwrite whole pages."""
+    """The chunks that go through a staging buffer. They are copied after the reads, because a read overwrites whole
+    pages."""
     nbytes: int
-    """The number of bytes of weights, without the alignment of an expert that is read in place."""
+    """The number of bytes of weights, without the bytes for alignment of an expert that is read in place."""
     layout: int
-    """A number that is equal for experts with the same shapes and offsets; there are few, so views of slots are cached
-    by it."""
+    """A number that is equal for experts with the same shapes and offsets. There are few such numbers, so the views of
+    slots are cached by it."""
     slot_bytes: int
-    """The number of bytes that the expert needs in the slot."""
+    """The number of bytes that the expert occupies in the slot."""
 
     @property
     def staging_bytes(self) -> int:
@@ -108,7 +110,7 @@ class SlotLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One weight of every expert of a layer; the shape has no expert dimension."""
+    """One weight that every expert of a layer has. Its shapes have no expert dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -116,18 +118,20 @@ class Part:
     is_turned: bool = False
     """Whether the file stores the matrix transposed."""
     takes_turns: bool = False
-    """Whether transformers interleaves the rows of the two stored pieces: gate, up, gate, up, ..."""
+    """Whether transformers interleaves the rows of gate and up, which the file stores separately."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in the file."""
         return self.shape[::-1] if self.is_turned else self.shape
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The routed experts of one layer: `sources[expert][part]` are the stored tensors in row order.
+    """The routed experts of one layer. `sources[expert][part]` are the stored tensors of a part, in the order of its
+    rows.
 
-    Raises `CheckpointError` if they do not have the parts' shapes.
+    Raises `CheckpointError` if the tensors do not have the shapes of the parts.
     """
 
     layer: int
@@ -145,10 +149,10 @@ class StoredLayer:
 
 
 class ExpertStore:
-    """The slot layouts of all routed experts of one checkpoint (or packed file) in one dtype.
+    """The slot layouts of all routed experts of one checkpoint, or of one packed file, in one dtype.
 
-    `dtype` is the safetensors name of the dtype in slots, `item_bytes` its element size. `alignment` is what the
-    device's kernels require of a weight's address (None: the CPU's requirement).
+    `dtype`: the safetensors name of the dtype in slots; `item_bytes`: the size of an element. `alignment`: the bytes by
+    which the device's kernels need the address of a weight aligned (None: what the CPU needs).
     """
 
     def __init__(self, layers: Mapping[int, StoredLayer], dtype: str, alignment: int | None = None) -> None:
@@ -165,7 +169,7 @@ class ExpertStore:
             self._placements[key] = placement if placement and not self.is_staged else self._staged(*key)
         placements = self._placements.values()
         self.slot_bytes: dict[int, int] = {}
-        """The size in bytes of a slot for any expert of a layer."""
+        """The number of bytes of a slot that can hold any expert of a layer, by layer."""
         for (layer, _), p in self._placements.items():
             self.slot_bytes[layer] = max(page_ceil(p.slot_bytes), self.slot_bytes.get(layer, 0))
         self.staging_buffer_bytes = max(p.staging_bytes for p in placements)
@@ -173,14 +177,15 @@ class ExpertStore:
         self.total_bytes = sum(p.nbytes for p in placements)
 
     def keys(self) -> list[tuple[int, int]]:
-        """Return (layer, expert) of every routed expert, ascending."""
+        """Return (layer, expert) of every routed expert, in ascending order."""
         return [(n, e) for n in sorted(self.layers) for e in range(self.layers[n].experts)]
 
     def placement(self, layer: int, expert: int) -> SlotLayout:
+        """Return how an expert is read into a slot."""
         return self._placements[layer, expert]
 
     def reads(self, layer: int, expert: int) -> list[Read]:
-        """Return all reads from disk for one expert."""
+        """Return all reads from disk that load one expert."""
         placement = self._placements[layer, expert]
         return [*placement.reads, *(piece.read for piece in placement.pieces)]
 
@@ -189,13 +194,14 @@ class ExpertStore:
         return sorted({tensor.path for tensor in self._tensors()})
 
     def check_finite(self, layer: int, expert: int, placement: SlotLayout, buffer: memoryview) -> None:
-        """Raise `CheckpointError` if the weights in a filled buffer contain NaN or infinity."""
+        """Raise `CheckpointError` if the weights of an expert that was read into `buffer` contain NaN or infinity."""
         self._check_parts(layer, expert, self.layers[layer].parts, placement, buffer)
 
     def _check_parts(
         self, layer: int, expert: int, parts: Iterable[Part], placement: SlotLayout, buffer: memoryview
     ) -> None:
-        """Raise `CheckpointError` if some parts, which have the slots' dtype, contain NaN or infinity."""
+        """Raise `CheckpointError` if some of an expert's parts contain NaN or infinity. These parts must have the dtype
+        of slots."""
         for part in parts:
             weights = np.frombuffer(buffer, _BITS[self.item_bytes], _elements(part.shape), placement.parts[part.name])
             if is_finite(weights, self.dtype):
@@ -208,7 +214,8 @@ class ExpertStore:
             )
 
     def tensor_at(self, layer: int, expert: int, part: str, element: int) -> StoredTensor:
-        """Return the stored tensor that contains an element of a part, counted row by row."""
+        """Return the stored tensor that contains an element of a part. Elements are counted row by row through the
+        part."""
         for tensor in self.layers[layer].sources[expert][part]:
             if element < _elements(tensor.shape):
                 return tensor
@@ -216,7 +223,7 @@ class ExpertStore:
         raise IndexError(element)
 
     def identities(self) -> dict[Path, FileIdentity]:
-        """Return the files that contain experts, with their identities when they were indexed."""
+        """Return the files that contain experts, each with its identity at the time when it was indexed."""
         return {tensor.path: tensor.identity for tensor in self._tensors() if tensor.identity is not None}
 
     def _tensors(self) -> Iterator[StoredTensor]:
@@ -260,10 +267,11 @@ class ExpertStore:
 
 
 def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
-    """Return whether weights, given as the unsigned integers of their bits, contain neither NaN nor infinity.
+    """Return whether weights contain neither NaN nor infinity. `bits`: the weights' bits as unsigned integers; `dtype`:
+    their safetensors dtype.
 
-    Two maxima without a copy suffice: as unsigned numbers, negative non-finite values are the largest; as signed
-    numbers, positive ones are. It takes 0.25 ms for an expert of 9.4 MB and releases the interpreter lock
+    Two maxima suffice, without a copy: as unsigned numbers, negative non-finite values are the largest; as signed
+    numbers, positive non-finite values are. It takes 0.25 ms for an expert of 9.4 MB and releases the interpreter lock
     (docs/log/kernels.md).
     """
     infinity, sign = _INFINITY[dtype], 1 << (8 * bits.itemsize - 1)
@@ -272,8 +280,8 @@ def is_finite(bits: npt.NDArray[np.unsignedinteger[Any]], dtype: str) -> bool:
 
 
 def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None:
-    """Raise `CheckpointError` unless the concatenated tensors have the part's shape; comparing element counts would
-    accept a transposed matrix."""
+    """Raise `CheckpointError` unless the tensors, concatenated, have the part's shape. The number of elements is not
+    enough, because a transposed matrix has the same number."""
     shape = part.stored_shape
     for tensor in tensors:
         if tensor.dtype not in (*EXPERT_DTYPES, *FORMATS):
@@ -299,9 +307,9 @@ def _check_part(whose: str, part: Part, tensors: Sequence[StoredTensor]) -> None
 
 
 def pieces_of(tensor: StoredTensor, target: int, item_bytes: int) -> list[StoredRun]:
-    """Return a tensor in pieces of at most `STAGED_BYTES`, which limits a reading thread's buffer.
+    """Return a tensor as chunks of at most `STAGED_BYTES`, which limits the buffer of a reading thread.
 
-    `item_bytes` is the size of an element in the slot.
+    `target`: the tensor's offset in the slot; `item_bytes`: the size of an element in the slot.
     """
     stored_item = ITEM_BYTES[tensor.dtype]
     return [
@@ -311,8 +319,8 @@ def pieces_of(tensor: StoredTensor, target: int, item_bytes: int) -> list[Stored
 
 
 def arranged_pieces(tensor: StoredTensor, target: int, arrangement: SlotArrangement) -> list[StoredRun]:
-    """Return the pieces of a tensor with an arrangement, from `target` on; a piece has at least one of the
-    arrangement's units."""
+    """Return the chunks of a tensor that `arrangement` converts. `target`: the tensor's offset in the slot. Every chunk
+    is a multiple of the arrangement's unit."""
     most = max(1, STAGED_BYTES // arrangement.unit) * arrangement.unit
     return [
         StoredRun(*_piece(tensor, begin, most), tensor.dtype, target, arrangement, begin)
@@ -321,7 +329,8 @@ def arranged_pieces(tensor: StoredTensor, target: int, arrangement: SlotArrangem
 
 
 def _piece(tensor: StoredTensor, begin: int, most: int) -> tuple[Read, int, int]:
-    """Return the read of a piece, its offset in the buffer, and its size in bytes."""
+    """Return the read for a chunk of a tensor that begins at byte `begin`, the chunk's offset in the staging buffer,
+    and its size in bytes."""
     offset, nbytes = tensor.offset + begin, min(most, tensor.nbytes - begin)
     shift = offset % PAGE
     return Read(tensor.path, offset - shift, page_ceil(shift + nbytes), 0, shift + nbytes), shift, nbytes
@@ -342,7 +351,8 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int] | None:
-    """Return the byte range that the tensors fill in order, or None if they are not consecutive in `dtype`."""
+    """Return the byte range that tensors fill together. None if they do not follow each other in one file, or are not
+    of the dtype `dtype`."""
     first = tensors[0]
     end = first.offset
     for tensor in tensors:
@@ -353,7 +363,7 @@ def _joined(tensors: Sequence[StoredTensor], dtype: str) -> tuple[Path, int, int
 
 
 def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int]]:
-    """Return byte ranges in file order, with adjacent ones merged."""
+    """Return byte ranges in the order of the file, after joining ranges that follow each other directly."""
     merged: list[tuple[Path, int, int]] = []
     for path, offset, length in sorted(spans):
         if merged and merged[-1][0] == path and merged[-1][1] + merged[-1][2] == offset:
@@ -364,7 +374,8 @@ def runs_of(spans: Sequence[tuple[Path, int, int]]) -> list[tuple[Path, int, int
 
 
 def reads_of(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], list[int]]:
-    """Return page-aligned reads that cover the ranges consecutively, and the buffer offset of each range."""
+    """Return page-aligned reads that cover byte ranges one after the other, and the offset of each range in the
+    buffer."""
     reads: list[Read] = []
     starts: list[int] = []
     target = 0
@@ -378,7 +389,8 @@ def reads_of(runs: Sequence[tuple[Path, int, int]]) -> tuple[tuple[Read, ...], l
 
 
 def locate(span: tuple[Path, int, int], runs: Sequence[tuple[Path, int, int]], starts: Sequence[int]) -> int:
-    """Return the buffer offset of a span within one of the ranges."""
+    """Return the buffer offset of a span of the file, which is within one of the ranges `runs`. `starts`: the buffer
+    offsets of these ranges."""
     path, offset, length = span
     for (run_path, run_offset, run_length), start in zip(runs, starts, strict=True):
         if run_path == path and run_offset <= offset and offset + length <= run_offset + run_length:

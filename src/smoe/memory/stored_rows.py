@@ -1,4 +1,4 @@
-"""Read rows of a stored matrix from its file on demand."""
+"""Reads single rows of a stored matrix from its file when they are needed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from smoe.memory.safetensors_index import StoredTensor, check_identity
 
 
 class StoredRows:
-    """A matrix on disk. Reads use the page cache, which stores frequent rows while memory is free. The file stays open
-    until this object is deleted."""
+    """A matrix that stays on disk. Reads use the page cache, which holds frequently read rows while memory is free. The
+    file stays open until this object is deleted."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         """Open the file. Raises `CheckpointError` if it has changed since it was indexed."""
@@ -28,7 +28,7 @@ class StoredRows:
         self._check()
 
     def read(self, rows: Sequence[int]) -> np.ndarray:
-        """Return rows as uint8 [n, bytes of a row]. Raises `CheckpointError` if the file has changed."""
+        """Return rows of the matrix as uint8 [n, bytes of a row]. Raise `CheckpointError` if the file has changed."""
         self._check()
         out = np.empty((len(rows), self.row_bytes), np.uint8)
         for row, to in zip(rows, out, strict=True):

@@ -1,4 +1,4 @@
-"""Read the bytes of stored tensors from the file, without mapping it."""
+"""Reads the bytes of stored tensors from the file, without mapping it into memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smoe.memory.safetensors_index import StoredTensor, check_identity
 
 
 def read_bytes(tensor: StoredTensor) -> torch.Tensor:
-    """Return a stored tensor's bytes: uint8 [n]. Raises `CheckpointError` if the file has changed since it was
+    """Return the bytes of a stored tensor as uint8 [n]. Raise `CheckpointError` if the file has changed since it was
     indexed."""
     data = np.empty(tensor.nbytes, np.uint8)
     with tensor.path.open("rb", buffering=0) as file:
@@ -28,7 +28,8 @@ def read_bytes(tensor: StoredTensor) -> torch.Tensor:
 
 
 def assembled(matrix: StoredTensor) -> torch.Tensor:
-    """Return a matrix with separate codes and scales as blocks: uint8 [outputs, bytes of a row]."""
+    """Return a matrix with separate codes and scales as the blocks that it becomes in a slot: uint8 [outputs, bytes of
+    a row]."""
     form = FORMATS[matrix.dtype]
     found = torch.empty(matrix.shape[0], form.row_bytes(matrix.shape[1]), dtype=torch.uint8)
     slot = found.view(-1).numpy().data

@@ -1,13 +1,15 @@
 """The draft model: a second copy of the model, in fewer bits, that decodes concurrently. Its routers' choices predict
 the model's experts.
 
-    model          x1 -> layer | layer | ... -> x2 -> layer | layer | ... -> x3
-    draft model    s1 -> layer | layer | ... -> s2 -> layer | layer | ... -> s3      runs ahead, as it is smaller
-                   ^ aligned: s1 := x1, and the keys and values of the positions before it := the model's
+x1, x2, x3 are the tokens of the model, s1, s2, s3 those of the draft model, which is smaller and therefore faster:
+
+    model        x1 -> layer | layer | ... -> x2 -> layer | layer | ... -> x3
+    draft model  s1 -> layer | layer | ... -> s2 -> layer | layer | ... -> s3
+                 ^ aligned: s1 := x1, and the keys and values of earlier positions := the model's
 
 This is OD-MoE's scaled emulative prediction. Both models read the same text, so they choose nearly the same experts.
-Without correction the draft model would write another text sooner or later, so it is aligned in intervals (section
-3.2).
+Without correction the draft model would write another text sooner or later, so it is aligned at intervals (section 3.2
+of the paper).
 """
 
 from __future__ import annotations
@@ -30,24 +32,24 @@ from smoe.runtime.step import Step
 
 
 class Alignment(NamedTuple):
-    """The intervals, in tokens, at which a draft model is aligned; 0: never. Both begin with the first token after the
-    prompt.
+    """The intervals, in tokens, at which a draft model is aligned with the model; 0: never. Both intervals begin with
+    the first token after the prompt.
 
     The paper does not say where an interval begins, nor whether a draft model that is never aligned reads the prompt
-    itself: here it does, and its first token is its own.
+    itself. Here it reads the prompt, and its first token is its own.
     """
 
     token: int
-    """T of section 3.2: the interval at which its input becomes the model's token."""
+    """T of section 3.2: the interval at which the draft model's input token becomes the model's token."""
     kv: int
-    """KV of section 3.2: the interval at which its new keys and values become the model's."""
+    """KV of section 3.2: the interval at which the draft model's new keys and values become the model's."""
 
     def __str__(self) -> str:
         return f"T{self.token} KV{self.kv}"
 
 
 class Greedy:
-    """One text that a model reads and continues with its likeliest tokens."""
+    """A model that reads one text and continues it with its most likely tokens."""
 
     cache: RowCache
 
@@ -55,50 +57,51 @@ class Greedy:
         self.model = model
         self.engine: Engine = model.offload  # type: ignore[assignment]
         self.next_token = -1
-        """The likeliest next token after all that was read."""
+        """The most likely token after everything that was read."""
 
     def read(self, prompt: Sequence[int]) -> None:
-        """Start a text, in pieces for which the workspace was planned."""
+        """Start a new text with `prompt`, in chunks of the size for which the workspace was planned."""
         self.cache = self.engine.new_cache()
         piece = self.engine.config.prefill_tokens
         for begin in range(0, len(prompt), piece):
             self.take(prompt[begin : begin + piece])
 
     def take(self, ids: Sequence[int]) -> None:
-        """Continue the text with these tokens."""
+        """Continue the text with the tokens `ids`."""
         given = torch.tensor([list(ids)], device=self.model.device)
         output = self.model(input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.next_token = int(output.logits[0, -1].argmax())
 
 
 class Draft(StepObserver):
-    """A draft model: decodes one token at a time and predicts the model's experts for every layer. Made by
-    `as_draft`."""
+    """A draft model: it decodes one token at a time and predicts the model's experts for every layer. `as_draft` makes
+    one."""
 
     def __init__(self, model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> None:
-        """`rules`: the scoring rule of each layer's router; `spares`: the number of predicted experts in addition to
-        the router's choice."""
+        """`rules`: the scoring rule of each layer's router. `spares`: how many experts to predict in addition to those
+        that the draft model's router chooses."""
         self.text = Greedy(model)
         self._rules = rules
         self._spares = spares
         self._aligned = 0
-        """The number of positions whose keys and values are the model's, or were due to be."""
+        """The number of leading positions whose keys and values are the model's, or were due to be aligned."""
         self._decoded = 0
         self._source: RowCache | None = None
-        """The cache with which `follow` aligns."""
+        """The model's cache that `follow` aligns with."""
         self._add: Callable[[Expected], None] | None = None
         """Receives the predictions for the current token; None in a prompt."""
 
     def read(self, prompt: Sequence[int]) -> None:
-        """Start with a text that the model also gets."""
+        """Start a text with `prompt`, which the model reads too."""
         self._add, self._aligned, self._decoded = None, 0, 0
         self.text.read(prompt)
 
     def step(self, alignment: Alignment, token: int, cache: RowCache) -> list[Expected]:
-        """Decode one token, aligned where that is due, and return predictions for every layer.
+        """Decode one token, after alignment if that is due, and return the predictions for every layer.
 
-        `token`: the token that the model decodes at this position. `cache`: the model's, with all positions before it,
-        or more. Raises `EngineStateError` where keys and values of recurrent layers would have to be aligned.
+        `token`: the token that the model decodes at this position. `cache`: the model's cache, which contains at least
+        all earlier positions. Raises `EngineStateError` if the keys and values of recurrent layers would have to be
+        aligned.
         """
         if _is_due(alignment.kv, self._decoded):
             length = self.text.cache.length
@@ -112,11 +115,11 @@ class Draft(StepObserver):
         return predicted
 
     def follow(self, token: int, position: int, cache: RowCache, say: Callable[[Expected], None]) -> None:
-        """Decode the token at `position` of the text in `cache`, which is the model's; `say` receives each layer's
-        prediction.
+        """Decode the token at `position` of the text in `cache`, the model's cache. `say` receives the prediction of
+        each layer.
 
-        Keys and values of earlier positions become the model's, as far as it has them; all of them where the text is
-        new. Raises `EngineStateError` where they cannot.
+        The keys and values of earlier positions are replaced by those of the model that are new since the last call;
+        for a new text, by all of them. Raises `EngineStateError` if they cannot be replaced.
         """
         if self._source is not cache:
             self._source, self._aligned = cache, 0
@@ -130,7 +133,7 @@ class Draft(StepObserver):
         self.text.take([token])
 
     def unlearn(self, unchanged: float) -> None:
-        """Record that positions from `unchanged` on have been written again in the followed cache."""
+        """Record that the positions from `unchanged` on have been written again in the cache that is followed."""
         self._aligned = int(min(self._aligned, unchanged))
 
     def routed(self, step: Step) -> None:
@@ -153,8 +156,8 @@ class Draft(StepObserver):
 
 @contextmanager
 def as_draft(model: PreTrainedModel, rules: Mapping[int, ScoringRule], spares: int = 1) -> Iterator[Draft]:
-    """Make `model` (a result of `smoe.from_pretrained`) a draft model for the duration of the `with` block. Yield the
-    draft model."""
+    """Make `model`, a result of `smoe.from_pretrained`, a draft model during the `with` block. Yield the draft
+    model."""
     draft = Draft(model, rules, spares)
     engine = draft.text.engine
     with observed_routers(model, engine), engine.observed_by(draft):

@@ -1,7 +1,11 @@
-"""The state of a draft model on another machine: the model's text as far as received, and the thread that runs ahead.
+"""Lets a draft model on another machine follow the coordinator's text: stores the text's keys and values as they
+arrive, and decodes ahead on a thread.
 
-coordinator   keys and values of 0 .. n | token n+1 | keys and values of n+1 | token n+2 | ...
-here          a copy of its cache ------`-> begin    (the draft model's own cache is aligned from the copy)
+The lines show what the coordinator sends and what happens on this machine, time to the right. `n` is the number of a
+position:
+
+    coordinator sends   keys and values of 0 .. n | token n+1 | keys and values of n+1 | token n+2 | ...
+    this machine        stored in a cache --------`-> decodes token n+1, after aligning the draft model with that cache
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ class ReadAlong:
     def __init__(
         self, ahead: RunningAhead, config: PretrainedConfig, pattern: RowCache, capacity: int, nbytes: int
     ) -> None:
-        """`pattern`: a cache of the draft model that has been written to; `nbytes`: the bytes of all memory that it
-        takes."""
+        """`pattern`: a cache of the draft model that has been written to, which shows the layout of keys and values.
+        `capacity`: the number of positions. `nbytes`: the bytes of memory that the draft model and its caches take."""
         self.capacity, self.nbytes = capacity, nbytes
         self._ahead = ahead
         self._config, self._pattern = config, pattern
@@ -35,18 +39,18 @@ class ReadAlong:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of keys and values of one position, in all layers."""
+        """The bytes of the keys and values of one position, in all layers."""
         return self._pattern.position_bytes
 
     def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
-        """Store the keys and values of positions `begin` to `end` of a text, given as bytes. Raises `ValueError` where
+        """Store the keys and values of the positions `begin` to `end` of a text, given as bytes. Raise `ValueError` if
         earlier positions are missing."""
         self._turn_to(text, begin)
         self._cache.put_in(torch.frombuffer(bytearray(rows), dtype=torch.uint8), begin, end, self._pattern)
 
     def begin(self, text: int, position: int, token: int) -> None:
-        """Decode the token that the coordinator decodes. Raises `ValueError` where keys and values before it are
-        missing."""
+        """Decode the token at `position`, which the coordinator decodes at the same time. Raise `ValueError` if keys
+        and values of earlier positions are missing."""
         self._turn_to(text, position)
         if self._cache.length != position or position >= self.capacity:
             raise ValueError(
@@ -55,7 +59,7 @@ class ReadAlong:
         self._ahead.begin(token, self._cache)
 
     def pause(self) -> None:
-        """Stop: the coordinator decodes nothing that can be followed."""
+        """Stop decoding: the coordinator reads a prompt or decodes a batch, which a draft model cannot follow."""
         self._ahead.pause()
 
     def close(self) -> None:
@@ -63,7 +67,7 @@ class ReadAlong:
         self._ahead.close()
 
     def _turn_to(self, text: int, position: int) -> None:
-        """Drop the positions of another text, or from `position` on."""
+        """Drop all stored positions if they belong to another text, else those from `position` on."""
         if text == self._text and position >= self._cache.length:
             return
         self._ahead.pause(self._cache)

@@ -1,15 +1,15 @@
-"""Runs a draft model on a thread: it decodes the model's token concurrently, and possibly the next one.
+"""Runs a draft model on a thread: it decodes the same token as the model, concurrently, and possibly the next one.
 
-One token, time to the right:
+One token, time to the right. x1, x2 are the model's tokens; s2 is the draft model's guess of x2:
 
-    model          x1 -> layer . wait . | layer . wait . | ... -> x2 -> layer . wait . | ...
-    draft model    x1 -> layer | layer | ... -> s2 -> layer | layer | ...      s2 = x2: predicted already
-                                             |     `- s2 is not x2: cancelled, removed, and x2 decoded
-                                             `- or waits for x2 (OD-MoE's late departure, section 3.2)
+    model        x1 -> layer . wait . | layer . wait . | ... -> x2 -> layer . wait . | ...
+    draft model  x1 -> layer | layer | ... -> s2 -> layer | layer | ...        if s2 = x2: already predicted
+                                           |     `- if s2 is not x2: cancelled and removed, then x2 is decoded
+                                           `- or waits for x2 (OD-MoE's late departure, section 3.2)
 
-Every token is aligned (T1 KV1): within one machine, passing the token and copying its keys and values is free. The
-position that is decoded ahead is aligned one token late. Predictions decide only what is loaded early, so their timing
-does not affect the text.
+The draft model is aligned at every token (in the paper's notation T1 KV1): within one machine, passing the token and
+copying its keys and values costs almost nothing. The position that is decoded ahead is aligned one token later.
+Predictions only decide what is loaded early, so their timing does not affect the text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunningAhead:
         departure: str = DEPARTURE[0],
         on_prediction: Callable[[TokenStep, Expected], None] = lambda *_: None,
     ) -> None:
-        """`departure`: one of `DEPARTURE`. `on_prediction` receives predictions, on the thread."""
+        """`departure`: one of `DEPARTURE`. `on_prediction` receives each prediction, on the draft model's thread."""
         self._draft = draft
         self._at_once = departure == "at-once"
         self._on_prediction = on_prediction
@@ -52,16 +52,16 @@ class RunningAhead:
         self._is_done = True
         """Whether that step has ended."""
         self._unchanged = inf
-        """The number of first positions that have not been written again since the last step."""
+        """The number of leading positions that have not been written again since the last step."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
 
     def tell(self, listener: Listener) -> None:
-        """Let `listener` receive all predictions at once."""
+        """Let `listener` receive every prediction as soon as it is made."""
         self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """Decode the model's token, which follows the tokens in its cache."""
+        """Decode `token`, which follows the tokens in the model's `cache`."""
         asked = TokenStep(token, cache.length, cache)
         with self._changed:
             if self._thread is None:
@@ -72,7 +72,7 @@ class RunningAhead:
             self._changed.notify_all()
 
     def pause(self, cache: RowCache | None = None) -> None:
-        """Stop predictions: the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
+        """Stop predicting, because the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
         with self._changed:
             self._draft_predictions.pause()
             self._cancel_unless(None)
@@ -80,12 +80,13 @@ class RunningAhead:
                 self._unchanged = min(self._unchanged, cache.length)
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
-        """Return (predictions so far for the token that the model decodes; for the next token)."""
+        """Return two lists: the predictions so far for the token that the model decodes, and those for the next
+        token."""
         with self._changed:
             return self._draft_predictions.predicted()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for all predictions of the current step. Return False where that takes longer than `seconds`."""
+        """Wait until all predictions of the current step are made. Return False if that takes longer than `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_idle, seconds)
 
@@ -107,7 +108,7 @@ class RunningAhead:
         return self._is_ending or (self._is_done and self._next() is None)
 
     def _next(self) -> TokenStep | None:
-        """Return the step to decode now; None where there is none."""
+        """Return the step that the draft model should decode now, or None."""
         asked, last = self._draft_predictions.asked, self._decoding
         if asked is None:
             return None
@@ -119,7 +120,7 @@ class RunningAhead:
         return None
 
     def _cancel_unless(self, wanted: TokenStep | None) -> None:
-        """Cancel the current step unless it is `wanted`."""
+        """Cancel the running step unless it equals `wanted`."""
         if not self._is_done and self._decoding != wanted:
             self._draft.text.engine.cancel()
 
@@ -157,28 +158,29 @@ class RunningAhead:
 
 
 class Ahead(Protocol):
-    """A draft model that follows the model's text, wherever it runs. The model's thread calls these methods; `close`
-    ends it."""
+    """A draft model that follows the model's text, on this or another machine. The model's thread calls these methods;
+    `close` ends the draft model."""
 
     def tell(self, listener: Listener) -> None:
-        """Let `listener` receive all predictions at once, on any thread."""
+        """Let `listener` receive every prediction as soon as it is made, on any thread."""
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """Decode the model's token, which follows the tokens in its cache."""
+        """Decode `token`, which follows the tokens in the model's `cache`."""
 
     def pause(self, cache: RowCache | None = None) -> None:
-        """Stop predictions: the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
+        """Stop predicting, because the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
-        """Return (predictions so far for the token that the model decodes; for the next token)."""
+        """Return two lists: the predictions so far for the token that the model decodes, and those for the next
+        token."""
 
     def close(self) -> None: ...
 
 
 class DraftRouting(Predictor):
-    """Predicts the experts that a draft model's routers have chosen for the current token, then for the next one.
+    """Predicts the experts that a draft model's routers have chosen, for the current token and then for the next one.
 
-    It predicts nothing for a batch of several sequences.
+    For a batch of several sequences it predicts nothing.
     """
 
     def __init__(self, ahead: Ahead) -> None:

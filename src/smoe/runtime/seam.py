@@ -1,13 +1,12 @@
-"""Connects the engine to a transformers model, by instance attributes of the ordinary model object.
+"""Connects the engine to a transformers model by setting attributes of the model object.
 
-* every experts module's `forward` calls the engine;
-* the model's `forward` opens a pass (turn, position, phase, padding) and makes sure that the KV cache is ours;
-* the model's `generate` takes its turn, reads long prompts in chunks and notes which rows have ended;
-* operations that would damage the model are refused (`guards.py`).
+* The `forward` of every experts module calls the engine.
+* The model's `forward` opens a pass (turn, positions, phase, padding) and checks that the KV cache is one of ours.
+* The model's `generate` takes a turn, reads long prompts in chunks, and notes which rows have ended.
+* Operations that would damage the model raise an error (`guards.py`).
 
-(Faster code with the same bits replaces single modules: `fastpath/linear.py`, `fastpath/attention.py`.)
-
-The class of the model, its config, its tokenizer, its chat template and everything based on `generate` are unchanged.
+Faster code with the same bits replaces single modules (`fastpath/linear.py`, `fastpath/attention.py`). The class of the
+model, its config, its tokenizer, its chat template and everything based on `generate` are unchanged.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from smoe.runtime.engine import Engine
 
 
 def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, listen: Mapping[int, str]) -> None:
-    """Connect the engine to `model`, in place; `model.offload` is then the engine.
+    """Connect the engine to `model` in place; `model.offload` is the engine afterwards.
 
-    `listen`: paths of the routers whose logits the engine needs, by layer.
+    `sites`: the experts modules; `listen`: by layer, the paths of the routers whose logits the engine needs.
     """
     observe_routers(model, engine, listen)
     modules = dict(model.named_modules())
@@ -60,15 +59,16 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
 
 
 def observe_routers(model: PreTrainedModel, engine: Engine, listen: Mapping[int, str]) -> list[RemovableHandle]:
-    """Pass the logits of the routers `listen` (paths by layer) to the engine, until the returned hooks are removed."""
+    """Pass the logits of routers to the engine; `listen` gives the routers' paths by layer. Return the hooks, whose
+    removal ends this."""
     modules = dict(model.named_modules())
     return [modules[name].register_forward_hook(_note_logits(engine, layer)) for layer, name in listen.items()]
 
 
 @contextmanager
 def observed_routers(model: PreTrainedModel, engine: Engine) -> Iterator[None]:
-    """Pass the logits of every router to the engine for the duration of the `with` block; those with a scoring rule are
-    passed anyway."""
+    """Pass the logits of every router to the engine during the `with` block. (Routers with a scoring rule always pass
+    theirs.)"""
     without_rules = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
     hooks = observe_routers(model, engine, without_rules)
     try:
@@ -114,8 +114,8 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
 
 
 def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, rows: int) -> RowCache | None:
-    """Return the cache of this pass: the caller's, if it is ours, or a new one where the library would make one. Raises
-    `EngineStateError` for another cache."""
+    """Return the KV cache of this pass: the caller's, or a new one if the library would make one; None without a cache.
+    Raise `EngineStateError` if the caller's cache is not one of ours."""
     cache = kwargs.get("past_key_values")
     use_cache = kwargs.get("use_cache")
     if cache is None and (getattr(model.config, "use_cache", False) if use_cache is None else use_cache):
@@ -128,7 +128,7 @@ def _our_cache(kwargs: dict[str, Any], engine: Engine, model: PreTrainedModel, r
 
 
 def _padding(attention_mask: Any, tokens: int) -> torch.Tensor | None:
-    """Return [rows, tokens], True at padding; None where there is none."""
+    """Return [rows, tokens], True at padding; None if the attention mask shows no padding."""
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
         return None
     padding = attention_mask[:, -tokens:] == 0
@@ -142,7 +142,7 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: 
     def generate(inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         if isinstance(prompt, torch.Tensor) and prompt.dim() == 2:
-            chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # the workspace is planned for it
+            chunk = max(1, engine.config.prefill_tokens // prompt.shape[0])  # as planned for the workspace
             if prompt.shape[1] > chunk:
                 kwargs.setdefault("prefill_chunk_size", chunk)
         whole = _lengths(prompt, kwargs.get("attention_mask"))
@@ -159,7 +159,8 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: 
 
 
 def _lengths(prompt: Any, attention_mask: Any) -> list[int]:
-    """Return the number of tokens without padding for every row of a prompt; empty for anything but token ids."""
+    """Return for every row of a prompt the number of tokens without padding. The list is empty if the prompt is not
+    token ids."""
     if not isinstance(prompt, torch.Tensor) or prompt.dim() != 2:
         return []
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
@@ -178,13 +179,14 @@ def _prepare_cache(engine: Engine, ended: EndedRows) -> Callable[..., None]:
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             cache = model_kwargs["past_key_values"] = engine.new_cache(batch_size * copies)
             ended.note_cache(cache, generation_config, mode)
-        if isinstance(cache, RowCache):  # the model's forward refuses others
+        if isinstance(cache, RowCache):  # the model's forward refuses caches of other classes
             cache.check_room(max_cache_length)
 
     return prepare
 
 
 def original_experts_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """Return the library's own eager forward of an experts module, without its dispatching decorator."""
+    """Return the library's eager `forward` of an experts module, without the decorator that dispatches to other
+    implementations."""
     forward = type(module).forward
     return functools.partial(getattr(forward, "__wrapped__", forward), module)
