@@ -1,4 +1,4 @@
-"""All decisions, as pure functions: standard library and NumPy only, no torch, files, clock or threads.
+"""All decisions, as pure functions that use the standard library and NumPy only: no torch, files, clock or threads.
 
-The engine executes the plans with copies and kernels, the simulator without hardware.
+The engine executes the decisions with loads and kernels. The simulator executes them without hardware.
 """

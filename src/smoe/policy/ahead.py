@@ -1,13 +1,14 @@
-"""Decides which machines of a cluster hold or load which experts before a layer requests them.
+"""Decides which machine of a cluster loads and holds which expert, before the layers' routers have run.
 
-    draft model, predictor --expect--> experts of the layers of this token and the next, as far as predicted
-    router                 --asked-->  a layer has chosen its experts
-    worker                 --answered--> a worker has computed its experts
-                                `--> a worker's slots: the experts that it computes, then the next ones, nearest first
+`AheadSchedule` receives three events, and sends each worker a list of the experts that the worker should hold:
 
-A machine keeps an expert as long as nearer ones leave a slot for it, and a missing expert is loaded as late as
-possible. So the predicted expert that is needed last loses its slot, and never for one that is needed later (Belady's
-rule, with a draft model's predictions as the future).
+    expect      a draft model or a predictor has predicted experts of later layers, of this token and the next
+    asked       a layer's router has chosen its experts
+    answered    a worker has computed experts
+
+A machine keeps an expert as long as experts that are needed sooner leave a slot for it. A missing expert is loaded as
+late as possible. It takes the slot of the predicted expert that is needed last, and only if that expert is needed later
+than itself: Belady's rule, with a draft model's predictions as the future.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from smoe.policy.placement import WorkerView, by_turns
 from smoe.policy.plan import DEVICE
 
 _EARLY = 1.5
-"""A load starts this many times its duration before the expert is needed."""
+"""A load starts this many load durations before the expert is needed."""
 _WEIGHT = 0.02
-"""The weight of a slow layer in the decaying mean of a layer's time."""
+"""The weight of a new measurement in the decaying mean of a layer's seconds, if it exceeds the mean; a lower one
+replaces the mean."""
 
 
 class TokenLayer(NamedTuple):
-    """The layer of a token whose experts are needed: the unit of scheduling."""
+    """One layer of one token, whose experts are needed together: the unit of scheduling."""
 
     position: int
     """The token's position in its text."""
@@ -36,21 +38,21 @@ class TokenLayer(NamedTuple):
 
 
 class Here(NamedTuple):
-    """The coordinator's own share of the work."""
+    """The coordinator's own costs and capacity, as one of the machines that load experts."""
 
     load: Callable[[], float]
-    """Seconds to load an expert."""
+    """Returns the seconds that the coordinator takes to load an expert."""
     retained: Callable[[], float]
-    """The share of its computed experts that need no load."""
+    """Returns the fraction of the experts computed by the coordinator that were in its memory already."""
     is_at_hand: Callable[[ExpertKey], bool]
-    """Whether an expert is resident or in flight."""
+    """Returns whether the coordinator has an expert in memory or is loading it."""
     room: int
-    """The number of experts that it can load ahead."""
+    """The number of experts that the coordinator can load before they are needed."""
 
 
 class AheadSchedule:
-    """Assigns the experts of the current token and the next one to machines. Any thread may call it, if `lock` is a
-    real lock."""
+    """Assigns the predicted experts of the current token and the next one to machines. Any thread may call it, if
+    `lock` is a real lock."""
 
     def __init__(
         self,
@@ -63,10 +65,11 @@ class AheadSchedule:
         clock: Callable[[], float],
         lock: AbstractContextManager[Any],
     ) -> None:
-        """`method`: one of `PLACEMENT`. `turns`: each layer's number among those with experts. `spares`: experts that
-        predictions name beyond a layer's top-k. `costs_later`: seconds by which a load by the coordinator is worse than
-        its duration (`Placement`). `tell` sends a worker the experts that it should hold, nearest first. `clock`: in
-        seconds, as in `WorkerView`. `lock`: held during changes."""
+        """`method`: one of `PLACEMENT`. `turns`: for each layer with experts, its number among these layers. `spares`:
+        the number of experts that a prediction has in addition to the layer's top-k. `costs_later`: returns the seconds
+        by which a load by the coordinator is worse than its duration (`Placement`). `tell`: sends a worker the experts
+        that it should hold, those needed first in front. `clock`: returns seconds, of the same clock as
+        `WorkerView.brought_at`. `lock`: held during every change."""
         self._method = method
         self._turns = turns
         self._spares = spares
@@ -83,21 +86,24 @@ class AheadSchedule:
         self._groups: dict[TokenLayer, dict[ExpertKey, int]] = {}
         """With round-robin placement: the worker for each expert of a layer."""
         self._asked: dict[ExpertKey, int] = {}
-        """Experts that the last router chose, with the machines assigned to them, until they are computed."""
+        """The experts that the last router chose and that are not computed yet, each with the machine assigned to
+        it."""
         self._assigned: dict[ExpertKey, int] = {}
-        """The machine to which each expert was assigned last; the coordinator only for experts that it should load."""
+        """The machine to which each expert was assigned last. An expert is assigned to the coordinator only if it
+        should be loaded there."""
         self._free_at: dict[int, float] = {}
-        """When each worker will have loaded all assigned experts."""
+        """The time at which each worker will have loaded all experts assigned to it."""
         self._is_short = False
-        """Whether a machine should load an expert and has no slot for it."""
+        """Whether an expert should be loaded and no machine has a slot for it."""
         self._layer_seconds = 0.0
         self._asked_at = 0.0
         self._horizon = inf
-        """Seconds before a layer at which its loads may start: the slowest load of an expert."""
+        """How many seconds before a layer its loads may start: `_EARLY` times the slowest load, and the time of a
+        message."""
 
     def begin(self, position: int, views: Callable[[], Sequence[WorkerView]], slots: Mapping[int, int]) -> None:
-        """Start a forward pass at `position` with these workers. `slots`: each worker's. Predictions for earlier or
-        distant positions are dropped."""
+        """Start a forward pass at `position` of the text. `views` returns the workers' present states; `slots` is the
+        number of slots of each worker. Predictions for positions other than this one and the next are dropped."""
         with self._lock:
             self._now, self._views = TokenLayer(position, -1), views
             self._asked_at = 0.0
@@ -110,16 +116,17 @@ class AheadSchedule:
             self._go_on()
 
     def place(self, layer: int, is_next: bool) -> TokenLayer:
-        """Return the place of a layer of the current token (or, if `is_next`, of the next one)."""
+        """Return the `TokenLayer` for a layer of the current token or, if `is_next`, of the next token."""
         return TokenLayer(self._now.position + is_next, layer)
 
     def turn(self, place: TokenLayer) -> int:
-        """Return the layer's number, counted over layers with experts and on from token to token: groups of workers
-        take turns in this order."""
+        """Return the number of a token's layer in the order in which layers run, counted over layers with experts and
+        continued from token to token. Groups of workers take turns in this order."""
         return place.position * len(self._turns) + self._turns.get(place.layer, -1)
 
     def expect(self, places: Mapping[TokenLayer, Sequence[int]]) -> None:
-        """Replace the predictions of these layers; experts are in order of preference, best first."""
+        """Replace the predictions for these layers by the given experts, best first. Layers that have already run are
+        ignored."""
         with self._lock:
             is_new = False
             for place, experts in places.items():
@@ -131,12 +138,13 @@ class AheadSchedule:
                 self._go_on()
 
     def withdraw(self, position: int) -> None:
-        """Drop predictions for this position and later ones: they belonged to another text."""
+        """Drop the predictions for this position and later ones, because they were made for another text."""
         with self._lock:
             self._forget([place for place in self._expected if place.position >= position])
 
     def asked(self, layer: int, chosen: Collection[int]) -> None:
-        """Record a router's choice. The machines with the chosen experts keep them until they are computed."""
+        """Record the experts that a layer's router has chosen. Machines that hold them keep them until they are
+        computed."""
         with self._lock:
             self._note_pace()
             self._now = self._now._replace(layer=layer)
@@ -156,11 +164,11 @@ class AheadSchedule:
                 self._go_on()
 
     def here(self, layer: int) -> list[int]:
-        """Return the experts of a layer of the current token that the coordinator should load itself."""
+        """Return the experts of this layer of the current token that the coordinator should load itself."""
         with self._lock:
             return [key[1] for key, unit in self._assigned.items() if unit == DEVICE and key[0] == layer]
 
-    # -- with the lock ------------------------------------------------------------------------------------------------
+    # -- the caller holds the lock -------------------------------------------------------------------------------------
 
     def _forget(self, places: Iterable[TokenLayer]) -> None:
         for place in places:
@@ -168,7 +176,8 @@ class AheadSchedule:
             self._groups.pop(place, None)
 
     def _note_pace(self) -> None:
-        """Update the time of a layer without waiting. Between two tokens there is other work, which does not count."""
+        """Update the usual seconds of a layer at a router's choice. A layer that took longer than usual counts little,
+        since it may have waited for loads. The time between two tokens does not count."""
         now = self._clock()
         if self._asked_at:
             took = now - self._asked_at
@@ -177,13 +186,12 @@ class AheadSchedule:
         self._asked_at = now
 
     def _is_near(self, place: TokenLayer) -> bool:
-        """Return whether loads of the layer's experts may start; always true for the next layer, since no layer is
-        requested before it."""
+        """Return whether loads for this layer may start now. They always may for the next layer."""
         steps = self.turn(place) - self.turn(self._now) - 1
         return self._method == "round-robin" or self._layer_seconds * steps <= self._horizon
 
     def _go_on(self) -> None:
-        """Assign all slots again, and notify machines that have to load something."""
+        """Assign the slots of all machines again, and send each machine with a new load its list of experts."""
         views = {view.unit: view for view in self._views()}
         if not views:
             return
@@ -215,8 +223,8 @@ class AheadSchedule:
     def _reserve(
         self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]
     ) -> Iterator[tuple[TokenLayer, ExpertKey, int | None]]:
-        """Reserve slots for the layer's experts that a machine already holds. Yield the others, each with its worker
-        (with round-robin placement)."""
+        """Reserve slots for those of the layer's predicted experts that a machine already holds. Yield the others as
+        (layer, expert, worker); the worker is None unless placement is round-robin."""
         keys = [(place.layer, expert, EXACT) for expert in self._expected[place]]
         groups: Mapping[ExpertKey, int] = {}
         if self._method == "round-robin":
@@ -233,7 +241,7 @@ class AheadSchedule:
                 yield place, key, group
 
     def _holder(self, key: ExpertKey, views: Mapping[int, WorkerView]) -> int | None:
-        """Return the unit that holds or loads an expert: a worker or the coordinator; None if there is none."""
+        """Return the machine that holds or loads an expert, a worker or the coordinator; None if there is none."""
         unit_to_inform = self._assigned.get(key)
         if unit_to_inform is not None and (unit_to_inform in views or unit_to_inform == DEVICE):
             return unit_to_inform
@@ -243,9 +251,12 @@ class AheadSchedule:
         return unit in views and (self._assigned.get(key) == unit or key in views[unit].holds)
 
     def _first(self, place: TokenLayer, views: Mapping[int, WorkerView], shelves: Mapping[int, _Shelf]) -> int | None:
-        """Return the unit that should load an expert now; None if it is too early. Among units that finish in time, it
-        is the one whose lost expert is needed last; otherwise the first to finish. Units that are already reading wait,
-        except for the next layer."""
+        """Return the machine that should load an expert of this layer now; None if it is too early.
+
+        Of the workers that would finish in time, the one is chosen whose evicted expert is needed last (never, for a
+        free slot). If none would, the machine that finishes first is chosen. A worker that is still reading other
+        experts is considered for the next layer only.
+        """
         turn, now = self.turn(place), self._clock()
         left = self._layer_seconds * (turn - self.turn(self._now))
         soon = left - self._layer_seconds  # time until the next layer is requested
@@ -272,27 +283,29 @@ class AheadSchedule:
 
 
 class _Shelf:
-    """The slots of one machine while they are assigned."""
+    """The assignment of one machine's slots, as `AheadSchedule` makes it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.taken: list[ExpertKey] = []
-        """Experts that the machine computes or should load."""
+        """Experts that the machine is about to compute or should load. They cannot be evicted."""
         self._held: dict[ExpertKey, float] = {}
-        """Resident experts that are needed later, nearest first, each with its turn."""
+        """Experts in the machine's memory that are predicted, each with the number of its layer (`AheadSchedule.turn`),
+        those needed first in front."""
 
     @property
     def keys(self) -> list[ExpertKey]:
         return [*self.taken, *self._held][: self._size]
 
     def hold(self, turn: float, key: ExpertKey) -> None:
-        """Reserve a slot for a resident expert needed in `turn`; the first reservation counts."""
+        """Reserve a slot for an expert in memory that layer number `turn` needs. If the expert has a slot already,
+        nothing changes."""
         if key not in self.taken:
             self._held.setdefault(key, turn)
 
     def gives_up(self, turn: float) -> float | None:
-        """Return the turn of the expert that would lose its slot: infinite for a free slot; None where all experts are
-        needed by `turn`."""
+        """Return the number of the layer that needs the expert which a new load for layer number `turn` would evict.
+        Return infinity if a slot is free, and None if all experts in the slots are needed as soon."""
         if len(self.taken) + len(self._held) < self._size:
             return inf
         if not self._held or len(self.taken) >= self._size:
@@ -301,7 +314,8 @@ class _Shelf:
         return last if last > turn else None
 
     def take(self, key: ExpertKey) -> None:
-        """Load an expert, in the slot of the one that is needed last."""
+        """Assign a slot to an expert that is to be loaded; if no slot is free, that of the expert that is needed
+        last."""
         if len(self.taken) + len(self._held) >= self._size:
             self._held.popitem()
         self.taken.append(key)

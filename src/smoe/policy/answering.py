@@ -1,9 +1,9 @@
-"""Resolves the misses of decode steps within a quality or time budget, and keeps account of what is spent.
+"""Resolves the misses of decode steps within a budget of quality or time, and adds up what is spent.
 
     router's choice -> missing experts -> a resolution for each (`answers.py`), from quality costs (`prices.py`) and a
                        rate (`quality_budget.py`) -> the routing with substitutes, low copies and dropped routes
 
-Engine and simulator have one `Answering` each. It has no clock: the costs of loads are arguments.
+Engine and simulator have one `Answering` each. It reads no clock: the costs of loads are arguments.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Answered(NamedTuple):
     """The result of resolving one layer's misses."""
 
     routing: Routing
-    """The routing with substitutes, the index E for dropped routes, and in `low` the experts computed with low
-    copies."""
+    """The routing with substitutes, and with the index E for dropped routes. Its field `low` names the experts that are
+    computed with their low copies."""
     selection: Selection
-    """The routes that substitutes compute, and the dropped ones."""
+    """The routes that a substitute computes, and the dropped routes."""
     assigned: Assigned
 
 
 class Assigned(NamedTuple):
-    """Missing experts with their resolutions; takes the place of a `Balance`."""
+    """The resolution of each missing expert. The planner uses it in the same way as a `Balance`."""
 
     answers: dict[int, Resolution]
-    """Resolutions by expert, the most important expert first."""
+    """{expert: resolution}, the most important expert first."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
         """Return (experts to load, most important first; experts for the CPU)."""
@@ -62,7 +62,8 @@ class Answering:
         """Predicted seconds of waiting for missing experts in this step."""
 
     def answer(self, routing: Routing, table: SlotTable, costs: AnswerCosts) -> Answered:
-        """Resolve the misses of one layer of a decode step; `routing` must have scores and weights."""
+        """Return the resolutions of one layer's misses in a decode step, and record what they cost. `routing` must have
+        scores and weights; `table` says which experts are resident."""
         if routing.layer <= self._layer:
             self._begin_step(routing)
         self._layer = routing.layer
@@ -80,7 +81,7 @@ class Answering:
         return Answered(applied(selection, routing)._replace(low=low), selection, Assigned(chosen.served))
 
     def note_step(self, seconds: float) -> None:
-        """Record the duration of a decode step."""
+        """Record the duration of a decode step, to which a time budget adapts."""
         if isinstance(self._budget, TimeBudget):
             self._budget.note(seconds, self.waited_seconds)
 

@@ -1,29 +1,32 @@
 """Chooses a resolution for every missing expert of a layer: load, CPU, low copy, substitute or drop.
 
-    resolution    the link       the CPU        quality cost  applies to
-    HIGH          costs.high                    0             all routes of the expert
-    HOST                         costs.host     0             all routes
-    LOW           costs.low                     of each route all routes; no seconds where the low copy is resident
-    SUBSTITUTE                                  of the route  a route
-    SKIP                                        of the route  a route
+    resolution    seconds on the link         seconds on the CPU    quality cost      applies to
+    HIGH          costs.high                                        0                 all routes of the expert
+    HOST                                      costs.host            0                 all routes of the expert
+    LOW           costs.low (0 if resident)                         of each route     all routes of the expert
+    SUBSTITUTE                                                      of the route      one route
+    SKIP                                                            of the route      one route
 
-Loads follow one another after those in flight, the CPU works in parallel, and the layer waits for the slower:
+The link is the way from disk or host memory to the device. Loads follow one another on it, after those in flight
+(`under_way`). The CPU works at the same time, and the layer waits for the slower of both:
 
     |-- under_way --|-- HIGH --|-- HIGH --|- LOW -|          link (no waiting where nothing is loaded)
     |----- HOST -----|----- HOST -----|                      CPU
 
-The plan minimises these seconds + rate * the sum of the quality costs. HIGH and HOST have the same quality cost and
-take the same time for every expert, so only their number matters; at the end, the most important of them are loaded and
-the CPU gets the others. For every (number without quality cost, number of low loads), dynamic programming finds the
-least cost, and the split between link and CPU has a closed form: exact.
+The best plan has the least (seconds that the layer waits + rate * sum of the quality costs). HIGH and HOST have the
+same quality cost and take the same time for every expert, so only the numbers of both matter: the most important of
+these experts are loaded, and the CPU computes the others. Up to `EXACT_UP_TO` missing experts, dynamic programming
+finds the least cost for every pair (number of experts without quality cost, number of low loads). The best division
+between link and CPU follows by a formula, so the result is the optimum.
 
-Without a CPU in addition to the device, the resolutions of experts hardly depend on one another. The experts whose
-cheapest lossy resolution costs most are loaded, as many as is best, which is exact too. With a CPU and more than
-`EXACT_UP_TO` missing experts the same is done for several costs of a low load, because it may overlap with the CPU. On
-1500 random steps of 9 to 14 missing experts this found the optimum in 96 of 100; the mean cost was 0.15 % above it, the
-worst 13 %.
+Without a CPU in addition to the device, the resolutions of the experts are almost independent of one another. The
+experts whose cheapest lossy resolution costs most are loaded, as many as is best, which gives the optimum too. With a
+CPU and more than `EXACT_UP_TO` missing experts this method is an approximation, because a low load may overlap with the
+CPU's work. It is therefore repeated with several assumed costs of a low load. On 1500 random steps of 9 to 14 missing
+experts it found the optimum in 96 of 100; the mean cost was 0.15 % above the optimum, the worst 13 %.
 
-Every token has at least one expert: of a *bare* token, which misses all of its experts, at least one is not skipped.
+No token is left without an expert: of a *bare* token, which misses all of its experts, at least one route is not
+dropped.
 """
 
 from __future__ import annotations
@@ -38,12 +41,12 @@ from smoe.policy.prices import LayerPrices, Resolution
 from smoe.policy.substitution import Replacement
 
 EXACT_UP_TO = 8
-"""The most missing experts for which all combinations are compared."""
+"""The largest number of missing experts for which all combinations are compared."""
 BARE_UP_TO = 2
-"""The most bare tokens for which the choice of the remaining expert is optimised jointly. In larger batches each bare
-token keeps the expert that alone costs least."""
+"""The largest number of bare tokens for which all choices of their remaining experts are compared. In larger batches,
+each bare token keeps the route that costs least by itself."""
 SHARES_TRIED = 3
-"""The assumed shares of a low load's seconds that the layer waits for: none, a third, two thirds, all."""
+"""A low load may overlap with the CPU's work. Costs of 0, 1/3, 2/3 and all of its seconds are therefore tried."""
 
 HIGH, HOST, LOW, SUBSTITUTE, SKIP = (
     Resolution.HIGH,
@@ -55,20 +58,21 @@ HIGH, HOST, LOW, SUBSTITUTE, SKIP = (
 
 
 class AnswerCosts(NamedTuple):
-    """Seconds per expert."""
+    """The seconds that each resolution of one missing expert takes."""
 
     high: float
     """Seconds to load the full copy."""
     low: float | None = None
-    """Seconds to load the low copy; None where there is none."""
+    """Seconds to load the low copy; None if the model has no low copies."""
     host: float | None = None
-    """Seconds on the CPU of a machine with a device; None where there is no such CPU."""
+    """Seconds for the CPU to compute an expert; None if the CPU is itself the device."""
     under_way: float = 0.0
     """Seconds until the loads in flight have ended."""
 
     def split(self, zero_priced: int, low: int) -> tuple[float, int]:
-        """Return the layer's least seconds and the number of experts for the CPU, for `zero_priced` experts that are
-        loaded or computed by the CPU and `low` low loads. Among equal splits, the one with most loads."""
+        """Return (the least seconds that the layer waits, the number of experts for the CPU). `zero_priced` experts are
+        loaded or computed by the CPU, and `low` low copies are loaded. Among equally fast divisions, the one with most
+        loads is chosen."""
         link = self.under_way + zero_priced * self.high + low * (self.low or 0.0)
         host = self.host
         if host is None or not zero_priced:
@@ -88,16 +92,16 @@ class ResolvedMisses(NamedTuple):
     """The resolutions of a layer's missing experts."""
 
     served: dict[int, Resolution]
-    """The resolution HIGH, HOST or LOW of each expert that is computed, most important expert first; all other routes
-    are in `replacements`."""
+    """The resolution HIGH, HOST or LOW of each missing expert that is computed, most important expert first. The routes
+    of the other missing experts are in `replacements`."""
     replacements: list[Replacement]
-    """Routes that a substitute computes, and dropped ones."""
+    """The routes that a substitute computes, and the dropped routes."""
     nats: float
-    """The sum of the quality costs."""
+    """The sum of the routes' quality costs, in nats."""
     seconds: float
     """Predicted seconds that the layer waits."""
     wanted_nats: float
-    """The sum of the quality costs of the best plan without the limit."""
+    """The sum of the quality costs, in nats, of the plan that would be best without `limit`."""
 
 
 NOTHING = ResolvedMisses({}, [], 0.0, 0.0, 0.0)
@@ -111,10 +115,10 @@ def choose(
     top_k: int,
     limit: float = inf,
 ) -> ResolvedMisses:
-    """Return the resolutions of least cost. `rate`: seconds per nat; infinite: exact resolutions only.
+    """Return the resolutions of least cost for one layer's `missing` experts.
 
-    At most `limit` nats are spent. `top_k`: K, which identifies bare tokens. The result does not depend on the order of
-    `missing`.
+    `rate`: the seconds that one nat is worth; if infinite, only HIGH and HOST are used. `limit`: the nats that may be
+    spent. `top_k`: K, the number of experts that a token chooses. The result does not depend on the order of `missing`.
     """
     if not missing:
         return NOTHING
@@ -140,43 +144,44 @@ def choose(
 
 
 class _Option(NamedTuple):
-    """One possible resolution of an expert."""
+    """A possible resolution of one expert, with its costs."""
 
     step: int
-    """`ZERO_PRICED` or `LOW_LOAD` where the resolution takes time, else 0."""
+    """The amount by which this option increases the state of the dynamic programme (`ZERO_PRICED`): `ZERO_PRICED` for
+    HIGH and HOST, `LOW_LOAD` for a low copy that is loaded, 0 for an option that takes no time."""
     price: float
     keeps: int = 0
-    """The bits of the bare tokens that this resolution gives an expert or substitute."""
+    """The bits of the bare tokens that have an expert if this option is chosen."""
     answer: Resolution | None = None
-    """HIGH stands for HIGH and HOST; None where each route has its own resolution."""
+    """HIGH for HIGH or HOST, LOW for a low copy; None if each route is replaced or dropped separately."""
     taken: Sequence[bool] = ()
-    """For each route whether a substitute computes it; otherwise it is dropped."""
+    """For each route, whether a substitute computes it; otherwise the route is dropped."""
 
 
 ZERO_PRICED, LOW_LOAD, FIRST_BARE = 1, 1 << 4, 1 << 8
-"""A state of the dynamic programme is one number: two counts of at most `EXACT_UP_TO`, and a bit for each bare token
-that has an expert."""
+"""A state of the dynamic programme is one number. Its bits 0 to 3 count the experts without quality cost, and bits 4 to
+7 count the low loads. From bit 8 on, each bare token has a bit, which is set if the token has an expert."""
 
 _EXACT = _Option(ZERO_PRICED, 0.0, 0, HIGH)
 _TAKEN, _LEFT_OUT = (True,), (False,)
 
 
 def _importance(entry: Missing) -> tuple[float, int, int]:
-    """Return a sort key: ascending from the most important expert."""
+    """Return a sort key of a missing expert; the most important expert has the lowest key."""
     routes = entry.routes
     weight = routes[0].weight if len(routes) == 1 else max(route.weight for route in routes)
     return -weight, -len(routes), entry.expert
 
 
 def _bare(missing: Sequence[Missing], top_k: int) -> dict[int, int]:
-    """Return the tokens that miss all of their experts, each with its own bit."""
+    """Return {token: bit} of the tokens that miss all of their experts."""
     counts = Counter(route.token for entry in missing for route in entry.routes)
     return {token: FIRST_BARE << n for n, token in enumerate(token for token in counts if counts[token] == top_k)}
 
 
 def _protected(missing: Sequence[Missing], bare: Container[int], prices: LayerPrices) -> set[tuple[int, int]]:
-    """Return (token, choice) of the route that each bare token keeps: where a substitute costs least in comparison with
-    dropping, or, if no route has a substitute, the one of highest weight."""
+    """Return (token, choice) of the one route of each bare token that is not dropped. It is the route whose substitute
+    costs least in comparison with dropping the route; if no route has a substitute, the route of highest weight."""
     best: dict[int, tuple[bool, float, int]] = {}
     for entry in missing:
         for route in entry.routes:
@@ -196,11 +201,11 @@ def _options(
     bare: Mapping[int, int],
     protected: Container[tuple[int, int]],
 ) -> list[_Option]:
-    """Return the possible resolutions of one expert that can be part of the best plan. Of two that take the same time,
-    the cheaper comes first.
+    """Return the possible resolutions of one expert that can be part of the best plan. Of two options that take the
+    same time, the one of lower quality cost comes first.
 
-    A load adds at most its own seconds and the rest of the link's work; the CPU is similar. A resolution that costs
-    more is never chosen.
+    An option is left out if its quality cost exceeds the most that another option can cost. A load costs at most its
+    own seconds and those of the loads in flight; the CPU costs at most the seconds of one expert.
     """
     keeps = 0
     if bare:
@@ -229,8 +234,11 @@ def _options(
 def _free(
     entry: Missing, prices: LayerPrices, bare: Mapping[int, int], protected: Container[tuple[int, int]]
 ) -> list[_Option]:
-    """Return the resolutions without the expert: each route has its substitute or is dropped, whichever is cheaper. The
-    other one is added where only it gives a bare token an expert. Protected routes are never dropped."""
+    """Return the resolutions that take no time: each route is either replaced or dropped, whichever costs less.
+
+    If only the dearer alternative gives a bare token an expert, options with that alternative are added. Protected
+    routes are never dropped.
+    """
     if len(entry.routes) == 1 and not bare and not protected:
         (route,) = entry.routes
         skip, substitute = prices.price(SKIP, route.weight), _substitute_price(route, prices)
@@ -262,7 +270,8 @@ def _substitute_price(route: Route, prices: LayerPrices) -> float:
 
 
 _Way: TypeAlias = "tuple[float, _Way | None, _Option]"
-"""The cheapest way to a state: (quality cost, the way to the state before, the last expert's option)."""
+"""The cheapest sequence of options that leads to a state: (quality cost, the sequence for the previous experts, the
+last expert's option)."""
 
 
 def _together(
@@ -273,7 +282,8 @@ def _together(
     limit: float,
     bare: int,
 ) -> ResolvedMisses:
-    """Compare all combinations, by dynamic programming over states (`ZERO_PRICED`)."""
+    """Return the best plan of all combinations of the experts' `options`, by dynamic programming over states
+    (`FIRST_BARE`). `bare` is the number of bare tokens."""
     states: dict[int, _Way] = {0: (0.0, None, _EXACT)}
     for ways in options:
         reached: dict[int, _Way] = {}
@@ -298,7 +308,7 @@ def _together(
 
 
 def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: float) -> int:
-    """Return the state of least cost among (state, quality cost); of equal ones the first."""
+    """Return the state of least cost from pairs (state, quality cost in nats); among equals, the first."""
     best, best_state = inf, -1
     for state, price in states:
         priced = rate * price
@@ -310,8 +320,9 @@ def _cheapest(states: Sequence[tuple[int, float]], costs: AnswerCosts, rate: flo
 
 
 def _by_worth(options: Sequence[Sequence[_Option]], costs: AnswerCosts, rate: float) -> list[_Option]:
-    """Return the best plan of those in which the experts with the dearest lossy resolution are exact and the others
-    lossy, for several costs of a low load. Without a CPU this is the optimum."""
+    """Return one option for each expert. The experts whose cheapest lossy option costs most are exact, and the others
+    lossy; the number of exact ones is the best. Several assumed costs of a low load are tried. Without a CPU the result
+    is the optimum."""
     best: tuple[float, float] = (inf, inf)
     best_picked: list[_Option] = []
     for low in _prices_of_a_low_load(costs):
@@ -329,7 +340,7 @@ def _by_worth(options: Sequence[Sequence[_Option]], costs: AnswerCosts, rate: fl
         for exact in range(len(lossy), -1, -1):
             if exact < len(lossy):
                 _, _, option = lossy[exact]
-                if option.step == ZERO_PRICED:  # has no lossy answer, nor have those before it
+                if option.step == ZERO_PRICED:  # no lossy option, neither here nor before in this order
                     break
                 low_count += option.step == LOW_LOAD
                 nats += option.price
@@ -344,8 +355,7 @@ def _by_worth(options: Sequence[Sequence[_Option]], costs: AnswerCosts, rate: fl
 
 
 def _prices_of_a_low_load(costs: AnswerCosts) -> Iterator[float]:
-    """Yield assumed seconds that a low load adds to the layer, since it may overlap with the CPU; infinite: no low
-    loads."""
+    """Yield the assumed seconds by which a low load delays the layer; infinite: low copies are not loaded."""
     yield inf
     if costs.low is not None:
         yield costs.low
@@ -356,7 +366,7 @@ def _prices_of_a_low_load(costs: AnswerCosts) -> Iterator[float]:
 def _answered(
     missing: Sequence[Missing], picked: Sequence[_Option], costs: AnswerCosts, wanted_nats: float | None = None
 ) -> ResolvedMisses:
-    """Convert the picked options to resolutions."""
+    """Return the plan that consists of one picked option for each missing expert."""
     served: dict[int, Resolution] = {}
     replacements: list[Replacement] = []
     nats = 0.0

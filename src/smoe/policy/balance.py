@@ -2,7 +2,8 @@
 
 This is SMoE's CPU-load balancer (second version, section V-A; first version, section 5.6). All experts of a model have
 the same size, so the decision is a number: how many of the missing experts are loaded. The most important are loaded,
-because they will be needed again. The CPU computes the others in parallel, and the layer waits for the slower.
+because they will be needed again. The CPU computes the others at the same time, and the layer waits for the slower of
+link and CPU.
 """
 
 from __future__ import annotations
@@ -16,30 +17,31 @@ from smoe.policy.plan import HOST, Serve
 from smoe.routing import Routing
 
 RECENT = 16
-"""The number of recent loads and CPU computations whose mean is the cost (the papers' p, for which they give no
+"""The number of latest loads and CPU computations whose mean is used as the cost (p in the papers, which give no
 value)."""
 
 
 FLAT = 8
-"""The number of tokens up to which the CPU takes as long as for one, because it waits for the weights
+"""The number of tokens up to which the CPU takes the same time for an expert, because it waits for the expert's weights
 (docs/papers/smoe.md)."""
 
 
 class Costs(NamedTuple):
-    """Seconds per expert."""
+    """The seconds that one missing expert takes."""
 
     load: float
     """Seconds to load an expert from host to device."""
     host: float
-    """Seconds for the CPU to compute an expert; with the order "tokens", for each token."""
+    """Seconds for the CPU to compute an expert; if experts are ordered by "tokens", seconds for each token of the
+    expert."""
     under_way: float = 0.0
     """Seconds until the loads in flight have ended."""
     token: float = 0.0
-    """Seconds of the CPU per token, for an expert with many tokens."""
+    """Seconds of the CPU for each token of an expert with more than `FLAT` tokens."""
 
 
 class RecentCosts:
-    """The mean of the most recently measured costs."""
+    """The means of the latest measured costs."""
 
     def __init__(self, recent: int = RECENT) -> None:
         self._load: deque[float] = deque(maxlen=recent)
@@ -57,8 +59,8 @@ class RecentCosts:
         self._token.append(seconds)
 
     def costs(self, under_way: float) -> Costs:
-        """Return the costs. `under_way`: the number of loads in flight. A cost without measurements is taken to equal
-        the other one."""
+        """Return the mean costs in seconds. `under_way`: the number of loads in flight. If loads were never measured, a
+        load is assumed to cost as much as the CPU, and the reverse."""
         load = sum(self._load) / len(self._load) if self._load else None
         host = sum(self._host) / len(self._host) if self._host else None
         load = load if load is not None else host if host is not None else 1.0
@@ -68,9 +70,12 @@ class RecentCosts:
 
 
 def paper(host: Sequence[float], costs: Costs) -> int:
-    """Algorithm 2 as printed, with two pointers: the side that is behind gets the next expert, the link from the left
-    and first, the CPU from the right. `host`: CPU seconds of every missing expert, most important first. Return the
-    number of loads."""
+    """Return the number of experts to load by Algorithm 2 as printed. `host`: CPU seconds of every missing expert, most
+    important first.
+
+    The algorithm has two pointers. Whichever of link and CPU is finished sooner gets the next expert: the link from the
+    left, the CPU from the right. The link begins.
+    """
     load_seconds = host_seconds = 0.0
     left, right = 0, len(host) - 1
     while left <= right:
@@ -84,11 +89,11 @@ def paper(host: Sequence[float], costs: Costs) -> int:
 
 
 def optimal(host: Sequence[float], costs: Costs) -> int:
-    """Return the number of loads of the best split of equation 4, including loads in flight; among equal splits the one
-    with most loads.
+    """Return the number of experts to load that makes the layer fastest by equation 4, including loads in flight. Among
+    equals it is the largest. `host`: CPU seconds of every missing expert, most important first.
 
-    Algorithm 2 is not optimal: with a load of 3 and one expert that the CPU computes in 1 it still loads, because the
-    link is idle.
+    Algorithm 2 of the paper is not optimal. For example, with a load of 3 seconds and one expert that the CPU computes
+    in 1 second, it loads the expert because the link is idle.
     """
 
     def seconds(loaded: int) -> float:
@@ -108,30 +113,31 @@ BALANCERS: dict[str, Callable[[Sequence[float], Costs], int]] = {
     "optimal": optimal,
     "host": never_load,
 }
-"""Functions that return how many of the missing experts are loaded, the most important first."""
+"""Functions by the name of the setting. Each takes the CPU seconds of the missing experts, most important first, and
+returns how many of these experts are loaded."""
 
 BALANCE = ("auto", "none", *BALANCERS)
-"""none: all are loaded; auto: optimal where the CPU is not itself the device."""
+"""none: all missing experts are loaded; auto: `optimal` if the device is not the CPU itself."""
 
 BALANCE_ORDER = ("score", "tokens")
-"""Which experts are loaded first: those of the highest score, with CPU time independent of the number of tokens (second
-version), or of the most tokens, with CPU time proportional to them (first version)."""
+"""Which experts are loaded first. score: those of the highest router score, with equal CPU time for every expert
+(second version). tokens: those with most tokens, with CPU time proportional to the tokens (first version)."""
 
 
 class Sharing(Protocol):
-    """Divides one layer's misses between loads and the units that compute in parallel with the device."""
+    """An object that divides one layer's misses between loads and units that compute in parallel with the device."""
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """Divide the misses of a decode step. Return (experts to load, most important first; other experts, with their
-        units)."""
+        """Return (experts to load, most important first; other experts, each with its unit), for the misses of a decode
+        step."""
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Return the experts of a prompt that other units compute, with their units. `ahead`: loads that are necessary
-        in any case."""
+        """Return {expert: unit} of a prompt's missing experts that other units compute. `ahead`: the number of loads
+        that are necessary in any case."""
 
     @property
     def takes_all(self) -> bool:
-        """Whether nothing is loaded here."""
+        """Whether other units compute all missing experts, so that nothing is loaded."""
 
 
 class Balance(NamedTuple):
@@ -142,18 +148,19 @@ class Balance(NamedTuple):
     costs: Costs
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """Return (experts to load, most important first; experts for the CPU)."""
+        """Return (experts to load, most important first; experts that the CPU computes)."""
         ranked = sorted(missing, key=lambda serve: importance(serve, routing, self.order))
         tokens = [len(serve.routes) if self.order == "tokens" else 1 for serve in ranked]
         loaded = BALANCERS[self.method]([self.costs.host * count for count in tokens], self.costs)
         return ranked[:loaded], [serve._replace(unit=HOST) for serve in ranked[loaded:]]
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Return the experts of a prompt that the CPU computes: those with the fewest tokens, as many as shorten the
-        layer.
+        """Return {expert: `HOST`} of a prompt's missing experts that the CPU computes: those with the fewest tokens, as
+        many as shorten the layer.
 
-        `ahead`: loads that are necessary in any case. The split is always the best one: only the CPU's time grows with
-        the tokens (first version, section 5.6), and without loads the device would be idle during the whole prompt.
+        `ahead`: the number of loads that are necessary in any case. The division is always the optimal one, because
+        only the CPU's time grows with the tokens (first version, section 5.6), and without loads the device would be
+        idle during the whole prompt.
         """
         ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
         host = [max(self.costs.host, self.costs.token * len(serve.routes)) for serve in ranked]
@@ -163,13 +170,13 @@ class Balance(NamedTuple):
 
     @property
     def takes_all(self) -> bool:
-        """Always false: the experts of a prompt that stay are loaded."""
+        """Always false: the prompt's experts that become resident are loaded."""
         return False
 
 
 def importance(serve: Serve, routing: Routing, order: str) -> tuple[float, ...]:
-    """Return a missing expert's sort key for one of `BALANCE_ORDER`, ascending from the most important. Without scores,
-    the position among a token's choices replaces the score."""
+    """Return a missing expert's sort key for one of `BALANCE_ORDER`; the most important expert has the lowest key.
+    Without scores, the expert's best position among a token's choices is used."""
     _, expert, _ = serve.key
     width = len(routing.top_k_index[0])
     if routing.scores is not None:

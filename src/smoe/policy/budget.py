@@ -1,18 +1,20 @@
-"""Divides the memory budget into named entries (a ledger), and refuses a budget that is too small before loading.
+"""Divides the memory budget into named entries, the ledger, and refuses a budget that is too small before anything is
+loaded.
 
-On a machine without a GPU the budget is RAM in addition to the interpreter and its libraries; on a GPU it is device
-memory. Order of claims: non-expert weights, workspace, KV cache, a predictor's copies of weights, read buffers, staging
-(at least two experts); the rest is cache slots. The minimum number of cache slots is the top-k of the widest layer.
+On a machine without a GPU, the budget is RAM in addition to the interpreter and its libraries. On a GPU it is device
+memory. Entries get their bytes in this order: non-expert weights, workspace, KV cache, a predictor's copies of weights,
+read buffers, staging slots (at least two). What remains becomes cache slots. Their minimum is the top-k of the widest
+layer.
 
 Workspace and KV cache are reserved for the largest step and the longest texts. Their unused part can be lent to experts
-(`Ledger.lending`): the pools then have *spare* slots, which are used only while the reserve is not.
+(`Ledger.lending`): the pools then have *spare* slots, which are in use only while the reserved memory is not.
 
-Layers whose experts differ in size, as in a file of several formats, have slots of several sizes. Each size, a *slot
-class*, gets the minimum that its layers need and a share of the rest, so that all classes hold the same part of their
-experts.
+If layers have experts of different sizes, as in a file of several formats, there are slots of several sizes. Each size,
+a *slot class*, gets the minimum that its layers need and a part of the remaining bytes, so that all classes can hold
+the same fraction of their experts.
 
-Low copies (HOBBIT) have slot classes of their own, which get a given share of the remaining bytes, at least what a
-token needs.
+Low copies (HOBBIT) have slot classes of their own. They get a given fraction of the bytes for slots, but at least what
+one token needs.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ from smoe.units import format_bytes
 MIN_STAGING_SLOTS = 2
 MAX_STAGING_SLOTS = 8
 STAGING_SHARE = 0.05
-"""The share of the expert slots that are staging slots, within the two bounds above."""
+"""The fraction of the expert slots that are staging slots, within the two bounds above."""
 _PARTS = 1 << 32
-"""The resolution at which missing slots are divided among classes: so fine that every number of slots occurs."""
+"""The number of steps from a class's minimum number of slots to its maximum. It is so large that every number of slots
+between both occurs."""
 _MOST_PARTS = _PARTS * 32
-"""The upper bound of `part` in `_pools`: beyond `_PARTS`, staging slots still grow."""
+"""The upper bound of `part` in `_pools`. Above `_PARTS`, the number of staging slots still grows."""
 _ALIKE = 1 / 16
-"""Layers whose experts differ by less than this share use the same slots: another class would need two more staging
-slots, and other layers could not use its slots."""
+"""Layers share a slot class if their experts differ by less than this fraction in size. A class of its own would need
+two more staging slots, and other layers could not use its slots."""
 
 
 class SlotClass(NamedTuple):
@@ -48,33 +51,32 @@ class SlotClass(NamedTuple):
     slot_bytes: int
     """Bytes of one slot, including alignment."""
     top_k: int
-    """The maximum number of experts of one of these layers that a token uses."""
+    """The largest number of experts of one of these layers that a token uses."""
     experts: int
     """The number of routed experts in these layers."""
     layers: tuple[int, ...] = ()
-    """The layers in ascending order; empty: all."""
+    """The layers, ascending; empty: all layers."""
     form: int = EXACT
-    """The format of the copies."""
+    """The format of the copies in these slots: full (`EXACT`) or low."""
     passing: int | None = None
-    """For systems without an expert cache (DuoServe-MoE, OD-MoE): the number of staging slots beyond one token's
+    """Only for systems without an expert cache (DuoServe-MoE, OD-MoE): the number of slots in addition to one token's
     choice. None: as many slots as the budget allows."""
 
     @property
     def least(self) -> int:
-        """The minimum number of slots with which a token can be computed."""
+        """The smallest number of slots with which a token can be computed."""
         return self.top_k + (MIN_STAGING_SLOTS if self.passing is None else self.passing)
 
     @property
     def most(self) -> int:
-        """The number of slots with which every expert is resident."""
+        """The number of slots with which every expert is resident; more have no use."""
         return self.experts + MAX_STAGING_SLOTS if self.passing is None else self.least
 
 
 def slot_classes(expert_bytes: Mapping[int, int], layers: Mapping[int, SlotClass]) -> tuple[SlotClass, ...]:
-    """Return the slot classes of a model, the largest slots first.
+    """Return the slot classes of a model, the largest slots first. Layers with experts of similar size share a class.
 
-    `expert_bytes`: bytes of an expert's weights by layer, which decide the grouping; `layers`: the class that each
-    layer alone would have.
+    `expert_bytes`: bytes of one expert's weights, by layer. `layers`: the class that each layer would have by itself.
     """
     found: list[list[int]] = []
     for layer in sorted(layers, key=lambda n: (-expert_bytes[n], n)):
@@ -95,50 +97,53 @@ def slot_classes(expert_bytes: Mapping[int, int], layers: Mapping[int, SlotClass
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model needs of the memory budget, in bytes unless stated otherwise."""
+    """The memory that a model needs, in bytes unless stated otherwise."""
 
     weights_bytes: int
     """Bytes of non-expert weights and buffers; tied weights count once."""
     workspace_bytes: int
-    """Bytes of a step that do not depend on its positions, such as the logits of the last position."""
+    """Bytes of a step's temporary tensors that do not depend on the number of positions, such as the logits of the last
+    position."""
     kv_cache_bytes: int
-    """Bytes reserved for context x sequences."""
+    """Bytes of the KV cache for the largest number of sequences, each with the longest context."""
     classes: tuple[SlotClass, ...]
     """The slot classes of full copies."""
     read_buffer_bytes: int = 0
-    """Bytes of the reading threads' buffers, where experts cannot be read directly into their slots."""
+    """Bytes of the reading threads' buffers, if experts cannot be read directly into their slots."""
     embedding_bytes: int = 0
-    """Bytes of an input embedding that can stay on disk: a token needs one row of it."""
+    """Bytes of the input embedding, if it can stay on disk: a token needs only one of its rows."""
     predictor_bytes: int = 0
     """Bytes of weights that a predictor holds: a second copy of the routers, or corrected ones."""
     learned_bytes: int = 0
-    """Bytes of what was learned about the model: a fitted predictor, an estimate of next uses."""
+    """Bytes of values that were learned about the model: a fitted predictor, or the parameters of the eviction
+    `learned`."""
     draft_bytes: int = 0
     """Bytes of a draft model: its experts, activations and KV cache; it shares the model's other weights."""
     low: tuple[SlotClass, ...] = ()
-    """The slot classes of low copies; empty: there are none."""
+    """The slot classes of low copies; empty if there are no low copies."""
     low_share: float = 0.0
-    """The share of the slots' bytes for low copies."""
+    """The fraction of the bytes for slots that low copies get."""
     position_bytes: int = 0
     """Bytes of activations for each position of a step."""
     square_bytes: int = 0
-    """Bytes of activations for each pair of positions, where attention computes a score for each pair."""
+    """Bytes of activations for each pair of positions, if attention computes a score for each pair."""
     step_tokens: int = 0
-    """The maximum number of positions of one step."""
+    """The largest number of positions of one step."""
 
     def step_bytes(self, positions: int) -> int:
-        """Return the bytes of activations of a step with `positions` positions; longer texts take several steps."""
+        """Return the bytes of activations of a step with `positions` positions. A text longer than `step_tokens` takes
+        several steps."""
         positions = min(positions, self.step_tokens)
         return positions * self.position_bytes + positions * positions * self.square_bytes
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of workspace and KV cache that only the largest step and the longest texts use."""
+        """Bytes of workspace and KV cache that only the largest step and the longest texts use completely."""
         return self.kv_cache_bytes + self.step_bytes(self.step_tokens)
 
     @property
     def all_classes(self) -> tuple[SlotClass, ...]:
-        """All slot classes; those of low copies last."""
+        """The slot classes of full copies, followed by those of low copies."""
         return self.classes + self.low
 
     @property
@@ -148,7 +153,7 @@ class Demand:
 
     @property
     def top_k(self) -> int:
-        """The maximum number of experts of one layer that a token uses."""
+        """The largest number of experts of one layer that a token uses."""
         return max(each.top_k for each in self.classes)
 
     @property
@@ -158,11 +163,11 @@ class Demand:
 
     @property
     def experts_bytes(self) -> int:
-        """Bytes of all routed experts in slots."""
+        """Bytes of slots for all routed experts."""
         return sum(each.experts * each.slot_bytes for each in self.classes)
 
     def slots_bytes(self, slots: Sequence[int]) -> int:
-        """Return the bytes of `slots` slots of each class, those of low copies included."""
+        """Return the bytes of slots. `slots`: the number of slots of each of `all_classes`."""
         return sum(count * each.slot_bytes for count, each in zip(slots, self.all_classes, strict=True))
 
     @property
@@ -171,7 +176,8 @@ class Demand:
         return sum(self.fixed_entries().values())
 
     def fixed_entries(self, embedding_on_disk: bool = False) -> dict[str, int]:
-        """Return the fixed entries by name, in order of claim."""
+        """Return {name: bytes} of the entries that do not depend on the number of slots, in the order in which they get
+        memory."""
         entries = {
             "non-expert weights": self.weights_bytes - (self.embedding_bytes if embedding_on_disk else 0),
             "workspace": self.workspace_bytes + self.step_bytes(self.step_tokens),
@@ -188,16 +194,17 @@ class Demand:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A memory budget divided into entries, which add up to at most `budget_bytes`."""
+    """A memory budget divided into entries, whose sum is at most `budget_bytes`."""
 
     budget_bytes: int
     demand: Demand
     pools: tuple[PoolSize, ...]
-    """The slots of each of the demand's classes; those of low copies last."""
+    """The number of slots of each of `demand.all_classes`."""
 
     @property
     def embedding_on_disk(self) -> bool:
-        """Whether the input embedding stays on disk: where not everything fits, experts benefit more from memory."""
+        """Whether the input embedding stays on disk. It does if the model does not fit completely, because memory for
+        experts then saves more time."""
         return self.demand.embedding_bytes > 0 and self.budget_bytes < full_bytes(self.demand)
 
     @property
@@ -210,14 +217,14 @@ class Ledger:
         return self.demand.fixed_entries(self.embedding_on_disk)
 
     def lending(self) -> Ledger:
-        """Return the ledger with spare slots, which hold experts while workspace and KV cache are not used."""
+        """Return the same ledger with spare slots, which hold experts while workspace and KV cache are not used."""
         most = self.slots_after(0)
         pools = (pool._replace(spare=slots - pool.cache) for pool, slots in zip(self.pools, most, strict=True))
         return replace(self, pools=tuple(pools))
 
     def slots_after(self, reserve_bytes: int) -> list[int]:
-        """Return the cache slots of each pool while `reserve_bytes` of the reserve are in use; never fewer than without
-        lending."""
+        """Return the number of cache slots of each pool while `reserve_bytes` bytes of the reserved memory are in use.
+        It is never less than without lending."""
         assert not self.demand.low, "low copies have a share of their own"
         lent = max(0, self.demand.reserve_bytes - reserve_bytes)
         room = self.budget_bytes - sum(self._fixed_entries.values()) + lent
@@ -230,7 +237,7 @@ class Ledger:
 
     @property
     def slots_in_use(self) -> list[range]:
-        """The numbers of the slots that are not spare, for each pool."""
+        """For each pool, the numbers of its slots without the spare ones."""
         begins = accumulate((slots for slots, _ in self.sizes), initial=0)
         return [
             range(first, first + pool.cache + pool.staging) for first, pool in zip(begins, self.pools, strict=False)
@@ -238,23 +245,23 @@ class Ledger:
 
     @property
     def most_slots(self) -> int:
-        """Cache slots for full copies while the reserve is unused."""
+        """The number of cache slots for full copies while the reserved memory is unused."""
         return self.cache_slots + sum(pool.spare for pool in self.pools)
 
     @property
     def most_experts_bytes(self) -> int:
-        """Bytes of full copies in `most_slots` slots."""
+        """Bytes of these `most_slots` slots."""
         pools = zip(self.pools, self.demand.all_classes, strict=True)
         return sum((pool.cache + pool.spare) * each.slot_bytes for pool, each in pools if pool.form == EXACT)
 
     @property
     def cache_slots(self) -> int:
-        """Cache slots for full copies."""
+        """The number of cache slots for full copies."""
         return sum(pool.cache for pool in self.pools if pool.form == EXACT)
 
     @property
     def low_slots(self) -> int:
-        """Cache slots for low copies."""
+        """The number of cache slots for low copies."""
         return sum(pool.cache for pool in self.pools if pool.form != EXACT)
 
     @property
@@ -263,12 +270,12 @@ class Ledger:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(slots, bytes of each) by class: cache, staging and spare slots together."""
+        """(number of slots, bytes of each) by class; cache, staging and spare slots are counted together."""
         pools = zip(self.pools, self.demand.all_classes, strict=True)
         return [(pool.cache + pool.staging + pool.spare, each.slot_bytes) for pool, each in pools]
 
     def entries(self) -> dict[str, int]:
-        """Return the bytes of each entry, in order of claim."""
+        """Return {name: bytes} of all entries, in the order in which they get memory."""
         demand = self.demand
         entries = self._fixed_entries | {
             "staging": demand.slots_bytes([pool.staging for pool in self.pools]),
@@ -283,12 +290,12 @@ class Ledger:
 
     @property
     def resident_share(self) -> float:
-        """The share of all routed experts that fit the cache slots."""
+        """The fraction of all routed experts that fit in the cache slots."""
         return self.cache_slots / self.demand.total_experts
 
     @property
     def residents(self) -> str:
-        """A phrase that says how many experts fit the cache slots."""
+        """A phrase for people: how many experts fit in the cache slots."""
         low = f" and {self.low_slots} low copies" if self.low_slots else ""
         residents_text = f"{self.cache_slots} of {self.demand.total_experts} experts{low}"
         more = (
@@ -298,7 +305,7 @@ class Ledger:
 
     @property
     def spare(self) -> str:
-        """Return the phrase of `residents` for a cluster whose workers compute all experts while any worker is
+        """A phrase in place of `residents` for a cluster whose workers compute all experts while any worker is
         connected."""
         return (
             f"no experts resident while workers are connected (room for {self.cache_slots} without them){self._beside}"
@@ -310,11 +317,12 @@ class Ledger:
 
 
 def allocate(budget_bytes: int, demand: Demand) -> Ledger:
-    """Divide the budget. Raises `BudgetError` with the entries and the smallest possible budget."""
+    """Return the ledger of a budget of `budget_bytes`. Raise `BudgetError`, with the entries and the smallest possible
+    budget, if the model does not fit."""
     on_disk = demand.embedding_bytes if budget_bytes < full_bytes(demand) else 0
     room = budget_bytes - demand.fixed_bytes + on_disk
     for_low = min(int(demand.low_share * room), room - least_bytes(demand.classes))
-    # not rounded to whole slots: one byte more of budget could then take many bytes from the others
+    # not rounded to whole slots: otherwise one more byte of budget could take many bytes from full copies
     for_low = min(max(least_bytes(demand.low), for_low), most_bytes(demand.low))
     pools = share_out(room - for_low, demand.classes) + share_out(for_low, demand.low)
     if any(pool.cache < each.top_k for pool, each in zip(pools, demand.all_classes, strict=True)):
@@ -324,8 +332,11 @@ def allocate(budget_bytes: int, demand: Demand) -> Ledger:
 
 
 def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
-    """Return the slots of each class in `room` bytes: the minimum of each, and the same part of what each still lacks.
-    What a class cannot use goes to the others. All are 0 where not even the minimum fits."""
+    """Return the number of slots of each class in `room` bytes.
+
+    Each class gets its minimum, and the same fraction of the further slots that it can use. Bytes that a class cannot
+    use go to the others. If the minimum of all classes does not fit, every number is 0.
+    """
     if room < least_bytes(classes):
         return tuple(PoolSize(0, 0, each.layers, each.form) for each in classes)
 
@@ -337,8 +348,8 @@ def share_out(room: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
 
 
 def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
-    """Return slots for each class: its minimum and `part` of `_PARTS` of what it lacks, at most all its experts. No
-    class shrinks as `part` grows."""
+    """Return the number of slots of each class: its minimum, and `part` / `_PARTS` of its further slots, at most one
+    for each expert. No number falls as `part` grows."""
     pools = []
     for each in classes:
         slots = each.least + part * (each.most - each.least) // _PARTS
@@ -348,10 +359,8 @@ def _pools(part: int, classes: Sequence[SlotClass]) -> tuple[PoolSize, ...]:
 
 
 def budget_for_share(share: float, demand: Demand) -> int:
-    """Return the smallest budget in bytes that holds `share` (above 0, at most 1) of all routed experts in cache slots.
-
-    Raises `BudgetError` for a share that is less than the experts of one token.
-    """
+    """Return the smallest budget in bytes whose cache slots hold `share` (above 0, at most 1) of all routed experts.
+    Raise `BudgetError` if `share` is less than the experts of one token."""
     wanted, fewest = math.ceil(share * demand.total_experts - 1e-9), sum(each.top_k for each in demand.classes)
     if wanted < fewest:
         least = math.ceil(1000 * fewest / demand.total_experts) / 10
@@ -367,12 +376,12 @@ def budget_for_share(share: float, demand: Demand) -> int:
 
 
 def least_bytes(classes: Sequence[SlotClass]) -> int:
-    """Return the bytes of the slots with which a token can be computed."""
+    """Return the bytes of the fewest slots with which a token can be computed."""
     return sum(each.least * each.slot_bytes for each in classes)
 
 
 def most_bytes(classes: Sequence[SlotClass]) -> int:
-    """Return the bytes of the slots with which every expert is resident."""
+    """Return the bytes of as many slots as make every expert resident."""
     return sum(each.most * each.slot_bytes for each in classes)
 
 
@@ -382,14 +391,14 @@ def minimum_bytes(demand: Demand) -> int:
 
 
 def full_bytes(demand: Demand) -> int:
-    """Return the budget in bytes with which every expert is resident."""
+    """Return the smallest budget in bytes with which every expert is resident."""
     own, low = most_bytes(demand.classes), most_bytes(demand.low)
     share = int(own * demand.low_share / (1 - demand.low_share))
     return demand.fixed_bytes + own + max(min(low, share), least_bytes(demand.low))
 
 
 def _staging(slots: int) -> int:
-    """Return how many of `slots` slots are staging slots."""
+    """Return how many of `slots` slots of one class are staging slots."""
     return min(MAX_STAGING_SLOTS, max(MIN_STAGING_SLOTS, int(slots * STAGING_SHARE)))
 
 

@@ -1,8 +1,11 @@
-"""A draft model's predictions for the token that the model decodes and for the next one, passed on to a listener.
+"""The predictions of a draft model for the token that the model decodes and for the next one, passed on to a listener.
 
-    model        x1 -> ............ -> x2 -> ......      asked: a token at its position
-    draft model     s1 | layer | layer    s2 | layer     predictions for x1; those for s2 count if
-                                                         the model decodes s2 next, else are withdrawn
+    model          x1 -> ............ -> x2 -> ......
+    draft model       s1 | layer | layer    s2 | layer
+
+The model decodes the tokens x1, x2 ..., and calls `ask` at the start of each. The draft model decodes s1, s2 ...
+concurrently, layer by layer. Its predictions for s2 count if the model decodes the same token next; otherwise they are
+withdrawn.
 
 This module does not depend on where the draft model runs: on a thread of the model's process (`running_ahead.py`), or
 on another machine (`cluster/following.py`).
@@ -20,28 +23,28 @@ class Expected(NamedTuple):
 
     layer: int
     experts: tuple[int, ...]
-    """The experts that the draft model's router chose, best first, then the extra predictions."""
+    """The experts that the draft model's router chose, best first, followed by the extra predictions."""
     scores: tuple[float, ...] = ()
-    """The router's score of each expert; empty for a prediction of another machine."""
+    """The router's score of each expert; empty if another machine has made the prediction."""
 
 
 class TokenStep(NamedTuple):
-    """A token at its position in a text."""
+    """The step that decodes one token: the token, and where it is."""
 
     token: int
     position: int
     text: Any
-    """Identifies the text: its cache, or a number."""
+    """An identifier of the text: its KV cache, or a number."""
 
 
 class DraftPredictions:
-    """The predictions of one draft model. The caller protects it with a lock."""
+    """The predictions of one draft model. The caller holds a lock during each call."""
 
     def __init__(self) -> None:
         self.asked: TokenStep | None = None
-        """The step that the model decodes; None: no predictions are needed."""
+        """The step that the model decodes now; None if no predictions are needed."""
         self.listener: Listener | None = None
-        """Receives every prediction at once."""
+        """The object that receives every prediction as soon as it is made."""
         self._predicted: dict[TokenStep, dict[int, Expected]] = {}
         """Predictions by step and layer."""
 
@@ -50,29 +53,32 @@ class DraftPredictions:
         return step in self._predicted
 
     def ask(self, step: TokenStep) -> None:
-        """Record the step that the model decodes."""
+        """Record the step that the model decodes now. If the draft model has not started it, earlier predictions are
+        withdrawn."""
         self.asked = step
         if step not in self._predicted and self.listener is not None:
             self.listener.withdraw(step.position)
 
     def pause(self) -> None:
-        """Stop predictions: the model does something that no draft model follows."""
+        """Drop all predictions, because the model computes something that the draft model does not follow, such as a
+        prompt."""
         self.asked = None
         self._predicted.clear()
 
     def begin(self, step: TokenStep) -> None:
-        """Record that the draft model starts a step; predictions for other steps than this and the model's are
-        dropped."""
+        """Record that the draft model starts `step`. Predictions are dropped, except those of the step that the model
+        decodes."""
         self._predicted = {each: predicted for each, predicted in self._predicted.items() if each == self.asked} | {
             step: {}
         }
 
     def drop(self, step: TokenStep) -> None:
-        """Drop a step that the draft model has given up."""
+        """Drop the predictions of a step that the draft model has abandoned."""
         self._predicted.pop(step, None)
 
     def add(self, step: TokenStep, expected: Expected) -> bool:
-        """Add a prediction for a started step. Return whether it is needed."""
+        """Add the prediction for one layer of `step`. Return whether the model needs it; false also if the step was
+        dropped."""
         predicted, is_wanted = self._predicted.get(step), self.wants(step)
         if predicted is None:
             return False
@@ -82,12 +88,12 @@ class DraftPredictions:
         return is_wanted
 
     def wants(self, step: TokenStep) -> bool:
-        """Return whether the model decodes this step, or may decode it next."""
+        """Return whether the model decodes `step` now, or may decode it next."""
         asked = self.asked
         return asked is not None and (step == asked or self._is_after(step, asked))
 
     def predicted(self) -> tuple[list[Expected], list[Expected]]:
-        """Return (predictions so far for the token that the model decodes; for the next token)."""
+        """Return (the predictions so far for the token that the model decodes, those for the next token)."""
         asked = self.asked
         if asked is None:
             return [], []
@@ -95,7 +101,7 @@ class DraftPredictions:
         return list(self._predicted.get(asked, {}).values()), list(after.values())
 
     def forget(self) -> None:
-        """Drop all predictions: the draft model has gone."""
+        """Drop all predictions, because the draft model is no longer available."""
         self._predicted.clear()
         if self.asked is not None and self.listener is not None:
             self.listener.withdraw(self.asked.position)

@@ -1,12 +1,13 @@
-"""How unimportant an expert is for a token, and the precision that follows (HOBBIT, arXiv 2411.01433, section 3.2).
+"""How unimportant an expert is for a token, and in which precision it is therefore loaded (HOBBIT, arXiv 2411.01433,
+section 3.2).
 
-    routing weights, largest first      0.5     0.3     0.15     0.05         each row scaled to sum 1
-    unimportance s                      0       0.5     0.8      0.95         the sum of the weights before
+    routing weights, largest first      0.5     0.3     0.15     0.05         scaled to sum 1 for each token
+    unimportance s                      0       0.5     0.8      0.95         the sum of the larger weights
 
-    s <= T1: the full copy              T1 < s <= T2: a low copy suffices      T2 < s: dropped
+    s <= T1: full copy                  T1 < s <= T2: low copy                T2 < s: dropped
 
-This applies to missing experts only: a resident copy is used as it is. The first expert is always important. In a batch
-an expert is as important as it is to the token for which it matters most.
+This applies to missing experts only: a resident full copy is always used. A token's expert of largest weight has s = 0.
+In a batch, an expert has the least unimportance that it has for any token.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ _ROUNDING = 1e-6
 
 
 class Thresholds(NamedTuple):
-    """Two bounds of an expert's unimportance s, 0 <= `low` <= `skip` <= 1. Since s <= 1, a bound of 1 has no effect."""
+    """Two bounds of an expert's unimportance s, with 0 <= `low` <= `skip` <= 1. Since s is at most 1, a bound of 1 has
+    no effect."""
 
     low: float = 1.0
-    """T1: above it, a low copy suffices."""
+    """T1: an expert with larger s is loaded as a low copy."""
     skip: float = 1.0
-    """T2: above it, an expert is dropped."""
+    """T2: an expert with larger s is dropped."""
 
 
 ALL_IMPORTANT = Thresholds()
 
 
 def unimportance(weights: Sequence[float]) -> list[float]:
-    """Return the unimportance of one token's choices, in their order: the sum of the larger weights; of equal weights
+    """Return the unimportance of each of one token's choices: the sum of the weights that are larger. Of equal weights,
     the first counts as larger.
 
-    `weights` [K] must be scaled to sum 1.
+    `weights`: [K], scaled to sum 1.
     """
     order = sorted(range(len(weights)), key=lambda k: -weights[k])
     found = [0.0] * len(weights)
@@ -47,10 +49,8 @@ def unimportance(weights: Sequence[float]) -> list[float]:
 
 
 def least_unimportance(routing: Routing) -> dict[int, float]:
-    """Return the unimportance of every expert that a step uses, for the token for which it matters most.
-
-    `routing.weights` must not be None.
-    """
+    """Return {expert: unimportance} for every expert that a step uses: its least value over the tokens.
+    `routing.weights` must not be None."""
     assert routing.weights is not None
     least: dict[int, float] = {}
     for chosen, weights in zip(routing.top_k_index, routing.weights, strict=True):
@@ -64,7 +64,8 @@ def least_unimportance(routing: Routing) -> dict[int, float]:
 
 
 def graded(routing: Routing, thresholds: Thresholds) -> tuple[Routing, frozenset[int]]:
-    """Return the routing with the experts for which a low copy suffices, and the experts that are not worth a load."""
+    """Return (the routing whose field `low` names the experts for which a low copy suffices, the experts that should be
+    dropped if they are missing)."""
     least = least_unimportance(routing)
     low = frozenset(expert for expert, value in least.items() if value > thresholds.low + _ROUNDING)
     skip = frozenset(expert for expert in low if least[expert] > thresholds.skip + _ROUNDING)
@@ -72,7 +73,7 @@ def graded(routing: Routing, thresholds: Thresholds) -> tuple[Routing, frozenset
 
 
 def without(routing: Routing, gone: frozenset[int]) -> Routing:
-    """Return the routing without some experts: their routes get the index E, "no expert"."""
+    """Return the routing without the experts in `gone`: their routes get the index E, "no expert"."""
     none = routing.experts
     return routing._replace(
         top_k_index=[[none if expert in gone else expert for expert in row] for row in routing.top_k_index]
@@ -80,6 +81,6 @@ def without(routing: Routing, gone: frozenset[int]) -> Routing:
 
 
 def scaled(weights: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the rows scaled to sum 1; rows of zeros are unchanged."""
+    """Return the rows, each scaled to sum 1; rows of zeros are unchanged."""
     sums = [sum(row) or 1.0 for row in weights]
     return [[weight / total for weight in row] for row, total in zip(weights, sums, strict=True)]

@@ -1,4 +1,4 @@
-"""The missing experts of a decode step's layer, and a possible substitute for each of their routes."""
+"""Finds the missing experts of one layer of a decode step, and a possible substitute for each of their routes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from smoe.routing import Routing
 
 
 class Route(NamedTuple):
-    """One route of a missing expert."""
+    """One (token, choice) pair whose expert is missing."""
 
     token: int
     choice: int
-    """The position among the token's K choices."""
+    """The index among the token's K choices."""
     weight: float
-    """The route's share of the token's routing weights."""
+    """The fraction of the token's routing weight that this choice has."""
     substitute: int | None = None
-    """The resident expert that could replace the missing one; no other missing route of the token has the same."""
+    """A resident expert that could replace the missing one; None if there is none. No other route of the token has the
+    same substitute."""
     gap: float = 0.0
-    """The part of the expert's score by which the substitute's score is lower, 0 to 1."""
+    """How much lower the substitute's score is, as a fraction of the missing expert's score (0 to 1)."""
 
 
 class Missing(NamedTuple):
@@ -33,11 +34,12 @@ class Missing(NamedTuple):
 
 
 def missing_experts(routing: Routing, at_hand: Container[int], low_here: Container[int] = ()) -> list[Missing]:
-    """Return the chosen experts that are not `at_hand`, each route with its substitute; `routing` must have scores and
-    weights.
+    """Return the chosen experts that are not `at_hand`, each route with a possible substitute. `low_here`: the experts
+    whose low copies are resident. `routing` must have scores and weights.
 
-    Substitutes are experts at hand that the token has not chosen, each for one route of the token. The substitute of
-    highest score is for the route of lowest weight, because that is replaced first. Padding routes are left out.
+    Substitutes are experts at hand that the token has not chosen. Each is proposed for one route of the token. The
+    substitute of highest score is proposed for the route of lowest weight, because that route is replaced first.
+    Padding is left out.
     """
     assert routing.scores is not None and routing.weights is not None
     found: dict[int, list[Route]] = {}
@@ -56,14 +58,15 @@ def missing_experts(routing: Routing, at_hand: Container[int], low_here: Contain
 
 
 def _substitutes(scores: Sequence[float], chosen: Sequence[int], at_hand: Container[int]) -> Iterator[int]:
-    """Yield experts at hand that the token has not chosen, best first; ties by number."""
+    """Yield the experts at hand that the token has not chosen, highest score first; of equal scores the lower number
+    first."""
     for expert in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
-        if scores[expert] == -inf:  # its group is masked
+        if scores[expert] == -inf:  # masked by the router, as are all experts after it
             return
         if expert not in chosen and expert in at_hand:
             yield expert
 
 
 def _gap(score: float, of_substitute: float) -> float:
-    """Return the part of a score by which the substitute's score is lower, 0 to 1."""
+    """Return how much lower the substitute's score is, as a fraction of `score` (0 to 1)."""
     return min(max((score - of_substitute) / score, 0.0), 1.0) if score > 0.0 else 1.0

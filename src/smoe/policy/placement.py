@@ -1,9 +1,9 @@
 """Decides which worker of a cluster computes which missing expert, and which experts the coordinator loads itself.
 
-Experts are stateless, so the result does not depend on the machine; a placement affects time only. There are two rules.
-*finish*, ours: experts in order of importance go to the machine that finishes them first, which favours machines that
-hold them. *round-robin* (OD-MoE, section 3.1): workers form groups of K, layers use the groups in turn, and the
-coordinator loads nothing.
+The result of an expert does not depend on the machine, so a placement affects time only. There are two rules. *finish*
+is ours: experts in order of importance go to the machine that finishes them first, usually one that holds them.
+*round-robin* is OD-MoE's (section 3.1): workers form groups of K, layers use the groups in turn, and the coordinator
+loads nothing.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from smoe.policy.plan import Serve
 from smoe.routing import Routing
 
 PLACEMENT = ("finish", "round-robin")
-"""finish: each expert where it is finished first; round-robin: groups of workers in turn, as in the paper."""
+"""finish: each expert goes to the machine that finishes it first; round-robin: groups of workers take turns, as in the
+paper."""
 
 
 _HARDLY = 0.1
-"""The share of a load by which a later end counts as equal."""
+"""If two machines finish at times that differ by less than this fraction of a load, the times count as equal."""
 
 
 class WorkerView(NamedTuple):
-    """The state of a worker when a layer is planned. Times are in seconds."""
+    """What is known of a worker when a layer is planned. Times are in seconds."""
 
     unit: int
     """The worker's number in plans (`Serve.unit`)."""
     holds: Container[ExpertKey]
-    """The experts in its memory, as far as is known."""
+    """The experts in the worker's memory, as far as the coordinator knows."""
     load: float
     """Seconds to load one expert."""
     expert: float
     """Seconds to compute one expert for few rows."""
     row: float
-    """Seconds per row to compute an expert for many rows."""
+    """Seconds per row to compute an expert for many rows (tokens)."""
     hop: float
-    """Seconds for a message there and back."""
+    """Seconds for a request and its reply to travel."""
     busy: float = 0.0
-    """Seconds until the loads announced earlier have ended."""
+    """Seconds until the worker has completed the loads that were announced to it earlier."""
     brought_at: float = -inf
-    """The time of its last assigned load; among equals, the least recent gets the next load."""
+    """The time at which a load was last assigned to the worker. Of equal workers, the one with the earliest time gets
+    the load."""
     most_rows: float = inf
     """The maximum number of rows of one expert that the worker computes."""
 
@@ -52,28 +54,29 @@ class Placement(NamedTuple):
     """The division of one layer's misses between the coordinator and its workers."""
 
     method: str
-    """One of `PLACEMENT`."""
+    """One of `PLACEMENT`: how missing experts are assigned."""
     order: str
-    """The order of importance of experts (`EngineConfig.balance_order`)."""
+    """One of `BALANCE_ORDER`: which missing experts are the most important."""
     workers: Sequence[WorkerView]
-    """The workers in the order of their numbers; empty: everything is loaded here."""
+    """The workers in the order of their numbers; if empty, the coordinator loads all experts."""
     here_load: float
-    """Seconds for the coordinator to load one expert; infinite: it loads none."""
+    """Seconds for the coordinator to load one expert; infinite if it should load none."""
     here_under_way: float
     """Seconds until the coordinator's loads in flight have ended."""
     turn: int
-    """The layer's number, counted over layers with experts."""
+    """The layer's number, counted over layers with experts and continued from token to token."""
     here_costs_later: float = 0.0
-    """Seconds by which a load here is worse than its duration, because experts loaded here are evicted sooner than on
-    workers and will be missed again; negative: better."""
+    """Seconds by which a load by the coordinator is worse than its duration, because experts loaded there are evicted
+    sooner than on workers and are missed again; negative if it is better."""
 
     @property
     def takes_all(self) -> bool:
-        """Whether nothing is loaded here."""
+        """Whether workers compute all missing experts, so that the coordinator loads none."""
         return bool(self.workers) and self.here_load == inf
 
     def split(self, missing: Sequence[Serve], routing: Routing) -> tuple[list[Serve], list[Serve]]:
-        """Return (experts to load here, most important first; experts for workers)."""
+        """Return (experts that the coordinator loads, most important first; experts for workers, each with its
+        worker)."""
         if not self.workers:
             return list(missing), []
         ranked = sorted(missing, key=lambda serve: importance(serve, routing, self.order))
@@ -82,14 +85,15 @@ class Placement(NamedTuple):
         return [serve for serve in ranked if serve.key not in units], given
 
     def split_prompt(self, missing: Sequence[Serve], ahead: int) -> dict[ExpertKey, int]:
-        """Return the experts of a prompt that workers compute, with their workers; those with most tokens are placed
-        first. `ahead`: loads here that are necessary in any case."""
+        """Return {expert: worker} of a prompt's missing experts that workers compute. Experts with most tokens are
+        placed first. `ahead`: the number of loads by the coordinator that are necessary in any case."""
         ranked = sorted(missing, key=lambda serve: (-len(serve.routes), serve.key))
         waits = self.here_under_way + ahead * _finite(self.here_load)
         return self._replace(here_under_way=waits, here_costs_later=0.0).units(ranked)
 
     def units(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Return the worker of each expert; experts that are loaded here are left out."""
+        """Return {expert: worker} for the experts in `ranked`, most important first. Experts that the coordinator loads
+        are left out."""
         if not self.workers:
             return {}
         return self._by_turns(ranked) if self.method == "round-robin" else self._by_finish(ranked)
@@ -99,8 +103,8 @@ class Placement(NamedTuple):
         return by_turns(keys, len(keys), self.turn, self.workers)
 
     def _by_finish(self, ranked: Sequence[Serve]) -> dict[ExpertKey, int]:
-        """Assign each expert in turn to the machine that finishes it first, given the earlier assignments (greedy). A
-        worker computes what it holds while it reads other experts."""
+        """Assign one expert after the other to the machine that finishes it first, given the earlier assignments (a
+        greedy algorithm). A worker can compute an expert in its memory while it reads others."""
         read, done = [view.hop + view.busy for view in self.workers], [view.hop for view in self.workers]
         brought_at = [view.brought_at for view in self.workers]
         here, found = self.here_under_way, dict[ExpertKey, int]()
@@ -130,10 +134,12 @@ class Placement(NamedTuple):
 
 
 def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[WorkerView]) -> dict[ExpertKey, int]:
-    """Return the worker of each of a layer's experts within the group whose turn it is; a token chooses `size` experts.
+    """Return the worker of each of a layer's experts, by round-robin placement. `size`: K, the number of experts that a
+    token chooses. `turn`: the layer's number, which selects the group of workers.
 
-    A machine that holds an expert, or to which it was announced, keeps it. The others are assigned in ascending order
-    and evenly. Experts beyond `size` are extra predictions, assigned to workers outside of all groups.
+    A worker of the group that holds an expert, or to which it was announced, gets this expert. The others are assigned
+    in ascending order, evenly to the workers. Experts after the first `size` of `keys` are extra predictions, and go to
+    workers outside of all groups.
     """
     units = [view.unit for view in workers]
     members = group(turn, size, units)
@@ -154,8 +160,8 @@ def by_turns(keys: Sequence[ExpertKey], size: int, turn: int, workers: Sequence[
 
 
 def group(turn: int, size: int, workers: Sequence[int]) -> list[int]:
-    """Return the workers of the group whose turn it is: consecutive groups of `size`, without the remainder. All
-    workers where they are too few for one group."""
+    """Return the group of workers for layer number `turn`. Groups consist of `size` consecutive workers; remaining
+    workers are in no group. If there are too few workers for one group, return all."""
     groups = len(workers) // size if size else 0
     if groups == 0:
         return list(workers)

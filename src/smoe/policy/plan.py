@@ -1,11 +1,11 @@
-"""The plan types that policies produce and that engine and simulator execute.
+"""The types of plans, which policies make and the engine and the simulator execute.
 
-A step of one layer has a list of *serves*, executed in order, and a list of *loads*, issued in order. `Load.after`
-connects them: the load may start once that many serves of this plan have been computed, because it uses the slot of one
-of them. Loads with `after == 0` start at once.
+A plan for one layer of one step has a list of *serves* (computations of one expert each), executed in order, and a list
+of *loads*, started in order. A load whose slot is still used by a serve has to wait: `Load.after` is the number of
+serves that must be complete before. Loads with `after == 0` start at once.
 
     serves   s0   s1   s2   s3   s4 ...
-    loads    l0(after 0)  l1(after 0)  l2(after 2: takes the slot of s1) ...
+    loads    l0 (after 0)   l1 (after 0)   l2 (after 2: uses the slot of s1) ...
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import NamedTuple
 from smoe.expert import ExpertKey
 
 DEVICE, HOST = 0, 1
-"""Units that compute experts: the device, and the CPU of its machine (from the host tier)."""
+"""Numbers of units, which compute experts: the device, and the CPU of the device's machine, with experts in host
+memory."""
 FIRST_WORKER = 2
-"""The lowest unit number of other machines (`smoe.cluster`)."""
+"""The lowest unit number of a worker on another machine (`smoe.cluster`)."""
 
 
 class LoadReason(Enum):
-    """The reason for loading an expert."""
+    """Why an expert is loaded: a layer needs it, it is predicted, or a low copy is replaced by the full one."""
 
     DEMAND = "demand"
     PREFETCH = "prefetch"
@@ -30,43 +31,45 @@ class LoadReason(Enum):
 
 
 class Load(NamedTuple):
-    """A load of `key` into `slot`."""
+    """A load of the copy `key` into slot number `slot`."""
 
     key: ExpertKey
     slot: int
     victim: ExpertKey | None
-    """The copy that is evicted when the load starts; None where the slot is already free."""
+    """The copy that is evicted when the load starts; None if the slot is free."""
     keep: bool
-    """Whether the copy stays resident after its layer (a cache slot) or leaves at once (a staging slot)."""
+    """Whether the copy stays resident after its layer (in a cache slot). Otherwise it is dropped at once (staging
+    slot)."""
     reason: LoadReason
     after: int
-    """The number of serves of the plan that must have been computed before the slot may be overwritten."""
+    """The number of serves of the plan that must be complete before the slot may be overwritten."""
 
 
 class Serve(NamedTuple):
-    """A computation of expert `key` for its routes."""
+    """The computation of the copy `key` for all of its routes."""
 
     key: ExpertKey
     routes: tuple[int, ...]
-    """Flat positions t * K + k in top_k_index, ascending."""
+    """The flat indices t * K + k in `top_k_index`, in the order in which their rows are stacked
+    (`planner.routes_by_key`)."""
     waits: bool
-    """Whether the copy is not ready yet, so that the computation has to wait."""
+    """Whether the copy is not in memory yet, so that the computation has to wait for its load."""
     unit: int = DEVICE
-    """The unit that computes the expert. For another unit than the device nothing is loaded."""
+    """The unit that computes the expert. A unit other than the device needs no load."""
 
 
 class Promotion(NamedTuple):
-    """A copy in a staging slot that stays: its slot becomes a cache slot, at once or after its serve.
+    """A copy in a staging slot becomes resident: its slot becomes a cache slot, at once or after its serve.
 
-    Slots are interchangeable, so nothing is copied: the slot of `victim` (or a free cache slot, where victim is None)
-    becomes the staging slot instead.
+    Slots are interchangeable, so no data is copied. In exchange, the slot of `victim` becomes a staging slot; if
+    `victim` is None, a free cache slot does.
     """
 
     key: ExpertKey
     victim: ExpertKey | None
     after: int = 0
-    """The number of serves of the plan that must have been computed before; above 0, the copy's own serve is the last
-    of them."""
+    """The number of serves of the plan that must be complete before. If it is above 0, the last of them is the copy's
+    own serve."""
 
 
 class LayerPlan(NamedTuple):
@@ -77,7 +80,8 @@ class LayerPlan(NamedTuple):
     loads: list[Load]
     promotions: list[Promotion]
     hits: int
-    """The number of experts that were ready or in flight when the plan was made."""
+    """The number of used experts that were resident or in flight when the plan was made."""
     spare: dict[int, list[tuple[int, int]]]
-    """Staging slots that a prompt's plan leaves to prefetches, by the first slot of their pool: (slot, serves that must
-    have been computed before). Missing pools, and decode: all free staging slots."""
+    """Staging slots that prefetches may use during this plan, by the first slot number of their pool. Each is a pair
+    (slot, the number of serves that must be complete before). For a pool that is not listed, all free staging slots may
+    be used; in decode no pool is listed."""

@@ -1,4 +1,4 @@
-"""Plans one layer of a decode step: the order of computing experts, and the loads with their slots."""
+"""Plans one layer of a decode step: the order in which experts are computed, and the loads with their slots."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def plan_decode(
     eviction: Eviction,
     balance: Sharing | Assigned | None,
 ) -> LayerPlan:
-    """Return the plan: resident copies first, then those in flight, then the missing ones in the order of their
-    loads."""
+    """Return the plan for one layer. Resident experts are computed first, then those in flight, then missing ones in
+    the order of their loads. `routes`: the routes of every expert that is used."""
     ready_slots, inflight, staged = residency.ready, residency.inflight, residency.staged
     ready: list[Serve] = []
     waiting: list[Serve] = []
@@ -62,8 +62,8 @@ def plan_decode(
 
 
 def _promote(wanted: Sequence[ExpertKey], free: deque[int], victims: deque[ExpertKey]) -> list[Promotion]:
-    """Return promotions of prefetched copies that the layer uses, as far as cache slots allow; consumes `free` and
-    `victims`."""
+    """Return promotions of prefetched copies that this layer uses, as long as there are free cache slots or victims.
+    Entries that are used are removed from `free` and `victims`."""
     promotions: list[Promotion] = []
     for key in wanted:
         if free:
@@ -82,8 +82,8 @@ def _loads(
     residency: SlotTable,
     promoted: set[ExpertKey],
 ) -> list[Load]:
-    """Return loads of the missing experts, into free slots, then victims' slots, then slots of experts computed earlier
-    in this plan."""
+    """Return the loads of the missing experts: into free slots, then into victims' slots, then into slots of experts
+    that this plan computes earlier."""
     loads: list[Load] = []
     slot_of: dict[ExpertKey, int] = {}
     form = missing[0].key[2] if missing else EXACT

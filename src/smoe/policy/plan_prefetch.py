@@ -1,5 +1,5 @@
-"""Plans loads before they are needed: prefetches of later layers' experts into staging slots, and, in idle time,
-upgrades of low copies into cache slots."""
+"""Plans loads of experts before they are needed. Experts of later layers are prefetched into staging slots; in idle
+time, full copies are loaded into cache slots in place of low copies (upgrades)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from smoe.routing import Routing
 
 
 def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, current: LayerPlan) -> list[Load]:
-    """Return loads for the nearest layer with missing predicted experts, best first, while `current` runs.
+    """Return the prefetches for the nearest layer with missing predicted experts, best first. `predictions` are in the
+    order of the layers; `current` is the plan that runs now, and whose serves `Load.after` counts.
 
-    `predictions` are in the order of layers. A layer is considered only where all that is predicted for the earlier
-    ones is resident or in flight (HOBBIT, arXiv 2411.01433, section 3.3: adaptive depth). A wrong prediction evicts
-    nothing, because it uses a spare staging slot; a right one is promoted when its layer runs. `Load.after` counts the
-    serves of `current`.
+    A later layer is considered only if all predicted experts of the earlier ones are resident or in flight (HOBBIT,
+    arXiv 2411.01433, section 3.3: adaptive depth). A prefetch evicts nothing, because it uses a free staging slot. If
+    the prediction was right, the copy is promoted to a cache slot when its layer runs.
     """
     for prediction in predictions:
         if prediction.is_next:
-            break  # staged copies are dropped after their layer has passed
+            break  # predictions for the next token: staged copies would be dropped before it
         missing = _missing(prediction, residency)
         if missing:
             slots = {
@@ -39,12 +39,13 @@ def plan_prefetch(predictions: Iterable[Prediction], residency: SlotTable, curre
 def plan_upgrades(
     routing: Routing, current: LayerPlan, residency: SlotTable, eviction: Eviction, is_idle: bool
 ) -> list[Load]:
-    """Return loads of full copies into cache slots, for experts that low copies compute in a decode step. They follow
-    all loads that are waited for.
+    """Return loads of full copies into cache slots, for experts that low copies compute in this decode step. These
+    loads come after all loads for which the layer waits.
 
-    Loaded are experts whose routes need the full copy. Otherwise, while nothing else is read (`is_idle`), it is the
-    expert of highest worth, if that exceeds the evicted resident's. No more are in flight than there are staging slots,
-    because each has already cost a resident. One cache slot is left for the following layers.
+    If the router's weights demand the full copy of an expert, it is loaded. Otherwise, if nothing else is read
+    (`is_idle`), only the expert of highest worth is loaded, and only if its worth exceeds that of the evicted resident.
+    At most as many upgrades are in flight as there are staging slots, because each has already evicted a resident. One
+    cache slot is left for the following layers.
     """
     layer = routing.layer
     served = [(layer, serve.key[1], EXACT) for serve in current.serves if serve.key[2] == LOW]
@@ -76,7 +77,7 @@ def plan_upgrades(
 
 
 def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:
-    """Return the copies that are predicted and neither resident nor in flight."""
+    """Return the predicted copies that are neither resident nor in flight."""
     layer, experts, low, _ = prediction
     missing = [key for key in ((layer, expert, EXACT) for expert in experts) if not residency.is_at_hand(key)]
     if not low:
@@ -86,10 +87,10 @@ def _missing(prediction: Prediction, residency: SlotTable) -> list[ExpertKey]:
 
 
 def prefetch_slots(residency: SlotTable, current: LayerPlan, pool: SlotPool) -> list[tuple[int, int]]:
-    """Return the staging slots of a pool that a prefetch may use in addition to `current`: (slot, serves that must have
-    been computed before).
+    """Return the staging slots of `pool` that a prefetch may use while the plan `current` runs, as pairs (slot, the
+    number of serves that must be complete before).
 
-    One more slot stays free, so that a layer whose prediction was wrong can always load through it.
+    One staging slot more stays free, so that a layer whose prediction was wrong can always load its experts.
     """
     spare = current.spare.get(pool.first)
     if spare is None:
@@ -99,10 +100,10 @@ def prefetch_slots(residency: SlotTable, current: LayerPlan, pool: SlotPool) -> 
 
 
 def has_prefetch_slots(residency: SlotTable, current: LayerPlan) -> bool:
-    """Return whether a prefetch for any layer has a slot."""
+    """Return whether a prefetch may use a staging slot of any pool while the plan `current` runs."""
     return any(prefetch_slots(residency, current, pool) for pool in residency.pools)
 
 
 def spare_slots(pool: SlotPool) -> list[tuple[int, int]]:
-    """Return the free staging slots: those of a decoded layer, or of another size than the running layer's."""
+    """Return the free staging slots of a pool as pairs (slot, 0): a prefetch may use them at once."""
     return [(slot, 0) for slot in pool.free_staging]

@@ -1,8 +1,9 @@
-"""Plans one layer of a prompt: every expert once, in ascending order, through the staging slots; and which experts
-stay.
+"""Plans one layer of a prompt: every expert is loaded at most once, in ascending order, through the staging slots. The
+plan also decides which of the experts become resident.
 
-Experts that fit the layer's share of free cache slots stay, first those that the prompts' last tokens use. Further ones
-replace, after their serve, residents of the layer that these tokens use less.
+Experts become resident as long as the layer has free cache slots in its share, first those that the prompt's last
+tokens use most. After that, an expert that these tokens use more than a resident of the layer replaces this resident,
+once it is computed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def plan_prefill(
     balance: Sharing | None,
     keep: str,
 ) -> LayerPlan:
-    """Return the plan. `layer_share`: cache slots for the layer's full copies; low copies have the same share of their
-    slots."""
+    """Return the plan for one layer. `routes`: the routes of every expert that is used. `layer_share`: the number of
+    cache slots that the layer's full copies may fill; low copies may fill the same fraction of their slots. `keep`: one
+    of `PREFILL_KEEP`."""
     layer, ready, inflight = routing.layer, residency.ready, residency.inflight
     forms = sorted({key[2] for key in routes})
     staying = _Staying(set(), {})
@@ -70,8 +72,8 @@ def plan_prefill(
 
 
 def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying) -> list[Promotion]:
-    """Return promotions: prefetched copies stay at once where a slot is free; a copy that replaces a resident stays
-    after its serve."""
+    """Return the promotions. A prefetched copy for which a cache slot is free becomes resident at once. A copy that
+    replaces a resident becomes resident after its serve."""
     promotions: list[Promotion] = []
     for computed, serve in enumerate(serves, start=1):
         if serve.key in staying.instead:
@@ -82,12 +84,12 @@ def _promotions(serves: Sequence[Serve], residency: SlotTable, staying: _Staying
 
 
 class _Staying(NamedTuple):
-    """The experts of a prefill that are resident after it and were not before."""
+    """The experts that a prefill makes resident."""
 
     free: set[ExpertKey]
-    """The experts that use free cache slots."""
+    """The experts that get free cache slots."""
     instead: dict[ExpertKey, ExpertKey]
-    """The experts that replace a resident: {expert: resident}."""
+    """{expert: the resident that it replaces}."""
 
     def has(self, key: ExpertKey) -> bool:
         return key in self.free or key in self.instead
@@ -106,9 +108,11 @@ def _staying(
     layer_share: int,
     keep: str,
 ) -> _Staying:
-    """Return the copies of one format that stay. Free slots within the layer's share are filled first. Then residents
-    of less value are replaced, if the layer no longer needs them: those of this layer (last uses), or any (eviction
-    policy)."""
+    """Return the copies of one format that become resident. Free slots within the layer's share are filled first.
+
+    After that, residents of less value are replaced, if the layer no longer needs them. With `keep` "last-uses" these
+    are residents of this layer; with "eviction" they are residents of any layer, in the order of the eviction policy.
+    """
     layer, ready, staged = routing.layer, residency.ready, residency.staged
     pool, own = residency.pool(layer, form), residency.pool(layer)
     share = layer_share if pool is own else max(1, layer_share * pool.cache_slots // own.cache_slots)
@@ -135,7 +139,8 @@ def _pairs(
     routes: Container[ExpertKey],
     value: Callable[[ExpertKey], float],
 ) -> dict[ExpertKey, ExpertKey]:
-    """Return each new expert, best first, with the least valuable resident that is computed before it or not used."""
+    """Return {new expert: the resident that it replaces}. The best new experts come first. Each replaces the least
+    valuable resident whose value is lower and which the layer does not use or has computed before."""
     instead: dict[ExpertKey, ExpertKey] = {}
     for key in newcomers:
         for resident in residents:
@@ -149,7 +154,8 @@ def _pairs(
 
 
 def _share_out(serves: list[Serve], passing: Container[ExpertKey], missing: int, balance: Sharing) -> list[Serve]:
-    """Assign some experts that would not stay to other units; experts that stay must be loaded anyway."""
+    """Return the serves, with other units for some experts that do not become resident. Experts that do must be loaded
+    anyway."""
     candidates = [serve for serve in serves if serve.key in passing]
     units = balance.split_prompt(candidates, missing - len(candidates))
     return [serve._replace(unit=units.get(serve.key, serve.unit)) for serve in serves]
@@ -162,12 +168,12 @@ def _staging_order(
     free_staging: Iterable[int],
     instead: Mapping[ExpertKey, ExpertKey],
 ) -> Iterator[tuple[int, int]]:
-    """Yield staging slots in the order in which they become free while `serves` are computed: (slot, serves computed
-    before).
+    """Yield staging slots in the order in which they become free while `serves` are computed, as pairs (slot, number of
+    serves complete before).
 
-    First come the free ones, then, serve by serve, the slot of each expert that does not stay, or of the resident that
-    it replaces (`instead`). Yielded slots go to the passing experts that have none, in serve order, which determines
-    the later slots.
+    First come the free staging slots. Then comes, serve by serve, the slot of each expert that does not become
+    resident, or the slot of the resident that it replaces (`instead`). The caller gives the slots, in this order, to
+    the `passing` experts that are not staged yet, which determines the later slots.
     """
     handed_out: deque[int] = deque()
     for slot in free_staging:

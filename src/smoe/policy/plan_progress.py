@@ -1,9 +1,11 @@
-"""The execution of plans: changes the slot table and the eviction policy together, as loads end and serves are done.
+"""Executes plans on the slot table and the eviction policy, which change together as loads end and experts are
+computed.
 
-    adopt ----> begin ... begin | served: promote, release, begin ... | served ... | arrive, or fail, at any time
+For each plan, the caller calls `adopt` once, `served` after every computed expert, and `arrive` or `fail` when a load
+ends, at any time. `Progress` calls `begin(load)` when the slot of a load is free.
 
-Engine and simulators execute plans only by this class, so their decisions cannot differ. Only the loads are their own:
-`begin` is called with each load when its slot is free.
+Engine and simulators execute plans only through this class, so their decisions cannot differ. Only what `begin` does is
+their own.
 """
 
 from __future__ import annotations
@@ -20,25 +22,26 @@ from smoe.routing import Phase, Routing
 
 
 class Progress:
-    """Executes the plans of one device, one after the other. Each load and serve costs O(1)."""
+    """Executes the plans of one device, one after the other. Each load and each serve costs O(1)."""
 
     def __init__(self, table: SlotTable, eviction: Eviction, begin: Callable[[Load], None]) -> None:
         self.table = table
         self.eviction = eviction
         self._begin = begin
         self._queue: deque[Load] = deque()
-        """Loads of the running layer whose slots are still in use, followed by prefetches."""
+        """Loads of the running layer that wait for their slots, followed by prefetches."""
         self._promoted: set[ExpertKey] = set()
-        """Prefetched copies of the running layer that stay, before their serve."""
+        """Prefetched copies that the running layer has promoted and not computed yet."""
         self._staying: dict[ExpertKey, Promotion] = {}
-        """Copies of the running layer that replace a resident after their serve."""
+        """Copies that replace a resident after the running layer has computed them."""
         self._layer: float = -math.inf
         """The layer of the last plan."""
         self._expected: set[ExpertKey] = set()
-        """The copies that the current pass has prefetched; before its first `look_through`, those of the last pass."""
+        """The copies that the current pass over the layers has prefetched. Until its first `look_through`, those of the
+        last pass."""
 
     def adopt(self, plan: LayerPlan) -> None:
-        """Start a plan: apply due promotions, remember later ones, begin loads in their order."""
+        """Start a plan: make the promotions that are due, store the later ones, and begin loads in their order."""
         self._layer = plan.layer
         self._staying = {promotion.key: promotion for promotion in plan.promotions if promotion.after}
         for promotion in plan.promotions:
@@ -48,17 +51,18 @@ class Progress:
         self._issue(0)
 
     def prefetch(self, loads: Sequence[Load]) -> None:
-        """Queue prefetches after all loads of the running layer."""
+        """Add prefetches to the queue, after all loads of the running layer."""
         self._expected.update(load.key for load in loads if not load.keep)
         self._queue.extend(loads)
         self._issue(0)
 
     def look_through(self, routing: Routing) -> tuple[list[ExpertKey], list[ExpertKey]]:
-        """Return the staged copies that `routing` uses and those to drop, before it is planned.
+        """Return (the staged copies that `routing` uses, the staged copies to drop). It is called before the layer is
+        planned and costs O(staging slots).
 
-        Copies that a decode step has prefetched for later layers are neither: they stay until their layer runs. Wrong
-        predictions and copies of an earlier pass are dropped. A prefill needs the staging slots, so it drops everything
-        that its layer does not use. O(staging slots).
+        A copy that this pass of decode has prefetched for a later layer is in neither list: it stays until its layer
+        runs. Copies of wrong predictions and of an earlier pass are dropped. A prefill needs the staging slots, so all
+        copies that its layer does not use are dropped.
         """
         if routing.phase is Phase.PREFILL or routing.layer <= self._layer:  # a pass runs its layers in ascending order
             self._expected.clear()
@@ -74,18 +78,20 @@ class Progress:
         return wanted, [key for key in self.table.staged if key not in stay]
 
     def arrive(self, key: ExpertKey) -> None:
-        """Record that a load has ended. A promoted copy becomes a resident after its serve only."""
+        """Record that the load of `key` has ended. A promoted copy counts as resident for the eviction policy only
+        after its serve."""
         self.table.arrive(key)
         if key not in self.table.staged and key not in self._promoted:
             self.eviction.insert(key)
 
     def fail(self, key: ExpertKey) -> None:
-        """Record that a load has failed or was cancelled."""
+        """Record that the load of `key` has failed or was cancelled."""
         self._promoted.discard(key)
         self.table.fail(key)
 
     def served(self, serve: Serve, computed: int) -> None:
-        """Record that the plan's `computed`-th serve is done: its copy leaves or stays, and waiting loads begin."""
+        """Record that an expert was computed, as the plan's serve number `computed` (from 1). Its copy becomes resident
+        or leaves its slot, and loads that waited for the slot begin."""
         key = serve.key
         if key in self._staying:
             self._promote(self._staying.pop(key))
@@ -98,8 +104,8 @@ class Progress:
             self._issue(computed)
 
     def withdraw(self, pool: SlotPool, count: int) -> list[int]:
-        """Take `count` cache slots out of use, between plans: free ones first, then those of the least valuable
-        residents. Return the slots. All cache slots of the pool must be free or hold residents."""
+        """Take `count` cache slots of a pool out of use, free ones first, then those of the least valuable residents.
+        Return the slots. It must be called between plans, when no load is in flight."""
         residents = [key for key in self.table.cached() if self.table.pool_of(key) is pool]
         if count > len(pool.free_cache):
             ranked = self.eviction.of_layer(residents[0][0])
@@ -113,8 +119,8 @@ class Progress:
         return slots
 
     def recover(self) -> None:
-        """Restore consistency after an error or an interrupt at any point, with no load in flight: only complete
-        experts stay."""
+        """Make slot table and eviction policy consistent after an error or an interrupt at any point, when no load is
+        in flight. Only completely loaded experts stay."""
         self._queue.clear()
         self._promoted.clear()
         self._staying.clear()
@@ -127,7 +133,7 @@ class Progress:
             self.eviction.insert(key)
 
     def reset(self, eviction: Eviction) -> None:
-        """Empty all slots and replace the eviction policy."""
+        """Empty all slots and use another eviction policy from now on."""
         self.recover()
         self.table.clear()
         self.eviction = eviction
@@ -139,7 +145,7 @@ class Progress:
         self._promoted.add(promotion.key)
 
     def _issue(self, computed: int) -> None:
-        """Begin the loads whose slots are free after `computed` serves."""
+        """Begin the loads that may start after `computed` serves."""
         queue = self._queue
         while queue and queue[0].after <= computed:
             load = queue.popleft()
@@ -150,7 +156,7 @@ class Progress:
 
 
 def carry_out(plan: LayerPlan, table: SlotTable, eviction: Eviction) -> None:
-    """Apply a plan whose loads take no time."""
+    """Execute a plan whose loads take no time."""
     progress = Progress(table, eviction, lambda load: progress.arrive(load.key))
     progress.adopt(plan)
     for computed, serve in enumerate(plan.serves, start=1):

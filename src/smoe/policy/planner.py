@@ -1,20 +1,20 @@
 """Plans one layer of one step (`plan_layer`): which experts are computed in which order, and which are loaded.
 
-Every route is computed by the expert that the routing names: substitution and dropping come before. There are two
-cases.
+A plan computes every route with the expert that the routing names: routes were substituted or dropped before. There are
+two cases.
 
-Decode (`plan_decode.py`). Resident experts come first, then those in flight, then the missing ones in the order of
-their loads, so that computing overlaps reading. A missing expert takes a free cache slot or the slot of a victim. Where
-one layer needs more experts than there are slots, later loads reuse the slots of experts computed before them (waves).
-With a device that has its own memory, the CPU may compute some of the missing experts (`policy/balance.py`).
+Decode (`plan_decode.py`). Resident experts are computed first, then those in flight, then missing ones in the order of
+their loads, so that computing overlaps reading. A missing expert is loaded into a free cache slot or the slot of a
+victim. If one layer needs more experts than there are slots, later loads use the slots of experts that were computed
+before (waves). On a device with its own memory, the CPU may compute some of the missing experts (`policy/balance.py`).
 
-Prefill (`plan_prefill.py`). Experts are in ascending order, each loaded once, through the staging slots. Experts that
-fit the layer's fair share of free cache slots stay, so a long prompt changes which experts of a layer are resident, but
-not how many. Alternatively, the eviction policy's order decides. With a device that has its own memory, the CPU may
-compute experts that do not stay and have few tokens.
+Prefill (`plan_prefill.py`). Experts are computed in ascending order, each loaded at most once, through the staging
+slots. As many become resident as the layer's share of free cache slots allows. A long prompt therefore changes which
+experts of a layer are resident, but not how many. As an alternative, the eviction policy decides which become resident.
+On a device with its own memory, the CPU may compute experts that do not become resident and have few tokens.
 
-Where experts have low copies, an expert that needs no more than that (`Routing.low`) is computed with its full copy
-where that is at hand, else with the low one. The two formats have separate slots.
+If experts have low copies, an expert for which a low copy suffices (`Routing.low`) is computed with its full copy if
+that is resident or in flight, otherwise with its low copy. The two formats have separate slots.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from smoe.policy.residency import SlotTable
 from smoe.routing import Phase, Routing
 
 LOW_USE = ("asked", "meanwhile", "only")
-"""Which experts low copies compute. asked: experts that need no more and are not at hand; meanwhile: in decode also
-experts that need more, are not at hand, and have a resident low copy; only: all, for measurements."""
+"""Which experts are computed with their low copies. asked: experts that are not at hand and for which a low copy
+suffices. meanwhile: in decode, also other experts that are not at hand and have a resident low copy. only: all, for
+measurements."""
 
 PREFILL_KEEP = ("last-uses", "eviction")
-"""What decides which experts of a prompt stay in the cache. last-uses: how often its last tokens use them, within each
-layer; eviction: the eviction policy's order, over all layers."""
+"""Which experts of a prompt become resident. last-uses: those that the prompt's last tokens use most, compared within
+each layer. eviction: those that the eviction policy ranks highest, over all layers."""
 
 
 def plan_layer(
@@ -50,12 +51,11 @@ def plan_layer(
     prefill_keep: str = "last-uses",
     low_use: str = "asked",
 ) -> LayerPlan:
-    """Plan one layer of one step.
+    """Return the plan for one layer of one step. Raise `BudgetError` if not even one expert can be loaded.
 
-    `layer_share`: the cache slots that a prefill may leave filled for this layer; `balance`: which of the step's
-    missing experts other units compute (None: none); `prefill_keep` (`PREFILL_KEEP`): which of a prompt's experts stay;
-    `low_use` (`LOW_USE`): which experts low copies compute. Raises `BudgetError` where not even one expert can be
-    loaded.
+    `layer_share`: the number of cache slots that a prefill may fill for this layer. `balance`: decides which missing
+    experts other units compute; None: the device computes all. `prefill_keep`: one of `PREFILL_KEEP`. `low_use`: one of
+    `LOW_USE`.
     """
     routes = routes_by_key(routing, _served_low(routing, residency, low_use))
     if routing.phase is Phase.DECODE:
@@ -65,23 +65,23 @@ def plan_layer(
 
 
 def layer_share(cache_slots: int, layers: int) -> int:
-    """Return the number of cache slots that a prefill may leave filled for each of `layers` layers."""
+    """Return the number of cache slots that a prefill may fill for each of `layers` layers."""
     return max(1, cache_slots // layers)
 
 
 def layer_shares(residency: SlotTable, layers: Sequence[int]) -> dict[int, int]:
-    """Return `layer_share` of every layer, where layers may have slots of several sizes."""
+    """Return {layer: number of cache slots that a prefill may fill}, for layers whose slots may have several sizes."""
     pools = {layer: residency.pool(layer) for layer in layers}
     sharing = Counter(pools.values())
     return {layer: layer_share(pool.cache_slots, sharing[pool]) for layer, pool in pools.items()}
 
 
 def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey, tuple[int, ...]]:
-    """Return the flat route positions of every used expert, ascending by expert, without padding routes. The experts in
-    `low` use their low copies.
+    """Return {expert: flat indices t * K + k of its routes}, ascending by expert, without padding. The experts in `low`
+    are computed with their low copies.
 
-    Within an expert, positions are ordered by choice, then by token, as the library's eager experts stack their rows:
-    the order decides the last bits of a matrix product.
+    The routes of one expert are ordered by choice k, then by token t, as the library's eager experts stack their rows:
+    the order of rows affects the last bits of a matrix product.
     """
     layer, rows = routing.layer, routing.top_k_index
     if len(rows) == 1:
@@ -102,7 +102,7 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
 
 
 def _served_low(routing: Routing, residency: SlotTable, low_use: str) -> set[int]:
-    """Return the chosen experts that low copies compute."""
+    """Return the chosen experts that are computed with their low copies."""
     layer = routing.layer
     if not residency.has_low:
         return set()

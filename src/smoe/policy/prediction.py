@@ -1,11 +1,11 @@
-"""The interface of predictors of later layers' experts: when they run, what they see, and what they return.
+"""The interface of predictors of later layers' experts: when they run, what they receive, and what they return.
 
     one layer        | router | resident experts | wait for loads | missing experts |
     predictor runs          ^ ROUTED             ^ RESIDENTS_DONE
-                            | CONCURRENT: ......; the result is used as soon as it is there ..... |
-                                | FIRST_DONE: the same, but loads begin after the first expert .... |
 
-Arrays have the engine's type (torch tensors; none in a simulator), so this module does not import it.
+`Moment` lists two more times, at which the predictor runs concurrently with the layer's experts.
+
+Tensors have the engine's type (torch), which this module does not import. A simulator has no tensors.
 """
 
 from __future__ import annotations
@@ -34,123 +34,125 @@ class Moment(Enum):
 
 
 ASKED = {"before": Moment.ROUTED, "concurrent": Moment.CONCURRENT, "first-expert": Moment.FIRST_DONE}
-"""The moment for each value of the setting `prefetch_asked`; it applies to predictors that see only the routers'
-choices."""
+"""The `Moment` for each value of the setting `prefetch_asked`. The setting applies to predictors that use only the
+routers' choices."""
 ON_A_THREAD = (Moment.CONCURRENT, Moment.FIRST_DONE)
 
 
 class Sight(NamedTuple):
-    """The inputs of a predictor."""
+    """The inputs of a predictor at one layer. T is the number of tokens of the step, H the hidden size."""
 
     layer: int
     hidden: Any
-    """[T, H]: the layer's router input."""
+    """[T, H]: the input of the layer's router."""
     partial: Any = None
     """[T, H]: the output of the resident experts; None at `Moment.ROUTED`."""
     rows: Sequence[int] | None = None
-    """Rows that need experts (no padding, no finished rows); None: all."""
+    """The tokens that need experts, without padding and finished rows; None: all."""
 
 
 class Prediction(NamedTuple):
-    """Experts that a later layer is expected to need."""
+    """The experts that a later layer is expected to choose."""
 
     layer: int
     experts: Sequence[int]
-    """The experts in order of preference, best first."""
+    """The predicted experts, best first."""
     low: Container[int] = frozenset()
     """The experts for which a low copy suffices, by their predicted importance."""
     is_next: bool = False
-    """Whether the prediction is for the next token, so that it is needed after all layers of the current one."""
+    """Whether the prediction is for the next token, whose layers run after all layers of the current one."""
 
 
 class Listener(Protocol):
-    """Receives predictions as soon as they are made, on any thread."""
+    """An object that receives predictions as soon as they are made, on any thread."""
 
     def expect(self, position: int, named: Prediction) -> None:
-        """Expect these experts for the token at `position` of the text."""
+        """Receive a prediction for the token at `position` of the text."""
 
     def withdraw(self, position: int) -> None:
-        """Drop predictions for this position and later ones: they belonged to another text."""
+        """Forget the predictions for this position and later ones, because they were made for another text."""
 
 
 class PredictorKind:
-    """The needs of a kind of predictor, which are known before one is made.
+    """What a kind of predictor needs, known before an instance exists.
 
-    A predictor's class declares them. If its module imports torch, a class of `prediction/kinds.py` declares them
-    instead, for commands that load no torch.
+    A predictor's class declares these attributes itself. If its module imports torch, a class of `prediction/kinds.py`
+    declares them instead, for commands that do not import torch.
     """
 
     asked: Moment = Moment.ROUTED
     needs_scores: ClassVar[bool] = False
-    """Whether it needs the rule from router logits to a choice."""
+    """Whether the predictor computes scores and choices from router logits, and so needs the router's rule for it."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """The settings of `EngineConfig` that belong to it. `prefetch_asked` belongs to predictors that see only the
-    routers' choices: any thread may run them."""
+    """The settings of `EngineConfig` that apply to this predictor. `prefetch_asked` applies to predictors that use only
+    the routers' choices, so that any thread can run them."""
     is_fitted: ClassVar[bool] = False
-    """Whether it must first be fitted on traces of the model (`prediction/fitted.py`)."""
+    """Whether the predictor must first be fitted on traces of the model (`prediction/fitted.py`)."""
     has_weights: ClassVar[bool] = False
-    """Whether it has weights whose size does not follow from the model's files."""
+    """Whether the predictor has weights whose size the model's files do not determine."""
     names_whole_layers: ClassVar[bool] = False
-    """Whether it can predict all experts of a layer, and not only as many as a token chooses."""
+    """Whether the predictor can predict all experts of a layer, not only as many as a token chooses."""
     can_compete: ClassVar[bool] = True
-    """Whether it takes part in tournaments. Baselines do not, nor predictors that run layers of the model (no other one
-    can observe the model then), nor those with less memory for experts than others."""
+    """Whether the predictor takes part in tournaments. Three kinds do not: baselines, predictors that run layers of the
+    model (no other predictor can observe the model then), and predictors that leave less memory for experts."""
     usual_recall: ClassVar[float] = 0.5
-    """The share of the next layer's experts that it predicts, for forecasts (docs/log/forecasts.md)."""
+    """The typical fraction of the next layer's experts that are predicted, for forecasts (docs/log/forecasts.md)."""
 
     @classmethod
     def own_bytes(cls, spec: Any, config: Any) -> int:
-        """Return the bytes that it stores for a `ModelSpec` and an `EngineConfig`, without fitted values."""
+        """Return the bytes that the predictor stores for a `ModelSpec` and an `EngineConfig`, without fitted values."""
         del spec, config
         return 0
 
     @classmethod
     def bytes_to_fit(cls, spec: Any) -> int:
-        """Return the bytes of fitted values before they exist; 0 for counts."""
+        """Return an upper bound of the bytes of fitted values, before they exist; 0 for mere counts."""
         del spec
         return 0
 
     @classmethod
     def make(cls, inputs: Any) -> Predictor | None:
-        """Return a new predictor from `PredictorInputs`; None predicts nothing."""
+        """Return a new predictor from `PredictorInputs`; None if it would predict nothing."""
         del inputs
         return None
 
 
 class Predictor(PredictorKind, ABC):
-    """A predictor of later layers' experts. It must not affect the model's outputs."""
+    """A predictor of later layers' experts. It must not change the model's outputs."""
 
     alpha: float = 0.0
-    """The substitution threshold of the layers."""
+    """The substitution threshold of the model's layers. A predictor may leave out experts that would be substituted."""
     thresholds: Thresholds = ALL_IMPORTANT
-    """The importance thresholds of the layers' missing experts."""
+    """The importance thresholds of the model's layers, by which a predictor says that a low copy of an expert
+    suffices."""
     helpers: Sequence[Any] = ()
-    """Threads to close with the engine; they must not refer to the engine or its model."""
+    """The predictor's threads, which are closed with the engine. They must not refer to the engine or its model."""
 
     def install(self) -> None:
-        """Attach to the model, after the engine has replaced its experts."""
+        """Add hooks to the model. The engine calls this after it has replaced the model's experts."""
 
     def speak_to(self, listener: Listener) -> None:
-        """Add a listener for predictions between two layers; only predictors with a thread make any."""
+        """Set a listener for predictions that are made between two layers. Only predictors with a thread make such
+        predictions."""
         del listener
 
     def begin(self, ids: Any, cache: Any) -> None:
-        """Prepare for a forward pass. `ids`: its tokens [rows, new positions]; None where embeddings were given.
-        `cache`: the cache of earlier tokens; None without one."""
+        """Prepare for a forward pass. `ids`: its token ids [rows, new positions]; None if embeddings were given.
+        `cache`: the KV cache of earlier tokens; None without one."""
         del ids, cache
 
     def observe(self, routing: Routing) -> None:
-        """Process a router's choice, before any replacement: called for every layer of every step, in order."""
+        """Receive a router's choice, before substitution. It is called for every layer of every step, in order."""
         del routing
 
     def observe_input(self, routing: Routing, hidden: Any) -> None:
-        """Process that router's input, hidden [T, H], after `observe`. Not called where there are no tensors."""
+        """Receive the input of the same router, [T, H], after `observe`. It is not called if there are no tensors."""
         del routing, hidden
 
     @abstractmethod
     def predict(self, sight: Sight) -> Iterable[Prediction]:
-        """Return predictions, the nearest layer first and those of the next token last; empty where there are none.
+        """Return predictions, the nearest layer first and those of the next token last; empty if there are none.
 
-        The result is read once and at once, and only as far as nearer layers miss nothing, so later predictions may be
-        computed lazily.
+        The caller reads the result once, immediately, and stops at the first layer with missing experts. Later
+        predictions may therefore be computed lazily.
         """

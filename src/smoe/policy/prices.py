@@ -1,8 +1,8 @@
-"""The quality cost of each lossy resolution of a miss, in nats: the sum of the divergences of this and later next-token
-distributions, and the expected rise of a text's cross-entropy.
+"""The quality cost of each lossy resolution of a miss, in nats.
 
-Quality costs of different routes and layers add up. They are measured on text, once for a model, and stored with it as
-a table; `LayerPrices.price` computes the cost of a route from it.
+A quality cost is the sum of the divergences of this and later next-token distributions, and so the expected rise of a
+text's cross-entropy. The costs of different routes and layers add up. They are measured on text, once for a model, and
+stored as a table with its other tuned values. `LayerPrices.price` computes the cost of a route from the table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from smoe.errors import ConfigError
 
 
 class Resolution(Enum):
-    """A way to compute the routes of a missing expert."""
+    """A way to deal with the routes of a missing expert."""
 
     HIGH = "high"
     """The full copy is loaded."""
@@ -31,22 +31,22 @@ class Resolution(Enum):
 
 
 class LayerPrices(NamedTuple):
-    """Coefficients of one layer, in nats for a route with the whole routing weight of its token."""
+    """The coefficients of one layer: the cost in nats of a route that has the whole routing weight of its token."""
 
     low: float
     substitute: float
-    """The quality cost of a substitute whose own weight is zero."""
+    """The quality cost of a substitute with score 0."""
     skip: float
-    """The quality cost of a dropped route, with the weights of the other routes unchanged."""
+    """The quality cost of a dropped route, if the weights of the other routes stay unchanged."""
 
     def price(self, answer: Resolution, weight: float, gap: float = 0.0) -> float:
-        """Return the quality cost in nats of one route with `weight` of its token's routing weight (0 to 1).
+        """Return the quality cost in nats of one route. `weight`: its fraction of the token's routing weight (0 to 1).
+        `gap`: how much lower the substitute's score is, as a fraction of the expert's score (0 to 1).
 
-        The change of the layer's output by rounding an expert is proportional to its weight, and the divergence of the
-        next token's distribution to the square of the change. The cost of dropping grows slightly faster, because
-        experts of small weight also have small outputs. A substitute, weighted by its own score, is a second,
-        independent change: experts of similar score are not more alike than others (docs/log/substitution.md). `gap`:
-        the part of the expert's score by which the substitute's score is lower (0 to 1).
+        The rounding of an expert changes the layer's output in proportion to the weight, and the divergence of the next
+        token's distribution is proportional to the square of the change. The cost of dropping grows slightly faster,
+        because experts of small weight also have small outputs. A substitute, weighted by its own score, is a second,
+        independent change: experts of similar score are not more alike than others (docs/log/substitution.md).
         """
         squared = weight * weight
         if answer is _SUBSTITUTE:
@@ -61,7 +61,7 @@ _LOW, _SUBSTITUTE, _SKIP = Resolution.LOW, Resolution.SUBSTITUTE, Resolution.SKI
 
 
 class PriceTable(NamedTuple):
-    """The quality costs of a model, by the layers' numbers in `Routing.layer`."""
+    """The quality costs of a model, by layer number (`Routing.layer`)."""
 
     layers: Mapping[int, LayerPrices]
 
@@ -76,7 +76,7 @@ class PriceTable(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> PriceTable:
-        """Return the table that `as_json` wrote. Raises `ConfigError` for anything else, and for negative costs."""
+        """Return the table that `as_json` wrote. Raise `ConfigError` for anything else, and for negative costs."""
         try:
             layers = {int(layer): LayerPrices(**prices) for layer, prices in value["nats"].items()}
         except (TypeError, KeyError, ValueError, AttributeError) as error:

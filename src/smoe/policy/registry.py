@@ -1,4 +1,4 @@
-"""The names of policies, and where their classes are; the classes declare their needs.
+"""The names of policies and predictors, and where their classes are. The classes declare what they need.
 
 A new policy is one file and one line here. A class is imported when its name is looked up, so that `--help` imports
 neither NumPy nor torch.
@@ -31,26 +31,27 @@ _REPLAYED = {
     "belady": "smoe.policy.eviction.belady:Belady",
 }
 EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, _LIVE | _REPLAYED)
-"""All policies: a replay can use any of them."""
+"""All eviction policies. A replay can use any of them."""
 LIVE_EVICTIONS: Catalogue[Eviction] = Catalogue("eviction", "smoe.evictions", Eviction, _LIVE)
-"""The policies that can serve live requests."""
+"""The eviction policies that can serve live requests."""
 ONLINE_EVICTION = tuple(_LIVE)
-"""The names of the built-in policies that can serve live requests."""
+"""The names of the built-in eviction policies that can serve live requests."""
 EVICTION = tuple(EVICTIONS.built_in)
-"""The names of all built-in policies, including those for comparisons in the simulator only."""
+"""The names of all built-in eviction policies, including those for comparisons in the simulator only."""
 LEARNED = "learned"
-"""The policy that is trained on traces of the model."""
+"""The eviction policy that is trained on traces of the model."""
 
 CACHE_RECORDS = ("sequence", "model")
-"""The period over which the multidimensional cache counts uses: this sequence, or since the model was loaded."""
+"""The period over which the multidimensional cache counts uses. sequence: since the start of the prompt; model: since
+the model was loaded."""
 
 _ROUNDING = 1e-3
-"""The amount by which cache weights may fail to sum to 1: people write 0.33."""
+"""How much the sum of the cache weights may differ from 1, since users write 0.33 for a third."""
 
 EXPERT_MLP = "expert-mlp"
-"""The network that is trained on recorded paths (DuoServe)."""
+"""The predictor that is a network, trained on recorded routing (DuoServe)."""
 CORRECTED_GATES = "corrected-gates"
-"""The prefetch by routers of later layers with corrections that are learned from text."""
+"""The predictor that runs later layers' routers with corrections learned from text."""
 DRAFT = "draft-model"
 """The prefetch by a draft model, a copy of the model in fewer bits that decodes concurrently (OD-MoE)."""
 
@@ -72,36 +73,42 @@ PREDICTORS: Catalogue[PredictorKind] = Catalogue(
         EXPERT_MLP: "smoe.prediction.kinds:ExpertMLPKind",
     },
 )
-"""Predictors for later layers in decode. next-gate: the next layer's router on this layer's input; look-ahead: its
-attention and router on the output of the resident experts; stacked-gates: the routers of several layers on this layer's
-input; corrected-gates: the same with learned corrections; whole-layer: every expert of the next layer; draft: a draft
-model; previous-token: the layer's choice for the last token. Those that must be fitted on a trace of the model predict
-by how often a layer chooses an expert (popularity), by which experts followed those of the layer before (affinity), by
-the most similar past sequence (activation-matrix), by a network (expert-mlp)."""
+"""Predictors of later layers' experts in decode.
+
+Without training: next-gate applies the next layer's router to this layer's input; look-ahead runs the next layer's
+attention and router on the output of the resident experts; stacked-gates applies the routers of several later layers to
+this layer's input; whole-layer predicts every expert of the next layer; draft-model is a draft model (a copy of the
+model in fewer bits); previous-token repeats the layer's choice for the last token.
+
+With training on text: corrected-gates is stacked-gates with learned corrections. Fitted to a trace of the model:
+popularity predicts the experts that the layer chooses most often; affinity those that most often follow the experts of
+the layer before; activation-matrix those of the most similar past sequence; expert-mlp is a network.
+"""
 NO_PREDICTOR = ("auto", "none")
-"""Values of the setting that name no predictor. auto: what is fastest; none: no predictions."""
+"""Values of the setting `prefetch` that are not names of predictors. auto: the fastest; none: no predictions."""
 PREFETCH = (*NO_PREDICTOR, *PREDICTORS.built_in)
 
 PREFETCH_WHAT = ("top-score", "chosen")
-"""chosen: SMoE's first version; top-score: its second."""
+"""Which predicted experts are prefetched. chosen: all (SMoE's first version); top-score: only those of high score (its
+second version)."""
 
 
 EXPERT_CACHE = ("budget", "top-k")
-"""budget: as many slots as the budget allows; top-k: as in systems without an expert cache, the slots of one token's
-choice in one layer and the staging slots."""
+"""How many slots there are. budget: as many as the budget allows. top-k: as in systems without an expert cache, the
+slots for one token's choice in one layer, and the staging slots."""
 POOLS = ("global", "layer")
-"""global: one pool of slots for all layers; layer: a share for each."""
+"""Which layers share slots. global: all; layer: none, each layer has an equal share."""
 
 
 def are_cache_weights(values: Sequence[float]) -> bool:
-    """Return whether the values can be the weights of the multidimensional cache: four, not negative, with the sum
+    """Return whether `values` can be the weights of the multidimensional cache: four numbers, none negative, with sum
     1."""
     are_numbers = all(isinstance(value, (int, float)) and value >= 0 for value in values)
     return len(values) == 4 and are_numbers and abs(sum(values) - 1) < _ROUNDING
 
 
 def eviction_kind(name: str) -> type[Eviction]:
-    """Return the class of a policy for live requests; raise `ConfigError` if there is none of that name."""
+    """Return the class of an eviction policy for live requests. Raise `ConfigError` if there is none of this name."""
     found = (EVICTIONS if name in _REPLAYED else LIVE_EVICTIONS).find(name)
     if found.only_replayed:
         live = LIVE_EVICTIONS.allowed
@@ -115,19 +122,21 @@ def eviction_kind(name: str) -> type[Eviction]:
 
 
 def predictor_kind(prefetch: str) -> type[PredictorKind]:
-    """Return the class for a value of the setting `prefetch`; `auto` and `none` have the class without needs."""
+    """Return the class for a value of the setting `prefetch`. For `auto` and `none` it is a class that needs
+    nothing."""
     return PredictorKind if prefetch in NO_PREDICTOR else PREDICTORS.find(prefetch)
 
 
 def fitted_names() -> tuple[str, ...]:
-    """Return the names of the built-in predictors that are fitted on traces of a model."""
+    """Return the names of the built-in predictors that must be fitted on traces of the model."""
     return tuple(name for name in PREDICTORS.built_in if PREDICTORS.find(name).is_fitted)
 
 
 def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
-    """Return a new online eviction policy for slots of these `sizes`. `experts`: the number of experts of each layer.
+    """Return a new eviction policy for live requests, for slots of these `sizes`. `experts`: {layer: number of
+    experts}.
 
-    Where some slots hold low copies, each format has its own policy.
+    If some slots hold low copies, each format has its own policy.
     """
     forms = sorted({size.form for size in sizes})
     of_form = {form: _make_sizes(wanted, [size for size in sizes if size.form == form], experts) for form in forms}
@@ -135,7 +144,7 @@ def make_eviction_for(wanted: EvictionSettings, sizes: Sequence[PoolSize], exper
 
 
 def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Mapping[int, int]) -> Eviction:
-    """Make the policy for slots of one format."""
+    """Return a new policy for slots that hold copies of one format."""
     if len(sizes) == 1:
         return make_pools(wanted, sizes[0].cache, len(experts), sum(experts.values()))
     by_layer: dict[int, Eviction] = {}
@@ -146,9 +155,10 @@ def _make_sizes(wanted: EvictionSettings, sizes: Sequence[PoolSize], experts: Ma
 
 
 def make_pools(wanted: EvictionSettings, cache_slots: int, layers: int, experts: int | None = None) -> Eviction:
-    """Return a new online eviction policy for `cache_slots` slots of one size, used by `layers` layers.
+    """Return a new eviction policy for live requests, for `cache_slots` slots of one size that `layers` layers use.
 
-    Where all `experts` of these layers fit, nothing is ever evicted: `auto` is then the cheapest policy.
+    `experts`: the number of experts of these layers. If all fit in the slots, nothing is ever evicted, and `auto` is
+    then the cheapest policy, LRU.
     """
     if wanted.name == "auto" and experts is not None and cache_slots >= experts:
         return LRU()
@@ -158,7 +168,7 @@ def make_pools(wanted: EvictionSettings, cache_slots: int, layers: int, experts:
 
 
 def make_eviction(name: str) -> Eviction:
-    """Return a new online eviction policy by name, with default settings."""
+    """Return a new eviction policy for live requests by name, with default settings."""
     return _make(EvictionSettings(name))
 
 

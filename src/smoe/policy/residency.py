@@ -1,15 +1,15 @@
-"""The slot table, the only record of which expert is in which slot.
+"""The slot table, which alone records which expert is in which slot.
 
-Slots are numbers. They form two sets that exchange members without copying: *cache* slots hold experts until a policy
-evicts them, *staging* slots hold experts that are used once (a prefill larger than the cache, a prefetch before its
-use). Every slot is at all times in exactly one of these states, which `check` asserts:
+Slots are numbered. There are two sets of slots, which exchange members without copying data. *Cache* slots hold experts
+until a policy evicts them. *Staging* slots hold experts that are used once: in a prefill larger than the cache, or for
+a prefetch before its use. Every slot is always in exactly one of these states, which `check` asserts:
 
     free cache | free staging | in flight (cache or staging) | ready (cache or staging) | withdrawn
 
-A plan reads the table; the engine changes it between plans.
+A policy that plans only reads the table. The engine changes it between plans.
 
-Where layers differ in the size of their experts, or experts have low copies, there is a pool of slots for each size,
-each with cache and staging slots; the numbers continue from pool to pool.
+If layers have experts of different sizes, or experts have low copies, there is a pool of slots for each size, with
+cache and staging slots of its own. Slot numbers continue from pool to pool.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smoe.policy.plan import Load, Promotion
 
 
 class PoolSize(NamedTuple):
-    """The numbers of slots of one size."""
+    """How many slots of one size there are, and what they hold."""
 
     cache: int
     staging: int
@@ -33,11 +33,12 @@ class PoolSize(NamedTuple):
     form: int = EXACT
     """The format of the copies that the slots hold."""
     spare: int = 0
-    """Additional cache slots, which are withdrawn at first."""
+    """The number of additional cache slots, which are withdrawn at first."""
 
 
 class SlotPool:
-    """The slots of one size, numbered from `first`: `cache_slots + staging_slots` in use, and the withdrawn ones."""
+    """The slots of one size, numbered from `first`: `cache_slots + staging_slots` slots in use, and the withdrawn
+    ones."""
 
     __slots__ = ("end", "first", "free_cache", "free_staging", "staging_slots", "withdrawn")
 
@@ -51,7 +52,7 @@ class SlotPool:
         self.free_cache: deque[int] = deque(range(first, first + cache_slots))
         self.free_staging: deque[int] = deque(range(first + cache_slots, in_use))
         self.withdrawn = list(range(self.end - 1, in_use - 1, -1))
-        """Cache slots whose memory has another use at present."""
+        """Cache slots whose memory is used for something else at present."""
 
     @property
     def cache_slots(self) -> int:
@@ -59,7 +60,7 @@ class SlotPool:
         return self.end - self.first - self.staging_slots - len(self.withdrawn)
 
     def give(self, slots: int) -> None:
-        """Return `slots` withdrawn slots to use."""
+        """Put `slots` withdrawn slots into use again."""
         for _ in range(slots):
             self.free_cache.append(self.withdrawn.pop())
 
@@ -69,7 +70,7 @@ class SlotPool:
         self.withdrawn.append(slot)
 
     def settle(self, used: set[int]) -> None:
-        """Mark the slots in `used` as taken, and all others as free except the withdrawn ones."""
+        """Make the slots in `used` taken, and all others free except the withdrawn ones."""
         used = used.union(self.withdrawn)
         free = [slot for slot in range(self.first, self.end) if slot not in used]
         in_cache = len(free) - self.staging_slots
@@ -77,7 +78,7 @@ class SlotPool:
 
 
 class SlotTable:
-    """The residency of experts on one device, over slots of one or several sizes."""
+    """Which experts are in which slots of one device. The slots may have several sizes."""
 
     def __init__(self, *sizes: PoolSize) -> None:
         self.pools: list[SlotPool] = []
@@ -94,7 +95,7 @@ class SlotTable:
         self.ready: dict[ExpertKey, int] = {}
         self.inflight: dict[ExpertKey, int] = {}
         self.arrived = 0
-        """The number of loads that have ended well."""
+        """The number of loads that have succeeded."""
         self.staged: set[ExpertKey] = set()
         """Copies in staging slots, ready or in flight."""
 
@@ -104,27 +105,27 @@ class SlotTable:
         return self.pools[-1].end if self.pools else 0
 
     def pool(self, layer: int, form: int = EXACT) -> SlotPool:
-        """Return the slots for copies of a layer's experts in one format."""
+        """Return the slots for copies of a layer's experts in the format `form`."""
         return self._pool_of[layer, form] if self._pool_of else self._pool_for_all[form]
 
     def pool_of(self, key: ExpertKey) -> SlotPool:
-        """Return the slots for a copy."""
+        """Return the pool of slots for this copy."""
         return self.pool(key[0], key[2])
 
     def __contains__(self, key: ExpertKey) -> bool:
-        """Return whether the copy is ready."""
+        """Return whether the copy is in memory, completely loaded."""
         return key in self.ready
 
     def is_at_hand(self, key: ExpertKey) -> bool:
-        """Return whether the copy is ready or in flight, so that nothing has to be loaded."""
+        """Return whether the copy is in memory or in flight, so that it need not be loaded."""
         return key in self.ready or key in self.inflight
 
     def cached(self) -> Iterator[ExpertKey]:
-        """Return ready copies in cache slots: the candidates for eviction."""
+        """Return the copies in cache slots that are completely loaded: the candidates for eviction."""
         return (key for key in self.ready if key not in self.staged)
 
     def begin(self, load: Load) -> None:
-        """Start a load: its victim is evicted, and its slot is in flight."""
+        """Start a load: evict its victim, and mark its slot as in flight."""
         key, slot, victim = load.key, load.slot, load.victim
         assert key not in self.ready and key not in self.inflight, f"{key} is here already"
         if victim is not None:
@@ -138,21 +139,22 @@ class SlotTable:
             self.staged.add(key)
 
     def arrive(self, key: ExpertKey) -> None:
-        """Record that a load has ended."""
+        """Record that the load of `key` has ended."""
         self.ready[key] = self.inflight.pop(key)
         self.arrived += 1
 
     def fail(self, key: ExpertKey) -> None:
-        """Record that a load has failed or was cancelled: its slot becomes free."""
+        """Record that the load of `key` has failed or was cancelled, and free its slot."""
         self._free(key, self.inflight.pop(key))
 
     def release(self, key: ExpertKey) -> None:
-        """Free the slot of a staged copy that has been used."""
+        """Free the slot of a staged copy after its use."""
         assert key in self.staged, f"{key} is not staged"
         self._free(key, self.ready.pop(key))
 
     def promote(self, promotion: Promotion) -> None:
-        """Turn the staging slot of a copy into a cache slot; the victim's slot becomes the free staging slot."""
+        """Make the staging slot of a copy a cache slot. The victim's slot, or a free cache slot, becomes a free staging
+        slot."""
         key, victim, _ = promotion
         assert key in self.staged, f"{key} is not staged"
         self.staged.discard(key)
@@ -161,22 +163,23 @@ class SlotTable:
         pool.free_staging.append(freed)
 
     def discard(self, key: ExpertKey) -> int:
-        """Evict a resident. Return its cache slot, which is then free."""
+        """Evict a resident. Return its cache slot, which is free then."""
         assert key not in self.staged, f"{key} is staged"
         slot = self.ready.pop(key)
         self.pool_of(key).free_cache.append(slot)
         return slot
 
     def clear(self) -> None:
-        """Evict everything."""
+        """Evict all copies."""
         self.ready.clear()
         self.settle()
 
     def settle(self) -> None:
-        """Restore consistency after a change that was interrupted at any point: ready copies in cache slots stay, all
-        other slots become free.
+        """Make the table consistent after a change that was interrupted at any point. Completely loaded copies in cache
+        slots stay, and all other slots become free.
 
-        Only `ready` is reliable: a copy is added after its load has ended and removed before its slot is written.
+        Only `ready` can be relied on: a copy is added after its load has ended, and removed before its slot is
+        overwritten.
         """
         room = {pool.first: pool.cache_slots for pool in self.pools}
         now_ready: dict[ExpertKey, int] = {}
@@ -200,8 +203,8 @@ class SlotTable:
             pool.free_cache.append(slot)
 
     def check(self) -> None:
-        """Assert that every slot is in exactly one state, the two sets have their sizes, and every copy is in a slot of
-        its size."""
+        """Assert that every slot is in exactly one state, that there are as many cache and staging slots as declared,
+        and that every copy is in a slot of its size."""
         free = chain.from_iterable((*pool.free_cache, *pool.free_staging, *pool.withdrawn) for pool in self.pools)
         used = [*self.ready.values(), *self.inflight.values(), *free]
         assert sorted(used) == list(range(self.slots)), used
@@ -215,8 +218,8 @@ class SlotTable:
 
 
 class ExpertsAtHand:
-    """The experts of one layer that need no load, as a container: resident, staged or in flight. For those in `low` a
-    low copy suffices."""
+    """A container of one layer's experts that need no load, because they are in memory or in flight. For experts in
+    `low`, a low copy suffices."""
 
     __slots__ = ("_layer", "_low", "_table")
 
@@ -235,7 +238,7 @@ class ExpertsAtHand:
 
 
 class ExpertsUnderWay(ExpertsAtHand):
-    """The experts at hand that are still in flight."""
+    """A container of one layer's experts that are in flight."""
 
     __slots__ = ()
 
@@ -244,7 +247,7 @@ class ExpertsUnderWay(ExpertsAtHand):
 
 
 class LowCopiesHere:
-    """The experts of one layer whose low copies are ready, as a container."""
+    """A container of one layer's experts whose low copies are in memory."""
 
     __slots__ = ("_layer", "_ready")
 

@@ -1,8 +1,8 @@
-"""Decides one step of one layer: from its router's choice to the experts computed and loaded.
+"""Decides one layer of one step: from the router's choice to the experts that are computed and loaded.
 
-    routing -> importance -> substitutes -> dropped -> unused prefetches freed -> statistics -> plan
+    routing -> importance -> substitutes -> dropped experts -> unused prefetches freed -> statistics -> plan
 
-The engine executes a decision on hardware, the simulator without. Both decide here, so the replay of a recorded run
+The engine executes a decision on hardware, the simulator without. Both call `decide`, so the replay of a recorded run
 gives the same plans.
 """
 
@@ -23,20 +23,20 @@ from smoe.routing import Phase, Routing, observation
 
 
 class Switches(NamedTuple):
-    """The settings of `EngineConfig` that affect a decision; the defaults are exact serving."""
+    """The settings of `EngineConfig` that affect a decision. The defaults mean exact serving."""
 
     alpha: float = 0.0
     """The substitution threshold of decode steps; 0: no substitution."""
     drop: bool = False
-    """Whether missing low-score experts are dropped instead of replaced."""
+    """Whether missing low-score experts are dropped, not replaced."""
     share: bool = True
-    """In a batch, whether substitutes that several sequences can use are preferred."""
+    """Whether, in a batch, substitutes that several sequences can use are preferred."""
     prefill_keep: str = "last-uses"
-    """What decides which experts of a prompt stay (`planner.PREFILL_KEEP`)."""
+    """Which experts of a prompt become resident, one of `planner.PREFILL_KEEP`."""
     thresholds: Thresholds = ALL_IMPORTANT
-    """The importance thresholds of missing experts, where there are low copies."""
+    """The importance thresholds of missing experts, if there are low copies."""
     low_use: str = "asked"
-    """Which experts low copies compute (`planner.LOW_USE`)."""
+    """Which experts are computed with their low copies, one of `planner.LOW_USE`."""
 
     @property
     def needs_weights(self) -> bool:
@@ -51,12 +51,12 @@ class Decision(NamedTuple):
     """The result of `decide`: how one layer of one step is computed."""
 
     routing: Routing
-    """The routing that is computed: with substitutes, and the index E for dropped routes."""
+    """The routing that is computed, with substitutes and with the index E for dropped routes."""
     selection: Selection | None
-    """The replaced routes; None where substitution is off, or in a prompt."""
+    """The replaced routes; None if substitution is off, and for a prompt."""
     plan: LayerPlan
     skipped: int = 0
-    """The number of experts that are dropped for their little importance."""
+    """The number of experts that are dropped because of low importance, or of routes that a quality budget drops."""
 
 
 def decide(
@@ -69,12 +69,13 @@ def decide(
     drop_stale: Callable[[Routing], None] | None = None,
     answer: Callable[[Routing, SlotTable], Answered] | None = None,
 ) -> Decision:
-    """Substitute, update statistics and plan. `eviction` observes the step; `table` is only read.
+    """Return the decision for one layer of one step. `eviction` observes the step; `table` is only read. Raise
+    `BudgetError` if not even one expert can be loaded.
 
-    `routing.scores` is required where `alpha` is above 0 (without them nothing is replaced), `routing.weights` where
-    thresholds are below 1. `answer` resolves a decode step's misses instead of all other settings; `layer_share` is as
-    in `plan_layer`. `drop_stale` gets the final routing and frees the staging slots of unused prefetches; `balance` is
-    called after it. Raises `BudgetError` where not one expert fits.
+    `routing.scores` is required if `alpha` is above 0; without scores nothing is replaced. `routing.weights` is
+    required if thresholds are below 1. `layer_share`: as in `plan_layer`. `answer`: resolves the misses of decode steps
+    by quality cost; `alpha` is ignored then. `drop_stale`: receives the final routing and frees the staging slots of
+    unused prefetches. `balance`: called after that; returns what divides the misses between units.
     """
     selection, assigned, skip = None, None, frozenset[int]()
     if switches.needs_weights:

@@ -1,21 +1,21 @@
 """Substitution: resident experts of similar score replace the least important missing experts.
 
 This is the expert-cache router of SMoE (Algorithm 1 and section IV-B of the second version; section 5.4 of the first
-for batches). With S the choice score of rank k+1:
+for batches). S is the score of rank k+1, the best expert that the token has not chosen. Scores decide what may happen
+to an expert that is not resident:
 
     score      (1 - alpha) S        S        (1 + alpha) S
     ----------------|---------------|---------------|------------->
-      never used    |  substitutes  |   low-score   |  top-score
-                    |  if resident  |   replaced if |  always stays
-                    |               |   not resident|
+      not used      |  substitute   |   low-score   |  top-score
+                    |  if resident  |   replaced    |  always computed
 
-Low-score experts that are resident, or top-score for another token of the batch, stay: they cost nothing. The missing
-ones are replaced, lowest score first, by the substitutes of highest score; those without a substitute are the most
-important, and are loaded. The set of top-score experts is collected over the whole batch first, so that it does not
-depend on the order of tokens.
+A low-score expert that is resident, or top-score for another token of the batch, is computed: it costs no load. The
+missing ones are replaced, lowest score first, by the substitutes of highest score. Missing low-score experts for which
+no substitute is left are the most important ones, and are loaded. The top-score experts of the whole batch are
+collected first, so that the result does not depend on the order of tokens.
 
-Where the text of the two versions and their printed algorithm differ, the text is followed: the printed loop would also
-replace resident low-score experts, and count rank k+1 itself among the active ones.
+In two points the papers' text differs from their printed algorithm, and the text is followed. The printed loop would
+also replace resident low-score experts, and would count rank k+1 itself as chosen.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Replacement(NamedTuple):
 
     token: int
     choice: int
-    """The position among the token's K choices."""
+    """The index among the token's K choices."""
     active: int
     """The expert that the model chose."""
     substitute: int | None
-    """The expert that replaces it; None where the route is dropped."""
+    """The expert that computes the route; None if the route is dropped."""
 
 
 class Selection(NamedTuple):
-    """The replaced routes of one layer, with statistics."""
+    """The replaced and dropped routes of one layer, with statistics."""
 
     replacements: list[Replacement]
     low_score: int
     """The number of routes whose expert is low-score."""
     low_score_missing: int
-    """The number of low-score routes whose expert is neither resident nor top-score for another token."""
+    """The number of low-score routes whose expert is missing: neither resident nor top-score for another token."""
     top_score_missing: int
     """The number of routes whose expert is top-score and not resident."""
     top: frozenset[int] = frozenset()
@@ -66,14 +66,13 @@ def substitute(
     drop: bool,
     under_way: Container[int] = (),
 ) -> Selection:
-    """Replace low-score missing experts. `resident`: the experts of this layer that cost no load.
+    """Return the replacements for missing low-score experts. `resident`: the experts of this layer that need no load.
 
-    Some of these may be in flight (`under_way`). A chosen one stays in any case; a substitute for which the layer would
-    only wait comes after all that are ready.
-
-    `share`: in a batch, an expert loaded for one token is available to the others, and a substitute that serves more
-    tokens precedes one of higher score (first version, section 5.4). `drop`: drop missing low-score experts instead of
-    replacing them. `routing.scores` [T, E] is required; `alpha` 0 replaces nothing.
+    `share`: in a batch, an expert that is loaded for one token is available to the others, and a substitute that serves
+    more tokens is preferred to one of higher score (first version, section 5.4). `drop`: missing low-score experts are
+    dropped, not replaced. `under_way`: those of the `resident` experts that are in flight; a substitute for which the
+    layer would have to wait is used only after all others. `routing.scores` [T, E] is required. With `alpha` 0 nothing
+    is replaced.
     """
     if alpha <= 0.0:
         return NOTHING
@@ -99,7 +98,7 @@ def substitute(
 
 
 def applied(selection: Selection, routing: Routing) -> Routing:
-    """Return the routing with substitutes in place of the experts they replace; a dropped route gets the index E."""
+    """Return the routing with substitutes in place of the replaced experts, and with the index E for dropped routes."""
     if not selection.replacements:
         return routing
     rows = [list(row) for row in routing.top_k_index]
@@ -115,12 +114,12 @@ class _Low(NamedTuple):
 
 
 class _Token(NamedTuple):
-    """One token's active experts, divided by importance."""
+    """The experts that one token has chosen, divided by importance."""
 
     bound: float
-    """S: the choice score of rank k+1."""
+    """S: the score of rank k+1."""
     least: float
-    """(1 - alpha) S, the least score of a substitute."""
+    """(1 - alpha) S: a substitute's score must be above it."""
     active: Sequence[int]
     top: Sequence[int]
     low: list[_Low]
@@ -128,11 +127,11 @@ class _Token(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """Experts that need no load of their own."""
+    """The experts that need no additional load."""
 
     resident: Container[int]
     coming: Container[int]
-    """Experts loaded for other tokens: the layer waits for these in any case."""
+    """Experts that are loaded for other tokens, for which the layer waits in any case."""
     under_way: Container[int]
 
     def has(self, expert: int) -> bool:
@@ -143,12 +142,12 @@ class _Here(NamedTuple):
 
 
 _Like = tuple[float, int]
-"""(minus the score, expert)"""
+"""(minus the score, expert)."""
 
 
 def _split(scores: Sequence[float], active: Sequence[int], alpha: float, experts: int) -> _Token:
-    """Divide a token's experts by importance. Without a rank k+1, or with one whose score is not above zero, all
-    experts are top-score."""
+    """Return one token's experts, divided by importance. If there is no rank k+1, or its score is not above zero, all
+    are top-score."""
     if active[0] == experts:  # padding
         return _Token(0.0, 0.0, (), (), [])
     inactive = list(scores)
@@ -174,8 +173,8 @@ def _replace(
     serving: Counter[int] | None,
     drop: bool,
 ) -> list[Replacement]:
-    """Return replacements: for each token its missing low-score experts, lowest first, paired with its substitutes,
-    best first."""
+    """Return the replacements. For each token, its missing low-score experts, lowest score first, are paired with its
+    substitutes, best first. `serving`: as in `_substitutes`."""
     replaced: list[Replacement] = []
     for number, entries in enumerate(missing):
         if drop:
@@ -191,16 +190,17 @@ def _replace(
 
 
 def _like(scores: Sequence[float], token: _Token) -> list[_Like]:
-    """Return (-score, expert) of the experts that may replace one of the token's: their score is above `least` and at
-    most `bound`, and the token does not use them. The highest score comes first, of equal ones the lowest number."""
+    """Return (-score, expert) of the experts that may replace one of the token's. Their score is above `least` and at
+    most `bound`, and the token has not chosen them. The highest score comes first; of equal scores, the lowest number.
+    """
     bound, least, active = token.bound, token.least, token.active
     found = [(-score, expert) for expert, score in enumerate(scores) if least < score <= bound]
     return sorted(entry for entry in found if entry[1] not in active)
 
 
 def _substitutes(like: Sequence[_Like], here: _Here, serving: Counter[int] | None) -> list[int]:
-    """Return the substitutes that need no load of their own, those in flight last. With `serving`, those that serve
-    more tokens come first."""
+    """Return the substitutes that need no additional load, those in flight last. `serving`: the number of tokens that
+    each expert serves; substitutes with larger numbers come first. None: the order of scores."""
     found = sorted((expert for _, expert in like if here.has(expert)), key=here.is_late)
     return found if serving is None else sorted(found, key=lambda expert: -serving[expert])
 
@@ -212,8 +212,9 @@ def _replace_again(
     replaced: Sequence[Replacement],
     here: _Here,
 ) -> list[Replacement]:
-    """Repeat the replacement with the loads of the first round counted as present: each is available to all tokens that
-    chose it or need a substitute. No more experts are loaded than after the first round."""
+    """Return the replacements of a second round. The experts that found no substitute in the first round are loaded in
+    any case, so now they are available to all tokens that chose them or need a substitute. No more experts are loaded
+    than after the first round."""
     done = {(entry.token, entry.choice) for entry in replaced}
     loaded = {e.expert for number, entries in enumerate(missing) for e in entries if (number, e.choice) not in done}
     still = [[entry for entry in entries if entry.expert not in loaded] for entries in missing]

@@ -1,7 +1,8 @@
-"""Measures whether prefetching pays, during the run: short turns with and without it, then the faster way for a while.
+"""Measures during the run whether prefetching makes steps faster: some steps with it, some without, then the faster
+mode.
 
 Prefetching costs arithmetic, bandwidth and processor time. Its benefit depends on the routing, the disk and the
-machine's other work; no formula covers all of these, but a clock does.
+machine's other work. No formula covers all of these, so time is measured.
 """
 
 from __future__ import annotations
@@ -9,32 +10,34 @@ from __future__ import annotations
 from statistics import median
 
 TURN = 8
-"""The steps of one turn. The first is not counted, because it still depends on the turn before."""
+"""The number of steps in one mode before it changes. The first of them is not counted, because it still depends on the
+mode before."""
 TURNS = 4
-"""The turns of a trial, alternating: on, off, on, off."""
+"""The number of periods of `TURN` steps in a trial, alternating: on, off, on, off."""
 STAY = 256
-"""The steps between two trials."""
+"""The number of steps between two trials."""
 RECENT = 0.1
 """The weight of the last measurement in a decaying mean."""
 MARGIN = 0.02
-"""The share by which "off" must be faster; a tie leaves it on."""
+"""The fraction by which steps without prefetching must be faster to turn it off."""
 WORTH = 0.4
-"""The least share of predictions that must be right. A wrong one costs what a right one saves: it delays a load that is
-waited for by up to a chunk, and wastes memory and processor time."""
+"""The least fraction of prefetched experts that must be used. A wrong prefetch costs as much as a right one saves: it
+may delay a load for which a layer waits, and wastes memory and processor time."""
 _LEAST_GUESSES = 48
 
 
 class Trial:
-    """A comparison of steps with and without prefetching: `is_on` is the mode of the next step, `note` records its
+    """A comparison of steps with and without prefetching. `is_on` is the mode of the next step; `note` records its
     duration.
 
-    The clock decides, except for predictions that are mostly wrong: they switch prefetching off until the next trial.
+    The measured time decides. If most predictions are wrong, prefetching is turned off without a trial, until the next
+    one.
     """
 
     def __init__(self) -> None:
         self.is_on = True
         self.switches_off = 0
-        """The number of trials that ended with "off"."""
+        """The number of trials after which prefetching was off."""
         self.trials = 0
         self._left = STAY
         self._turn = self._step = 0
@@ -42,7 +45,8 @@ class Trial:
         self._guesses = self._right = 0
 
     def note(self, seconds: float, guesses: int = 0, right: int = 0) -> None:
-        """Record one step: its duration, and the running totals of prefetches made and used."""
+        """Record one step: its duration in seconds, and the total numbers of prefetches made (`guesses`) and used
+        (`right`)."""
         if self.is_on and self._are_wrong(guesses, right):
             self._turn = TURNS
             self._left = STAY
@@ -64,11 +68,11 @@ class Trial:
                 self._conclude(median(self._seconds[True]) <= median(self._seconds[False]) * (1 + MARGIN))
 
     def pass_over(self, guesses: int, right: int) -> None:
-        """Exclude all prefetches so far, those of a prompt, from the trial."""
+        """Exclude all prefetches made so far from the trial, because they belong to a prompt."""
         self._guesses, self._right = guesses, right
 
     def _are_wrong(self, guesses: int, right: int) -> bool:
-        """Return whether the predictions since the last check are mostly wrong, if there are enough."""
+        """Return whether most predictions since the last check are wrong; false if there are too few of them."""
         made, proved = guesses - self._guesses, right - self._right
         if made < _LEAST_GUESSES:
             return False
@@ -86,28 +90,29 @@ class Trial:
 
 
 class LookAheadTrial:
-    """A comparison of the time of a look-ahead with the time that a layer waits for its loads, both measured.
+    """A comparison of the seconds that a look-ahead takes with the seconds that a layer waits for its loads, both
+    measured.
 
-    A longer look-ahead would delay the step: on a fine-grained model a layer's attention, launched kernel by kernel,
-    takes as long as a load (docs/papers/smoe.md).
+    A look-ahead that takes longer would delay the step. On a model of many small experts, a layer's attention takes as
+    long as a load, because its kernels are launched one by one (docs/papers/smoe.md).
     """
 
     def __init__(self) -> None:
         self._wait: dict[int, float] = {}
-        """Decaying means of the seconds waited, by the number of loads."""
+        """The decaying mean of the seconds waited, by the number of loads."""
         self._cost: float | None = None
 
     def fits(self, loads: int) -> bool:
-        """Return whether a look-ahead fits while `loads` loads are waited for; true where nothing is measured yet."""
+        """Return whether a look-ahead ends before `loads` loads do; true if nothing was measured yet."""
         wait = self._wait.get(loads)
         return loads > 0 and (wait is None or self._cost is None or wait >= self._cost)
 
     def note_wait(self, loads: int, seconds: float) -> None:
-        """Record that `loads` loads were waited for until `seconds` after the resident experts were done."""
+        """Record that `loads` loads ended `seconds` after the resident experts were computed."""
         self._wait[loads] = _mixed(self._wait.get(loads), seconds)
 
     def note_cost(self, seconds: float) -> None:
-        """Record the duration of a look-ahead."""
+        """Record the seconds that a look-ahead took."""
         self._cost = _mixed(self._cost, seconds)
 
 

@@ -1,21 +1,21 @@
 """Finds the smallest threshold alpha that meets a time per token (SMoE, second version, section V-C, equation 5).
 
-Time falls nearly linearly with alpha, and quality only falls. So a polynomial of low degree through a few measured
-points suffices, and the result is the smallest alpha whose fitted time is within the budget.
+A larger alpha makes tokens faster, nearly linearly, and quality lower. A polynomial of low degree is fitted to the
+measured times of a few alphas. The result is the smallest alpha whose fitted time is within the budget.
 
-Every alpha is measured in several rounds; half of the difference between the fastest and the slowest is its noise.
+Every alpha is measured in several rounds. Half of the difference between the fastest and the slowest is its noise.
 
-A disk can be twice as fast an hour later, so times that depend on it are stated for one read rate. The part of reading
-that overlaps computing stays hidden; the rest is waiting:
+A disk can be twice as fast an hour later, so times that depend on the disk are converted to one read rate. Reading that
+overlaps computing costs no time; the rest is waiting:
 
     |---- computing, T - W ----|---- waiting, W ----|        T seconds per token
               |---------- reading, R ---------------|        R at the measured rate r, R r/r' at the rate r'
 
-Reading that takes d longer makes the token d longer; reading that takes d less makes it d shorter, until there is no
-waiting. This is wrong in two cases: reads that end long before they are needed do not delay the token at once, so a
-much slower disk is estimated worse than it is; late prefetches and the processor's time for reading are assumed
-constant. On the wide demo, at rates 1.2 to 1.5 times apart, such times were wrong by 0 to 14 %, uncorrected times by 15
-to 46 % (docs/log/prefetch.md).
+If reading takes d seconds longer, the token takes d longer. If it takes d less, the token takes d less, until there is
+no waiting. This is inexact in two cases. Reads that end long before they are needed do not delay the token at once, so
+the time for a much slower disk is overestimated. Late prefetches and the processor's time for reading are assumed
+constant. On the wide demo, at rates 1.2 to 1.5 times apart, converted times were wrong by 0 to 14 %, unconverted times
+by 15 to 46 % (docs/log/prefetch.md).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import numpy as np
 
 DEGREE = 2
 STEP = 0.01
-"""The resolution of the result."""
+"""The resolution of the chosen alpha."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time per token with one alpha in one round, and the parts that depend on the disk: medians over tokens."""
+    """The time per token with one alpha in one round, and the parts of it that depend on the disk. All are medians over
+    tokens."""
 
     seconds: float
     reading_seconds: float = 0.0
@@ -41,13 +42,13 @@ class Timing:
     waiting_seconds: float = 0.0
     """Seconds of waiting for experts."""
     bytes_per_second: float | None = None
-    """The read rate while a read was running; None where the time does not depend on reading."""
+    """The read rate while a read was running; None if the time does not depend on reading."""
     first_bytes_per_second: float | None = None
-    """The read rate of the first tokens after the cold start, for comparison with a short measurement on another
-    day."""
+    """The read rate during the first tokens after the start with empty slots, for comparison with a short measurement
+    on another day."""
 
     def at_rate(self, bytes_per_second: float | None) -> float:
-        """Return the seconds per token at another read rate; None: at the measured one."""
+        """Return the seconds per token at another read rate in bytes per second; None: at the measured rate."""
         if bytes_per_second is None or self.bytes_per_second is None:
             return self.seconds
         longer = self.reading_seconds * (self.bytes_per_second / bytes_per_second - 1)
@@ -55,14 +56,14 @@ class Timing:
 
 
 def middle_rate(rates: Sequence[float | None]) -> float | None:
-    """Return the median of the measured rates; None where there are none."""
+    """Return the median of the measured rates; None if there are none."""
     known = [rate for rate in rates if rate is not None]
     return median(known) if known else None
 
 
 def fitted_seconds(points: Sequence[tuple[float, float]], alphas: Sequence[float]) -> list[float]:
-    """Return the time of every alpha by a polynomial through measured (alpha, seconds), made monotonic: less quality
-    never takes longer."""
+    """Return the time in seconds of each of `alphas`, by a polynomial through the measured `points` (alpha, seconds).
+    The times are made monotonic: a larger alpha never takes longer."""
     x, y = zip(*sorted(points), strict=True)
     curve = np.polynomial.Polynomial.fit(x, y, min(DEGREE, len(points) - 1))
     seconds: list[float] = np.minimum.accumulate(curve(np.asarray(alphas, dtype=float))).tolist()
@@ -70,8 +71,7 @@ def fitted_seconds(points: Sequence[tuple[float, float]], alphas: Sequence[float
 
 
 def smallest_alpha(points: Sequence[tuple[float, float]], budget_seconds: float) -> float | None:
-    """Return the smallest alpha in the measured range whose fitted time is within the budget; None where there is
-    none."""
+    """Return the smallest alpha in the measured range whose fitted time is within the budget; None if there is none."""
     grid = _grid(points)
     for alpha, seconds in zip(grid, fitted_seconds(points, grid), strict=True):
         if seconds <= budget_seconds:
@@ -80,25 +80,28 @@ def smallest_alpha(points: Sequence[tuple[float, float]], budget_seconds: float)
 
 
 def predicted_seconds(points: Sequence[tuple[float, float]], alpha: float) -> float:
-    """Return the fitted time, in seconds, of an alpha in the measured range."""
+    """Return the fitted time in seconds of one alpha in the measured range."""
     return fitted_seconds(points, [below for below in _grid(points) if below < alpha] + [alpha])[-1]
 
 
 def half_ranges(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the noise of every alpha in seconds; each of `rounds` has one time for each alpha."""
+    """Return the noise of each alpha in seconds. Each of `rounds` has one time for each alpha."""
     ranges: list[float] = (np.ptp(np.asarray(rounds), axis=0) / 2).tolist()
     return ranges
 
 
 def noise_seconds(rounds: Sequence[Sequence[float]]) -> float:
-    """Return the median noise of all alphas in seconds: with three rounds, the noise of one alpha is uncertain."""
+    """Return the median of the noise of all alphas, in seconds. With three rounds, the noise of a single alpha is
+    unreliable."""
     return float(np.median(half_ranges(rounds)))
 
 
 def is_flat(alphas: Sequence[float], rounds: Sequence[Sequence[float]]) -> bool:
-    """Return whether the fitted time falls so little that both ends overlap within their noise.
+    """Return whether alpha has so little effect that the fitted times at both ends of the range are equal within their
+    noise.
 
-    A slow minute slows all alphas of its round, which is no effect of alpha: rounds are scaled to one level first.
+    If the machine is slow for a minute, all alphas of one round are slow, which is no effect of alpha. So each round is
+    first scaled to the same median.
     """
     seconds = np.asarray(rounds)
     level = seconds / np.median(seconds, axis=1, keepdims=True) * np.median(seconds)
@@ -108,8 +111,8 @@ def is_flat(alphas: Sequence[float], rounds: Sequence[Sequence[float]]) -> bool:
 
 
 def is_within_noise(points: Sequence[tuple[float, float]], budget_seconds: float, noise: float) -> bool:
-    """Return whether noise of so many seconds could change the chosen alpha by more than one measured alpha, or make
-    the budget unreachable."""
+    """Return whether `noise` seconds could change the chosen alpha by more than the distance of two measured alphas, or
+    make the budget unreachable."""
     lowest, highest = (smallest_alpha(points, budget_seconds + moved) for moved in (noise, -noise))
     spacing = float(np.diff(sorted(alpha for alpha, _ in points)).max())
     return lowest is None or highest is None or highest - lowest > spacing + STEP / 2

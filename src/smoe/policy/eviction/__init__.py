@@ -1,1 +1,1 @@
-"""The eviction policies: one file for each, and one line in the registry."""
+"""The eviction policies, one file each. `policy/registry.py` has their names."""

@@ -1,15 +1,17 @@
-"""The eviction policy `auto`: uses whichever of four rules misses least at present. It is the default of exact serving.
+"""The eviction policy `auto`: follows whichever of four simple rules misses least at present. It is the default of
+exact serving.
 
-No single rule is good everywhere. A decode token passes through all layers, so LRU hits almost nothing where slots are
-fewer than layers x top-k: a cyclic scan. LFU never forgets the uses of a finished topic. Counts over a window
-(`score.py` without scores) forget at once what is useful for longer. Fading counts, which halve in `HALF_LIFE` tokens
-(LRFU: D. Lee et al., IEEE Transactions on Computers 50(12), 2001), were the best on every text that was tried
-(docs/evictions.md), so they lead at first; the others are for texts that were not tried.
+No single rule is good everywhere. A decode token passes through all layers, so LRU has almost no hits if there are
+fewer slots than layers x top-k: a cyclic scan. LFU never forgets the uses of a finished topic. Counts over a window
+(`score.py` without scores) forget at once what would be useful for longer. Fading counts, which halve in `HALF_LIFE`
+tokens (LRFU: D. Lee et al., IEEE Transactions on Computers 50(12), 2001), were the best on every text that was tried
+(docs/evictions.md), so this rule is followed first. The others are for texts that were not tried.
 
-The leader is chosen during the run. From time to time, for a trial of some steps, a shadow cache of keys for each other
-rule starts with the real cache's content and gets the same uses at the same size. The real cache is the leader's own
-shadow cache. Only a clear win changes the leader. The choice depends on nothing but the routing and the set of
-residents, neither on a clock nor on the order of loads.
+The rule that is followed, the *leader*, is chosen again during the run. From time to time there is a *trial* of some
+steps. Each other rule then has a *shadow cache*: a set of experts that starts with the content of the real cache, has
+the same size and receives the same uses. The real cache does the same for the leader. Another rule becomes the leader
+only if it clearly misses less. The choice depends only on the routing and the set of residents, not on a clock or the
+order of loads.
 """
 
 from __future__ import annotations
@@ -27,81 +29,85 @@ from smoe.policy.eviction.score import WINDOW
 from smoe.routing import Phase, Routing
 
 RULES = ("lru", "lfu", "window", "fading")
-"""The rules that rank residents. Each has a row of values; the resident with the lowest value is evicted first."""
+"""The rules that rank residents. Each has an array of values; the resident with the lowest value is evicted first."""
 _LAST_USE, _USES, _RECENT_USES, _FADING_USES = range(len(RULES))
 
 HALF_LIFE = 64
-"""The number of tokens after which a use counts half, in fading counts. 32 to 256 differ by less than 2 % on text."""
+"""The number of tokens after which a use has half its weight in the fading counts. Values from 32 to 256 differ by less
+than 2 % in misses on text."""
 _RESCALE = 512
-"""The number of half-lives after which fading counts are divided by 2 to that power: exact, and within float64's
-range."""
+"""After this many half-lives, the fading counts are divided by 2 to the power of this number. The division is exact,
+and the counts stay in float64's range."""
 
 TRIAL_STEPS = (32, 128)
-"""The minimum and maximum number of steps of a trial; between them, `TURNOVERS` or `CLEAR` ends it."""
+"""The least and the largest number of steps of a trial. Between both, `TURNOVERS` ends a trial; `CLEAR` ends it at any
+time."""
 TURNOVERS = 4
-"""A trial ends when the leader's misses are this many times the number of slots: the shadow caches then have their own
-contents."""
+"""A trial ends when the leader's misses reach this multiple of the number of slots: the shadow caches then no longer
+depend on their first content."""
 CLEAR = 4.0
-"""A trial ends early when another rule has saved more than this many times the square root of the leader's misses: that
-is no coincidence."""
+"""A trial ends early when another rule has fewer misses than the leader by more than this multiple of the square root
+of the leader's misses. Chance does not explain such a difference."""
 REST = 7
-"""The steps between two trials, as a multiple of the last trial's steps; at most `REST_STEPS`."""
+"""The number of steps between two trials, as a multiple of the last trial's steps; at most `REST_STEPS`."""
 REST_STEPS = 256
-"""The maximum number of steps between two trials. Shadow caches run in an eighth of all steps, and in up to a third
-where misses are so few that they cost almost nothing."""
+"""The largest number of steps between two trials. Shadow caches are simulated in an eighth of all steps, and in up to a
+third if there are so few misses that they cost almost nothing."""
 ALARM_STEPS = 8
-"""The number of steps over which misses are counted; clearly more than in the last trial start the next trial at once,
-because the topic has changed."""
+"""Misses are counted over this many steps. If they are clearly more than in the last trial, the next trial starts at
+once, because the topic of the text has changed."""
 MARGIN = 0.01
-"""Another rule must miss less by this share to become the leader."""
+"""The fraction by which another rule must miss less than the leader to replace it."""
 _UNCOUNTED = 4096
-"""The maximum number of steps of a layer whose plain counts are postponed."""
+"""The largest number of routings whose uses are added to the plain counts later."""
 
 
 class Adaptive(Eviction):
-    """The best of `RULES`, chosen with shadow caches. `victims` costs O(L x E); in a trial, so does each layer that
-    misses."""
+    """The policy `auto`: the best of `RULES`, chosen with shadow caches. `victims` costs O(L x E); in a trial, each
+    layer with misses costs as much for every rule."""
 
     name = "auto"
     is_orderless = True
 
     def __init__(self) -> None:
         self._width = 0
-        """The experts of the widest layer: expert e of layer l has index l * width + e in all arrays."""
+        """The number of experts of the widest layer: expert e of layer l has index l * width + e in all arrays."""
         self._values = [np.zeros(0) for _ in RULES]
-        """[L x E] for each rule. Uses and recent uses are current only where `_is_counting`."""
+        """[L x E] for each rule. The values of `lfu` and `window` are up to date only while `_is_counting`."""
         self._is_resident = np.zeros(0, dtype=bool)
-        """[L x E], the only record of residency, so that an interrupt cannot leave contradictions."""
+        """[L x E]: whether each expert is resident. No other field records residency, so an interrupt cannot cause
+        contradictions."""
         self._leader = _FADING_USES
         self._weight = 1.0
-        """The value that a use adds to a fading count. As it grows, all earlier uses fade alike."""
+        """The value that a use adds to a fading count. It grows from step to step, which makes all earlier uses fade
+        alike."""
         self._recent: dict[int, deque[np.ndarray]] = {}
-        """The indices used in each of the last steps of a layer."""
+        """For each layer, the indices of the experts used in each of its last steps."""
         self._uncounted: list[np.ndarray] = []
-        """The indices used in steps that `_USES` does not include yet."""
+        """The indices of the experts used in each of the steps that the values of `lfu` do not include yet."""
         self._clock = 0
         """The number of routings observed."""
         self._steps = 0
-        """The number of passes over the layers, inferred from their numbers."""
+        """The number of passes over the layers. A pass begins when the layer number does not rise."""
         self._layer = -1
-        """The layer observed last."""
+        """The layer of the last routing that was observed."""
         self._is_full = False
-        """Whether any expert has been evicted; until then there is nothing to choose."""
+        """Whether any expert has been evicted. Before the first eviction all rules are equal."""
         self._trial: _Trial | None = None
         self._next_trial = 0
         self._usual = inf
-        """The leader's misses in `ALARM_STEPS` steps, measured in the last trial."""
+        """The leader's misses in `ALARM_STEPS` steps, as measured in the last trial."""
         self._missed = 0
-        """The leader's misses since the last comparison with `_usual`."""
+        """The leader's misses since they were last compared with `_usual`."""
 
     @property
     def rule(self) -> str:
-        """The leading rule, one of `RULES`."""
+        """The name of the rule that is followed now, one of `RULES`."""
         return RULES[self._leader]
 
     @property
     def _is_counting(self) -> bool:
-        """Whether a rule needs the plain counts now; otherwise they are computed later, all at once."""
+        """Whether the values of `lfu` and `window` are needed now. Otherwise they are computed later, all at once."""
         return self._trial is not None or self._leader in (_USES, _RECENT_USES)
 
     def insert(self, key: ExpertKey) -> None:
@@ -145,12 +151,13 @@ class Adaptive(Eviction):
         return lowest_residents(self._values[self._leader], self._is_resident, self._width, count, shield)
 
     def worth(self, key: ExpertKey) -> float:
-        """Return an expert's value by the leader's rule; 0 for a layer or an expert that was never observed."""
+        """Return an expert's value by the leading rule; 0 for a layer or an expert that was never observed."""
         place, values = key[0] * self._width + key[1], self._values[self._leader]
         return float(values[place]) if key[1] < self._width and place < len(values) else 0.0
 
     def _remember(self, layer: int, used: np.ndarray, steps: list[np.ndarray]) -> None:
-        """Record the uses of one step, or of a prompt's `steps`, for the plain counts."""
+        """Record uses in one layer for the rules `lfu` and `window`. `used`: the indices of the experts that the call
+        uses; `steps`: the indices used in each step, several for a prompt."""
         recent = self._recent.get(layer)
         if recent is None:
             recent = self._recent[layer] = deque(maxlen=WINDOW + 1)
@@ -175,7 +182,7 @@ class Adaptive(Eviction):
             self._values[_USES] += np.bincount(np.concatenate(uncounted), minlength=len(self._is_resident))
 
     def _count_all(self) -> None:
-        """Bring the plain counts up to date."""
+        """Bring the values of the rules `lfu` and `window` up to date."""
         self._count_uses()
         steps = [step for recent in self._recent.values() for step in recent]
         if steps:
@@ -183,7 +190,7 @@ class Adaptive(Eviction):
             self._values[_RECENT_USES] = counts.astype(np.float64)
 
     def _begin_step(self) -> None:
-        """Process the start of a token's pass over all layers: older uses fade, a trial may begin or end."""
+        """Begin a pass over all layers: older uses fade, and a trial may begin or end."""
         self._steps += 1
         if self._steps % (HALF_LIFE * _RESCALE) == 0:
             self._values[_FADING_USES] *= 2.0**-_RESCALE
@@ -205,7 +212,7 @@ class Adaptive(Eviction):
             self._next_trial = self._steps + min(rest * (self._steps - trial.began), REST_STEPS)
 
     def _fit(self, layer: int, experts: int) -> None:
-        """Enlarge the arrays for a new layer or expert."""
+        """Enlarge the arrays if they do not have this layer or this many experts."""
         before = self._width
         if experts <= before and (layer + 1) * before <= len(self._is_resident):
             return
@@ -222,7 +229,7 @@ class Adaptive(Eviction):
 
 
 class _Trial:
-    """Counts the misses that each rule would have had since the trial began."""
+    """The misses that each rule would have had since the trial began."""
 
     def __init__(self, leader: int, resident: np.ndarray, began: int) -> None:
         self.began = began
@@ -232,8 +239,8 @@ class _Trial:
         self._shadows = {rule: resident.copy() for rule in range(len(RULES)) if rule != leader}
 
     def charge(self, values: list[np.ndarray], used: np.ndarray, missed: int) -> None:
-        """Record a layer of a decode step that uses the experts at the indices `used`, of which the leader has missed
-        `missed`."""
+        """Record one layer of a decode step that uses the experts at the indices `used`. The leader has missed `missed`
+        of them."""
         self.misses[self._leader] += missed
         for rule, shadow in self._shadows.items():
             missing = shadow[used].tolist().count(False)
@@ -257,7 +264,8 @@ class _Trial:
         )
 
     def winner(self) -> int:
-        """Return the rule to follow now: the leader, unless another rule has clearly missed less."""
+        """Return the rule to follow from now on: the one with the fewest misses if it is clearly better, otherwise the
+        leader."""
         best = min(range(len(RULES)), key=lambda rule: (self.misses[rule], rule))
         return best if self.misses[best] < (1 - MARGIN) * self.misses[self._leader] else self._leader
 

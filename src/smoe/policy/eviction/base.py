@@ -1,17 +1,18 @@
-"""The interface of eviction policies; `tests/policy/contract.py` tests every policy against it.
+"""The interface of eviction policies. `tests/policy/contract.py` tests every policy against it.
 
-A policy receives events in the order in which they happen, and answers two queries.
+A policy receives events in the order in which they happen, and answers two queries. A *copy* is an expert in one
+format.
 
-* `insert(copy)`, `remove(copy)`: a copy becomes or ceases to be a cache resident. Never twice in succession.
-  `residents()` are the copies inserted and not removed.
-* `observe(routing)`: a layer's router has chosen. Called once for each layer and step, before the plan is executed,
-  whether or not the experts are resident. Statistics change only here.
-* `worth(copy)`: a value that is higher the sooner or more often a copy will be needed, resident or not. A prefill uses
-  it to decide which copies stay. It has no side effects, and agrees with `victims`, which begins with the residents of
-  least worth. A policy without information about other copies returns 0 for all: then nothing is replaced.
+* `insert(copy)`, `remove(copy)`: a copy enters or leaves the cache slots. No copy is inserted or removed twice in
+  succession. `residents()` are the copies that were inserted and not removed.
+* `observe(routing)`: a layer's router has chosen. This is called once for each layer and step, before the plan is
+  executed, whether or not the experts are resident. Statistics change only here.
+* `worth(copy)`: a number that is higher the sooner or more often a copy will be needed, resident or not. A prefill uses
+  it to decide which copies stay. It has no side effects. It agrees with `victims`, which begins with the residents of
+  least worth. A policy without information about other copies returns 0 for all; then nothing is replaced.
 * `victims(count, shield)`: the `count` residents to evict, least valuable first. It has no side effects. It returns
-  fewer only when fewer residents are outside the shield. It returns nothing in the shield, and nothing twice. Ties
-  break by (layer, expert).
+  fewer only if fewer residents are outside the shield. It returns nothing in the shield, and nothing twice. Ties break
+  by (layer, expert).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class EvictionSettings(NamedTuple):
-    """The settings of `EngineConfig` and the learned parameters that define an eviction policy; None: the default."""
+    """The settings of `EngineConfig` and the learned parameters that define an eviction policy. None stands for the
+    default."""
 
     name: str
     pools: str = "global"
@@ -36,26 +38,26 @@ class EvictionSettings(NamedTuple):
     cache_weights: Sequence[float] | None = None
     cache_records: str | None = None
     next_use: NextUse | None = None
-    """The learned parameters of `learned` for the model; None: there are none."""
+    """The parameters of the policy `learned` for this model; None if they were not trained."""
     future: Iterable[Routing] = ()
-    """All routings that the policy will observe in a replay, in order."""
+    """For a replay: all routings that the policy will observe, in order."""
 
 
 class Eviction(ABC):
-    """A ranking of one device's cache residents by how little they will be needed."""
+    """An eviction policy: ranks the residents of one device's cache by how soon or how often they will be needed."""
 
     name: str
-    """The name in reports; without a declared or inherited one, that of the class."""
+    """The name in reports. A class that neither declares nor inherits a name has its class name."""
     needs_scores: ClassVar[bool] = False
     """Whether `observe` needs the router's scores of all experts."""
     is_orderless: ClassVar[bool] = False
-    """Whether its ranking depends only on the routers' choices, not on the order of loads."""
+    """Whether the ranking depends only on the routers' choices, not on the order of loads."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """The fields of `EvictionSettings` that `of_settings` uses."""
+    """The names of the fields of `EvictionSettings` that `of_settings` uses."""
     is_trained: ClassVar[bool] = False
-    """Whether it needs `next_use`, which must first be trained for the model."""
+    """Whether the policy needs `next_use`, which must first be trained for the model."""
     only_replayed: ClassVar[str] = ""
-    """The reason why it can only be replayed, as in "belady needs the future"; empty: it can serve live requests."""
+    """Why the policy can be used in replays only, as in "needs the future"; empty if it can serve live requests."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -64,26 +66,27 @@ class Eviction(ABC):
 
     @classmethod
     def of_settings(cls, settings: EvictionSettings) -> Eviction:
-        """Return a new policy; a policy with `settings` overrides this."""
+        """Return a new policy with these settings. A class that declares `settings` overrides this method."""
         del settings
         return cls()
 
     @property
     def rule(self) -> str:
-        """The name of the rule that ranks the residents at present, for display."""
+        """The name of the rule that ranks the residents at present, for reports."""
         return self.name
 
     @abstractmethod
     def insert(self, key: ExpertKey) -> None:
-        """Record that `key` is a cache resident from now on."""
+        """Record that the copy `key` is in a cache slot from now on."""
 
     @abstractmethod
     def remove(self, key: ExpertKey) -> None:
-        """Record that `key` is no longer a cache resident."""
+        """Record that the copy `key` is no longer in a cache slot."""
 
     @abstractmethod
     def residents(self) -> set[ExpertKey]:
-        """Return the copies that were inserted and not removed. After an interrupt the slot table may differ."""
+        """Return the copies that were inserted and not removed. After an interrupt they may differ from the slot
+        table."""
 
     @abstractmethod
     def observe(self, routing: Routing) -> None:
@@ -94,22 +97,23 @@ class Eviction(ABC):
         """Return at most `count` residents outside `shield`, least valuable first."""
 
     def of(self, form: int) -> Eviction:
-        """Return the policy for the copies of one format, where formats have separate slots."""
+        """Return the policy for copies of the format `form`, if each format has its own slots."""
         del form
         return self
 
     def of_layer(self, layer: int) -> Eviction:
-        """Return the policy for the copies of one layer, where layers have slots of different sizes."""
+        """Return the policy for copies of a layer, if layers have slots of different sizes."""
         del layer
         return self
 
     def worth(self, key: ExpertKey) -> float:
-        """Return the value of `key`, resident or not; only the order of values matters."""
+        """Return a number that is higher the sooner `key` will be needed, resident or not; only the order of the
+        numbers matters."""
         return 0.0
 
 
 def used_copies(routing: Routing, precision: int = 0) -> list[ExpertKey]:
-    """Return the copies that one step of one layer uses, ascending, without padding."""
+    """Return the copies that one layer uses in one step, ascending, in the format `precision`. Padding is left out."""
     layer, experts = routing.layer, routing.experts
     used = {expert for row in routing.top_k_index for expert in row if expert != experts}
     return [(layer, expert, precision) for expert in sorted(used)]

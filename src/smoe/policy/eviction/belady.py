@@ -1,4 +1,4 @@
-"""Belady's offline optimum: the bound that no policy exceeds, for traces whose future is known.
+"""Belady's offline optimum, for traces whose future is known: no policy has fewer misses.
 
 L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
 """
@@ -16,10 +16,10 @@ from smoe.routing import Routing
 
 
 class Belady(Eviction):
-    """Evicts the resident whose next use is furthest ahead; `victims` costs O(residents log uses).
+    """Evicts the resident whose next use is furthest in the future; `victims` costs O(residents log uses).
 
-    `future`: the whole sequence of routings that `observe` will receive, in order. A resident that is never used again
-    is evicted first; ties break by (layer, expert).
+    `future`: all routings that `observe` will receive, in order. A resident that is never used again is evicted first.
+    Ties break by (layer, expert).
     """
 
     name = "belady"

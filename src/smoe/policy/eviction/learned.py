@@ -1,17 +1,22 @@
-"""The eviction policy `learned`: a trained estimate of the next use (`smoe tune --eviction learned` trains it on
-traces).
+"""The eviction policy `learned`: ranks experts by a trained estimate of their next use. `smoe tune --eviction learned`
+trains it on traces.
 
-An expert's value is the expectation of D^n, where n is the number of tokens until its next use and D a discount: large
-for early uses, nearly 0 for late ones or none. The estimate has two parts, both from the routers' choices only:
+An expert's value is the expectation of D^n, where n is the number of tokens until its next use and D is a constant
+below 1: the value is large for an early use and nearly 0 for a late one. The estimate has two parts, both computed from
+the routers' choices only:
 
-* *How often the expert was used* recently: `HORIZONS` of fading counts and all uses, with the same few weights for
-  every expert (logistic regression). This part needs no knowledge of the model and adapts to any text.
-* *Which experts were chosen with it*: the last choices of all layers, fading by half with every token, characterise the
-  current text, and so the next experts. This is a ridge regression of the first part's error, of low rank: every chosen
-  expert adds its vector to a context of `R` numbers, and every expert has a vector that reads the context.
+* *How often the expert was used*: the inputs are fading counts with the half-lives `HORIZONS`, and the number of all
+  uses. Logistic regression has the same few weights for every expert. This part is independent of the model and adapts
+  to any text.
+* *Which experts were chosen with it*: the last choices of all layers, which lose half their weight with every token,
+  characterise the current text and so the next experts. This part is a ridge regression of low rank, trained on the
+  error of the first part. Every chosen expert adds its vector to a context of R numbers, and the scalar product of the
+  context with a second vector of each expert is that expert's estimate.
 
-Layers that run soon have a higher value: D for a whole round of the layers. `observe` costs O(E + K x R), `victims` O(L
-x E x R).
+The value of a layer that runs later is lower, by a factor of D for a whole pass over the layers. `observe` costs O(E +
+K x R), `victims` O(L x E x R).
+
+Letters: F inputs of the first part, L layers, E experts, K experts that a token chooses, R numbers of the context.
 """
 
 from __future__ import annotations
@@ -26,45 +31,48 @@ from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 HORIZONS = (2, 8, 32, 128, 512)
-"""The numbers of tokens after which a use counts half, in the fading counts."""
+"""The half-lives of the fading counts: the numbers of tokens after which a use has half its weight."""
 FADING = 2.0 ** (-1.0 / np.array(HORIZONS))
 FEATURES = 3 + 2 * len(HORIZONS)
-"""F, the number of inputs that `features` computes for an expert."""
+"""F, the number of inputs of the first part for each expert (`features`)."""
 _PRIOR = 2.0
-"""The weight of an expert's prior share of the uses, in tokens."""
+"""The number of tokens with average use that are added to each expert's history, so that short histories count less."""
 DISCOUNT = 0.8
-"""The discount D per step. Values from 0.5 to 0.95 change the misses by some 2 %; small caches prefer smaller
-values."""
+"""The constant D. Values from 0.5 to 0.95 change the misses by about 2 %; smaller values are better for small
+caches."""
 DECAY = 0.5
-"""The decay of the context from token to token."""
+"""The factor by which the context shrinks from token to token."""
 _LEAST = 0.02
-"""The least share of the first part's estimate that the second part leaves: no estimate is 0."""
+"""The smallest fraction of the first part's estimate that remains after the second part is added, so that no estimate
+is 0."""
 
 
 class NextUse(NamedTuple):
-    """The learned parameters. Layers have their own numbers; layers without experts have rows of zeros."""
+    """The trained parameters. The first index of an array is the layer's number; layers without experts have rows of
+    zeros."""
 
     rate: float
-    """K / E, the uses per token of an average expert."""
+    """K / E, how often a token uses an average expert."""
     weights: np.ndarray
-    """[F] weights of the first part."""
+    """[F] the weights of the first part."""
     source: np.ndarray
-    """[L, E, R] vectors that a chosen expert adds to the context."""
+    """[L, E, R] the vector that each expert adds to the context when it is chosen."""
     usual: np.ndarray
-    """[L, R] the average addition of a token, by layer; the context holds the differences from it."""
+    """[L, R] what a token adds to the context on average; the context contains differences from this mean."""
     target: np.ndarray
-    """[L, E, R] vectors that read the context for each expert."""
+    """[L, E, R] the vector of each expert whose scalar product with the context is the second part's estimate."""
     offset: np.ndarray
-    """[L, E] constants of the second part."""
+    """[L, E] a constant that is added to the second part's estimate."""
 
     @property
     def nbytes(self) -> int:
-        """The memory of the parameters, in bytes."""
+        """The size of all arrays, in bytes."""
         return sum(part.nbytes for part in self[1:])
 
 
 def untrained() -> NextUse:
-    """Return parameters for any model: uses that fade by half in 32 and in 128 tokens."""
+    """Return parameters that suit any model: the first part uses the fading counts with half-lives of 32 and 128
+    tokens, and there is no second part."""
     weights = np.zeros(FEATURES)
     weights[0], weights[2 + 2 * HORIZONS.index(32)], weights[2 + 2 * HORIZONS.index(128)] = -1.0, 0.6, 0.4
     vectors, numbers = np.zeros((0, 0, 0), dtype=np.float32), np.zeros((0, 0), dtype=np.float32)
@@ -72,10 +80,10 @@ def untrained() -> NextUse:
 
 
 def features(fading: np.ndarray, uses: np.ndarray, latest: np.ndarray, steps: int, rate: float) -> np.ndarray:
-    """Return [..., F] inputs of the first part after `steps` steps of the experts' layer.
+    """Return [..., F], the inputs of the first part for experts of one layer after `steps` steps.
 
-    `fading`: [horizons, ...] fading counts; `uses`: [...] all uses; `latest`: [...] 1 for experts used in the last
-    step.
+    `fading`: [horizons, ...] fading counts. `uses`: [...] numbers of all uses. `latest`: [...] 1 for experts used in
+    the last step, else 0. `rate`: `NextUse.rate`.
     """
     found = np.empty((*uses.shape, FEATURES))
     found[..., 0] = 1.0
@@ -90,20 +98,22 @@ def features(fading: np.ndarray, uses: np.ndarray, latest: np.ndarray, steps: in
 
 
 def chance(found: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return [...] the first part's estimate of D^n from `features`, between 0 and 1."""
+    """Return [...], the first part's estimate of D^n, between 0 and 1, from the inputs `found` [..., F] and `weights`
+    [F]."""
     estimate: np.ndarray = 1.0 / (1.0 + np.exp(-np.clip(found @ weights, -30.0, 30.0)))
     return estimate
 
 
 def spread(estimate: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of unbiased estimates, which is the unit of the second part."""
+    """Return the standard deviation of a random 0 or 1 whose mean is `estimate`. The second part's estimate is in this
+    unit."""
     off: np.ndarray = np.sqrt(estimate * (1.0 - estimate))
     return off
 
 
 class Learned(Ranked):
-    """Ranks residents by an estimate of the next use. Each token of a prompt is a step; a decode step of a batch is one
-    step, whose rows together update the context."""
+    """Ranks residents by an estimate of their next use. Each token of a prompt is a step. A decode step of a batch is
+    one step, and the mean of its rows updates the context."""
 
     name = "learned"
     is_orderless = True
@@ -111,13 +121,13 @@ class Learned(Ranked):
     settings = ("next_use",)
 
     def __init__(self, learned: NextUse | None = None) -> None:
-        """`learned`: None for a model without training."""
+        """`learned`: the trained parameters; None for a model without training."""
         super().__init__(numbers=len(HORIZONS) + 2)
         """The fading counts, all uses, and the first part's estimate."""
         self._learned = learned if learned is not None else untrained()
         layers, width, rank = self._learned.source.shape
         self._context = np.zeros((layers, rank), dtype=np.float32)
-        """[L, R] the sum of what each layer's choices have added."""
+        """[L, R] the sum of what each layer's choices have added to the context, with decay."""
         self._steps: dict[int, int] = {}
         """The number of observed steps of each layer."""
         self._layer = 0
@@ -142,7 +152,7 @@ class Learned(Ranked):
             self._estimate(layer, used)
 
     def _record(self, layer: int, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Record one step that chose these experts. Return the experts, each once."""
+        """Record one step of a layer. `rows`: the experts that each row has chosen. Return these experts, each once."""
         used = list(rows[0]) if len(rows) == 1 else sorted(set().union(*rows))
         fading = self._numbers[: len(HORIZONS), layer]
         fading *= FADING[:, None]
@@ -157,7 +167,8 @@ class Learned(Ranked):
         return used
 
     def _estimate(self, layer: int, used: Sequence[int]) -> None:
-        """Compute the first part for a layer's experts; only steps of this layer change it."""
+        """Compute the first part's estimate for all experts of a layer, after a step of this layer that used the
+        experts `used`."""
         fading, uses = self._numbers[: len(HORIZONS), layer], self._numbers[len(HORIZONS), layer]
         latest = np.zeros(len(uses))
         latest[used] = 1.0

@@ -1,4 +1,5 @@
-"""Least frequently used, with counts that include times without residency (as in MoE-Infinity's frequency baseline)."""
+"""Eviction of the least frequently used expert. Uses of experts that are not resident count too, as in MoE-Infinity's
+frequency baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from smoe.routing import Routing
 
 
 class LFU(Eviction):
-    """Evicts the resident used in the fewest steps since the start; `victims` costs O(residents)."""
+    """Evicts the resident that was used in the fewest steps since the start; `victims` costs O(residents)."""
 
     name = "lfu"
 

@@ -1,4 +1,4 @@
-"""Least recently used: the baseline of Mixtral-Offloading and of almost every expert cache."""
+"""Eviction of the least recently used expert: the baseline of Mixtral-Offloading and of almost every expert cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from smoe.routing import Routing
 
 
 class LRU(Eviction):
-    """Evicts the resident whose last use is furthest back; `victims` costs O(count + shielded).
+    """Evicts the resident whose last use is the earliest; `victims` costs O(count + shielded).
 
-    Experts of one step are touched in ascending order, so that ties within a step break by (layer, expert).
+    Experts of one step are recorded in ascending order, so that ties within a step break by (layer, expert).
     """
 
     name = "lru"

@@ -1,16 +1,18 @@
 """HOBBIT's sequence-level multidimensional cache (arXiv 2411.01433, section 3.4, equation 3).
 
-The priority of an expert is a weighted sum of four numbers between 0 and 1, and the lowest is evicted first:
+The priority of an expert is a weighted sum of four numbers between 0 and 1. The expert of lowest priority is evicted
+first.
 
     w_lru R / T  +  w_lfu F / T  +  w_lhu H / T  +  w_fld (1 - ((l_t - l_i + l_n) % l_n) / l_n)
     T    tokens of the sequence so far             R    number of the token that last used the expert
-    F    steps that used the expert                H    those of them that requested high precision
+    F    steps that used the expert                H    steps that used the expert in high precision
     l_t  the expert's layer                        l_i  the layer whose router has run last
-    l_n  layers, up to the last with experts
+    l_n  the number of layers
 
-Experts of the next layers stay (FLD, the farthest layer distance), and experts requested in high precision, because
-they cost most to load again (LHU). R, F, H and T restart with every prompt, because a sequence's preferences differ
-from the model's. The paper leaves the weights to a search on recorded traces, as `smoe tune --cache` does.
+The last term (FLD, farthest layer distance) is large for experts of the next layers. The third term is large for
+experts that are needed in high precision, because they cost most to load again (LHU). R, F, H and T restart with every
+prompt, because a sequence's preferences differ from the model's. The paper leaves the weights to a search on recorded
+traces; `smoe tune --cache` does this search.
 """
 
 from __future__ import annotations
@@ -24,32 +26,33 @@ from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 WEIGHTS = (0.25, 0.125, 0.5, 0.125)
-"""(lru, lfu, lhu, fld) for a model without fitted weights: between those fitted for a model of many small experts and
-one of few (docs/evictions.md)."""
+"""(w_lru, w_lfu, w_lhu, w_fld) for a model without fitted weights. They are between those fitted for a model of many
+small experts and those for a model of few large ones (docs/evictions.md)."""
 
 _USES, _HIGH_USES, _RECORDED = range(3)
-"""Rows of the numbers: F and H of every expert, and w_lru R + w_lfu F + w_lhu H, which only a use of the expert
-changes."""
+"""Indices of three arrays [L, E] in `_numbers`: F, H, and w_lru R + w_lfu F + w_lhu H. The last changes only when the
+expert is used."""
 
 
 class Multidimensional(Ranked):
-    """Ranks residents by last use, uses, uses in high precision and distance of the layer. Each token of a prompt is a
-    step; a decode step of a batch is one token."""
+    """Ranks residents by last use, number of uses, uses in high precision, and distance of the layer. Each token of a
+    prompt is a step. A decode step of a batch is one step."""
 
     name = "multidimensional"
     is_orderless = True
     settings = ("cache_weights", "cache_records")
 
     def __init__(self, weights: Sequence[float] = WEIGHTS, of_sequence: bool = True) -> None:
-        """`of_sequence`: records restart with every prompt; otherwise they span the time since the model was loaded."""
+        """`weights`: as `WEIGHTS`. `of_sequence`: R, F, H and T restart with every prompt; otherwise they count since
+        the model was loaded."""
         assert len(weights) == 4, weights
         super().__init__(numbers=3)
         self._weights = weights
         self._near = np.zeros((0, 0))
-        """[l_i, l_t] the last term of the sum."""
+        """[l_i, l_t] the last term of the priority."""
         self._of_sequence = of_sequence
         self._tokens = 0
-        """T, the tokens of the sequence so far."""
+        """T, the number of tokens of the sequence so far."""
         self._layer = 0
         """l_i, the layer whose router has run last."""
         self._phase: Phase | None = None
@@ -76,7 +79,8 @@ class Multidimensional(Ranked):
             self._record(layer, used, routing.low, token)
 
     def _record(self, layer: int, used: list[int], low: Set[int], token: int) -> None:
-        """Record that one token used these experts of a layer, all except `low` in high precision."""
+        """Record that token number `token` used these experts of a layer, all in high precision except those in
+        `low`."""
         places = np.array(used, dtype=np.intp)
         of_last_use, of_uses, of_high_uses, _ = self._weights
         uses = self._numbers[_USES, layer]

@@ -1,9 +1,10 @@
 """Eviction policies for slots in several pools: by layer, by slot size, or by the format of the copies.
 
-Pools by size or format are necessary: a copy fits only certain slots. Pools by layer are an option (`pools` layer), so
-that no layer takes all slots: in one global pool a layer whose experts have similar scores, or are used in turn, loses
-its slots to other layers. With pools by layer, every layer has an equal share. A layer with its full share evicts its
-own experts; one with less takes slots from layers that have more, the fullest first.
+Pools by size or format are necessary, because a copy fits only in slots of its size. Pools by layer are an option
+(`--pools layer`) that keeps a single layer from taking all slots. In one global pool, a layer loses its slots to others
+if its experts have similar scores or are used in turn. With pools by layer, every layer has an equal share of the
+slots. A layer that has its full share evicts its own experts. A layer with less takes slots from the layers with the
+most.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from smoe.routing import Routing
 
 
 class LayerPools(Eviction):
-    """A separate policy for every layer, each with `share` slots."""
+    """One policy for each layer, and an equal share of `share` slots for each."""
 
     name = "layer pools"
 
@@ -32,7 +33,7 @@ class LayerPools(Eviction):
 
     @property
     def rule(self) -> str:
-        """The rules of the layers, each once."""
+        """The names of the rules that the layers' policies follow now, without repetitions."""
         return ", ".join(sorted({pool.rule for pool in self._pools.values()}))
 
     def insert(self, key: ExpertKey) -> None:
@@ -51,8 +52,9 @@ class LayerPools(Eviction):
         self._pool(routing.layer).observe(routing)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Return victims. While this layer has less than its share of slots, residents of layers with more than theirs
-        come first; then residents of this layer; then of any."""
+        """Return victims for the layer whose router was observed last. If this layer has less than its share of slots,
+        residents of layers with more than theirs come first. Residents of this layer follow, then those of any layer.
+        """
         found = [key for key in self._surplus() if key not in shield][: max(0, count)]
         for layer in (self._running, *self._others()):
             if len(found) < count:
@@ -74,7 +76,7 @@ class LayerPools(Eviction):
         return taken
 
     def _others(self) -> list[int]:
-        """Return the other layers, the fullest first."""
+        """Return the other layers, those with most residents first."""
         sizes = self._sizes
         return sorted((layer for layer in self._pools if layer != self._running), key=lambda n: (-sizes[n], n))
 
@@ -85,16 +87,16 @@ class LayerPools(Eviction):
 
 
 class SizePools(Eviction):
-    """A separate policy for the layers of each slot size: a layer's victims have slots that its experts fit."""
+    """One policy for the layers of each slot size, so that a layer's victims have slots in which its experts fit."""
 
     name = "size pools"
 
     def __init__(self, pools: Mapping[int, Eviction]) -> None:
-        """`pools`: policies by layer; layers that share slots have the same object."""
+        """`pools`: the policy of each layer; layers whose experts use the same slots have the same object."""
         self._pools = pools
         self._all = list({id(pool): pool for pool in pools.values()}.values())
         self._running = self._all[0]
-        """The pool of the layer whose router was observed last; victims are chosen for it."""
+        """The policy of the layer whose router was observed last; victims are chosen for this layer."""
 
     @property
     def rule(self) -> str:
@@ -117,7 +119,7 @@ class SizePools(Eviction):
         return self._pools[layer]
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Return victims of the running layer's pool only; fewer where it has no more."""
+        """Return victims that have slots of the size for the layer observed last; fewer if there are not enough."""
         return self._running.victims(count, shield)
 
     def worth(self, key: ExpertKey) -> float:
@@ -125,8 +127,8 @@ class SizePools(Eviction):
 
 
 class FormPools(Eviction):
-    """A separate policy for the copies of each format. Each observes every routing, and sees all its residents as exact
-    copies."""
+    """One policy for the copies of each format. Each policy observes every routing. It identifies its residents as full
+    copies, whatever their format."""
 
     name = "form pools"
 
@@ -136,7 +138,7 @@ class FormPools(Eviction):
 
     @property
     def rule(self) -> str:
-        """The names of the formats' rules, without repetitions."""
+        """The names of the rules that the formats' policies follow now, without repetitions."""
         return ", ".join(dict.fromkeys(pool.rule for pool in self._pools.values()))
 
     def insert(self, key: ExpertKey) -> None:
@@ -153,19 +155,19 @@ class FormPools(Eviction):
             pool.observe(routing)
 
     def victims(self, count: int, shield: Container[ExpertKey]) -> list[ExpertKey]:
-        """Return victims among full copies; for other formats use `of`."""
+        """Return victims among full copies. For another format, call `victims` of the policy that `of` returns."""
         return self._pools[EXACT].victims(count, shield)
 
     def of(self, form: int) -> Eviction:
         return self._pools[form]
 
     def worth(self, key: ExpertKey) -> float:
-        """Return a value that is comparable among copies of one format."""
+        """Return a value that can be compared only among copies of the same format."""
         return self._pools[key[2]].worth(key)
 
 
 class _OneForm(Eviction):
-    """Adapts a policy to the copies of one format: the policy sees exact copies."""
+    """Adapts a policy to copies of one format: keys are converted to those of full copies, and results back."""
 
     name = "one form"
 
@@ -198,7 +200,7 @@ class _OneForm(Eviction):
 
 
 class _ShieldOf:
-    """A view of a shield that shows the copies of one format as exact ones."""
+    """Contains the key of a full copy if `shield` contains the copy of the same expert in the format `form`."""
 
     def __init__(self, form: int, shield: Container[ExpertKey]) -> None:
         self._form = form

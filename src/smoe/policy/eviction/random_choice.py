@@ -1,4 +1,4 @@
-"""Random eviction: the baseline that every other policy must exceed."""
+"""Random eviction: a lower limit for comparisons, which every other policy should exceed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ SEED = 13
 
 
 class RandomChoice(Ranked):
-    """Evicts random residents. New random numbers are drawn for all experts when a router is observed, from a fixed
-    seed; `victims` draws none."""
+    """Evicts random residents. Whenever a router is observed, every expert gets a new random number, from a generator
+    with a fixed seed. The residents with the lowest numbers are evicted."""
 
     name = "random"
     only_replayed = "is what others are compared with"

@@ -1,4 +1,4 @@
-"""The base of policies that have numbers for every expert and evict the resident with the lowest value."""
+"""The base class of policies that compute a value for every expert and evict the resident with the lowest value."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from smoe.policy.eviction.base import Eviction
 _SORTED = 128
 """The number of residents up to which sorting is faster than partitioning."""
 _SPARE = 4
-"""Additional victims that are searched at first, because some may be shielded."""
+"""The number of additional victims in the first search, because some of those found may be in the shield."""
 
 
 class Ranked(Eviction):
-    """Holds residents and numbers in arrays [L, E], which grow with new layers and experts. `victims` costs O(L x
-    E)."""
+    """Stores residency and numbers for every expert in arrays [L, E] (layers, experts), which grow with new layers and
+    experts. `victims` costs O(L x E)."""
 
     def __init__(self, numbers: int) -> None:
         self._numbers = np.zeros((numbers, 0, 0))
-        """[numbers, L, E] for all experts."""
+        """[numbers, L, E]: the numbers that a policy stores for every expert."""
         self._is_resident = np.zeros((0, 0), dtype=bool)
 
     @abstractmethod
     def _values(self) -> np.ndarray:
-        """Return [L, E], the current value of every expert. It must not change anything."""
+        """Return [L, E], the present value of every expert, without changing anything."""
 
     def insert(self, key: ExpertKey) -> None:
         self._fit(key[0], key[1] + 1)
@@ -51,7 +51,7 @@ class Ranked(Eviction):
         return float(self._values()[key[0], key[1]]) if key[0] < layers and key[1] < width else 0.0
 
     def _fit(self, layer: int, experts: int) -> bool:
-        """Enlarge the arrays for a layer and its experts. Return whether they grew."""
+        """Enlarge the arrays if they do not have this layer or this many experts. Return whether they grew."""
         layers, width = self._is_resident.shape
         if layer < layers and experts <= width:
             return False
@@ -64,8 +64,7 @@ class Ranked(Eviction):
 def lowest_residents(
     values: np.ndarray, resident: np.ndarray, width: int, count: int, shield: Container[ExpertKey]
 ) -> list[ExpertKey]:
-    """Return at most `count` residents outside `shield`, those of the lowest value first; ties break by (layer,
-    expert).
+    """Return at most `count` residents outside `shield`, lowest value first; ties break by (layer, expert).
 
     `values`, `resident`: [L x E], with expert e of layer l at index l * width + e.
     """
@@ -81,7 +80,8 @@ def lowest_residents(
 
 
 def lowest(values: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the `count` lowest of `values` where `among` is true, ascending by value, then by index."""
+    """Return the indices of the `count` lowest of `values` at which `among` is true, ascending by value, then by
+    index."""
     places = among.nonzero()[0]
     left = values.take(places)
     if len(places) > _SORTED:

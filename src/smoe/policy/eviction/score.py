@@ -1,8 +1,8 @@
 """SMoE's score-based eviction (second version, section IV-B, equation 3): evicts the expert with the lowest mean score.
 
-The score counts also for experts that the router did not choose: an expert that often comes close is a future
-substitute. Scores are means over a window of the last steps j - n ... j of decoding. In a step with several rows an
-expert's score is its highest over the rows. Where a trace has no scores, every chosen expert counts 1.
+The scores of experts that the router did not choose count too: an expert that often comes close is a good substitute
+later. Scores are averaged over a window of the last decode steps, j - n to j. In a step with several rows, an expert's
+score is the highest of the rows. If a trace has no scores, every chosen expert has score 1 and the others 0.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from smoe.policy.eviction.ranked import Ranked
 from smoe.routing import Phase, Routing
 
 WINDOW = 64
-"""n, the length of the window; the papers give none. A longer window is slightly better on one text, a shorter one
-adapts sooner (docs/papers/smoe.md)."""
+"""n, the length of the window in steps; the papers give no value. A longer window is slightly better on one text, a
+shorter one adapts sooner (docs/papers/smoe.md)."""
 
 _UNIT = 2.0**40
-"""The integer that stands for a score of 1: finer than the router's fp32, and the sum of thousands of steps fits."""
+"""The integer that represents a score of 1. It is finer than the router's fp32, and sums of thousands of steps fit in
+64 bits."""
 
 
 class ScoreWindow(Ranked):
-    """Ranks residents of all layers by mean score; scores are shares of their layer's sum, so that layers are
-    comparable. `victims` costs O(L x E)."""
+    """Ranks residents of all layers by mean score. Scores are divided by the sum of their layer's scores, so that
+    layers can be compared. `victims` costs O(L x E)."""
 
     name = "score"
     needs_scores = True
@@ -68,9 +69,10 @@ def _as_scores(routing: Routing) -> list[list[float]]:
 
 
 class _Layer:
-    """A ring of the last steps of one layer, and their sum.
+    """The scores of one layer's last steps in a ring buffer, and their sum.
 
-    Values are integers, so that adding and subtracting a step is exact: equal experts stay equal.
+    Scores are stored as integers, so that adding and subtracting a step is exact: experts with equal scores have equal
+    sums.
     """
 
     def __init__(self, experts: int, steps: int) -> None:
@@ -79,8 +81,9 @@ class _Layer:
         self._count = 0
 
     def add(self, rows: Sequence[Sequence[float]]) -> None:
-        """Add one step: the scores of all experts for every row. Masked experts (minus infinity) count as zero."""
-        if len(rows) == 1 and min(rows[0]) >= 0.0:  # the usual step: as few operations as may be
+        """Add one step. `rows`: the scores of all experts, for every row. Masked experts (minus infinity) count as
+        zero."""
+        if len(rows) == 1 and min(rows[0]) >= 0.0:  # the usual case, with as few operations as possible
             values = np.multiply(rows[0], _UNIT / max(sum(rows[0]), 1e-30))
         else:
             values = np.maximum(rows, 0.0)
@@ -93,5 +96,5 @@ class _Layer:
         self._count += 1
 
     def put_means(self, row: np.ndarray) -> None:
-        """Write the mean scores into `row` [E]."""
+        """Write the mean score of every expert into `row` [E]."""
         np.divide(self._sum, _UNIT * max(1, min(self._count, len(self._ring))), out=row)
