@@ -1,1 +1,1 @@
-"""Predictors of later layers' experts."""
+"""Predictors of the experts that later layers will choose."""

@@ -3,8 +3,10 @@
     matrix of a sequence   [L, E]: how often each layer chose each expert
     this sequence so far   ---> the nearest stored matrix ---> its counts in the next layer
 
-The nearest matrix has the highest mean cosine between rows, over all layers. A new sequence begins with a prompt. A
-text that is only read, token by token, has no prompt: its matrix covers everything that was read.
+The similarity of two matrices is the cosine between their rows, averaged over all layers. A new sequence begins with a
+prompt. If a text is processed token by token without a prompt, its matrix covers all tokens so far.
+
+Letters: L layers, E experts, M stored matrices, S running sequences.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from smoe.prediction.history import FittedPredictor
 from smoe.routing import Phase
 
 MOST_MATRICES = 128
-"""The most past sequences that are stored; of more, this many evenly spaced ones."""
+"""The largest number of past sequences that are stored. If there are more, evenly spaced ones are selected."""
 
 
 def matrices_of(paths: Paths) -> np.ndarray:
-    """Return [M, L, E]: the counts of at most `MOST_MATRICES` sequences."""
+    """Return [M, L, E], how often each layer chose each expert in each of at most `MOST_MATRICES` sequences."""
     widest = max(layer.experts for layer in paths.layers)
     found = [multi_hot(chosen, widest).sum(axis=0) for chosen in paths.of_sequences()]
     chosen_places = np.linspace(0, len(found) - 1, min(len(found), MOST_MATRICES)).round().astype(int)
@@ -38,11 +40,12 @@ class ActivationMatrix(FittedPredictor):
         """`matrices`: [M, L, E] counts."""
         super().__init__(layers)
         self._directions = _unit(matrices)
-        """[M, L, E] matrices with rows scaled to length 1; the order of experts is that of the counts."""
+        """[M, L, E] the stored matrices, with every row scaled to length 1, which does not change the order of the
+        experts."""
         self._counts = np.zeros((0, *matrices.shape[1:]), dtype=np.float32)
-        """[S, L, E] counts of the running sequences."""
+        """[S, L, E] how often each layer has chosen each expert in the running sequences."""
         self._alike = np.zeros((0, *matrices.shape[:2]), dtype=np.float32)
-        """[S, M, L] cosines between running and stored sequences."""
+        """[S, M, L] the cosine between each row of a running and a stored sequence's matrix."""
         self._phase = Phase.DECODE
 
     @classmethod

@@ -1,9 +1,9 @@
-"""Expert activation paths: the routers' choices for a token, layer by layer (DuoServe, equation 1).
+"""Expert activation paths: the experts that the routers chose for a token, layer by layer (DuoServe, equation 1).
 
     token n   | E of layer 0 | E of layer 1 | ... |     -> [N, L, K]
 
-Predictors that see only the history of routing are fitted on such paths, and read the current path while a token passes
-through the layers.
+Letters: N tokens, L layers, E experts of a layer, K experts chosen for a token. Predictors that use only the history of
+routing are fitted on such paths. While a token passes through the layers, they use its path so far.
 """
 
 from __future__ import annotations
@@ -14,38 +14,40 @@ from typing import NamedTuple
 import numpy as np
 
 NO_EXPERT = -1
-"""Fills a path in layers that choose fewer experts than the widest."""
+"""Fills the path in layers that choose fewer experts than the widest layer."""
 
 
 class RoutedLayer(NamedTuple):
-    """The sizes of one layer's routing."""
+    """The number of a layer, and the sizes of its routing."""
 
     layer: int
     """The layer's number in the model."""
     experts: int
     """E, the number of experts."""
     top_k: int
-    """K, the experts chosen for each token."""
+    """K, the number of experts that are chosen for each token."""
 
 
 class Paths(NamedTuple):
-    """Paths of many tokens; the tokens of a sequence are in their order."""
+    """The paths of many tokens. The tokens of a sequence are in their order."""
 
     layers: tuple[RoutedLayer, ...]
     """The layers, ascending."""
     chosen: np.ndarray
-    """[N, L, K] int64 chosen experts; `NO_EXPERT` beyond a layer's own K."""
+    """[N, L, K] int64, the chosen experts. A layer with a smaller K than the widest layer is filled with
+    `NO_EXPERT`."""
     sequence: np.ndarray
     """[N] the sequence number of each token."""
 
     def of_sequences(self) -> Iterator[np.ndarray]:
-        """Yield [n, L, K] for every sequence, in order of first appearance."""
+        """Yield the paths [n, L, K] of each sequence, in the order of their first tokens."""
         _, first = np.unique(self.sequence, return_index=True)
         for place in sorted(first):
             yield self.chosen[self.sequence == self.sequence[place]]
 
     def split(self, share: float) -> tuple[Paths, Paths]:
-        """Divide the paths into the first part and the last `share` of the tokens; both have at least one token."""
+        """Return (the paths of the first tokens, those of the last tokens), where `share` is the fraction of last
+        tokens. Both have at least one token."""
         cut = min(max(1, round(len(self.chosen) * (1 - share))), len(self.chosen) - 1)
         return self._replace(chosen=self.chosen[:cut], sequence=self.sequence[:cut]), self._replace(
             chosen=self.chosen[cut:], sequence=self.sequence[cut:]
@@ -53,7 +55,7 @@ class Paths(NamedTuple):
 
 
 def joined(parts: Sequence[Paths]) -> Paths:
-    """Concatenate paths of one model; sequences of different parts get different numbers."""
+    """Return the paths of several traces of one model as one. Sequences of different traces get different numbers."""
     first, numbers = 0, []
     for part in parts:
         numbers.append(part.sequence - part.sequence.min(initial=0) + first)
@@ -62,7 +64,7 @@ def joined(parts: Sequence[Paths]) -> Paths:
 
 
 def multi_hot(chosen: np.ndarray, experts: int) -> np.ndarray:
-    """Convert [..., K] indices to [..., E] float32, with 1 for chosen experts."""
+    """Return [..., E] float32 with 1 for each of the chosen experts [..., K], and 0 for the others."""
     hot = np.zeros((*chosen.shape[:-1], experts + 1), dtype=np.float32)  # the last column is for NO_EXPERT
     np.put_along_axis(hot, np.where(chosen == NO_EXPERT, experts, chosen), 1.0, axis=-1)
     return hot[..., :experts]

@@ -1,4 +1,4 @@
-"""Predicts experts from those of the layer before (DuoServe, equation 3)."""
+"""Predicts experts from those that the layer before has chosen (DuoServe, equation 3)."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from smoe.prediction.popularity import shares
 
 
 def affinity_of(paths: Paths) -> np.ndarray:
-    """Return [L-1, E, E]: entry (l, i, j) is the share of expert j in the choices of layer l+1 for tokens with expert i
-    in layer l; zeros where i was never chosen."""
+    """Return [L-1, E, E], fitted on paths. Entry (l, i, j) is the fraction that expert j has of layer l+1's choices,
+    counting only tokens for which layer l chose expert i. It is 0 if i was never chosen."""
     widest = max(layer.experts for layer in paths.layers)
     hot = (multi_hot(paths.chosen[:, n], widest) for n in range(len(paths.layers)))  # two at a time in memory
     return shares(np.stack([before.T @ after for before, after in pairwise(hot)]))
 
 
 def rows_of(affinity: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the rows [..., K, E] of one layer's affinity [E, E] for chosen experts [..., K]; zeros for `NO_EXPERT`."""
+    """Return [..., K, E]: for each of the `chosen` experts [..., K] of a layer, its row of the layer's affinity [E, E].
+    The rows for `NO_EXPERT` are zeros."""
     found: np.ndarray = affinity[chosen] * (chosen != NO_EXPERT)[..., None]
     return found
 
 
 class Affinity(FittedPredictor):
-    """Predicts the experts that most often follow those of the layer before: a Markov chain over the layers."""
+    """Predicts the experts that most often follow those chosen by the layer before: a Markov chain over the layers."""
 
     usual_recall = 0.53
 

@@ -1,13 +1,14 @@
-"""Predicts the experts of several later layers by their routers with a learned correction, where a load is worth it.
+"""Predicts the experts of several later layers by their routers, with a learned correction, if a load is worth it.
 
-    | this layer's router input                  |--- product, margins ---> l+1: experts that are probably needed
-    | l+1, l+2, ... of the token before          |--- when requested -----> l+2 ...
+    | this layer's router input                  |--- one matrix product ---> l+1: the experts that are probably needed
+    | router input of l+1 for the token before   |
 
-The next gates on this layer's input ignore the effect of the layers in between; the correction learns its average
-(`correction.py`). An expert is loaded only where a benefit is expected: at a probability of at least `WORTH`, the share
-of right predictions below which the trial (`policy/trial.py`) switches prefetching off. Later layers are computed only
-when requested. The matrices and the stored inputs of the last token are an entry of the ledger
-(`ModelSpec.correction_bytes`). No module of the model is called, so no hook sees a prediction.
+The router of a later layer, applied to this layer's input, ignores the effect of the layers in between. The correction
+learns the average of this effect (`correction.py`). An expert is predicted only if it is needed with a probability of
+at least `WORTH`: with fewer right predictions than that, prefetching is turned off (`policy/trial.py`). Predictions for
+layers after l+1 are computed only when the caller reads them. The matrices, and the router inputs of the last token,
+are an entry of the ledger (`ModelSpec.correction_bytes`). No module of the model is called, so no hook observes a
+prediction.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class CorrectedGates(Predictor):
         ranking: Ranking,
         depth: int,
     ) -> None:
-        """`corrections`: by (current layer, predicted layer); pairs without a correction are not predicted."""
+        """`corrections`: by (current layer, predicted layer). A pair without a correction is not predicted. `depth`:
+        the largest number of layers that are predicted."""
         layers = [site.layer for site in sites]
         self._following = {
             layer: [after for after in layers[n : n + depth] if (layer, after) in corrections]
@@ -44,7 +46,7 @@ class CorrectedGates(Predictor):
         self._corrections = corrections
         self._ranking = ranking
         self._before: dict[int, torch.Tensor] = {}
-        """The router inputs [sequences, H] of the last token, by layer."""
+        """The router inputs [sequences, H] of each sequence's last token, by layer."""
 
     def observe_input(self, routing: Routing, hidden: torch.Tensor) -> None:
         if routing.layer not in self._guessed:
@@ -61,7 +63,8 @@ class CorrectedGates(Predictor):
         return (self._named(sight.layer, after, hidden, sight.rows) for after in self._following[sight.layer])
 
     def logits(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Return [T, E]: the predicted logits of layer `after`'s router for these rows (None: all) of hidden [T, H]."""
+        """Return [T, E]: the predicted router logits of layer `after`, from the router input `hidden` [T, H] of
+        `layer`. `rows`: the rows that are predicted; None: all."""
         before = self._before.get(after)
         if before is not None and before.shape != hidden.shape:  # a new batch has begun
             before = None
@@ -71,7 +74,7 @@ class CorrectedGates(Predictor):
         return self._corrections[layer, after].logits(hidden, before)
 
     def _named(self, layer: int, after: int, hidden: torch.Tensor, rows: Sequence[int] | None) -> Prediction:
-        """Return the experts that are worth a load, by their rank and their probability."""
+        """Return the experts of layer `after` that are needed with a probability of at least `WORTH`, best first."""
         logits = self.logits(layer, after, hidden, rows)
         named = self._ranking.named(after, logits)
         wanted = self._corrections[layer, after].probabilities(self._ranking.margins(after, logits))

@@ -1,18 +1,20 @@
-"""A learned correction of a router, as one matrix product: it predicts a later layer's logits from this layer's input.
+"""The learned correction of a router: one matrix product that predicts a later layer's router logits.
 
     router input of layer l, this token  [T, H] --+
                                                   |-- weight [E, 2 H], bias [E] --> logits of layer l + d
     router input of l + d, token before  [T, H] --+
 
-A router's logits are linear in its input, so a linear prediction of that input can be multiplied into the router's own
-matrix and costs no more than one product. The second input is known by the time a token reaches layer l; it helps,
-because attention carries over much of the token before. `smoe tune --predictor corrected-gates` learns the weights by
-ridge regression, in closed form, with the router itself as the prior: directions that the text does not determine stay
-the router's own, and without any learning the result is that of the stacked gates.
+A router's logits are linear in its input. A linear prediction of that input can therefore be multiplied into the
+router's matrix, and costs no more than one product. The second input is known when a token reaches layer l. It helps
+because attention makes the inputs of neighbouring tokens similar. `smoe tune --predictor corrected-gates` learns the
+weights by ridge regression, in closed form, with the router itself as the prior. In directions that the text does not
+determine, the weights stay those of the router. Without any training, the predictions are those of the stacked gates.
 
-The confidence comes from data that the regression has not seen: the probability that an expert is needed is a logistic
-function of its margin, how far it is inside the choice or outside. It is fitted separately for each layer and distance,
-because the same margin means less at a greater distance.
+The probability that an expert is needed is a logistic function of its margin (`ranking.margins`), which says how far
+the expert is from not being chosen. The function is fitted on data that the regression has not used, separately for
+each layer and distance d, because the same margin means less at a greater distance.
+
+Letters: T tokens, H hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -25,45 +27,47 @@ from torch.nn import functional
 from smoe.models.router_matrix import RouterMatrix
 
 SHRINKAGE = 0.05
-"""The weight of the prior, relative to the mean variance of the inputs. With 500 tokens of training text, a fiftieth
-costs 8 points of recall on unseen text, with 8000 nothing (docs/log/prefetch.md)."""
+"""The weight of the prior, relative to the mean variance of the inputs. A fiftieth of it costs 8 points of recall on
+unseen text after 500 tokens of training text, and nothing after 8000 (docs/log/prefetch.md)."""
 _NEWTON_STEPS = 40
 _LARGEST_STEP = 5.0
 
 
 class Correction(NamedTuple):
-    """Predicts a later layer's logits from another layer's router input, with a confidence."""
+    """Predicts a later layer's router logits from this layer's router input, and the probability that an expert is
+    needed."""
 
     weight: torch.Tensor
-    """[E, 2 H] weights"""
+    """[E, 2 H] weights."""
     bias: torch.Tensor
-    """[E] bias"""
+    """[E] bias."""
     first_bias: torch.Tensor
-    """[E] bias for a token whose predecessor is unknown, which is replaced by the mean."""
+    """[E] bias for a token whose predecessor is unknown. It contains the mean effect of the predecessor."""
     slope: float
-    """The change of the log odds that an expert is needed, per unit of margin."""
+    """The change of the log odds that an expert is needed, for each unit of margin."""
     offset: float
-    """The log odds at the margin 0."""
+    """The log odds that an expert with margin 0 is needed."""
 
     def logits(self, hidden: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """Return [T, E] logits for hidden [T, H] and, if known, the later layer's router input `before` [T, H] for the
-        tokens before."""
+        """Return [T, E], the predicted logits, for the router input `hidden` [T, H] of this layer. `before`: [T, H],
+        the later layer's router input for the token before each token; None if it is unknown."""
         if before is None:
             return functional.linear(hidden, self.weight[:, : hidden.shape[-1]], self.first_bias)
         return functional.linear(torch.cat([hidden, before], dim=-1), self.weight, self.bias)
 
     def probabilities(self, margins: torch.Tensor) -> torch.Tensor:
-        """Return the probability that an expert with such a margin is needed; any shape."""
+        """Return the probabilities that experts with these margins are needed, in the same shape."""
         return (margins * self.slope + self.offset).sigmoid()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Correction:
-        """Return the correction on another device or in another data type."""
+        """Return the same correction on another device and in another data type."""
         weight, bias, first_bias = (value.to(device, dtype) for value in self[:3])
         return Correction(weight, bias, first_bias, self.slope, self.offset)
 
 
 def uncorrected(matrix: RouterMatrix) -> Correction:
-    """Return a router itself as a correction: nothing is learned, and every prediction is certain."""
+    """Return a router without any learned correction in the form of a `Correction`: every chosen expert counts as
+    needed."""
     weight = torch.cat([matrix.weight, torch.zeros_like(matrix.weight)], dim=-1)
     bias = weight.new_zeros(len(weight)) if matrix.bias is None else matrix.bias.to(weight.dtype, copy=True)
     return Correction(weight, bias, bias.clone(), 0.0, 30.0)
@@ -72,9 +76,10 @@ def uncorrected(matrix: RouterMatrix) -> Correction:
 def fitted(
     hidden: torch.Tensor, before: torch.Tensor, has_before: torch.Tensor, logits: torch.Tensor, router: torch.Tensor
 ) -> Correction:
-    """Return the correction that predicts `logits` [T, E] best by least squares, in fp32, without confidence.
+    """Return the correction that predicts `logits` [T, E] best by least squares, in fp32. Its probabilities are not
+    fitted.
 
-    `hidden` and `before` [T, H] are as for `Correction.logits`; `has_before` [T]: whether there was a token before;
+    `hidden` and `before` [T, H]: as for `Correction.logits`. `has_before` [T]: whether the token before is known.
     `router` [E, H]: the later layer's own matrix, towards which the weights shrink.
     """
     size, known = hidden.shape[1], has_before.unsqueeze(1)
@@ -94,10 +99,11 @@ def fitted(
 
 
 def with_confidence(correction: Correction, margins: torch.Tensor, wanted: torch.Tensor) -> Correction:
-    """Return the correction with a confidence fitted on text that it was not fitted on.
+    """Return the correction with fitted probabilities. The text must be another one than that for the weights.
 
-    `margins`: of its predictions; `wanted`: whether each expert was needed, of the same shape. Newton's method on the
-    logistic likelihood; the slight shrinkage matters only where the two classes are separable.
+    `margins`: the margins of the predictions for that text. `wanted`: whether each expert was needed, in the same
+    shape. The likelihood is maximised by Newton's method; a slight shrinkage keeps the result finite if a threshold
+    separates both classes completely.
     """
     margin, truth = margins.reshape(-1).double(), wanted.reshape(-1).double()
     spread = margin.std().clamp(min=1e-9)

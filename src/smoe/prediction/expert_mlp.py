@@ -1,14 +1,15 @@
 """Predicts the next layer's experts by a network that is trained on recorded paths (DuoServe, section 4.2).
 
-    h: the experts of all layers before, flattened   |
-    p: popularity of the layer's experts             | -> seven fully connected layers -> a score for each expert
-    a: affinity to each expert of the layer before   |
+    h: the experts that all layers before have chosen     |
+    p: popularity of the layer's experts                  | -> seven fully connected layers -> a score for each expert
+    a: affinity to each chosen expert of the layer before |
 
-One network serves all layers: p and a identify the layer. What the paper leaves open is decided here: index i of E
-experts becomes (i + 1) / E, so that padding, 0, is no expert's; a consists of the affinity rows of the chosen experts;
-p and a are multiples of chance. The six hidden widths halve from 2048 to 64; the seventh layer gives the scores.
+One network serves all layers: p and a identify the layer. Some details are not in the paper. Number i of E experts is
+encoded as (i + 1) / E, so that 0 stands for padding. The input a consists of the affinity rows of the chosen experts.
+The inputs p and a are multiplied by E, so that an average expert has the value 1. The six hidden widths halve from 2048
+to 64, and the seventh layer gives the scores.
 
-It runs after the layer's router, on the computing thread or its own (`prefetch_asked`).
+The network runs after the layer's router, on the computing thread or on its own (setting `prefetch_asked`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ DROPOUT = 0.1
 def states(
     place: int, path: np.ndarray, layers: Sequence[RoutedLayer], popularity: np.ndarray, affinity: np.ndarray
 ) -> np.ndarray:
-    """Return the states s (equations 4 and 5) of the layer at `place`, from 1 on: [N, `state_width`] float32.
+    """Return the network's inputs s (equations 4 and 5) for the layer at index `place` (1 or more): [N, `state_width`]
+    float32.
 
-    `path`: [N, place or more, K]; `popularity`: [L, E]; `affinity`: [L-1, E, E].
+    `path`: [N, place or more, K], the experts chosen by the layers before; `popularity`: [L, E]; `affinity`: [L-1, E,
+    E].
     """
     top_k, widest = path.shape[-1], popularity.shape[1]
     count, slots = len(path), (len(layers) - 1) * top_k
@@ -47,13 +50,13 @@ def states(
 
 
 def state_width(layers: Sequence[RoutedLayer]) -> int:
-    """Return the number of values in a state."""
+    """Return the number of inputs of the network."""
     top_k, widest = max(layer.top_k for layer in layers), max(layer.experts for layer in layers)
     return (len(layers) - 1) * top_k + widest + top_k * widest
 
 
 def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
-    """Return ExpertMLP in its form for training: [N, inputs] -> logits [N, outputs]."""
+    """Return the untrained network in its form for training: [N, inputs] -> logits [N, outputs]."""
     parts: list[nn.Module] = []
     for width in widths:
         parts += [nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(DROPOUT)]
@@ -62,8 +65,8 @@ def network(inputs: int, outputs: int, widths: Sequence[int] = WIDTHS) -> nn.Seq
 
 
 def nbytes_of(layers: Sequence[RoutedLayer]) -> int:
-    """Return the bytes of a fitted predictor in memory, known before training: the network as `folded` returns it, and
-    the counts."""
+    """Return the bytes of a fitted predictor in memory, before it is trained: the weights that `folded` returns, and
+    the arrays of popularity and affinity."""
     widest = max(layer.experts for layer in layers)
     with torch.device("meta"):
         parts = network(state_width(layers), widest)
@@ -72,7 +75,8 @@ def nbytes_of(layers: Sequence[RoutedLayer]) -> int:
 
 
 def folded(trained: nn.Sequential) -> dict[str, torch.Tensor]:
-    """Return the network's weights for use: every batch norm is multiplied into the layer before it."""
+    """Return the weights of a trained network for inference: each batch norm is multiplied into the linear layer before
+    it."""
     found: dict[str, torch.Tensor] = {}
     parts = list(trained)
     linears = [(at, part) for at, part in enumerate(parts) if isinstance(part, nn.Linear)]
@@ -88,7 +92,7 @@ def folded(trained: nn.Sequential) -> dict[str, torch.Tensor]:
 
 
 class ExpertMLP(FromHistory):
-    """Predicts the experts with the network's highest scores."""
+    """Predicts the experts to which the network gives the highest scores."""
 
     def __init__(
         self,

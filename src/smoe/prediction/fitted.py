@@ -1,4 +1,4 @@
-"""Predictors that are fitted on recorded paths: their stored form, and how they are made from it."""
+"""The stored form of predictors that are fitted on recorded paths, and how a predictor is made from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def fitted_kind(name: str) -> type[FittedPredictor]:
-    """Return the class of a fitted predictor; raise `ConfigError` if there is none of that name."""
+    """Return the class of a fitted predictor. Raise `ConfigError` if no fitted predictor has this name."""
     found = PREDICTORS.find(name)
     if not found.is_fitted:
         raise ConfigError.no_choice("predictor", name, (*fitted_names(), PLACE))
@@ -30,22 +30,22 @@ class Fitted:
     """The stored form of a fitted predictor."""
 
     name: str
-    """A predictor of `policy.registry.PREDICTORS` with `is_fitted`."""
+    """The predictor's name in `policy.registry.PREDICTORS`; its class has `is_fitted`."""
     layers: tuple[RoutedLayer, ...]
     tensors: Tensors
     tokens: int
-    """The number of tokens that it was fitted on."""
+    """The number of tokens on which the predictor was fitted."""
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def predictor(self) -> FromHistory:
-        """Return a new predictor, without observations."""
+        """Return a new predictor, which has not observed any routing yet."""
         return fitted_kind(self.name).of_fit(self.layers, self.tensors)
 
 
 def counted(name: str, paths: Paths) -> Fitted:
-    """Return a predictor that consists of counts."""
+    """Return the stored form of a predictor that is fitted by counting, not by training."""
     tensors = {key: torch.from_numpy(value) for key, value in fitted_kind(name).fit(paths).items()}
     return Fitted(name, paths.layers, tensors, len(paths.chosen))

@@ -1,10 +1,12 @@
-"""The base of predictors that use only the routers' choices: no hidden states, no weights of the model.
+"""The base classes of predictors that use only the routers' choices, not hidden states or weights of the model.
 
     routers of layers 0 .. l have run -> scores of the experts of l+1 -> the best K of every row
 
-Such a prediction depends only on the observed routings, so it is the same in the engine and on a trace in the
-simulator. It cannot know which choices are important: it names all K, whatever `alpha` is, in the order of their
-scores.
+Such a prediction depends only on the observed routing, so it is the same in the engine and on a trace in the simulator.
+It does not say which experts are important: it contains K experts, in the order of their scores, whatever `alpha` is.
+
+A layer's *place* is its index among the layers with experts. Letters: T tokens of a step, S sequences, R predicted
+rows, E experts, K experts chosen for a token.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
 
 
 class HistoryInputs(NamedTuple):
-    """The inputs of predictors by routing history that a trace gives without a model, as in `PredictorInputs`."""
+    """The inputs of such predictors if there is a trace but no model. The names are those of `PredictorInputs`."""
 
     routed_layers: tuple[RoutedLayer, ...]
     fitted: Fitted | None = None
 
 
 class FromHistory(Predictor):
-    """A predictor that sees only the path of the current step. One thread at a time may use it."""
+    """A predictor that uses only the experts chosen so far in this step, and what `_observe` stores. One thread at a
+    time may use it."""
 
     settings = ("prefetch_asked",)
 
@@ -47,7 +50,7 @@ class FromHistory(Predictor):
         self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
         self._top_k = max(layer.top_k for layer in self.layers)
         self._path: list[np.ndarray] = []
-        """[T, K] of every layer observed in this decode step."""
+        """[T, K] for every layer that was observed in this decode step."""
 
     def observe(self, routing: Routing) -> None:
         place = self._places[routing.layer]
@@ -68,38 +71,38 @@ class FromHistory(Predictor):
         return () if scores is None else (Prediction(layer.layer, best_first(scores[:, : layer.experts], layer.top_k)),)
 
     def _observe(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
-        """Process the choice of the router at `place` for the tokens of every sequence: [S, T / S, K], with E for
+        """Receive the choice of the router at `place` for the tokens of every sequence: [S, T / S, K], with E for
         padding."""
         del place, phase, chosen
 
     @abstractmethod
     def _scores(self, place: int, path: np.ndarray, rows: Sequence[int]) -> np.ndarray | None:
-        """Return scores of the experts of the layer at `place`: [R, E], higher is likelier; None where nothing is
-        known.
+        """Return scores [R, E] of the experts of the layer at `place`, higher for more probable experts; None if there
+        is no basis for a prediction.
 
         `path`: [R, place, K], the earlier layers' choices for these rows in this step; `rows`: the rows' numbers.
         """
 
     def _widened(self, chosen: np.ndarray, experts: int) -> np.ndarray:
-        """Convert [T, K of the layer] to [T, K of the widest]; padding becomes `NO_EXPERT`."""
+        """Return choices [T, K of the layer] as [T, K of the widest layer], with `NO_EXPERT` for padding."""
         wide = np.full((len(chosen), self._top_k), NO_EXPERT, dtype=np.int64)
         wide[:, : chosen.shape[1]] = np.where(chosen == experts, NO_EXPERT, chosen)
         return wide
 
 
 class FittedPredictor(FromHistory):
-    """A predictor that is made from counts on recorded paths (`smoe tune --predictor`)."""
+    """A predictor that is fitted by counting recorded paths (`smoe tune --predictor`)."""
 
     is_fitted = True
 
     @classmethod
     @abstractmethod
     def fit(cls, paths: Paths) -> dict[str, np.ndarray]:
-        """Return the arrays to store for a model, by names of the constructor's arguments."""
+        """Return {argument of the constructor: array}, fitted on these paths, to be stored for the model."""
 
     @classmethod
     def of_fit(cls, layers: Sequence[RoutedLayer], tensors: Mapping[str, torch.Tensor]) -> FromHistory:
-        """Return a new predictor from the arrays that `fit` returned."""
+        """Return a new predictor from the tensors that `fit` returned."""
         return cls(layers, **{name: tensor.numpy() for name, tensor in tensors.items()})
 
     @classmethod
@@ -109,7 +112,8 @@ class FittedPredictor(FromHistory):
 
 
 def best_first(scores: np.ndarray, top_k: int) -> list[int]:
-    """Return the K best of every row of scores [R, E], ordered by the highest score in any row; ties by number."""
+    """Return the experts that are among the K best in any row of `scores` [R, E], ordered by their highest score; of
+    equal scores the lowest number first."""
     index = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]
     if len(index) == 1:
         found: list[int] = index[0].tolist()

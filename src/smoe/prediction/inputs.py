@@ -1,4 +1,4 @@
-"""The inputs that predictors are made from."""
+"""The inputs from which predictors are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smoe.prediction.ranking import Ranking
 
 
 def routed_layers(spec: ModelSpec) -> tuple[RoutedLayer, ...]:
-    """Return the sizes of a model's routers."""
+    """Return the sizes of the routing in each layer of a model."""
     return tuple(RoutedLayer(site.layer, site.experts, spec.anatomy.top_k[site.layer]) for site in spec.sites)
 
 
@@ -30,30 +30,30 @@ class PredictorInputs:
     model: PreTrainedModel
     spec: ModelSpec
     rules: Mapping[int, ScoringRule]
-    """The scoring rules of routers, by layer; empty where scores are not needed."""
+    """The scoring rules of the routers, by layer; empty if no predictor needs scores."""
     what: str
     """Which of the predicted experts are worth a load (`policy.registry.PREFETCH_WHAT`)."""
     depth: int
-    """The maximum number of layers ahead, for predictors of more than one layer."""
+    """The largest number of later layers for which a predictor makes predictions."""
     corrections: Mapping[tuple[int, int], Correction] | None = None
-    """The corrections for the prefetch `corrected-gates`, by (current layer, predicted layer); None: none were
+    """The corrections of the predictor `corrected-gates`, by (current layer, predicted layer); None if none were
     learned."""
     fitted: Fitted | None = None
-    """The predictor fitted on traces of the model, where one is selected."""
+    """The fitted predictor, if one is selected."""
     draft: Predictor | None = None
-    """The predictor that follows a draft model, where it is selected."""
+    """The predictor that follows a draft model, if one is selected."""
 
     @property
     def routed_layers(self) -> tuple[RoutedLayer, ...]:
-        """The sizes of the model's routers."""
+        """The sizes of the routing in each of the model's layers."""
         return routed_layers(self.spec)
 
     @cached_property
     def next_gate(self) -> NextGate:
-        """The next gate that all predictors share."""
+        """The predictor `next-gate`, which other predictors also use."""
         return NextGate(self.model, self.spec.sites, self.spec.anatomy.gates, self.rules, self.what)
 
     @property
     def ranking(self) -> Ranking:
-        """The ranking of logits; requires the rules."""
+        """A new `Ranking` for the model's routers; it requires `rules`."""
         return Ranking(self.rules, self.spec.anatomy.top_k, self.next_gate)

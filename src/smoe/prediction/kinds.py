@@ -1,4 +1,5 @@
-"""The needs of predictors whose own modules import torch, for commands that load no torch, and how they are made."""
+"""The kinds of predictors whose own modules import torch: what they need, for commands that do not import torch, and
+how they are made."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NextGateKind(PredictorKind):
-    """The kind of `next_gate.py`."""
+    """The kind of the predictor in `next_gate.py`."""
 
     usual_recall = 0.78
 
@@ -31,7 +32,7 @@ class NextGateKind(PredictorKind):
 
 
 class LookAheadKind(PredictorKind):
-    """The kind of `look_ahead.py`; the recall is that of SMoE (section VI-C)."""
+    """The kind of the predictor in `look_ahead.py`. Its recall is that of SMoE's paper (section VI-C)."""
 
     asked = Moment.RESIDENTS_DONE
     can_compete = False
@@ -45,7 +46,7 @@ class LookAheadKind(PredictorKind):
 
 
 class StackedGatesKind(PredictorKind):
-    """The kind of `stacked_gates.py`."""
+    """The kind of the predictor in `stacked_gates.py`."""
 
     needs_scores = True
     settings = ("prefetch_depth",)
@@ -57,7 +58,7 @@ class StackedGatesKind(PredictorKind):
 
     @classmethod
     def make(cls, inputs: PredictorInputs) -> Predictor:
-        """Raise `UnsupportedModelError` if a router cannot be stacked."""
+        """Return a new predictor. Raise `UnsupportedModelError` if a router is not a matrix product."""
         from smoe.models.router_matrix import matrices_of
         from smoe.prediction.stacked_gates import StackedGates
 
@@ -66,7 +67,7 @@ class StackedGatesKind(PredictorKind):
 
 
 class CorrectedGatesKind(PredictorKind):
-    """The kind of `corrected_gates.py`."""
+    """The kind of the predictor in `corrected_gates.py`."""
 
     needs_scores = True
     settings = ("prefetch_depth",)
@@ -78,7 +79,8 @@ class CorrectedGatesKind(PredictorKind):
 
     @classmethod
     def make(cls, inputs: PredictorInputs) -> Predictor:
-        """Raise `ConfigError` if no corrections were learned; loading a model checks that earlier."""
+        """Return a new predictor. Raise `ConfigError` if no corrections were learned; loading a model checks that
+        earlier."""
         from smoe.prediction.corrected_gates import CorrectedGates
 
         if inputs.corrections is None:
@@ -94,7 +96,7 @@ class CorrectedGatesKind(PredictorKind):
 
 
 class DraftKind(PredictorKind):
-    """The kind of the draft model (`runtime/running_ahead.py`)."""
+    """The kind of predictor that follows a draft model (`runtime/running_ahead.py`)."""
 
     needs_scores = True
     settings = ("draft_precision", "draft_start", "draft_on", "draft_extra")
@@ -108,7 +110,7 @@ class DraftKind(PredictorKind):
 
 
 class ExpertMLPKind(PredictorKind):
-    """The kind of `expert_mlp.py`, which `eval/train_expert_mlp.py` trains."""
+    """The kind of the predictor in `expert_mlp.py`, which `eval/train_expert_mlp.py` trains."""
 
     settings = ("prefetch_asked",)
     is_fitted = True
@@ -129,7 +131,7 @@ class ExpertMLPKind(PredictorKind):
 
     @classmethod
     def of_fit(cls, layers: Sequence[RoutedLayer], tensors: Mapping[str, torch.Tensor]) -> FromHistory:
-        """As `FittedPredictor.of_fit`."""
+        """Return a new predictor from stored tensors, as `FittedPredictor.of_fit` does."""
         from smoe.prediction.expert_mlp import ExpertMLP
 
         return ExpertMLP(layers, tensors["popularity"].numpy(), tensors["affinity"].numpy(), tensors)

@@ -1,12 +1,14 @@
-"""Predicts the next layer's experts by running the beginning of that layer early.
+"""Predicts the next layer's experts by running the first part of that layer early.
 
     resident and shared experts of layer l -> attention of l+1 -> router of l+1
 
-This is SMoE's look-ahead (second version, section IV-C). It runs the library's own modules: the layer's block once
-more, with the resident experts' output for its experts, then the next decoder layer up to its router, where an
-exception leaves it. No model family is hard-coded. It writes to the KV cache only at positions that the true pass
-writes before it reads them (`models/kv_cache.py`), so nothing must be undone. A layer takes part after a pass has shown
-that its output is its residual plus its block's output, bit by bit; for other layers the next gate predicts.
+This is SMoE's look-ahead (second version, section IV-C). It calls the library's own modules. First the MoE block of
+layer l runs once more; the output of its experts is that of the resident ones. Then the next decoder layer runs up to
+its router, where an exception stops it. No model family is hard-coded. The early run writes to the KV cache only at
+positions that the regular pass overwrites before it reads them (`models/kv_cache.py`), so nothing must be undone.
+
+A layer is predicted in this way only after a regular pass has shown, bit by bit, that its output is the sum of its
+residual and its block's output. For other layers, the next gate predicts.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from smoe.prediction.without_hooks import has_hooks, without_hooks
 
 
 class LookAhead(Predictor):
-    """Predicts the next layer's experts by running the beginning of that layer early. Only the computing thread may use
-    it."""
+    """Predicts the next layer's experts by running the first part of that layer early. Only the computing thread may
+    use it."""
 
     asked = Moment.RESIDENTS_DONE
 
@@ -46,17 +48,17 @@ class LookAhead(Predictor):
         for station in self._stations.values():
             station.kind = kinds[station.number] if kinds else ""
         self.peeks = 0
-        """The number of predictions by look-ahead; the others are the next gate's."""
+        """The number of predictions made by running a layer early; the next gate has made the others."""
         self._first = next(iter(self._stations.values()), None)
         self._kwargs: dict[str, dict[str, Any]] = {}
-        """The arguments of the decoder layers of each kind in this pass."""
+        """The arguments of this pass for the decoder layers of each layer type."""
         for station in self._stations.values():
             station.decoder.register_forward_pre_hook(self._note_arguments(station), with_kwargs=True)
         for last in list(self._stations.values())[-1:]:
             last.decoder.register_forward_hook(self._let_go)
 
     def install(self) -> None:
-        """Prepare the layers, after the engine has replaced the experts (`seam.attach`)."""
+        """Wrap the layers' experts, after the engine has replaced them (`seam.attach`)."""
         for station in self._stations.values():
             station.install()
 
@@ -73,7 +75,7 @@ class LookAhead(Predictor):
         return (self._next_gate.named(there.layer, output, sight.rows),)
 
     def _let_go(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Drop the arguments at the end of a pass, so that its KV cache can be freed."""
+        """Forget the arguments at the end of a pass, so that its KV cache can be freed."""
         self._kwargs.clear()
 
     def _note_arguments(self, station: _Station) -> Callable[..., None]:
@@ -88,14 +90,14 @@ class LookAhead(Predictor):
 
 
 class _PeekedError(Exception):
-    """Raised to leave a decoder layer at its router."""
+    """Stops a decoder layer at its router; it contains the router's output."""
 
     def __init__(self, output: tuple[Any, ...]) -> None:
         self.output = output
 
 
 class _Remembered(NamedTuple):
-    """A module's last output, and the versions of input and output at that time."""
+    """The last input and output of a module, with torch's version counters of both tensors at that time."""
 
     x: torch.Tensor
     x_version: int
@@ -103,14 +105,14 @@ class _Remembered(NamedTuple):
     output_version: int
 
     def answers(self, x: torch.Tensor) -> bool:
-        """Return whether `x` is the same data at the same address, in any shape, and neither it nor the output was
-        written since."""
+        """Return whether the stored output is right for `x`: `x` is the same memory, in any shape, and neither `x` nor
+        the output was written to since."""
         is_same = x.data_ptr() == self.x.data_ptr() and x.numel() == self.x.numel() and x._version == self.x_version
         return is_same and self.output._version == self.output_version
 
 
 class _Station:
-    """One MoE layer's modules and state for the look-ahead."""
+    """The modules of one MoE layer, and the tensors of the current pass that an early run needs."""
 
     def __init__(self, modules: Mapping[str, nn.Module], site: ExpertsSite, router: str) -> None:
         path = site.name.split(".")
@@ -120,7 +122,7 @@ class _Station:
         self.number = int(path[depth - 1])
         self.decoder = modules[".".join(path[:depth])]
         self.is_proven: bool | None = None
-        """Whether the layer's output is its residual plus its block's output; None: not tested yet."""
+        """Whether the layer's output is the sum of its residual and its block's output; None: not tested yet."""
         self._is_peeking = False
         self._block = modules[".".join(path[:-1])]
         self._experts = modules[site.name]
@@ -141,7 +143,8 @@ class _Station:
         self.decoder.register_forward_hook(self._prove)
 
     def install(self) -> None:
-        """Prepare the layer after the engine has replaced the experts: they can now repeat an output."""
+        """Wrap the experts, which the engine has replaced, so that they can return a given output. Wrap the block's
+        other modules, so that they can return their last output."""
         served = self._experts.forward
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -153,14 +156,15 @@ class _Station:
                 child.forward = self._remembering(child, child.forward)  # type: ignore[method-assign]
 
     def begin(self, is_single: bool) -> None:
-        """Reset the layer's state at the start of a pass, with one new position or several."""
+        """Forget the tensors of the last pass. `is_single`: whether this pass has one new position; only then is it
+        observed."""
         self._is_single = is_single
         self._inputs.clear()
         self._memo.clear()
         self._given = self._residual = None
 
     def output_of(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for the experts' output `partial` [T, H]."""
+        """Return the layer's output if the output of its experts is `partial` [T, H]."""
         assert self._given is not None and self._residual is not None
         self._replay = partial
         try:
@@ -172,7 +176,7 @@ class _Station:
         return ahead
 
     def peek(self, hidden: torch.Tensor, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the router's output for the layer's input `hidden`."""
+        """Return the router's output if the layer's input is `hidden`."""
         self._is_peeking = True
         try:
             with without_hooks(self._parts), _leaving(self._router):
@@ -184,7 +188,8 @@ class _Station:
         raise AssertionError("the layer ended without calling its router")
 
     def _note_child(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Record the child whose output is the block's input: the norm between the block and the residual."""
+        """Store input and output of each child module. The one whose output is the block's input is the norm, and its
+        input is the residual."""
         if self._is_single and args and isinstance(output, torch.Tensor):
             self._inputs[output.data_ptr()] = (args[0], output)
 
@@ -202,7 +207,8 @@ class _Station:
             self._given_out = output[0] if isinstance(output, tuple) else output
 
     def _prove(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Test the layer's structure once, with a real pass's values; later passes only drop references."""
+        """Test once, with the values of a regular pass, whether the layer has the expected structure. In later passes,
+        only release tensors."""
         if self._is_single and self.is_proven is None and self._residual is not None and self._given_out is not None:
             result = output[0] if isinstance(output, tuple) else output
             expected = self._residual + self._given_out
@@ -212,11 +218,11 @@ class _Station:
         self._memo.clear()
 
     def _remembering(self, child: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `forward` to reuse its output: the block runs twice on one input, but its shared experts and router need
-        not.
+        """Return `forward` with a memory of its last output. The block runs twice on the same input, and its shared
+        experts and router need not.
 
-        An output that was written to since is computed again, and so is one of a module with hooks inside, which must
-        fire in the true pass.
+        An output is computed again if it was written to since. It is also computed again if the module contains modules
+        with hooks, since the hooks must be called in the regular pass.
         """
         inside = list(child.modules())[1:]
 
@@ -237,7 +243,7 @@ class _Station:
 
 @contextmanager
 def _leaving(router: nn.Module) -> Iterator[None]:
-    """Let a call of the router raise `_PeekedError` with its output, for the duration of the `with` block."""
+    """Make every call of the router raise `_PeekedError` with its output, during the `with` block."""
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         raise _PeekedError(output)
@@ -250,7 +256,7 @@ def _leaving(router: nn.Module) -> Iterator[None]:
 
 
 def _is_rewritable(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an early run of a layer has no lasting effect: the cache is ours, and its layers address by
+    """Return whether an early run of a layer leaves no trace: the KV cache is a `RowCache` whose layers write by
     position."""
     caches = [kwargs[name] for name in ("past_key_values", "past_key_value") if kwargs.get(name) is not None]
     return bool(caches) and all(isinstance(cache, RowCache) and cache.can_rewind for cache in caches)

@@ -1,6 +1,9 @@
-"""Predicts the next layer's experts by its own router on this layer's router input.
+"""Predicts the next layer's experts by applying its router to this layer's router input.
 
-router input of layer l ---> router of l+1
+    router input of layer l ---> router of layer l+1 ---> prediction for layer l+1
+
+The router input of a layer changes little from layer to layer, so a layer's router can be applied to that of the layer
+before.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from smoe.routing import Phase, Routing
 
 
 class NextGate(Predictor):
-    """Predicts a layer's experts by its own router on the router input of the layer before.
+    """Predicts the next layer's experts by applying its router to this layer's router input.
 
     This is the simplest predictor that needs no training (Mixtral-Offloading, arXiv 2312.17238, section 3.2).
     """
@@ -56,16 +59,18 @@ class NextGate(Predictor):
 
     @property
     def is_exact(self) -> bool:
-        """Whether all experts that will be chosen are predicted, each as a full copy."""
+        """Whether the model runs without substitution and low copies, so that every expert that will be chosen is worth
+        a load."""
         return self.alpha == 0 and self.thresholds == ALL_IMPORTANT
 
     def named(self, layer: int, output: tuple[Any, ...], rows: Sequence[int] | None = None) -> Prediction:
-        """Return the experts that are worth a load by a router's output for these rows (None: all), best first.
+        """Return the experts of a layer that are worth a load, best first, from its router's `output`. `rows`: the rows
+        that count; None: all.
 
-        Experts are ordered by their highest weight, or score, in any row; ties go by number. With substitution, only
-        experts predicted to be top-score are named (SMoE, second version), or all chosen ones (first version); without
-        it, all chosen ones. Where missing experts may be low copies, the predicted importance decides between full
-        copy, low copy and none (HOBBIT, section 3.3).
+        Experts are ordered by their highest weight, or score, in any row; of equals the lowest number comes first.
+        Without substitution, all chosen experts are returned. With substitution, only experts predicted to be top-score
+        are (SMoE, second version), or all chosen ones (first version). If missing experts may be loaded as low copies,
+        the predicted importance decides between full copy, low copy and no load (HOBBIT, section 3.3).
         """
         if rows is not None:
             output = tuple(value[list(rows)] if isinstance(value, torch.Tensor) else value for value in output)
@@ -83,7 +88,7 @@ class NextGate(Predictor):
         return Prediction(layer, [expert for expert in best if expert not in skip], graded_routing.low)
 
     def _top_score(self, rule: ScoringRule, logits: torch.Tensor, index: torch.Tensor) -> list[int]:
-        """Return experts that are top-score for some token, highest score first."""
+        """Return the experts that are top-score for any token, highest score first."""
         choice = rule.choice(rule.scores(logits))
         bound = choice.topk(index.shape[1] + 1, dim=-1).values[:, -1:]
         scores = choice.gather(-1, index)
@@ -92,7 +97,8 @@ class NextGate(Predictor):
 
 
 def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:
-    """Return the experts in `index`, ordered by their highest value in `scores` (of the same shape); ties by number."""
+    """Return the experts in `index`, ordered by their highest value in `scores` (of the same shape); of equals the
+    lowest number first."""
     best: dict[int, float] = {}
     for expert, score in zip(index.reshape(-1).tolist(), scores.reshape(-1).tolist(), strict=True):
         best[expert] = max(score, best.get(expert, score))
@@ -100,12 +106,12 @@ def _best_first(index: torch.Tensor, scores: torch.Tensor) -> list[int]:
 
 
 def _weights(output: Sequence[Any], index: torch.Tensor) -> torch.Tensor:
-    """Return the routing weights in a router's output, [T, K] as `index`; without weights, numbers that express the
-    router's order."""
+    """Return the routing weights [T, K] from a router's output. If it has none, return numbers that fall from choice to
+    choice."""
     found = [x for x in output if isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape == index.shape]
     return found[-1] if found else torch.arange(0, -index.shape[1], -1).expand_as(index)
 
 
 def _chosen(output: Sequence[Any]) -> torch.Tensor:
-    """Return the index tensor in a router's output: the last integer tensor."""
+    """Return the indices [T, K] of the chosen experts from a router's output: its last integer tensor."""
     return next(x for x in reversed(output) if isinstance(x, torch.Tensor) and not x.is_floating_point())

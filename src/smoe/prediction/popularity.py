@@ -11,20 +11,20 @@ from smoe.prediction.history import FittedPredictor
 
 
 def popularity_of(paths: Paths) -> np.ndarray:
-    """Return [L, E]: the share of each expert in its layer's choices; zeros beyond a layer's own experts."""
+    """Return [L, E], the fraction of its layer's choices that each expert has; zeros beyond a layer's own experts."""
     widest = max(layer.experts for layer in paths.layers)
     counts = np.stack([multi_hot(paths.chosen[:, n], widest).sum(axis=0) for n in range(len(paths.layers))])
     return shares(counts)
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
-    """Return each row divided by its sum; zeros where nothing was counted."""
+    """Return each row divided by its sum; rows of zeros are unchanged."""
     found: np.ndarray = (counts / np.maximum(counts.sum(axis=-1, keepdims=True), 1.0)).astype(np.float32)
     return found
 
 
 class Popularity(FittedPredictor):
-    """Predicts the same experts for every token."""
+    """Predicts the most popular experts of a layer, the same for every token."""
 
     usual_recall = 0.23
 

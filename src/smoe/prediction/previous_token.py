@@ -1,4 +1,4 @@
-"""Predicts that a layer chooses the same experts as for the token before. Nothing is fitted."""
+"""Predicts that a layer chooses the same experts as for the token before. Nothing has to be fitted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from smoe.routing import Phase
 
 
 class PreviousToken(FromHistory):
-    """Predicts the experts chosen for the sequence's last token, in the router's order."""
+    """Predicts the experts that the layer chose for the sequence's last token, in the router's order."""
 
     usual_recall = 0.25
 
     def __init__(self, layers: Sequence[RoutedLayer]) -> None:
         super().__init__(layers)
         self._last: dict[int, np.ndarray] = {}
-        """[S, K] choices for the last token, by the layer's place."""
+        """[S, K] the experts chosen for each sequence's last token, by the layer's place."""
 
     def _observe(self, place: int, phase: Phase, chosen: np.ndarray) -> None:
         experts = self.layers[place].experts

@@ -1,4 +1,4 @@
-"""Converts a layer's predicted logits to the experts that are worth a load, by its router's own rule."""
+"""Converts predicted router logits to the experts that are worth a load, by the router's own scoring rule."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from smoe.prediction.next_gate import NextGate
 
 
 class Ranking:
-    """Converts logits to choices as the routers do. Only the computing thread may use it."""
+    """Converts predicted logits to choices, as the model's routers do. Only the computing thread may use it."""
 
     def __init__(self, rules: Mapping[int, ScoringRule], top_k: Mapping[int, int], next_gate: NextGate) -> None:
-        """`rules` and `top_k`: of every predicted layer. `next_gate` decides which of the chosen experts are worth a
-        load."""
+        """`rules` and `top_k`: by layer, for every predicted layer. `next_gate`: decides which of the chosen experts
+        are worth a load."""
         self._rules = rules
         self._top_k = top_k
         self._next_gate = next_gate
 
     def serve_with(self, predictor: Predictor) -> None:
-        """Use the thresholds of `predictor` from now on."""
+        """Use the substitution and importance thresholds of `predictor` from now on."""
         self._next_gate.alpha, self._next_gate.thresholds = predictor.alpha, predictor.thresholds
 
     def named(self, layer: int, logits: torch.Tensor) -> Prediction:
-        """Return the experts that are worth a load by these logits [T, E], as if the layer's own router had given
-        them."""
+        """Return the experts that are worth a load, as if the router of `layer` had computed these logits [T, E]."""
         rule = self._rules[layer]
         scores = rule.scores(logits)
         index = rule.choice(scores).topk(self._top_k[layer], dim=-1).indices
@@ -38,19 +37,20 @@ class Ranking:
         return self._next_gate.named(layer, (logits, weights, index))
 
     def margins(self, layer: int, logits: torch.Tensor) -> torch.Tensor:
-        """Return `margins` of this layer's choice."""
+        """Return the function `margins` of the logits [T, E], by the rule of `layer`."""
         return margins(self._rules[layer], self._top_k[layer], logits)
 
 
 _FAR = 1e4
-"""A margin that means certainty, also for an expert whose group is masked."""
+"""A margin that stands for certainty. It limits the margins of experts whose group is masked."""
 
 
 def margins(rule: ScoringRule, top_k: int, logits: torch.Tensor) -> torch.Tensor:
-    """Return [T, E], fp32: how far inside the choice an expert is; negative outside.
+    """Return [T, E] in fp32: how far each expert is from the border between chosen and not chosen; positive for chosen
+    experts.
 
-    The unit is logits, measured from the middle between the last chosen expert and the first that is not; for a rule
-    that does not rank by its scores, the unit is that of the ranked value.
+    The border is the middle between the last chosen expert and the first that is not chosen. The unit is that of the
+    logits; for a rule that does not rank by its scores, it is that of the values that are ranked.
     """
     ranked = logits.float() if rule.ranks_by_scores else rule.choice(rule.scores(logits)).clamp(-_FAR, _FAR)
     best = ranked.topk(min(top_k + 1, ranked.shape[-1]), dim=-1).values

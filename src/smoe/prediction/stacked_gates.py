@@ -1,14 +1,16 @@
-"""Predicts the experts of several later layers by all their routers at once, on this layer's router input.
+"""Predicts the experts of several later layers by applying all their routers at once to this layer's router input.
 
                             | router of l+1 |
     router input of layer l | ...           | ---> one product ---> logits of l+1 ... l+p ---> choices
                             | router of l+p |
 
 This is HOBBIT's layer-level adaptive prefetch (arXiv 2411.01433, section 3.3). Residual streams change little from
-layer to layer, so a later layer's choice can be predicted. It is used where the nearer layers already have all
-predicted experts; `plan_prefetch` decides that. The routers' matrices are copied once, stacked in the order of their
-layers, so that any p neighbours are a view; the copy is an entry of the ledger (`ModelSpec.router_bytes`). No module of
-the model is called, so no hook sees a prediction.
+layer to layer, so the choice of a later layer can be predicted. The prediction for a later layer is used only if all
+predicted experts of the nearer layers are resident or in flight (`plan_prefetch`).
+
+The routers' matrices are copied once, one below the other in the order of their layers. The matrices of p consecutive
+layers are then a view of the copy, which is an entry of the ledger (`ModelSpec.router_bytes`). No module of the model
+is called, so no hook observes a prediction.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from smoe.prediction.ranking import Ranking
 
 
 class StackedGates(Predictor):
-    """Predicts the experts of the next `depth` MoE layers by their stacked routers."""
+    """Predicts the experts of the next `depth` MoE layers by their routers in one matrix product."""
 
     def __init__(
         self,
@@ -34,13 +36,14 @@ class StackedGates(Predictor):
         depth: int,
         dtype: torch.dtype,
     ) -> None:
-        """`matrices`: of every layer except the first, which is not predicted; `dtype`: that of hidden states."""
+        """`matrices`: the routers' matrices of every layer except the first, which is never predicted. `dtype`: the
+        data type of the hidden states."""
         self._ranking = ranking
         self._experts = {site.layer: site.experts for site in sites}
         layers = [site.layer for site in sites]
         self._following = {layer: layers[n : n + depth] for n, layer in enumerate(layers, start=1)}
         self._begin: dict[int, int] = {}
-        """The first row of each layer's router in the stack."""
+        """For each layer, the first row of its router in the stacked matrix."""
         rows = 0
         for layer in layers[1:]:
             self._begin[layer] = rows
@@ -53,11 +56,12 @@ class StackedGates(Predictor):
         hidden = sight.hidden if sight.rows is None else sight.hidden[list(sight.rows)]
         self._ranking.serve_with(self)
         logits = self.logits(sight.layer, hidden)
-        # one product for all layers; ranking each takes as long again, and usually only the nearest is read
+        # a generator, because ranking a layer takes as long as the product, and usually only the nearest is used
         return (self._ranking.named(layer, of) for layer, of in logits.items())
 
     def logits(self, layer: int, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return the logits [T, E] of the routers after `layer`, nearest first, for hidden [T, H]."""
+        """Return {layer: logits [T, E]} of the routers after `layer`, the nearest first, for its router input `hidden`
+        [T, H]."""
         following = self._following[layer]
         begin, end = self._begin[following[0]], self._begin[following[-1]] + self._experts[following[-1]]
         weight, bias = self._stack
@@ -68,8 +72,8 @@ class StackedGates(Predictor):
 
 
 def _stacked(matrices: Sequence[RouterMatrix], dtype: torch.dtype) -> RouterMatrix:
-    """Return the stacked matrices [sum of E, H], and biases [sum of E] if any router has one, with zeros for the
-    others."""
+    """Return the matrices one below the other, [sum of E, H]. If any router has a bias, the biases [sum of E] have
+    zeros for the others."""
     if not matrices:
         return RouterMatrix(torch.empty(0, 0), None)
     first = matrices[0].weight

@@ -1,6 +1,6 @@
 """Predicts every expert of the next layer, as systems do that prefetch whole layers.
 
-An example is MoESys (IEEE TSC 2024), with which DuoServe-MoE compares itself (section 6.1).
+An example is MoESys (IEEE TSC 2024), with which DuoServe-MoE is compared in its paper (section 6.1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WholeLayer(Predictor):
-    """Predicts that all experts of the next MoE layer are needed."""
+    """Predicts that the next MoE layer needs all of its experts."""
 
     names_whole_layers = True
     can_compete = False

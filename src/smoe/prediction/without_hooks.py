@@ -1,4 +1,4 @@
-"""Calls of a model's modules without their hooks."""
+"""Calls modules of a model without their hooks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import nn
 
 @contextmanager
 def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Disable all hooks of these modules for the duration of the `with` block: a prediction is not a pass of the model.
+    """Disable all forward hooks of these modules during the `with` block, because a prediction is not a pass of the
+    model.
 
-    Users count calls with hooks, the library records router logits with them, and ours follow a pass with them.
+    Users count calls with hooks, transformers records router logits with them, and the engine observes passes with
+    them.
     """
     hooks_of = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules if has_hooks(module)]
     try:
@@ -26,5 +28,5 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether the module has hooks."""
+    """Return whether the module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
