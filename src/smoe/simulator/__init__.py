@@ -1,1 +1,1 @@
-"""Executes the engine's plans without hardware: hits, misses and times of a recorded routing."""
+"""Executes the engine's plans without hardware, and returns the hits, misses and times for a recorded routing."""

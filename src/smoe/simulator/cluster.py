@@ -1,4 +1,4 @@
-"""The description of a simulated cluster: its network, a worker's times, and the decoded tokens."""
+"""The description of a simulated cluster: its network, the times of a worker, and the tokens to decode."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Wire:
-    """A network port and its connections."""
+    """A network port of the coordinator, and the connections through it."""
 
     bytes_per_second: float
     delay: float = 0.0
-    """The delay one way, in seconds."""
+    """Seconds that a message travels, in one direction."""
     message: float = 0.0
-    """Seconds for which every message occupies the port, in addition to its bytes."""
+    """Seconds for which every message occupies the port, in addition to the seconds for its bytes."""
 
     def seconds(self, nbytes: float) -> float:
         return self.message + nbytes / self.bytes_per_second
@@ -23,27 +23,28 @@ class Wire:
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """A worker's times in seconds, and its slots."""
+    """The times of a worker in seconds, and its number of slots."""
 
     load: float
     """Seconds to load one expert into a slot."""
     expert: float
-    """Seconds to compute one expert for a row."""
+    """Seconds to compute one expert for one row (token)."""
     slots: int = 1
     away: float = 0.0
-    """Seconds one way, without the wire's own delay."""
+    """Seconds that a message to the worker takes in one direction, in addition to `Wire.delay`."""
     chunk: float | None = None
-    """Seconds to read a chunk: a load that is not needed stops after the current chunk; None: it is completed."""
+    """Seconds to read one chunk. A load that is no longer needed stops after the current chunk; None: it is
+    completed."""
 
 
 class DecodedToken(NamedTuple):
-    """The experts that the routers chose for one token, and the predicted ones."""
+    """One token of a recorded run: the experts that its routers chose, and the experts that were predicted."""
 
     chosen: Sequence[Sequence[int]]
-    """[L][K] the chosen experts."""
+    """[L][K] the experts chosen in each layer."""
     named: Sequence[Sequence[int]] | None = None
-    """[L][K, or more with extra predictions] the predicted experts; None: no predictions."""
+    """[L][K, or more with extra predictions] the experts predicted for each layer; None: no predictions."""
     own_is_right: bool = True
-    """Whether the draft model's own token equals this one."""
+    """Whether the draft model, from its own previous token, decodes this token too."""
     astray: Sequence[Sequence[int]] | None = None
-    """The experts that the draft model predicts where its token differs."""
+    """The experts that the draft model predicts if its own token is a different one."""

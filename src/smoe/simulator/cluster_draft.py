@@ -1,12 +1,13 @@
-"""A simulated cluster's draft model: a smaller copy of the model that runs ahead and predicts experts.
+"""The draft model of a simulated cluster: a copy of the model in fewer bits that runs ahead and predicts experts.
 
     coordinator  | token n ......................................... | token n + 1 ...........
-    late                       a token and its keys and values travel |----> S S S S S S
+    late                       token n + 1 and its keys and values     |----> S S S S S S
     early        S S S S S S (n + 1, from its own token) S S          right: continues; wrong: |-> S S S S S S
 
-*Late*, as in the paper: a token begins when everything due (token, keys and values) has arrived; where nothing is due,
-together with the coordinator. *Early*, ours: the next token begins from the draft model's own token as soon as it is
-free, at most one ahead, and begins again where the coordinator's token differs.
+Each S is one layer of the draft model. *Late*, as in the paper: the draft model starts a token when everything that is
+due (token, keys and values) has arrived. If nothing is due, it starts at the same time as the coordinator. *Early*,
+ours: as soon as it is free, it starts the next token from its own prediction of that token, at most one token ahead. If
+the coordinator decodes another token, it starts again.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from smoe.simulator.events import Events
 
 @dataclass(frozen=True)
 class DraftTimes:
-    """A draft model's times, and the intervals at which it is aligned."""
+    """The times of a draft model in seconds, and the intervals at which it is aligned with the model."""
 
     layer: float
-    """Seconds of a layer."""
+    """Seconds that the draft model takes for a layer."""
     token_period: int = 1
-    """The interval, in tokens, at which it gets the coordinator's token; 0: never."""
+    """The interval, in tokens, at which the draft model receives the coordinator's token; 0: never."""
     kv_period: int = 1
-    """The interval of keys and values; 0: never."""
+    """The interval, in tokens, at which the draft model receives keys and values; 0: never."""
     kv_bytes: float = 0.0
     """Bytes of keys and values of one position in all layers."""
     kv_since: bool = True
-    """Whether keys and values of all positions since the last time are sent, or only the newest."""
+    """Whether the keys and values of all positions since the last time are sent, or only those of the newest
+    position."""
     is_early: bool = False
-    """Whether it starts early; keys and values are then sent when the port is free, and are not waited for."""
+    """Whether the draft model starts early. Keys and values are then sent when the port is free, and not waited for."""
 
     def is_sent(self, token: int) -> bool:
-        """Return whether it waits for the coordinator before this token."""
+        """Return whether the draft model must wait for the coordinator before this token."""
         return _is_due(self.token_period, token) or self.kv_is_due(token)
 
     def kv_is_due(self, token: int) -> bool:
@@ -52,8 +54,8 @@ def _is_due(period: int, token: int) -> bool:
 
 
 class SimulatedDraft:
-    """A simulated draft model. `says` gets (token, layer, whether its own token was right) after each layer; `unsays`
-    is called when a token's predictions are withdrawn."""
+    """A simulated draft model. `says` is called with (token, layer, whether its own token was right) after each layer.
+    `unsays` is called with a token whose predictions are withdrawn."""
 
     def __init__(
         self,
@@ -64,20 +66,20 @@ class SimulatedDraft:
         says: Callable[[int, int, bool], None],
         unsays: Callable[[int], None],
     ) -> None:
-        """`own_is_right`: for every token, whether the draft model's own token is the coordinator's."""
+        """`own_is_right`: for each token, whether the draft model predicts the token that the coordinator decodes."""
         self.passes: list[tuple[float, int, int]] = []
-        """(time, token, layer) of every layer begun."""
+        """(time, token, layer) of each layer that the draft model has begun."""
         self._events, self._times, self._layers = events, times, layers
         self._own_is_right, self._says, self._unsays = own_is_right, says, unsays
         self._last_sent = -1
-        """The last token that it may begin with the coordinator's input."""
+        """The last token that the draft model may start with the coordinator's input."""
         self._next = 0
         self._attempt = 0
         self._under_way: int | None = None
         self._is_right = True
 
     def tell(self, token: int) -> None:
-        """Record that the coordinator has reached this token, and everything due has arrived."""
+        """Record that the coordinator has reached this token, and that everything due has arrived."""
         self._last_sent = token
         begun = self._next - 1
         if begun == token and token > 0 and not self._own_is_right[token]:

@@ -1,8 +1,8 @@
-"""Forecasts the time of a token on a cluster, from measured times, or from those of machines that have not been bought
-yet.
+"""Forecasts the time of a token on a cluster, from measured times or from the times of machines that are planned.
 
-The inputs are each worker's times as the coordinator measures them (`Member`: seconds for a load, an expert, a round
-trip), and the coordinator's part of a layer. The placement of experts is then simulated on a recorded run of the model.
+The inputs are the times of each worker, as the coordinator measures them (`Member`: seconds for a load, an expert, a
+round trip), and the coordinator's own time for a layer. The placement of experts is then simulated on a recorded run of
+the model.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from smoe.simulator.cluster_draft import DraftTimes
 from smoe.simulator.cluster_ours import OurCluster, OurRun, decode
 
 SPREAD = 0.05
-"""The relative spread of measured loads (docs/log/cluster.md)."""
+"""The relative standard deviation of the durations of loads (docs/log/cluster.md)."""
 
 
 @dataclass(frozen=True)
 class MeasuredWorker:
-    """A worker's measured times in seconds, and its slots."""
+    """The measured times of a worker in seconds, and its number of slots."""
 
     load: float
     expert: float
     hop: float
-    """Seconds for a message there and back, for few rows."""
+    """Seconds for a request with few rows and its reply to travel."""
     slots: int
 
 
 @dataclass(frozen=True)
 class MeasuredCoordinator:
-    """The coordinator's measured times in seconds, and its slots."""
+    """The measured times of the coordinator in seconds, and its number of slots."""
 
     layer: float
-    """Seconds of a layer without its experts."""
+    """Seconds of a layer without its routed experts."""
     message: float = 0.0
-    """Seconds to send or receive a message, one after the other."""
+    """Seconds that the coordinator spends on sending or receiving each message, one after the other."""
     load: float = 0.0
     expert: float = 0.0
     slots: int = 0
-    """The slots of experts that it holds and computes itself; 0: it computes none, as with `round-robin`."""
+    """The number of experts that the coordinator can have in memory. 0: it computes no experts, as with
+    `round-robin`."""
     ahead: int = 1
-    """The number of experts that it can load before they are requested."""
+    """The number of experts that the coordinator can load before they are requested."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """The coordinator's network port, where it limits messages."""
+    """The coordinator's network port, if it limits the messages."""
 
     bytes_per_second: float = inf
     row_bytes: float = 0.0
-    """Bytes of a hidden state."""
+    """Bytes of one token's hidden state."""
 
 
 def foretell(
@@ -71,12 +72,13 @@ def foretell(
     spread: float = SPREAD,
     everything: Sequence[ExpertKey] = (),
 ) -> OurRun:
-    """Simulate these tokens on this cluster, whose draft model, if any, runs on the coordinator.
+    """Simulate the decoding of these tokens on a cluster. A draft model, if there is one, runs on the coordinator.
 
-    `placement`: one of `PLACEMENT`. Workers receive predictions (`DecodedToken.named`) from the draft model when it has
-    reached them, or without one from the coordinator after the router of the layer before. `before`: earlier uses, the
-    last at the end, which fill the machines' slots. `spread`: the relative variation of measured loads. `everything`:
-    all experts, which a coordinator with room for them has loaded beforehand, as `preload` does; empty: it has not.
+    `placement`: one of `PLACEMENT`. With a draft model, workers receive the predictions in `DecodedToken.named` as soon
+    as it has made them. Without one, they receive them from the coordinator, after the router of the layer before.
+    `before`: earlier uses of experts in their order, which fill the machines' slots. `spread`: the relative standard
+    deviation of load times. `everything`: all experts, which a coordinator with enough slots has loaded beforehand
+    (setting `preload`); empty: it has not.
     """
     here = (
         WorkerTimes(coordinator.load, coordinator.expert, coordinator.slots)
@@ -106,9 +108,12 @@ def foretell(
 def _dealt_out(
     before: Sequence[ExpertKey], own_slots: int, workers: Sequence[MeasuredWorker], placement: str, chosen: int
 ) -> dict[int, list[ExpertKey]]:
-    """Return each machine's initial experts: the last used ones first, each on the machine with the most free slots.
-    With round-robin placement every machine of a group may be asked, so all with room get the expert; otherwise one
-    machine gets it, and is then preferred."""
+    """Return {machine: the experts in its slots at first}. The experts used last are assigned first, each to the
+    machine with the most free slots.
+
+    With round-robin placement, any machine of a group may have to compute an expert, so all machines with free slots
+    get it. With the other placement only one machine gets it, and will be preferred for it.
+    """
     units = range(FIRST_WORKER, FIRST_WORKER + len(workers))
     room = {unit: worker.slots for unit, worker in zip(units, workers, strict=True)} | {DEVICE: own_slots}
     held: dict[int, dict[ExpertKey, None]] = {unit: {} for unit in room}
@@ -125,8 +130,9 @@ def _dealt_out(
 
 
 def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: int = 0) -> list[DecodedToken]:
-    """Return the tokens with predicted experts: each is right with probability `recall`, otherwise another expert. With
-    the same probability the draft model's own token is right. Equal seeds give equal draws."""
+    """Return the tokens with random predictions. Each expert is predicted with the probability `recall`; otherwise
+    another expert is predicted in its place. With the same probability the draft model's own token is right. Equal
+    seeds give equal results."""
     chance = random.Random(seed)
 
     def named(chosen: Sequence[int], share: float) -> list[int]:
@@ -146,8 +152,8 @@ def named_at(tokens: Sequence[DecodedToken], experts: int, recall: float, seed: 
 
 
 def decoded_tokens(trace: Sequence[Routing], named: Sequence[Sequence[int]] | None = None) -> list[DecodedToken]:
-    """Return the decode steps of a trace's only sequence; each must have all layers, in order. `named`: for each
-    routing the experts that the coordinator's predictor named beforehand; None: none."""
+    """Return the decode steps of a trace, which must have one sequence and every layer in each step. `named`: the
+    experts that were predicted for each routing; None: no predictions."""
     steps: list[list[Sequence[int]]] = []
     guesses: list[list[Sequence[int]]] = []
     before = inf

@@ -1,11 +1,12 @@
-"""A worker's behaviour (`compute/host_experts.py`, `memory/host.py`) on a simulated clock.
+"""Simulates a machine that computes experts, as `compute/host_experts.py` and `memory/host.py` do on hardware.
 
     announced    | a ........ |          | b ........ |        one thread reads announced experts,
     requested    |            | c ...... |            | d ...  one reads requested experts; both use one disk;
-    computing                            | c |             `   one computes, in the order of requests
+    computing                            | c |                 one computes requested experts in their order
 
-A requested expert keeps its slot until it is computed. An announced one stays until then, as far as other experts can
-be evicted; the least recently used is evicted first.
+Time goes to the right; a, b, c and d are experts. The coordinator announces experts that will probably be needed, and
+requests experts that it needs. A requested expert stays in its slot until it is computed. An announced expert stays as
+long as other experts can be evicted. The least recently used expert is evicted first.
 """
 
 from __future__ import annotations
@@ -21,38 +22,39 @@ from smoe.simulator.events import Events, Resource
 
 
 class SimulatedRequest:
-    """Experts that are requested together."""
+    """A request of the coordinator for several experts, which counts those that are not computed yet."""
 
     def __init__(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None], arrived: float) -> None:
         self.left = len(keys)
         self.experts = len(keys)
         self.arrived = arrived
         self.loads = 0
-        """The number of loads for this request."""
+        """The number of experts that were loaded for this request."""
         self.answer = answer
 
 
 class SimulatedMachine:
-    """A machine that computes experts: a worker, or the coordinator."""
+    """A machine that loads and computes experts: a worker or the coordinator."""
 
     def __init__(self, events: Events, times: WorkerTimes) -> None:
         self.times = times
         self.disk = Resource(events)
         self.loads: list[float] = []
-        """The time when each load began."""
+        """The times at which the loads began, in seconds."""
         self._events = events
         self._slots: OrderedDict[ExpertKey, bool] = OrderedDict()
-        """For each expert in a slot or in flight, whether its load has ended; least recently used first."""
+        """For each expert in a slot or in flight, whether it is completely loaded; the least recently used first."""
         self._pinned: Counter[ExpertKey] = Counter()
-        """Experts that are in flight or wait to be computed, with counts."""
+        """How often each expert is in flight or waits to be computed. It cannot be evicted meanwhile."""
         self._expected: set[ExpertKey] = set()
         self._announced: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._asked: deque[tuple[ExpertKey, SimulatedRequest | None]] = deque()
         self._is_reading = {True: False, False: False}
-        """Whether each of the two readers (requests, announcements) is reading: each reads one at a time."""
+        """Whether each of the two reading threads is reading: True is the one for requested experts. Each reads one at
+        a time."""
         self._to_compute: deque[tuple[ExpertKey, SimulatedRequest]] = deque()
         self._ready: set[tuple[ExpertKey, int]] = set()
-        """The requested experts whose slots are pinned, with the request's identity."""
+        """(expert, identity of the request) of requested experts that are in memory and wait to be computed."""
         self._is_computing = False
 
     def __contains__(self, key: object) -> bool:
@@ -61,27 +63,29 @@ class SimulatedMachine:
 
     @property
     def under_way(self) -> float:
-        """The number of loads that are not finished, counting the remaining part of a running load."""
+        """The number of loads that have not ended. A running load counts by the part that remains."""
         left = (self.disk.free - self._events.now) / self.times.load if self.times.load else 0.0
         return max(0.0, left) + sum(key not in self._slots for key, _ in self._asked)
 
     @property
     def brought_at(self) -> float:
-        """The time when its last load began; minus infinity before the first."""
+        """The time at which the last load began; minus infinity before the first."""
         return self.loads[-1] if self.loads else -inf
 
     def begin_with(self, keys: Sequence[ExpertKey]) -> None:
-        """Start with these experts in the slots, the last used ones at the end; as many as there are slots."""
+        """Fill the slots with as many of these experts as fit. `keys`: in the order of their last use, the latest at
+        the end."""
         self._slots.update(dict.fromkeys(keys[-self.times.slots :], True))
 
     def tell(self, keys: Sequence[ExpertKey]) -> None:
-        """Announce these experts, until the next announcement: they are evicted last, and missing ones are loaded."""
+        """Announce experts, in place of those announced before. They are evicted last, and loaded if they are
+        missing."""
         self._expected = set(keys)
         self._announced.extend((key, None) for key in keys if key not in self._slots)
         self._go_on()
 
     def ask(self, keys: Sequence[ExpertKey], answer: Callable[[SimulatedRequest], None]) -> None:
-        """Request experts; `answer` is called when all are computed."""
+        """Request experts. `answer` is called with the request when all of them are computed."""
         request = SimulatedRequest(keys, answer, self._events.now)
         order = sorted(keys, key=lambda key: key not in self._slots)
         self._asked.extend((key, request) for key in order)
@@ -95,7 +99,8 @@ class SimulatedMachine:
         self._compute_next()
 
     def _read_next(self, for_coordinator: bool) -> bool:
-        """Process the next entry of a queue. Return False where there is none, or it has to wait."""
+        """Process the next entry of the queue of requested (`for_main`) or announced experts. Return False if the queue
+        is empty or the entry has to wait."""
         queue = self._asked if for_coordinator else self._announced
         if not queue:
             return False

@@ -1,13 +1,13 @@
-"""Simulates our cluster's decoding on a clock, with the product's own decisions and the times of its parts.
+"""Simulates decoding on a cluster, with the decisions of the real program and given times.
 
-    coordinator         | its part | plan | rows out |  own experts  | wait | its part ...
-    coordinator's port                    | up | up |                | down |
-    workers             announced experts are read ahead; requested ones are read, computed, sent (`cluster_machine.py`)
-    draft model         | layer | layer | ...  on the coordinator: predictions are sent at once
+    coordinator         | layer | plan | send rows | own experts | wait | layer ...
+    coordinator's port                    | up | up |               | down |
+    workers             read announced experts ahead; read and compute requested ones; reply (`cluster_machine.py`)
+    draft model         | layer | layer | ...  on the coordinator: each layer's predictions are sent at once
 
-`Placement` decides what each machine computes, `AheadSchedule` what is announced, as in `cluster/remote.py`. The
-coordinator measures its workers' times, so they vary a little, and equal workers differ (`spread`). There is one
-sequence of decode steps, and no machine fails.
+Time goes to the right. `Placement` decides which machine computes which expert, and `AheadSchedule` which experts are
+announced, as in `cluster/remote.py`. The coordinator measures its workers' times, so they vary a little, and equal
+workers differ (`spread`). There is one sequence of decode steps, and no machine fails.
 """
 
 from __future__ import annotations
@@ -31,51 +31,52 @@ from smoe.simulator.cluster_machine import SimulatedMachine, SimulatedRequest
 from smoe.simulator.events import Events, Resource
 
 _NAMES_BYTES = 64
-"""Bytes of a message that announces experts."""
+"""The size in bytes of a message that announces experts."""
 _WEIGHT = 0.2
-"""The weight of the last measurement (`cluster/members.py`)."""
+"""The weight of a new measurement in the decaying mean of a worker's load time (`cluster/members.py`)."""
 _LATE_USES = 512
 """The number of uses after which earlier counts are halved (`cluster/members.py`)."""
 
 
 @dataclass(frozen=True)
 class OurCluster:
-    """A simulated cluster. Times are in seconds."""
+    """The description of a simulated cluster. Times are in seconds."""
 
     layer: float
-    """The coordinator's part of a layer: everything but the experts."""
+    """The coordinator's time for a layer without its routed experts."""
     wire: Wire
     row_bytes: float
-    """Bytes of a hidden state; one is sent to each worker that computes, one returns for each expert."""
+    """Bytes of a hidden state. One is sent to each worker that computes, and one returns for each expert."""
     workers: Sequence[WorkerTimes]
-    """The workers' times; `away`: half of the round trip without the wire's own time."""
+    """The times of the workers. Their `away` is half of the round trip, without the time of `wire`."""
     placement: str
     """One of `PLACEMENT`."""
     here: WorkerTimes | None = None
-    """The coordinator's own loads and computations; None: none."""
+    """The times of the coordinator's own loads and computations; None: it computes no experts."""
     here_ahead: int = 1
-    """The number of experts that the coordinator can load ahead."""
+    """The number of experts that the coordinator can load before they are requested."""
     draft: DraftTimes | None = None
-    """The draft model's times; None: the coordinator names a layer's experts after the router of the layer before."""
+    """The draft model's times. None: the coordinator announces the experts predicted for a layer after the router of
+    the layer before."""
     held: Mapping[int, Sequence[ExpertKey]] = field(default_factory=dict)
-    """The initial experts in the machines' slots, by unit, those used last at the end."""
+    """{machine: the experts in its slots at first}, those used last at the end."""
     spread: float = 0.0
-    """The relative variation of measured loads."""
+    """The relative standard deviation of measured load times."""
 
 
 class TokenWaits(NamedTuple):
-    """The parts of a token's seconds, judged by the last result of each layer."""
+    """The parts of a token's time, in seconds. In each layer, the result that arrives last determines them."""
 
     main: float = 0.0
-    """The coordinator's part of the layers."""
+    """The time of the coordinator for the layers without their routed experts."""
     between: float = 0.0
-    """Seconds on the way and in the coordinator's ports."""
+    """The time on the network and in the coordinator's port."""
     computing: float = 0.0
-    """Seconds for the experts of the last result, computed one after the other."""
+    """The time in which the experts of the last result were computed, one after the other."""
     loads: float = 0.0
-    """Seconds at its worker until the experts were loaded and earlier ones computed."""
+    """The time in which the worker with the last result loaded these experts and computed earlier ones."""
     own_loads: float = 0.0
-    """Seconds on the coordinator until the experts were loaded and earlier ones computed."""
+    """The same time, if the coordinator had the last result."""
 
 
 @dataclass
@@ -84,12 +85,12 @@ class OurRun:
 
     token_seconds: list[float] = field(default_factory=list)
     waits: list[TokenWaits] = field(default_factory=list)
-    """The parts of every token's seconds."""
+    """The parts of each token's time."""
     loads: dict[int, list[float]] = field(default_factory=dict)
-    """The start times of loads, by unit."""
+    """{machine: the times at which its loads began}."""
 
     def loads_since(self, token: int) -> tuple[int, int]:
-        """Return (loads at workers, at the coordinator) that began at this token or later."""
+        """Return (the number of loads at workers, at the coordinator) that began with token number `token` or later."""
         begin = sum(self.token_seconds[:token])
         count = {unit: sum(since >= begin for since in began) for unit, began in self.loads.items()}
         here = count.pop(DEVICE, 0)
@@ -97,12 +98,12 @@ class OurRun:
 
 
 def decode(cluster: OurCluster, tokens: Sequence[DecodedToken]) -> OurRun:
-    """Decode these tokens; all must have the same number of layers."""
+    """Simulate the decoding of these tokens, all of which must have the same number of layers. Return the result."""
     return _OurDecoding(cluster, tokens).run()
 
 
 class _Known:
-    """The coordinator's measurements of a worker (as in `Member`)."""
+    """What the coordinator has measured about a worker, as in `Member`."""
 
     def __init__(self, load: float, spread: float, chance: random.Random) -> None:
         self._load, self._spread, self._chance = load, spread, chance
@@ -227,7 +228,8 @@ class _OurDecoding:
         self._events.at(self._events.now + self._cluster.layer, partial(self._routed, number, layer))
 
     def _routed(self, number: int, layer: int) -> None:
-        """Send rows after the router has run, and announce later layers' experts."""
+        """Process a router's choice: request experts of workers, start the coordinator's own, and announce later
+        layers' experts."""
         chosen = self._tokens[number].chosen[layer]
         self._ahead.asked(layer, set(chosen))
         keys = [(layer, expert, EXACT) for expert in chosen]
@@ -248,8 +250,8 @@ class _OurDecoding:
     def _shared_out(
         self, layer: int, missing: Sequence[ExpertKey], chosen: tuple[int, ...]
     ) -> tuple[list[ExpertKey], dict[int, list[ExpertKey]]]:
-        """Return (experts that the coordinator loads, each worker's experts). The most important come first, by their
-        position among a token's choices."""
+        """Return (experts that the coordinator loads, {worker: its experts}). The most important come first; importance
+        is an expert's position among the token's choices."""
         load = self._here_load()
         waits = load * (self._here.under_way if self._here is not None else 0)
         rule = self._rule._replace(
@@ -268,7 +270,8 @@ class _OurDecoding:
         return [serve.key for serve in loads], dict(sorted(shares.items()))
 
     def _name_later(self, number: int, layer: int) -> None:
-        """Announce the coordinator's predictions for the next layer, and start its own loads for the nearest layer."""
+        """Announce the experts predicted for the next layer, if the coordinator predicts. Start the coordinator's own
+        loads for the nearest later layer that misses any."""
         named = self._tokens[number].named
         if self._draft is None and named is not None and layer + 1 < self._layers:
             self._ahead.expect({TokenLayer(number, layer + 1): named[layer + 1]})
@@ -284,7 +287,7 @@ class _OurDecoding:
     def _answered(
         self, number: int, layer: int, unit: int, share: Sequence[ExpertKey], request: SimulatedRequest
     ) -> None:
-        """Send a worker's results, which it has computed."""
+        """Send the results of a worker to the coordinator, once they are computed."""
         there = self._events.now - request.arrived
         arrives = partial(self._arrives, number, layer, unit, share, there, request)
         self._events.at(self._events.now + self._delay(unit), arrives)
@@ -317,7 +320,7 @@ class _OurDecoding:
             self._begin_token(number + 1)
 
     def _note_waits(self, unit: int, there: float, last: SimulatedRequest) -> None:
-        """Add this layer's waiting times to those of the token. `last`: the request whose result came last."""
+        """Add the times of this layer to those of the token. `last`: the request whose result arrived last."""
         waits, whole = self._waits, self._events.now - self._layer_began - self._cluster.layer
         computing = last.experts * self._machines[unit].times.expert
         waits = waits._replace(main=waits.main + self._cluster.layer, computing=waits.computing + computing)

@@ -1,4 +1,4 @@
-"""Discrete events in time order, and resources that do one thing at a time."""
+"""A clock that processes events in the order of their times, and resources that do one thing at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import count
 
 
 class Events:
-    """A clock that proceeds from event to event; events of the same time happen in the order in which they were added.
+    """A clock that advances from event to event. Events of the same time happen in the order in which they were added.
 
     Times are in seconds.
     """
@@ -24,23 +24,23 @@ class Events:
         heappush(self._coming, (when, next(self._number), happen))
 
     def run(self) -> None:
-        """Process events until none is left."""
+        """Process events until there are none."""
         while self._coming:
             self.now, _, happen = heappop(self._coming)
             happen()
 
 
 class Resource:
-    """A port, a link or a processor, which does one piece of work after the other, in the order of requests."""
+    """A port, a link or a processor that does one piece of work after the other, in the order of `use`."""
 
     def __init__(self, events: Events) -> None:
         self.spans: list[tuple[float, float]] = []
-        """(begin, end) of every piece of work, ascending."""
+        """(begin, end) of every piece of work in seconds, ascending."""
         self._events = events
         self._free = 0.0
 
     def use(self, seconds: float) -> float:
-        """Occupy the resource for `seconds` after all earlier uses. Return the end time."""
+        """Occupy the resource for `seconds` after all earlier work. Return the time at which this work ends."""
         begin = max(self._events.now, self._free)
         self._free = begin + seconds
         self.spans.append((begin, self._free))
@@ -48,7 +48,7 @@ class Resource:
 
     @property
     def free(self) -> float:
-        """The time when all requested work will be done."""
+        """The time at which all work so far will be done."""
         return self._free
 
     @property

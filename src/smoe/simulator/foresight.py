@@ -1,5 +1,5 @@
-"""Predictors for traces: one that knows the future, with a given recall and depth, and one that repeats recorded
-predictions."""
+"""Predictors for replays of traces. `Foresight` knows the future, and predicts it with a given recall. `Recorded`
+repeats predictions that were recorded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from smoe.routing import Phase, Routing
 
 
 class Recorded(Predictor):
-    """Repeats a predictor's recorded predictions at each routing of a trace."""
+    """Returns the recorded predictions of another predictor, one list for each routing of a trace."""
 
     def __init__(self, recorded: Sequence[Sequence[Prediction]], asked: Moment = Moment.ROUTED) -> None:
-        """`recorded`: the predictions at each routing of the trace."""
+        """`recorded`: the predictions at each routing of the trace. `asked`: when the predictions are made."""
         self.asked = asked
         self._recorded = recorded
         self._observed = 0
@@ -33,10 +33,10 @@ class Recorded(Predictor):
 class Foresight(Predictor):
     """Predicts the choices of the next `depth` layers of a trace. It must observe the trace from its beginning.
 
-    With a `recall` below 1 every expert is predicted with that probability, and otherwise another one: any other, or
-    one of the `guesses` for the routing of that number (`blurred`; requires scores). With `thresholds` below 1 it also
-    predicts importance (requires weights); with an `alpha` above 0 it predicts only top-score experts (requires
-    scores).
+    With a `recall` below 1, each expert is predicted with this probability; otherwise another expert is predicted in
+    its place. The other expert is drawn at random, or given by `guesses`: the predictions for each routing's number, as
+    `blurred` returns them (this requires scores). With `thresholds` below 1 it also predicts importance (requires
+    weights). With an `alpha` above 0 it predicts only top-score experts (requires scores).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Foresight(Predictor):
         self._next += 1
 
     def predict(self, sight: Sight) -> Sequence[Prediction]:
-        """Return the predictions layer by layer, up to the end of the step."""
+        """Return predictions for the next layers, at most up to the last layer of the step."""
         layer, found = sight.layer, []
         for number in range(self._next, min(self._next + self._depth, len(self._trace))):
             coming = self._trace[number]
@@ -89,7 +89,7 @@ class Foresight(Predictor):
         return Prediction(coming.layer, list(named), frozenset(expert for expert, is_low in named.items() if is_low))
 
     def _guesses(self, experts: list[int], coming: Routing, number: int) -> Iterator[tuple[int, int]]:
-        """Yield (a needed expert, the expert predicted for it) for the routing of that number."""
+        """Yield (a needed expert, the expert that is predicted in its place) for routing number `number`."""
         if self._blurred is not None:
             scores = coming.scores
             assert scores is not None, "asked for"
@@ -105,8 +105,9 @@ _HALVINGS = 12
 
 
 def blurred(trace: Sequence[Routing], recall: float, seed: int = 0) -> dict[int, list[int]]:
-    """Return wrong predictions as a router with noisy input makes them, by the numbers of decode steps' routings: the
-    top-k of the logits with noise. The amount of noise gives the recall."""
+    """Return {number of a decode step's routing: K predicted experts}, wrong in the way in which a router with noisy
+    input is wrong. They are the top-k of the recorded logits with added noise; the amount of noise is chosen to give
+    `recall`."""
     numbers = [number for number, routing in enumerate(trace) if routing.phase is Phase.DECODE]
     scores = [routing.scores for routing in map(trace.__getitem__, numbers) if routing.scores is not None]
     assert len(scores) == len(numbers), "a trace with scores"

@@ -1,10 +1,10 @@
 """The cost of eviction policies with low copies, and the search for the best weights of the multidimensional cache.
 
-HOBBIT (arXiv 2411.01433, section 3.4) leaves the search open. The penalty of a replay is not a smooth function of the
-weights, so there is no gradient, but it changes little between neighbouring points, and there are only three free
-numbers. So all points of a coarse grid over the simplex are tried, and from the best one the search moves to better
-neighbours, by a long step and then by a short one. That takes some fifty trials; shorter steps would only fit noise of
-the traces.
+HOBBIT (arXiv 2411.01433, section 3.4) does not describe this search. The penalty of a replay is not a smooth function
+of the weights, so it has no gradient. But it changes little between neighbouring points, and only three of the weights
+are free. The search therefore tries all points of a coarse grid of weights with sum 1. From the best point it moves to
+better neighbours, first by long steps, then by short ones. This takes some fifty replays. Shorter steps would only fit
+noise of the traces.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ from smoe.routing import Routing, observation
 from smoe.simulator.replay import replay
 
 CacheWeights = tuple[float, float, float, float]
-"""The weights (lru, lfu, lhu, fld)."""
+"""The weights (lru, lfu, lhu, fld) of the multidimensional cache, with sum 1."""
 
 PARTS = 12
-"""The search is in twelfths."""
+"""The search uses multiples of one twelfth."""
 _COARSE = 4
 _STEPS = (2, 1)
-"""Steps in twelfths: between the points of the grid, and from a point to its neighbours."""
+"""The lengths of the two kinds of steps, in twelfths."""
 _GRID = [point for point in product(range(0, PARTS + 1, _COARSE), repeat=4) if sum(point) == PARTS]
 _DIRECTIONS = list(permutations(range(4), 2))
 
 Make = Callable[[Sequence[Routing]], Eviction]
-"""A function that returns a new policy for one format; its argument is the future, which only Belady's needs."""
+"""A function that returns a new policy for copies of one format. Its argument is the trace that will be replayed, which
+only Belady's policy needs."""
 
 
 class MixedCache(NamedTuple):
-    """A cache for copies of two formats, and the thresholds between them."""
+    """A cache for full and low copies."""
 
     slots: int
-    """Slots for full copies."""
+    """The number of slots for full copies."""
     low_slots: int
-    """Slots for low copies; 0: there are none."""
+    """The number of slots for low copies; 0: there are none."""
     low_cost: float
-    """The cost of loading a low copy, relative to a full copy: the ratio of their bytes."""
+    """The cost of loading a low copy, as a fraction of that of a full copy: the ratio of their bytes."""
     switches: Switches
-    """The settings, including the thresholds of importance."""
+    """The settings of the decision, with the thresholds of importance."""
 
 
 def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: Make) -> float:
-    """Return the cost of the decode steps' misses in loads of full copies; every trace starts with an empty cache."""
+    """Return the cost of the decode steps' misses, in loads of full copies. Every trace starts with an empty cache."""
     total = 0.0
     for trace in traces:
         policy = FormPools({EXACT: make(trace), LOW: make(trace)}) if cache.low_slots else make(trace)
@@ -62,13 +63,13 @@ def miss_penalty(traces: Sequence[Sequence[Routing]], cache: MixedCache, make: M
 
 
 def named(name: str) -> Make:
-    """Return a constructor of a policy of the registry."""
+    """Return a function that makes the eviction policy of this name."""
     kind = EVICTIONS.find(name)
     return lambda trace: kind.of_settings(EvictionSettings(name, future=map(observation, trace)))
 
 
 def multidimensional(weights: CacheWeights, records: str = "sequence") -> Make:
-    """Return a constructor of HOBBIT's cache with these weights."""
+    """Return a function that makes HOBBIT's cache with these weights."""
     return lambda trace: Multidimensional(weights, of_sequence=records == "sequence")
 
 
@@ -78,9 +79,10 @@ def best_weights(
     records: str = "sequence",
     tick: Callable[[int, int], None] = lambda done, least: None,
 ) -> tuple[CacheWeights, float]:
-    """Return (the weights of least penalty on `traces`, that penalty). Of equal ones, the smaller weights come first.
+    """Return (the weights of least penalty on `traces`, this penalty). Of equal penalties, the point with the smaller
+    weights wins.
 
-    `tick` receives, after every trial, the number of trials done, and the least number in all.
+    `tick` is called after every replay with the number of replays so far and the least total number.
     """
     known: dict[tuple[int, ...], float] = {}
 
@@ -101,7 +103,7 @@ def best_weights(
 
 
 def _neighbours(point: tuple[int, ...], step: int) -> Iterator[tuple[int, ...]]:
-    """Yield all points where one weight is larger by a step, and another smaller."""
+    """Yield all points in which one weight is larger by `step` and another is smaller by `step`."""
     for more, less in _DIRECTIONS:
         if point[less] >= step:
             yield tuple(part + step * (n == more) - step * (n == less) for n, part in enumerate(point))

@@ -1,7 +1,7 @@
-"""Replays a recorded routing through the engine's own planner, and counts hits and loads.
+"""Replays a recorded routing with the engine's planner, and counts hits and loads.
 
-The limit with which a run is compared (`docs/metrics.md`) uses the misses of this replay on the run's own trace;
-Belady's replay is the bound of all policies.
+The lower bound with which a run is compared (`docs/metrics.md`) uses the misses of this replay on the run's own trace.
+A replay with Belady's policy gives the bound for all policies.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from smoe.routing import Phase, Routing
 
 @dataclass(frozen=True)
 class ReplayCounts:
-    """The uses of experts in a trace's decode steps."""
+    """How often a trace's decode steps use experts, and how often these are missing."""
 
     uses: int
     misses: int
     low_misses: int = 0
-    """Misses for which a low copy was loaded."""
+    """The misses for which a low copy was loaded."""
 
     @property
     def hit_ratio(self) -> float:
         return 1.0 - self.misses / self.uses if self.uses else 1.0
 
     def penalty(self, low_cost: float) -> float:
-        """Return the cost of the misses in loads of full copies, with `low_cost` for a low copy: HOBBIT's
-        mixed-precision miss penalty, with the ratio of their bits."""
+        """Return the cost of the misses in loads of full copies, if a low copy costs `low_cost` of a full one. This is
+        HOBBIT's mixed-precision miss penalty."""
         return self.misses - (1.0 - low_cost) * self.low_misses
 
 
@@ -47,14 +47,14 @@ def replay(
     low_slots: int = 0,
     answer: Callable[[Routing, SlotTable], Answered] | None = None,
 ) -> ReplayCounts:
-    """Replay `trace` from an empty cache. Only decode steps are counted; prefill steps warm the cache.
+    """Replay `trace` from an empty cache. Only decode steps are counted; prefill steps fill the cache.
 
-    With `low_slots` cache slots for low copies (and as many staging slots as the others have), `eviction` must rank
-    copies of both formats; thresholds of `switches` below 1 require weights in the trace. `answer` resolves misses
-    (`Answering.answer` at some costs); it requires scores and weights.
+    `low_slots`: cache slots for low copies, in addition to `cache_slots`, with as many staging slots. `eviction` must
+    then rank copies of both formats. Thresholds of `switches` below 1 require weights in the trace. `answer`: resolves
+    misses by quality cost (`Answering.answer` with fixed costs); it requires scores and weights.
 
-    Slots beyond the trace's needs are harmless. With an `alpha` above 0 (requires scores) missing low-score experts are
-    substituted; the effect of that on later routing is not modelled. O(steps x experts used).
+    More slots than the trace needs do no harm. With an `alpha` above 0 (requires scores), missing low-score experts are
+    substituted; the trace's later routing stays as recorded. O(steps x experts used).
     """
     low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
     table = SlotTable(PoolSize(cache_slots, staging_slots), *low)
@@ -71,7 +71,7 @@ def replay(
 
 
 def first_passes(trace: Iterable[Routing], passes: int) -> list[Routing]:
-    """Return the routings of the first passes over the layers."""
+    """Return the routings of the first `passes` passes over the layers."""
     found: list[Routing] = []
     for routing in trace:
         passes -= not found or routing.layer <= found[-1].layer
@@ -88,9 +88,10 @@ def replay_by_layer(
     eviction_for: Callable[[Sequence[Routing]], Eviction],
     switches: Switches = EXACT_SWITCHES,
 ) -> ReplayCounts:
-    """Replay `trace` with a separate pool of slots for every layer: equal shares, with the rest for the first layers.
+    """Replay `trace` with separate slots for every layer. All layers get equally many; the first layers get the
+    remainder.
 
-    `eviction_for` makes the policy of a layer from that layer's part of the trace.
+    `eviction_for` returns the policy of a layer, given the layer's part of the trace.
     """
     layers: dict[int, list[Routing]] = {}
     for routing in trace:

@@ -1,9 +1,9 @@
-"""Estimates how uneven a model's use of experts is, from the hit ratio of a cache of known size.
+"""Estimates how unevenly a model uses its experts, from the hit ratio of a cache of known size.
 
-A hit ratio alone says nothing about other sizes and policies. But one of the habits of a drawn trace (`synthetic.py`),
-the skew, determines most of it: with the skew that gives a run's hit ratio at its own size, the ratios at other sizes
-agree within a few points, even for random routers, which repeat themselves far more than texts do
-(docs/log/forecasts.md).
+A hit ratio alone does not determine the ratios of other sizes and policies. But one parameter of a synthetic trace
+(`synthetic.py`), the skew, accounts for most of the differences between models. With the skew that gives a run's hit
+ratio at its own cache size, the ratios at other sizes agree within a few points. This holds even for random routers,
+which repeat their choices far more than texts do (docs/log/forecasts.md).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from smoe.simulator.replay import replay
 from smoe.simulator.synthetic import DrawnShape, Habits, synthesise
 
 LEAST, MOST = 0.25, 4.0
-"""The bounds of the search, as multiples of the usual skew."""
+"""The range of the search, as multiples of the usual skew."""
 _HALVINGS = 6
 _CHANCE = 0.02
-"""The random difference between the hit ratios of two traces with equal habits."""
+"""How much the hit ratios of two synthetic traces with equal parameters differ by chance."""
 _TELLING = 0.1
-"""The least difference of hit ratios at the bounds; with less, randomness would decide."""
+"""The smallest difference between the hit ratios at both ends of the range. If the difference is smaller, chance would
+decide."""
 
 
 def skew_of(
@@ -32,11 +33,11 @@ def skew_of(
     staging_slots: int,
     eviction: Callable[[], Eviction],
 ) -> float | None:
-    """Return the multiple of the skew of `habits` with which a cache of `slots` has this hit ratio in the decode steps
-    of a trace of `shape`. None where hits are not informative: the cache holds everything or very little, or no skew
-    between `LEAST` and `MOST` gives this ratio.
+    """Return the factor for the skew of `habits` with which a cache of `slots` slots has this hit ratio, in the decode
+    steps of a trace of `shape`. Return None if the hit ratio says nothing about the skew: the cache holds all experts
+    or very few, or no factor between `LEAST` and `MOST` gives this ratio.
 
-    Takes some tenths of a second: O(tokens x layers x experts) for each of eight traces.
+    It takes some tenths of a second: O(tokens x layers x experts) for each of eight traces.
     """
     if slots >= shape.layers * shape.experts or hit_ratio >= 1.0:
         return None

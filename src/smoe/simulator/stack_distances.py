@@ -1,7 +1,8 @@
 """Computes the misses of LRU caches of every size in one pass (Mattson et al., 1970).
 
-A use hits in a cache of n slots if fewer than n other experts were used since its last use: its *stack distance*. So
-the distances of a sequence of uses give the misses of all sizes.
+The *stack distance* of a use is the number of other experts that were used since the last use of the same expert. The
+use is a hit in a cache of n slots if its stack distance is below n. So the distances of all uses give the misses of all
+sizes.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import numpy as np
 
 NEVER = np.iinfo(np.int64).max
-"""The distance of a key that has not been used before."""
+"""The distance of a key that was not used before."""
 
 
 def stack_distances(keys: np.ndarray) -> np.ndarray:
-    """Return [n]: for each use in `keys` [n] (whole numbers), the number of different other keys used since that key's
-    last use.
+    """Return [n]: for each use in `keys` [n] (integers), the number of different other keys since the last use of the
+    same key.
 
-    O(n log^2 n). With p the position of a use's predecessor, a key used between p and i counts once, at the use whose
-    own predecessor is at p or before; up to p all predecessors are. So the distance is the number of predecessors left
-    of i that are at p or before, minus p + 1.
+    O(n log^2 n). Let i be the position of a use, and p that of the previous use of the same key. Each other key between
+    p and i is counted once, at its first use there: the previous use of that key is at p or before. For all uses up to
+    p, the previous use is before p. So the distance is the number of uses before i whose previous use is at p or
+    before, minus p + 1.
     """
     count = len(keys)
     order = np.argsort(keys, kind="stable")
@@ -31,8 +33,11 @@ def stack_distances(keys: np.ndarray) -> np.ndarray:
 
 
 def _at_most_left(values: np.ndarray) -> np.ndarray:
-    """Return [n]: for each value, how many values left of it are at most as large. Every block is halved, and its right
-    half is looked up in its sorted left half; an offset separates the blocks."""
+    """Return [n]: for each value, how many of the values to its left are at most as large.
+
+    The values are divided into blocks whose size doubles. In each block, the values of the right half are looked up in
+    the sorted left half. An offset for each block makes one sort and one search sufficient for all blocks.
+    """
     count = len(values)
     found = np.zeros(count, np.int64)
     if not count:
@@ -52,11 +57,10 @@ def _at_most_left(values: np.ndarray) -> np.ndarray:
 
 
 def misses_by_size(keys: np.ndarray, skip: int = 0) -> np.ndarray:
-    """Return the misses of the uses from number `skip` on, in caches of 0, 1, 2 ... slots, up to the number of
-    different keys.
+    """Return the misses of LRU caches with 0, 1, 2 ... slots, up to the number of different keys. Counted are the uses
+    from number `skip` on.
 
-    The uses before `skip` fill the caches and are not counted. The first use of a key in `keys` is a miss at every
-    size.
+    The uses before `skip` only fill the caches. The first use of a key in `keys` is a miss at every size.
     """
     distances = stack_distances(keys)[skip:]
     different = len(np.unique(keys))

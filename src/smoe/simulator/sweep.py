@@ -1,5 +1,5 @@
-"""Runs many simulations in parallel: one process for each core, results in order; stored results are not simulated
-again."""
+"""Runs many simulations in parallel, one process for each core. Results are returned in the order of the settings;
+stored results are not computed again."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Result = TypeVar("Result")
 Stored = TypeVar("Stored")
 
 _MOST_PROCESSES = 61 if sys.platform == "win32" else 10_000
-"""The maximum number of processes for which one process can wait on Windows."""
+"""The largest number of processes. On Windows, one process can wait for no more."""
 
 
 class ResultStore(Protocol[Stored]):
-    """A store of results that survives an interrupt."""
+    """A store of results on disk, which an interrupt does not damage."""
 
     def find(self, setting: object) -> Stored | None:
-        """Return the stored result of a setting; None where there is none."""
+        """Return the stored result for a setting; None if there is none."""
 
     def keep(self, setting: object, result: Stored) -> None:
-        """Store a result atomically; has no effect where nothing can be stored."""
+        """Store a result atomically, if results can be stored at all."""
 
 
 def sweep(
@@ -40,11 +40,12 @@ def sweep(
     processes: int | None = None,
     keeping: ResultStore[Result] | None = None,
 ) -> list[Result]:
-    """Return the results of `simulate`, a function of a module, for every setting; `tick` is called after each.
+    """Return the results of `simulate`, a function at the top level of a module, for every setting. `tick` is called
+    with 1 after each.
 
-    `processes`: the maximum number of processes (1: only this one); None: one for each core. `keeping` stores results
-    as they come, and stored ones are not simulated again. The first exception of a simulation, or an interrupt, ends
-    all of them.
+    `processes`: the largest number of processes (1: only this one); None: one for each core. `keeping`: stores results
+    as soon as they are computed; settings whose results it has are not simulated again. The first exception of a
+    simulation, or an interrupt, ends all simulations.
     """
     found = {} if keeping is None else _stored(keeping, settings, tick)
     missing = [number for number in range(len(settings)) if number not in found]
@@ -78,7 +79,7 @@ def sweep(
 def _stored(
     keeping: ResultStore[Result], settings: Sequence[Setting], tick: Callable[[int], None]
 ) -> dict[int, Result]:
-    """Return the stored results by the numbers of their settings."""
+    """Return {number of a setting: result} for the settings whose results are stored."""
     found = {}
     for number, setting in enumerate(settings):
         result = keeping.find(setting)
@@ -95,8 +96,9 @@ def _keep(keeping: ResultStore[Result], setting: Setting, done: Future[Result]) 
 
 @contextmanager
 def _in_python_s_folder() -> Iterator[Path]:
-    """Change to Python's own folder for the duration of the `with` block. Processes that start meanwhile find only
-    Python's own modules in their initial folder, until they get our path. Yield the previous folder."""
+    """Change to the folder of Python's standard library during the `with` block, and yield the previous folder.
+    Processes that are started meanwhile import only Python's own modules from their working folder, until they have
+    received our path."""
     before = Path.cwd()
     os.chdir(Path(os.__file__).parent)
     try:
@@ -106,7 +108,7 @@ def _in_python_s_folder() -> Iterator[Path]:
 
 
 def _follow_parent(folder: Path) -> None:
-    """Work in that folder. Ctrl-C ends this process silently, and so does the end of its parent."""
+    """Prepare a new process: change to `folder`, and end silently on Ctrl-C or when the parent process ends."""
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()

@@ -1,16 +1,18 @@
-"""Synthetic traces: random routing with the habits of a recorded run, for models that are not on this machine.
+"""Synthetic traces: random routing with the statistics of a recorded run, for models that are not on this machine.
 
 The routers' choices for a token are drawn from logits, one for every expert:
 
-    logit = skew * z            the E quantiles z of a normal distribution, shuffled in each layer: popularity
-          + reuse               where the last token used the expert in this layer
-          + affinity            where the layer before chose an expert whose partner this one is
-          + noise               Gumbel: alone it would draw k of E in proportion to exp(the rest)
+    logit = skew * z            z: the E quantiles of a normal distribution, shuffled in each layer: popularity
+          + reuse               if the last token used the expert in this layer
+          + affinity            if the layer before chose the expert that has this one as its partner
+          + noise               Gumbel: by itself it would draw k of E experts in proportion to exp(the other terms)
 
-The k highest are chosen. Scores are softmax(logit * sharpness). The four numbers are fitted to a recorded trace by the
-method of moments (`fit`): each is adjusted until one statistic of the drawn trace equals the recorded one's
-(`Moments`). Because they describe logits, they apply to other numbers of layers and experts. Not modelled: changes of
-topic, and layers with different habits. Every result of such a trace must mention it: `SAYS`.
+The experts with the k highest logits are chosen. Scores are softmax(logit * sharpness).
+
+The four parameters, called *habits*, are fitted to a recorded trace by the method of moments (`fit`): each is adjusted
+until one statistic of the synthetic trace equals that of the recorded trace (`Moments`). They describe logits, so they
+can be used for other numbers of layers and experts. Changes of topic, and differences between layers, are not modelled.
+Every result from such a trace must be published with the sentence `SAYS`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ SAYS = "routing is synthetic: drawn with the habits of the embedded model's reco
 
 @dataclass(frozen=True)
 class Habits:
-    """The four numbers that make a trace more or less repetitive."""
+    """The four parameters that determine how repetitive a synthetic trace is."""
 
     skew: float
     reuse: float
@@ -42,46 +44,47 @@ class Habits:
 
 @dataclass(frozen=True)
 class DrawnShape:
-    """The sizes of a drawn trace. All layers have the same number of experts."""
+    """The sizes of a synthetic trace. All layers have the same number of experts."""
 
     experts: int
-    """E, the experts of a layer."""
+    """E, the number of experts of a layer."""
     top_k: int
-    """K, the experts chosen for a token."""
+    """K, the number of experts chosen for a token."""
     layers: int
     """L, the number of layers."""
     steps: int
-    """The decode steps, with one token each."""
+    """The number of decode steps, with one token each."""
     prompt_tokens: int = 0
-    """The tokens of a prefill before them; 0: none."""
+    """The number of tokens of a prefill before the decode steps; 0: no prefill."""
 
 
 class Moments(NamedTuple):
-    """Statistics of a trace's decode steps, means over layers."""
+    """Statistics of a trace's decode steps, averaged over layers."""
 
     concentration: float
-    """The probability that two distant tokens share an expert that one of them uses: the sum over e of p(e)^2 / K."""
+    """The probability that an expert of one token is also used by a distant token: the sum of p(e)^2 / K, where p(e) is
+    the fraction of tokens that use expert e."""
     reuse: float
-    """The share of a token's experts that the last token has used too."""
+    """The fraction of a token's experts that the last token used too."""
     lift: float
-    """How many times more frequent an expert's partner is after it than elsewhere. The partner is the expert that
-    follows most often in the first half of the trace; frequencies are from the second half."""
+    """How many times more frequently an expert's partner is chosen after the expert than on average. The partner is the
+    next layer's expert that follows most often in the first half of the trace; frequencies are from the second half."""
     gap: float | None
-    """The mean of log(score of the choice / score of rank K+1); None without scores."""
+    """The mean of log(score of a chosen expert / score of rank K+1); None without scores."""
 
 
 TYPICAL = Habits(skew=1.0, reuse=0.5, affinity=3.2, sharpness=0.5)
-"""Habits between those of the embedded model's four recorded texts (docs/evictions.md)."""
+"""Parameters between those of the embedded model's four recorded texts (docs/evictions.md)."""
 LEAST_REPETITIVE = Habits(skew=0.6, reuse=0.5, affinity=2.8, sharpness=0.55)
-"""The habits of the embedded model on its own stories."""
+"""The parameters of the embedded model on stories that it wrote."""
 MOST_REPETITIVE = Habits(skew=1.43, reuse=0.25, affinity=3.7, sharpness=0.44)
-"""The habits of the embedded model on code, which it was not trained on."""
+"""The parameters of the embedded model on code, on which it was not trained."""
 
 
 def synthesise(
     shape: DrawnShape, habits: Habits = TYPICAL, seed: int = 0, *, with_scores: bool = False
 ) -> list[Routing]:
-    """Return a trace of `shape`: equal arguments give equal traces. O(tokens x layers x experts)."""
+    """Return a synthetic trace of `shape`. Equal arguments give equal traces. O(tokens x layers x experts)."""
     chance = np.random.default_rng(seed)
     layers, experts = shape.layers, shape.experts
     quantiles = [NormalDist().inv_cdf((n + 0.5) / experts) for n in range(experts)]
@@ -108,8 +111,8 @@ def synthesise(
 
 
 def _choose(logits: np.ndarray, partners: np.ndarray, affinity: float, top_k: int) -> np.ndarray:
-    """Return [L, K], the highest of `logits` [L, E], highest first, layer by layer; partners of the last layer's choice
-    are raised in place."""
+    """Return [L, K], the experts with the highest `logits` [L, E], highest first, layer by layer. The logits of the
+    partners of the last layer's choice are raised in place by `affinity`."""
     chosen = np.empty((len(logits), top_k), dtype=np.int64)
     for layer, row in enumerate(logits):
         if layer:
@@ -120,13 +123,13 @@ def _choose(logits: np.ndarray, partners: np.ndarray, affinity: float, top_k: in
 
 
 def _scores(logits: np.ndarray, sharpness: float) -> np.ndarray:
-    """Return [L, E], the softmax of each row."""
+    """Return [L, E], the softmax of each row of logits times `sharpness`."""
     powers = np.exp(sharpness * (logits - logits.max(axis=1, keepdims=True)))
     return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
 def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[int], np.ndarray | None]]) -> Routing:
-    """Return one layer of one step; for a prompt with the scores of its last tokens only, as in the engine."""
+    """Return the routing of one layer in one step. As in the engine, a prompt has scores for its last tokens only."""
     routing = Routing(layer, phase, experts, [row for row, _ in rows])
     scores = [of_row.tolist() for _, of_row in rows if of_row is not None]
     if not scores:
@@ -137,8 +140,8 @@ def _routing(layer: int, phase: Phase, experts: int, rows: Sequence[tuple[list[i
 
 
 def moments(trace: Sequence[Routing], steps: int) -> Moments:
-    """Return the moments of the first `steps` decode steps of `trace` (their first sequence), whose layers must have
-    equal sizes."""
+    """Return the statistics of the first `steps` decode steps of `trace` (of each step's first sequence). All layers
+    must have the same number of experts."""
     chosen, gaps = _decoded(trace, steps)
     tokens, layers, top_k = chosen.shape
     experts = 1 + int(chosen.max())
@@ -150,7 +153,7 @@ def moments(trace: Sequence[Routing], steps: int) -> Moments:
 
 
 def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | None]:
-    """Return ([steps, L, K] the chosen experts, the mean gap of `Moments`)."""
+    """Return (the chosen experts [steps, L, K], `Moments.gap`) of a trace."""
     rows: dict[int, list[list[int]]] = {}
     gaps: list[float] = []
     for routing in trace:
@@ -170,7 +173,7 @@ def _decoded(trace: Sequence[Routing], steps: int) -> tuple[np.ndarray, float | 
 
 
 def _lift(uses: np.ndarray) -> float:
-    """Return the lift of `uses` [T, L, E], as in `Moments.lift`."""
+    """Return `Moments.lift`. `uses`: [T, L, E], whether each token uses each expert."""
     half = len(uses) // 2
     first, second = uses[:half].astype(float), uses[half:].astype(float)
     behind = elsewhere = 0.0
@@ -184,11 +187,11 @@ def _lift(uses: np.ndarray) -> float:
 
 
 def fit(trace: Sequence[Routing], steps: int = 400, seed: int = 0) -> Habits:
-    """Return the habits whose drawn trace has the moments of this one; without scores, the usual sharpness. Takes some
-    seconds.
+    """Return the parameters with which a synthetic trace has the statistics of this trace. If the trace has no scores,
+    `sharpness` is the usual one. It takes some seconds.
 
-    Each number in turn is found by bisection, in some rounds, always with the same draws, so that every statistic grows
-    with its number. Raises `TraceError` for a trace that is too short, or whose layers differ.
+    Each parameter in turn is found by bisection, in several rounds. The random numbers are always the same, so that
+    every statistic grows with its parameter. Raise `TraceError` if the trace is too short, or if its layers differ.
     """
     layers = sorted({routing.layer for routing in trace})
     wanted = moments(trace, steps)
@@ -218,5 +221,5 @@ def fit(trace: Sequence[Routing], steps: int = 400, seed: int = 0) -> Habits:
 
 
 _HALVINGS = 8
-"""The number of bisections, down to a sixty-fourth of a logit."""
+"""The number of bisections, which give a resolution of 1/64 of a logit."""
 _ROUNDS = 3

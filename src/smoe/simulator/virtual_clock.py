@@ -1,15 +1,15 @@
-"""Replays a trace on a virtual clock: the time of each step on a machine that is described by its times.
+"""Replays a trace on a virtual clock. The result is the time of each step on a machine that is described by its times.
 
-The engine's own plans, including prefetches, are executed without hardware, in the engine's order. One layer in decode,
-time to the right:
+The engine's own plans, including prefetches, are executed without hardware, in the engine's order. One layer in decode
+(time goes to the right; a, b and c are missing experts):
 
-    link      | demand a ..... | demand b ..... | prefetch ....
-    the CPU   | c ............ |
+    link      | load a ....... | load b ....... | prefetch ....
+    the CPU   | compute c .... |
     device    | layer | decide | residents | look ahead | wait | a | wait | b | c |
 
-The link performs one load after the other, first those that a layer waits for; a load in progress is not interrupted.
-Link and CPU do not slow each other down. The effect of substitution on later routing is not modelled: the trace
-contains the routers' choices.
+The link performs one load after the other, those for which a layer waits first. A load that has begun is not
+interrupted. Link and CPU do not slow each other down. The trace's later routing stays as recorded, even if experts are
+substituted.
 """
 
 from __future__ import annotations
@@ -36,33 +36,34 @@ from smoe.routing import Phase, Routing
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The seconds of the parts of a step."""
+    """The seconds that the parts of a step take."""
 
     load: float
     """Seconds to load the full copy of one expert."""
     expert: Callable[[int], float]
-    """Seconds of one expert on the device, for a number of tokens."""
+    """Takes a number of tokens; returns the seconds of one expert on the device."""
     layer: Callable[[int], float]
-    """Seconds of the rest of a layer, for a number of tokens."""
+    """Takes a number of tokens; returns the seconds of a layer without its routed experts."""
     host: Callable[[int], float] | None = None
-    """Seconds of one expert on the CPU of a machine with a device; None: there is none, or it computes nothing."""
+    """Takes a number of tokens; returns the seconds of one expert on the CPU of a machine with a device. None: the CPU
+    computes no experts."""
     deciding: float = 0.0
-    """Seconds of our own Python code in every layer."""
+    """Seconds of our Python code in every layer."""
     asking: float = 0.0
-    """Seconds of one prediction."""
+    """Seconds that one prediction takes."""
     low_load: float = 0.0
-    """Seconds to load a low copy, where there are low copies."""
+    """Seconds to load a low copy, if there are low copies."""
     in_chunks: float = 1.0
-    """How many times longer a load takes if no thread waits for it at its start: it is in chunks, between which other
-    loads pass."""
+    """The factor by which a load is slower if no thread waits for it when it starts. Such a load is divided into
+    chunks, and other loads may run between them."""
     alone: float = 1.0
-    """How many times longer an expert of a decode step takes after waiting for it: residents are computed together,
-    these one by one."""
+    """The factor by which an expert of a decode step takes longer if it had to be waited for. Residents are computed
+    together, such experts one by one."""
 
 
 @dataclass
 class Timed:
-    """The result of a replay; all values except `prefill_seconds` and `link_seconds` are of decode steps."""
+    """The result of a replay. All values except `prefill_seconds` and `link_seconds` are of decode steps."""
 
     step_seconds: list[float] = field(default_factory=list)
     """The seconds of every step."""
@@ -71,10 +72,10 @@ class Timed:
     loads: int = 0
     computed_by_host: int = 0
     prefetches: int = 0
-    """The number of prefetches in decode steps."""
+    """The number of prefetches that began."""
     prefetches_used: int = 0
     computed_alone: int = 0
-    """The number of uses on the device that were computed after its residents."""
+    """The number of experts that the device computed after its residents, one by one."""
     link_seconds: float = 0.0
     """The seconds in which the link was busy, including prompts: the sum of all loads that have begun."""
 
@@ -84,7 +85,7 @@ class Timed:
 
 
 class _Link:
-    """A link that performs one load after the other, on a clock that only moves forward."""
+    """A link that performs one load after the other. Times of successive calls must not fall."""
 
     def __init__(self, seconds: float, low_seconds: float, in_chunks: float) -> None:
         self._seconds = {EXACT: seconds, LOW: low_seconds}
@@ -106,7 +107,7 @@ class _Link:
             self._expected.append((key, now))
 
     def ended(self, now: float) -> list[ExpertKey]:
-        """Return the loads that have ended and were not returned before."""
+        """Return the loads that have ended by the time `now` and were not returned before."""
         self._run(now)
         found = [key for key, end in self._ends.items() if end <= now]
         for key in found:
@@ -114,7 +115,7 @@ class _Link:
         return found
 
     def wait(self, key: ExpertKey, now: float) -> float:
-        """Return the end time of a load, which then precedes all loads that no thread waits for."""
+        """Return the time at which the load of `key` ends. It gets priority over loads for which no thread waits."""
         self._run(now)
         for entry in [entry for entry in self._expected if entry[0] == key]:
             self._expected.remove(entry)
@@ -124,7 +125,7 @@ class _Link:
         return self._ends.pop(key)
 
     def cancel(self, key: ExpertKey, now: float) -> bool:
-        """Cancel a load. Return False where it has begun."""
+        """Cancel a load. Return False if it has already begun."""
         self._run(now)
         for queue in (self._waiting, self._expected):
             for entry in queue:
@@ -142,7 +143,7 @@ class _Link:
             pass
 
     def _begin_next(self, before: float) -> bool:
-        """Begin one load if it can begin before that time. Return whether one has begun."""
+        """Begin one load if it can begin before the time `before`. Return whether one has begun."""
         queue = self._waiting or self._expected
         if not queue:
             return False
@@ -158,7 +159,7 @@ class _Link:
 
 
 class VirtualClock:
-    """An engine that computes nothing. `serve` must get the layers of a trace in order."""
+    """An engine that only adds up times. `serve` must receive the routings of a trace in their order."""
 
     def __init__(
         self,
@@ -175,9 +176,9 @@ class VirtualClock:
         waits_for_all: bool = False,
     ) -> None:
         """`low_slots`: cache slots for low copies; `eviction` must then rank both formats. `balance`: one of
-        `policy.balance.BALANCERS`, which needs `times.host`; None: all missing experts are loaded. `answering` resolves
-        the misses of decode steps, instead of all other settings, with the costs of `times`. `waits_for_all`: a layer
-        begins when every load has ended, as in systems that load whole layers."""
+        `policy.balance.BALANCERS`, which needs `times.host`; None: all missing experts are loaded. `answering`:
+        resolves the misses of decode steps by quality cost, with the costs in `times`; settings for misses are then
+        ignored. `waits_for_all`: a layer begins when every load has ended, as in systems that load whole layers."""
         assert balance is None or times.host is not None
         self.result = Timed()
         low = [PoolSize(low_slots, staging_slots, form=LOW)] if low_slots else []
@@ -193,13 +194,13 @@ class VirtualClock:
         self._link = _Link(times.load, times.low_load, times.in_chunks)
         self._now = 0.0
         self._answer_at: tuple[Iterable[Prediction], float] | None = None
-        """The predictions of a concurrent predictor, and the time when they are ready."""
+        """The predictions of a concurrent predictor, and the time at which they are ready."""
         self._progress = Progress(self._table, eviction, self._begin)
         self._last_layer: float = inf
-        """The last layer of the previous decode step; infinity: the next layer begins a new step."""
+        """The layer of the last decode step's routing; infinity if the next routing begins a new step."""
 
     def change_times(self, times: StepTimes) -> None:
-        """Use these times for layers and experts from now on; the time of a load does not change."""
+        """Use other times for layers and experts from now on. The time of a load does not change."""
         self._times = times
 
     def serve(self, routing: Routing) -> None:
@@ -295,7 +296,8 @@ class VirtualClock:
             self._take_answer(plan, waits=False)
 
     def _take_answer(self, plan: LayerPlan, waits: bool) -> None:
-        """Start the loads of a concurrent prediction, if it is ready."""
+        """Start the loads that a concurrent predictor has predicted, if the prediction is ready, or wait for it if
+        `waits`."""
         if self._answer_at is None or not (waits or self._answer_at[1] <= self._now):
             return
         (predictions, there), self._answer_at = self._answer_at, None
@@ -308,7 +310,8 @@ class VirtualClock:
         self._progress.prefetch(loads)
 
     def _compute(self, plan: LayerPlan, is_decode: bool) -> None:
-        """Compute residents first, then missing experts after waiting for each, in the order of the plan."""
+        """Compute resident experts first. Then wait for each missing expert and compute it, in the order of the
+        plan."""
         times, serves, ready = self._times, plan.serves, self._table.ready
         guesses = self._predictor is not None
         by_host, host_free = {}, self._now
@@ -349,7 +352,7 @@ def replay_on_clock(
     low_slots: int = 0,
     answering: Answering | None = None,
 ) -> Timed:
-    """Replay `trace` from an empty cache; arguments are as for `VirtualClock`. O(steps x experts used)."""
+    """Replay `trace` from an empty cache, with the arguments of `VirtualClock`. O(steps x experts used)."""
     layers = len({routing.layer for routing in trace}) or 1
     clock = VirtualClock(
         cache_slots, staging_slots, layers, eviction, times, switches, balance, predictor, low_slots, answering

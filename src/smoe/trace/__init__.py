@@ -1,1 +1,1 @@
-"""Routing traces: the routers' choices in a run, as a file that NumPy reads and the simulator replays."""
+"""Routing traces: files with the routers' choices in a run, which NumPy reads and the simulator replays."""

@@ -1,8 +1,8 @@
-"""Miss-ratio curves: the misses of every eviction policy at every size of the cache, and where more memory stops
-paying.
+"""Miss-ratio curves: the misses of every eviction policy for caches of several sizes, and from which size on more
+memory saves little.
 
-Every point is the count of `replay` for that size, from an empty cache and without prefetch, as in `smoe replay`.
-Points are computed in separate processes where that is worth their start.
+Every point is the result of `replay` for one policy and size, from an empty cache and without prefetch, as in `smoe
+replay`. If there are many points, several processes compute them.
 """
 
 from __future__ import annotations
@@ -32,41 +32,42 @@ if TYPE_CHECKING:
     from smoe.policy.eviction.learned import NextUse
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-"""Cache sizes as shares of all experts, in addition to those of one layer's choice and one token's."""
+"""Cache sizes as fractions of all experts. The sizes of one layer's choice and of one token's choices are added."""
 BOUND = "belady"
-"""The policy that knows the future."""
+"""The eviction policy that knows the future, which no policy can beat."""
 MOST_PROCESSES = 8
-"""The maximum number of processes; each takes some hundred megabytes."""
+"""The largest number of processes; each takes some hundred megabytes of memory."""
 LITTLE = 0.02
-"""The share of the uses that memory beyond the plateau saves at most."""
+"""Memory beyond the plateau saves at most this fraction of the uses."""
 _BEND = 0.05
-"""The least distance of a knee below the curve's chord, as a share of the curve's height."""
+"""How far a knee must be below the straight line from the first point to the plateau, as a fraction of the curve's
+height."""
 _INLINE_ROUTINGS = 40_000
-"""The maximum number of routings that this process replays alone, in some seconds, as long as other processes take to
-start."""
+"""Up to this number of routings, this process computes all points by itself: that takes some seconds, as long as other
+processes need to start."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """The misses of a trace's decode steps, by policy and cache size."""
+    """The misses in the decode steps of one or several traces, by policy and cache size."""
 
     slots: tuple[int, ...]
-    """Cache sizes in ascending order; the last holds all experts."""
+    """Cache sizes in slots, ascending; with the last size all experts are resident."""
     experts: int
     """The number of experts in all layers."""
     steps: int
     """The number of decode steps."""
     uses: int
     misses: dict[str, tuple[int, ...]]
-    """The misses of each policy at every size; `BOUND` is the last."""
+    """For each policy, its misses at every size; `BOUND` is the last policy."""
     steps_are_tokens: bool
     """Whether every step has one token."""
     left_out: dict[str, str]
-    """Policies that could not be replayed, with the reasons."""
+    """For each policy that could not be replayed, the reason."""
 
     @property
     def shares(self) -> list[float]:
-        """The sizes as shares of all experts."""
+        """The cache sizes as fractions of all experts."""
         return [slots / self.experts for slots in self.slots]
 
     def per_step(self, policy: str) -> list[float]:
@@ -75,7 +76,7 @@ class Curves:
 
 
 class _Point(NamedTuple):
-    """One policy at one size on one trace."""
+    """A replay of one trace with one policy and one cache size."""
 
     path: Path
     passes: int
@@ -91,11 +92,12 @@ def curves(
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
 ) -> Curves:
-    """Return the curves of the first `passes` steps of every trace, each from an empty cache; all must be of one model.
+    """Return the curves for the first `passes` steps of every trace, each from an empty cache. All traces must be of
+    one model.
 
-    `next_use`: the parameters of `learned` for the model; None leaves that policy out. `tick` receives the number of
-    points done. `processes`: the maximum number of processes; None: one for each core. Raises `ConfigError` where no
-    trace has decode steps.
+    `next_use`: the parameters of the policy `learned` for this model; None leaves the policy out. `tick` is called with
+    the number of points computed and their total. `processes`: the largest number of processes; None: one for each
+    core. Raise `ConfigError` if no trace has decode steps.
     """
     header, shape = traces[0].header, [_decode_rows(trace, passes) for trace in traces]
     if not any(len(rows) for rows in shape):
@@ -139,15 +141,15 @@ def curves(
 
 
 def sizes_of(header: TraceHeader) -> tuple[int, ...]:
-    """Return numbers of slots in ascending order: for one layer's choice, for one token's, and for every larger one of
-    `SHARES`."""
+    """Return cache sizes in slots, ascending: for one layer's choice, for one token's choices, and for `SHARES` of all
+    experts, without those below the first."""
     least, token = max(layer.top_k for layer in header.layers), sum(layer.top_k for layer in header.layers)
     sizes = {int(header.experts * share) for share in SHARES} | {token}
     return tuple(sorted({least, *(size for size in sizes if size > least)}))
 
 
 def _decode_rows(trace: Trace, passes: int) -> np.ndarray:
-    """Return the number of tokens of every decode step among the first `passes` steps."""
+    """Return the number of tokens of every decode step among the first `passes` steps of a trace."""
     rows, first = trace.rows, trace.header.layers[0].layer
     steps = rows["step"]
     counted = (rows["layer"] == first) & (rows["phase"] == PHASES.index(Phase.DECODE))
@@ -156,7 +158,7 @@ def _decode_rows(trace: Trace, passes: int) -> np.ndarray:
 
 
 def _policies(header: TraceHeader, next_use: NextUse | None) -> tuple[list[str], dict[str, str]]:
-    """Return (the policies that can be replayed, the bound last; reasons for the others)."""
+    """Return (the policies that can be replayed, `BOUND` last; {other policy: the reason})."""
     left_out = {}
     if next_use is None:
         left_out[LEARNED] = "no learned parameters for this model on this machine"
@@ -179,16 +181,18 @@ def _counts(point: _Point) -> ReplayCounts:
 
 
 class CurveBends(NamedTuple):
-    """Where a curve bends, as indices of its sizes: steep before the knee, flat from the plateau on."""
+    """The two points at which a curve bends, as indices of its sizes. Before the knee it is steep, after the plateau
+    flat."""
 
     knee: int | None
-    """The knee; None where the curve falls evenly."""
+    """The index of the knee; None if the curve falls evenly."""
     plateau: int
-    """The first size from which more memory saves at most `LITTLE` of the uses."""
+    """The first size beyond which more memory saves at most `LITTLE` of the uses."""
 
 
 def turns(found: Curves, policy: str) -> CurveBends:
-    """Return the plateau of a policy's curve, and the knee: the point before it that is furthest below the chord."""
+    """Return knee and plateau of a policy's curve. The knee is the point before the plateau that is furthest below the
+    straight line from the first point to the plateau."""
     shares, misses = found.shares, found.misses[policy]
     plateau = next(n for n, count in enumerate(misses) if count - misses[-1] <= LITTLE * found.uses)
     width, height = shares[plateau] - shares[0], misses[0] - misses[plateau]
@@ -200,10 +204,11 @@ def turns(found: Curves, policy: str) -> CurveBends:
 
 
 def in_words(found: Curves, policy: str, experts_bytes: int | None = None) -> str:
-    """Describe what more memory saves, in one sentence.
+    """Return a sentence that says how many misses more memory saves, such as
 
-    `auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 3.00 GiB); from ...`
-    `experts_bytes`: the size of all experts; None: unknown.
+        auto: from 5 % to 30 % of the experts in memory saves 70 misses a token (28 for every 10 %, 3.00 GiB); from ...
+
+    `experts_bytes`: the size of all experts; None if it is unknown.
     """
     turn, misses, shares = turns(found, policy), found.per_step(policy), found.shares
     unit, rest = "token" if found.steps_are_tokens else "step", misses[turn.plateau] - misses[-1]

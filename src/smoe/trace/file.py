@@ -1,11 +1,11 @@
-"""Traces on disk: written row by row, and memory-mapped for reading. Layout: `docs/traces.md`.
+"""Traces on disk: they are written row by row, and memory-mapped for reading. `docs/traces.md` describes the layout.
 
     offset 0    8 bytes magic, format version (4 bytes), length of the JSON text (4), number of rows (8)
     then        JSON text, zeros up to the next page
     then        the rows
 
-A file gets its name only when it is complete, and the number of rows is written last: until then it says "unfinished".
-So neither an interrupted recording nor a truncated copy is taken for a trace.
+A file gets its name only when it is complete. The number of rows is written last, and is a special value ("unfinished")
+before. So neither an interrupted recording nor a truncated copy is taken for a trace.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PAGE = 4096
 
 
 def refuse_existing(path: Path) -> None:
-    """Raise `ConfigError` where the file exists."""
+    """Raise `ConfigError` if the file exists."""
     if path.exists():
         raise ConfigError(
             f"{path} is there already; choose another `out`, or replace it with `force`",
@@ -52,10 +52,11 @@ def refuse_existing(path: Path) -> None:
 
 
 class TraceWriter:
-    """Writes a trace to `path`, row by row. As a context manager it leaves a complete file, or none after an error.
+    """Writes a trace to `path`, row by row. Used as a context manager, it leaves a complete file, or no file after an
+    error.
 
-    Raises `ConfigError` for an existing file without `replace`, `DiskSpaceError` for a full disk, `TraceError` for
-    other errors of writing.
+    Raise `ConfigError` if the file exists and `replace` is false, `DiskSpaceError` if the disk is full, and
+    `TraceError` for other errors of writing.
     """
 
     def __init__(self, path: Path, header: TraceHeader, *, replace: bool = False) -> None:
@@ -64,9 +65,9 @@ class TraceWriter:
         text = json.dumps(header.as_json()).encode()
         self.header = header
         self.count = 0
-        """The number of rows of complete steps."""
+        """The number of rows that belong to complete steps."""
         self._pending = 0
-        """The number of rows of a step that may still fail."""
+        """The number of rows that belong to a step that has not ended and may still fail."""
         self._path = path
         self._partial = partial_of(path)
         self._start = _page_ceil(_HEAD.size + len(text))
@@ -84,11 +85,11 @@ class TraceWriter:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the file so far."""
+        """The size of the file so far, in bytes."""
         return self._start + (self.count + self._pending) * self.header.row.itemsize
 
     def append(self, rows: np.ndarray) -> None:
-        """Append rows ([n], `header.row`) of a step that has not ended."""
+        """Append rows of a step that has not ended. `rows`: [n] of the type `header.row`."""
         with self._writing():
             self._file.write(rows.tobytes())
         self._pending += len(rows)
@@ -106,7 +107,7 @@ class TraceWriter:
                 self._file.truncate()
 
     def finish(self) -> None:
-        """Write the number of rows and give the file its name; rows of a step that has not ended are removed."""
+        """Write the number of rows and give the file its name. Rows of a step that has not ended are removed."""
         self.drop()
         with self._writing():
             self._file.seek(_COUNT_OFFSET)
@@ -118,7 +119,7 @@ class TraceWriter:
 
     def abandon(self) -> None:
         """Delete the unfinished file."""
-        with suppress(OSError):  # data that a full disk did not take is deleted anyway
+        with suppress(OSError):  # closing may fail on a full disk; the file is deleted anyway
             self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -152,9 +153,9 @@ class TraceWriter:
 
 
 class Trace:
-    """A trace on disk. `rows` is memory-mapped: only what is accessed is read.
+    """A trace on disk. `rows` is memory-mapped, so only rows that are used are read.
 
-    Raises `TraceError` for a file that is not a trace, has another version, or is incomplete.
+    Raise `TraceError` if the file is not a trace, has another version, or is incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,27 +167,29 @@ class Trace:
             message = f"{path} is truncated or damaged: {size} bytes, its header says {whole}; copy or record it again"
             raise _no_trace(message, path)
         self.rows: np.ndarray = np.memmap(path, row, "r", start, (count,)) if count else np.zeros(0, row)
-        """[rows] with the fields of `TraceHeader.row`, in the order in which the routers ran."""
+        """[number of rows] of the type `TraceHeader.row`, in the order in which the routers ran."""
 
     def of_layer(self, layer: TracedLayer, tokens: int | None = None) -> np.ndarray:
-        """Return [T] rows of one layer without padding: those of the first `tokens`, or all."""
+        """Return the rows [T] of one layer, without padding. `tokens`: only this many rows from the start; None:
+        all."""
         places = np.flatnonzero(self.rows["layer"] == layer.layer)
         chosen = self.rows["top_k_index"][places, 0] < layer.experts
         found: np.ndarray = self.rows[places[chosen][:tokens]]
         return found
 
     def routings(self, *, with_scores: bool = False, with_weights: bool = False) -> Sequence[Routing]:
-        """Return the trace in the simulator's form: one `Routing` for each layer and step, made when accessed.
+        """Return the trace in the simulator's form: one `Routing` for each layer and step, which is made when it is
+        accessed.
 
-        `with_scores`: add choice scores, computed from the logits by each router's rule as in the engine; imports
-        torch. `with_weights`: add routing weights, with every row scaled to sum 1. Raises `TraceError` for a layer with
-        an unknown rule.
+        `with_scores`: add choice scores. They are computed from the logits by each router's rule, as in the engine,
+        which imports torch. `with_weights`: add routing weights, with every row scaled to sum 1. Raise `TraceError` if
+        the rule of a router is unknown.
         """
         return _Routings(self, _rules(self) if with_scores else {}, with_weights)
 
 
 class _Routings(Sequence[Routing]):
-    """Routings from runs of rows with the same step and layer."""
+    """The routings of a trace. Each is made from consecutive rows with the same step and layer."""
 
     def __init__(self, trace: Trace, rules: dict[int, ScoringRule], with_weights: bool) -> None:
         self._rows, self._rules, self._with_weights = trace.rows, rules, with_weights
@@ -216,7 +219,7 @@ class _Routings(Sequence[Routing]):
         return routing._replace(scores=self._scores(layer, routing, rows["router_logits"]))
 
     def _scores(self, layer: TracedLayer, routing: Routing, logits: np.ndarray) -> list[list[float]] | None:
-        """Return the choice scores of a step, as in the engine: for a prefill only those of its last tokens."""
+        """Return the choice scores of one routing; for a prefill those of its last tokens only, as in the engine."""
         rule = self._rules.get(layer.layer)
         if rule is None:
             return None
@@ -243,7 +246,7 @@ def _rules(trace: Trace) -> dict[int, ScoringRule]:
 
 
 def _read_header(path: Path) -> tuple[TraceHeader, int, int]:
-    """Return (header, offset of the rows, number of rows)."""
+    """Return (header, offset of the rows in bytes, number of rows)."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD.size)

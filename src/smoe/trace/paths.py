@@ -1,4 +1,4 @@
-"""Converts a trace to the paths of its tokens, to which predictors are fitted (`smoe.prediction.activation_path`)."""
+"""Converts a trace to the paths of its tokens, on which predictors are fitted (`smoe.prediction.activation_path`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from smoe.trace.record import TraceHeader
 
 
 def routed_layers(header: TraceHeader) -> tuple[RoutedLayer, ...]:
-    """Return the sizes of a trace's layers."""
+    """Return the sizes of the routing in each layer of a trace."""
     return tuple(RoutedLayer(each.layer, each.experts, each.top_k) for each in header.layers)
 
 
 def paths_in(trace: Trace, tokens: int | None = None) -> Paths:
-    """Return the paths of a trace's first `tokens`, including prompts, without padding."""
+    """Return the paths of a trace's tokens, including those of prompts, without padding. `tokens`: only this many from
+    the start; None: all."""
     layers = routed_layers(trace.header)
     layer_of = np.asarray(trace.rows["layer"])
     places = [np.flatnonzero(layer_of == each.layer) for each in layers]

@@ -1,5 +1,5 @@
-"""Draws the pictures of `smoe trace plot`: one figure for each question, with the answer as its title. Needs
-matplotlib."""
+"""Draws the pictures of `smoe trace plot`. Each figure answers one question, and its title is the answer. This module
+needs matplotlib."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ _POLICIES = {
     "learned": (SKY, "-", "P"),
     BOUND: ("black", "-", ""),
 }
-"""Colour, line and marker of each policy: no two policies share any two."""
+"""The colour, line style and marker of each policy. No two policies have two of these in common."""
 LEADER = "auto"
-"""The policy whose knee and plateau are marked: the default."""
+"""The policy whose knee and plateau are marked: the default policy."""
 _MOST_SEQUENCES = 24
-"""The maximum number of rows of a picture."""
+"""The largest number of sequences in a picture, each with one row."""
 
 
 def reuse_by_rank(survey: TraceSurvey) -> Figure | None:
-    """Draw how soon an expert is chosen again, by its rank (SMoE, figure 6)."""
+    """Draw how often an expert is chosen again within some tokens, by its rank (SMoE, figure 6). Return None without
+    scores."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
         return None
@@ -55,7 +56,7 @@ def reuse_by_rank(survey: TraceSurvey) -> Figure | None:
 
 
 def score_concentration(survey: TraceSurvey) -> Figure | None:
-    """Draw how a token's scores are distributed over the ranks (SMoE, figure 4)."""
+    """Draw how a token's scores are distributed over the ranks (SMoE, figure 4). Return None without scores."""
     ranks, top_k = survey.ranks, survey.header.layers[0].top_k
     if ranks is None:
         return None
@@ -73,7 +74,8 @@ def score_concentration(survey: TraceSurvey) -> Figure | None:
 
 
 def activation_by_sequence(survey: TraceSurvey) -> Figure | None:
-    """Draw what consecutive tokens share, and what sequences prefer (HOBBIT, figure 10)."""
+    """Draw which experts consecutive tokens have in common, and which experts sequences prefer (HOBBIT, figure 10).
+    Return None if no sequence has two tokens."""
     reuse, sequences = survey.next_token, survey.by_sequence
     if reuse is None:
         return None
@@ -97,7 +99,7 @@ def activation_by_sequence(survey: TraceSurvey) -> Figure | None:
 
 
 def _draw_sequences(figure: Any, found: BySequence, layers: Sequence[int]) -> None:
-    """Draw the first, the middle and the last layer, with one row for each sequence."""
+    """Draw the uses of experts in the first, the middle and the last layer, with one row for each sequence."""
     drawn = sorted({0, len(layers) // 2, len(layers) - 1})
     squares = np.atleast_1d(figure.subplots(len(drawn), 1, sharex=True))
     values = found.times_even[:_MOST_SEQUENCES, drawn]
@@ -113,7 +115,7 @@ def _draw_sequences(figure: Any, found: BySequence, layers: Sequence[int]) -> No
 
 
 def affinity(survey: TraceSurvey) -> Figure | None:
-    """Draw which experts are popular, and which follow one another (DuoServe, figure 2)."""
+    """Draw which experts are popular, and which experts follow each other from layer to layer (DuoServe, figure 2)."""
     found, layers = survey.affinity, _layers(survey)
     figure: Any = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2) if found is not None else (figure.subplots(), None)
@@ -137,7 +139,7 @@ def affinity(survey: TraceSurvey) -> Figure | None:
 
 
 def entropy(survey: TraceSurvey) -> Figure | None:
-    """Draw how evenly experts are used, layer by layer."""
+    """Draw for each layer how evenly its experts are used."""
     found, layers = survey.entropy, _layers(survey)
     figure, axes = _figure()
     look: dict[str, Any] = {"markersize": _dots(len(layers))}
@@ -155,7 +157,7 @@ def entropy(survey: TraceSurvey) -> Figure | None:
 
 
 def miss_ratio(survey: TraceSurvey) -> Figure | None:
-    """Draw the misses of every policy at every size of the cache."""
+    """Draw the misses of every policy by cache size. Return None if there are no decode steps."""
     found = survey.curves
     if found is None:
         return None
@@ -186,7 +188,7 @@ def miss_ratio(survey: TraceSurvey) -> Figure | None:
 
 
 def _second_scale(add: Callable[..., Any], side: str, factor: float) -> Any:
-    """Add an axis with the same numbers in another unit."""
+    """Add an axis that shows the same values in another unit."""
 
     def there(value: Any) -> Any:
         return value * factor
@@ -198,7 +200,7 @@ def _second_scale(add: Callable[..., Any], side: str, factor: float) -> Any:
 
 
 def _mark_turns(axes: Any, found: Curves) -> str:
-    """Mark the knee and the plateau of the default policy. Return the finding in words."""
+    """Mark the knee and the plateau of the default policy. Return the figure's title."""
     turn, misses, shares = turns(found, LEADER), found.per_step(LEADER), found.shares
     unit = "token" if found.steps_are_tokens else "step"
     marks = [(turn.plateau, "plateau", 0.91)] if 0 < turn.plateau < len(shares) - 1 else []
@@ -238,11 +240,11 @@ PICTURES: dict[str, Callable[[TraceSurvey], Figure | None]] = {
     "affinity": affinity,
     "entropy": entropy,
 }
-"""The drawing functions by file name without ending."""
+"""The drawing functions, by the name of the file without its ending."""
 
 
 def drawn(survey: TraceSurvey, form: str) -> dict[str, bytes]:
-    """Return the file contents of every picture that can be drawn; `form` is png, svg or pdf."""
+    """Return {name: file content} of every picture that can be drawn. `form`: png, svg or pdf."""
     found = {}
     for name, draw in PICTURES.items():
         figure = draw(survey)
@@ -315,11 +317,11 @@ def _layers(survey: TraceSurvey) -> list[int]:
 
 
 def _dots(count: int) -> float:
-    """Return the size of markers, which is smaller where there are many."""
+    """Return the size of markers for `count` points."""
     return 4.0 if count <= 40 else 2.5
 
 
 def _scale(nbytes: int) -> tuple[str, int]:
-    """Return the unit in which a size has few digits, with its bytes."""
+    """Return (unit, its bytes) for a size: the unit in which the size has few digits."""
     unit = format_bytes(nbytes).split()[1]
     return unit, 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)

@@ -1,6 +1,7 @@
 """Statistics of ranks in a routing trace.
 
-A rank is an expert's place among all experts of its layer by choice score, for one token; ranks 1 to k are the chosen.
+For one token, the rank of an expert is its position among all experts of its layer, ordered by choice score. The
+experts with ranks 1 to K are chosen.
 """
 
 from __future__ import annotations
@@ -17,25 +18,24 @@ from smoe.trace.file import Trace
 from smoe.trace.record import TracedLayer
 
 AHEAD = 3
-"""The number of tokens within which an expert counts as used again."""
+"""An expert counts as used again if it is chosen within this number of tokens."""
 
 
 class Stretch(NamedTuple):
-    """The routing of one sequence in one layer, token after token."""
+    """The routing of all tokens of one sequence in one layer."""
 
     layer: int
     """The layer's number in the model."""
     shares: np.ndarray
-    """[T, E] each expert's share of the scores, by expert; rows sum to 1."""
+    """[T, E] by expert: the fraction of the token's scores that the expert has; each row sums to 1."""
     order: np.ndarray
-    """[T, E] the experts by rank."""
+    """[T, E] the experts in the order of their ranks."""
     active: np.ndarray
-    """[T, E] whether an expert was chosen, by expert."""
+    """[T, E] by expert: whether the expert was chosen."""
 
 
 def width(trace: Trace) -> tuple[int, int]:
-    """Return (E, K) of all layers. Raises `ConfigError` where they differ, because ranks then have no common
-    meaning."""
+    """Return (E, K) of all layers. Raise `ConfigError` if layers differ, because ranks then have no common meaning."""
     found = {(layer.experts, layer.top_k) for layer in trace.header.layers}
     if len(found) != 1:
         raise ConfigError(f"layers of {trace.path} differ in their experts or choices: {sorted(found)}")
@@ -43,9 +43,10 @@ def width(trace: Trace) -> tuple[int, int]:
 
 
 def stretches(trace: Trace, tokens: int | None = None) -> Iterator[Stretch]:
-    """Yield all sequences in all layers, of the first `tokens` or of all, without padding.
+    """Yield the routing of every sequence in every layer, without padding. `tokens`: only this many from the start;
+    None: all.
 
-    Raises `ConfigError` for a router with an unknown rule.
+    Raise `ConfigError` if the rule of a router is unknown.
     """
     for layer in trace.header.layers:
         if layer.rule is None:
@@ -56,8 +57,8 @@ def stretches(trace: Trace, tokens: int | None = None) -> Iterator[Stretch]:
 
 
 def _stretch(rows: np.ndarray, layer: TracedLayer, rule: ScoringRule) -> Stretch:
-    """Return one sequence of a layer. Where rounding has made scores equal, the chosen experts come first, so that they
-    have the ranks 1 to k."""
+    """Return the routing of one sequence in one layer. If rounding has made scores equal, the chosen experts come
+    first, so that they have the ranks 1 to K."""
     scores = rule.scores(torch.from_numpy(rows["router_logits"][:, : layer.experts].copy()))
     choice = rule.choice(scores).numpy()
     active = np.zeros(choice.shape, dtype=bool)
@@ -67,15 +68,15 @@ def _stretch(rows: np.ndarray, layer: TracedLayer, rule: ScoringRule) -> Stretch
 
 
 def shares_by_rank(parts: Iterable[Stretch]) -> np.ndarray:
-    """Return [T, E] shares of all tokens in all layers; column 0 is rank 1."""
+    """Return [T, E] for all tokens in all layers: the fraction of the scores that each rank has. Column 0 is rank 1."""
     return np.concatenate([np.take_along_axis(part.shares, part.order, axis=1) for part in parts])
 
 
 def reuse_by_rank(parts: Iterable[Stretch], ahead: int = AHEAD) -> np.ndarray:
-    """Return [E] how often the expert of a rank is chosen within the next `ahead` tokens; tokens with fewer do not
-    count.
+    """Return [E]: how often the expert of each rank is chosen again within the next `ahead` tokens. Tokens with fewer
+    tokens after them are not counted.
 
-    Raises `ConfigError` where no sequence is long enough.
+    Raise `ConfigError` if no sequence is long enough.
     """
     used, cases = np.zeros(0), 0
     for part in parts:

@@ -1,7 +1,7 @@
 """The format of a routing trace: a header that describes the recording, and one row for each token and layer.
 
-All rows have the same size. Where layers differ, a row is as wide as the widest layer: the rest has logits of minus
-infinity, the index E ("no expert") and weights of zero. `docs/traces.md` describes the layout to the byte.
+All rows have the same size, that of the widest layer. In narrower layers, the unused fields of a row have logits of
+minus infinity, the index E ("no expert") and weights of zero. `docs/traces.md` describes the layout byte by byte.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from smoe import __version__
 from smoe.routing import Phase
 
 PHASES = (Phase.PREFILL, Phase.DECODE)
-"""The phases; a row stores the index in this list."""
+"""The phases. A row stores an index of this tuple."""
 
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """The description of one layer's router: its numbers of experts and its scoring rule."""
+    """The description of one layer's router: its number of experts, and its scoring rule."""
 
     layer: int
     experts: int
     """E, the number of experts."""
     top_k: int
-    """K, the experts chosen for each token."""
+    """K, the number of experts chosen for each token."""
     rule: dict[str, Any] | None = None
-    """The rule from logits to scores, as `ScoringRule.as_json` writes it; None where it is unknown."""
+    """The rule from logits to scores, as `ScoringRule.as_json` writes it; None if it is unknown."""
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The description of what was recorded."""
+    """The description of a recording."""
 
     model: str
-    """The model's name, as the user gave it."""
+    """The model's name, as the user wrote it."""
     model_type: str
     alpha: float
-    """The substitution threshold of the run; above 0 the routers' inputs include what substitutes computed."""
+    """The substitution threshold of the run. If it is above 0, substitutes have affected the inputs of the routers."""
     layers: tuple[TracedLayer, ...]
     """The layers with routed experts, ascending."""
     smoe: str = __version__
     """The version of smoe that wrote the trace."""
     expert_bytes: tuple[int, ...] | None = None
-    """The memory of a resident expert in bytes, by layer; None: unknown."""
+    """For each layer, the memory of a resident expert in bytes; None if it is unknown."""
 
     @property
     def experts(self) -> int:
@@ -56,7 +56,7 @@ class TraceHeader:
 
     @cached_property
     def row(self) -> np.dtype[np.void]:
-        """The NumPy type of a row: little-endian, without gaps."""
+        """The NumPy type of a row: little-endian, without padding bytes."""
         experts, top_k = max(layer.experts for layer in self.layers), max(layer.top_k for layer in self.layers)
         return np.dtype(
             [
@@ -71,19 +71,18 @@ class TraceHeader:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the header in its file form; `row` there is the description of a `numpy.dtype`, with tuples for its
-        entries."""
+        """Return the header as it is stored. Its entry `row` is the description of the NumPy type, with tuples."""
         return {**asdict(self), "row": self.row.descr}
 
     def blank_rows(self, layer: TracedLayer, count: int) -> np.ndarray:
-        """Return [count] rows of a layer without any choice."""
+        """Return `count` rows of a layer in which no expert is chosen."""
         rows = np.zeros(count, self.row)
         rows["layer"], rows["top_k_index"], rows["router_logits"] = layer.layer, layer.experts, -np.inf
         return rows
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TraceHeader:
-        """Return the header of a file. Raises `KeyError`, `TypeError` or `ValueError` for a damaged one."""
+        """Return the header that `as_json` wrote. Raise `KeyError`, `TypeError` or `ValueError` if it is damaged."""
         layers = tuple(TracedLayer(**layer) for layer in value["layers"])
         sizes = value.get("expert_bytes")
         known = None if sizes is None else tuple(map(int, sizes))

@@ -5,8 +5,8 @@
     with recording(model, Path("run.trace")):
         model.generate(...)
 
-The routers' logits are obtained by forward hooks, which exist only during a recording; results do not change. Each
-layer of a step costs a copy of its logits to the host and a write: some 0.1 ms in decode.
+Forward hooks receive the routers' logits. They exist only during a recording, and do not change results. For each layer
+of a step, the logits are copied to the host and written, which takes about 0.1 ms in decode.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from smoe.trace.record import PHASES, TracedLayer, TraceHeader
 def recording(
     model: PreTrainedModel, path: Path, *, name: str | None = None, replace: bool = False
 ) -> Iterator[Recorder]:
-    """Record every pass of `model` (a result of `smoe.from_pretrained`) to `path` for the duration of the `with` block;
-    after an error no file is left.
+    """Record every pass of `model` (a result of `smoe.from_pretrained`) to `path` during the `with` block. After an
+    error, no file is left.
 
-    `name`: the model's name in the header. Raises `UnsupportedModelError` for routers whose logits cannot be observed,
+    `name`: the model's name in the header. Raise `UnsupportedModelError` if the logits of a router cannot be observed,
     and the errors of `TraceWriter`.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -50,14 +50,14 @@ def recording(
 
 
 class Recorder(StepObserver):
-    """Observes a model and writes its routings to a trace."""
+    """An observer of the engine that writes the routing of every step to a trace."""
 
     def __init__(self, engine: Engine, writer: TraceWriter) -> None:
         self.writer = writer
         self.steps = 0
-        """The number of complete steps written."""
+        """The number of complete steps that were written."""
         self.sequences = 0
-        """The number of sequences observed."""
+        """The number of sequences that were observed."""
         self.first_sequence = 0
         """The number, in the trace, of the sequence in row 0 of the next passes."""
         self._engine = engine
@@ -85,7 +85,7 @@ class Recorder(StepObserver):
         self.writer.append(rows)
 
     def settle(self) -> None:
-        """Add the rows of the last pass to the trace if the pass has ended; otherwise remove them."""
+        """Add the rows of the last pass to the trace if the pass has ended, otherwise remove them."""
         passes = self._engine.executor.counters.forward_passes
         if passes != self._passes:
             self.writer.keep()
@@ -112,7 +112,8 @@ def _header(model: PreTrainedModel, engine: Engine, name: str) -> TraceHeader:
 
 
 def _rule(model: PreTrainedModel, engine: Engine, layer: int, experts: int) -> ScoringRule | None:
-    """Return the router's rule; None where it is unknown: a trace is useful without scores too."""
+    """Return the scoring rule of a layer's router; None if it is unknown, because a trace is useful without scores
+    too."""
     modules, name = dict(model.named_modules()), engine.anatomy.routers[layer]
     hidden, block = model.config.get_text_config().hidden_size, modules[name.rpartition(".")[0]]
     try:

@@ -1,4 +1,4 @@
-"""All figures that `smoe trace plot` draws: of one trace, or of several traces of one model."""
+"""All statistics that `smoe trace plot` draws, for one trace or for several traces of one model."""
 
 from __future__ import annotations
 
@@ -32,48 +32,49 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 _ROUTINGS = 24_000
-"""The default number of routings of a trace that are analysed: curves then take a minute on a few cores."""
+"""The default number of routings of a trace that are analysed. Miss-ratio curves then take a minute on a few cores."""
 _TOKENS = 1000
-"""The maximum number of tokens of that default."""
+"""The largest default number of tokens that are analysed."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Statistics by rank, [E] each, rank 1 first."""
+    """Statistics by rank. Each array has the shape [E], with rank 1 first."""
 
     share: np.ndarray
-    """The mean share of the router's scores over tokens and layers (SMoE, figure 4)."""
+    """The mean fraction of a token's router scores that the rank has, over tokens and layers (SMoE, figure 4)."""
     low: np.ndarray
-    """The 10th percentile of this share."""
+    """The 10th percentile of this fraction."""
     high: np.ndarray
-    """The 90th percentile of this share."""
+    """The 90th percentile of this fraction."""
     reuse: np.ndarray
-    """The probability that the expert is chosen within the next `ahead` tokens (SMoE, figure 6)."""
+    """The probability that the expert of this rank is chosen within the next `ahead` tokens (SMoE, figure 6)."""
     ahead: int
     reuse_by_chance: float
-    """That probability if experts were chosen at random."""
+    """This probability if experts were chosen at random."""
 
 
 @dataclass(frozen=True)
 class TraceSurvey:
-    """The figures of one or several traces. A missing value is None; `left_out` then has the reason, by the field's
+    """The statistics of one or several traces. If a statistic is None, `left_out` has the reason under the field's
     name."""
 
     header: TraceHeader
     """The header of the first trace."""
     files: tuple[str, ...]
     names: tuple[str, ...]
-    """The names of the model in the traces: one, or several for the same layers."""
+    """The names of the model in the traces. There are several if the user has used several names."""
     alpha: float
-    """The largest substitution threshold of the runs."""
+    """The largest substitution threshold of the recorded runs."""
     tokens: int
     recorded: int
-    """The number of tokens in the traces; above `tokens` where only the first were analysed."""
+    """The number of tokens in the traces. It is above `tokens` if only the first tokens were analysed."""
     sequences: int
     experts_bytes: int | None
-    """The memory of all experts in bytes; None where no trace states it."""
+    """The memory of all experts in bytes; None if no trace contains it."""
     times_even: np.ndarray
-    """[L, E]: an expert's share of its layer's choices, in multiples of 1 / E; NaN beyond a layer's own experts."""
+    """[L, E]: the fraction of its layer's choices that an expert has, in multiples of 1 / E; NaN beyond a layer's own
+    experts."""
     entropy: Entropy
     ranks: Ranks | None
     next_token: NextToken | None
@@ -94,7 +95,7 @@ class TraceSurvey:
         return f"{_counted(len(layers), 'layer')} of {of}; {tokens}, {_counted(self.sequences, 'sequence')}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return every number that is drawn, for JSON."""
+        """Return all numbers that are drawn, in types that JSON has."""
         layers = [{"layer": each.layer, "experts": each.experts, "top_k": each.top_k} for each in self.header.layers]
         found: dict[str, Any] = {
             "traces": list(self.files),
@@ -117,7 +118,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in JSON's types, with six digits, and null for NaN and infinity."""
+    """Return `value` in JSON's types. Numbers have six digits; NaN and infinity become None."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(part) for name, part in asdict(value).items()}
     if isinstance(value, np.ndarray):
@@ -139,11 +140,11 @@ def survey(
     tick: Callable[[int, int], None] = lambda done, points: None,
     processes: int | None = None,
 ) -> TraceSurvey:
-    """Analyse the first `tokens` of every trace, and as many steps for misses; None: 1000, or fewer where there are
-    many layers.
+    """Return the statistics of one or several traces. `tokens`: how many tokens of every trace are analysed, from the
+    start, and how many steps for misses; None: 1000, or fewer if there are many layers.
 
-    `experts_bytes`: the size of all experts; None: as the traces state. Other arguments are as for `curves`. Raises
-    `ConfigError` for traces of different models, and for traces without a token.
+    `experts_bytes`: the size of all experts; None: as the traces contain it. The other arguments are those of `curves`.
+    Raise `ConfigError` if the traces are of different models or contain no token.
     """
     _check_one_model(traces)
     header, left_out = traces[0].header, dict[str, str]()
@@ -195,15 +196,15 @@ def _ranks(traces: Sequence[Trace], parts: Sequence[Stretch]) -> Ranks:
 
 
 def _recorded(trace: Trace) -> int:
-    """Return the number of tokens of a trace without padding."""
+    """Return the number of tokens in a trace, without padding."""
     first = trace.header.layers[0]
     real = (trace.rows["layer"] == first.layer) & (trace.rows["top_k_index"][:, 0] < first.experts)
     return int(np.count_nonzero(real))
 
 
 def _experts_bytes(traces: Sequence[Trace]) -> int | None:
-    """Return the size of all experts; None where no trace states it, or two differ because the model was run in two
-    precisions."""
+    """Return the size of all experts in bytes. Return None if no trace contains it, or if two traces differ because the
+    model was run in two precisions."""
     known = {trace.header.expert_bytes for trace in traces} - {None}
     if len(known) != 1:
         return None

@@ -1,4 +1,8 @@
-"""The use of experts in a recorded run: how evenly, how soon again, in which sequences, and after which others."""
+"""Statistics of the use of experts in a recorded run: how evenly they are used, how soon again, in which sequences, and
+after which experts of the layer before.
+
+Letters: L layers, E experts, K experts chosen for a token, S sequences.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +20,37 @@ from smoe.trace.file import Trace
 from smoe.trace.ranks import Stretch
 
 LEAST_TOKENS = 16
-"""The least number of tokens for statistics of successors."""
+"""The smallest number of tokens for statistics of the next layer's experts."""
 PARTS = 16
-"""The number of parts into which a trace of one sequence is divided, to be compared with one another."""
+"""A trace of one sequence is divided into this many parts, which are compared with one another."""
 _LEAST_PART = 16
-"""The tokens of the shortest part."""
+"""The smallest number of tokens in a part."""
 
 
 @dataclass(frozen=True)
 class Entropy:
-    """How evenly experts are used, in bits; log2 E where all are used alike. [L] each."""
+    """How evenly experts are used, in bits: log2 E if all are used equally often. Each array has the shape [L]."""
 
     used: np.ndarray
-    """The entropy of the experts' shares of a layer's choices."""
+    """The entropy of the experts' fractions of their layer's choices."""
     of_a_token: np.ndarray | None
-    """The mean entropy of the router's scores over tokens; None where they are unknown."""
+    """The entropy of the router's scores for a token, averaged over tokens; None if scores are unknown."""
     most: np.ndarray
     """log2 E, the largest possible entropy."""
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """How many of a token's experts the next token uses again (HOBBIT, figure 10a). [L] each."""
+    """How many of a token's experts the next token uses again (HOBBIT, figure 10a). Each array has the shape [L]."""
 
     heaviest: np.ndarray
-    """The share of tokens whose expert of the largest weight is used again."""
+    """The fraction of tokens whose expert of largest weight the next token uses again."""
     share: np.ndarray
-    """The share of a token's experts that is used again."""
+    """The fraction of a token's experts that the next token uses again."""
     some: np.ndarray
-    """The share of tokens with at least one expert used again."""
+    """The fraction of tokens of which the next token uses at least one expert again."""
     chance: np.ndarray
-    """`heaviest` and `share` if experts were chosen at random: K / E."""
+    """The value of `heaviest` and `share` if experts were chosen at random: K / E."""
     chance_of_some: np.ndarray
 
 
@@ -55,55 +59,56 @@ class BySequence:
     """How often each sequence used each expert (HOBBIT, figure 10b)."""
 
     has_parts: bool
-    """Whether the trace has one sequence, which is divided into parts."""
+    """Whether the trace has only one sequence, whose parts are compared instead."""
     tokens: np.ndarray
-    """[S] the tokens of each sequence."""
+    """[S] the number of tokens of each sequence."""
     times_even: np.ndarray
-    """[S, L, E]: an expert's share of a sequence's choices, in multiples of its even share 1 / E."""
+    """[S, L, E]: the fraction of a sequence's choices that an expert has, in multiples of 1 / E."""
 
 
 @dataclass(frozen=True)
 class Affinities:
-    """A comparison of two predictions of the next layer's experts: by this layer's experts, and by popularity
-    (DuoServe, figure 2)."""
+    """Compares two predictions of the next layer's experts: by the experts of this layer (affinity), and by popularity
+    (DuoServe, figure 2). Both are fitted on the first half of the tokens and measured on the second."""
 
     by_affinity: np.ndarray
-    """[L-1]: the share of a layer's choices among the K likeliest after the experts of the layer before."""
+    """[L-1]: the fraction of a layer's choices that affinity predicts."""
     by_popularity: np.ndarray
-    """[L-1]: the same for its K most popular experts. Both are learned from the first half and measured on the
-    second."""
+    """[L-1]: the fraction of a layer's choices that popularity predicts."""
     strongest: int
-    """The index in `by_affinity` of the layer from which affinity gains most."""
+    """The index in `by_affinity` of the layer for which affinity gains most over popularity."""
     follows: np.ndarray
-    """[E, E] for that layer and the next: shares of the next layer's choices, where this one chose the row's expert."""
+    """[E, E] for the layer before that one (rows) and that layer (columns): each row has the fractions of the second
+    layer's choices for tokens that use the row's expert in the first."""
 
     @property
     def gain(self) -> float:
-        """The mean gain over the layers."""
+        """How much more affinity predicts than popularity, averaged over the layers."""
         return float(np.mean(self.by_affinity - self.by_popularity))
 
 
 def times_even(paths: Paths) -> np.ndarray:
-    """Return [L, E], an expert's share of its layer's choices, in multiples of 1 / E; NaN beyond a layer's own
-    experts."""
+    """Return [L, E]: the fraction of its layer's choices that an expert has, in multiples of 1 / E; NaN beyond a
+    layer's own experts."""
     return _in_multiples(popularity_of(paths), paths.layers)
 
 
 def _in_multiples(shares: np.ndarray, layers: Sequence[RoutedLayer]) -> np.ndarray:
-    """Convert [..., L, E] shares to multiples of the even share."""
+    """Return the fractions [..., L, E] in multiples of 1 / E; NaN beyond a layer's own experts."""
     experts = np.array([layer.experts for layer in layers])[:, None]
     found: np.ndarray = np.where(np.arange(shares.shape[-1]) < experts, shares * experts, np.nan)
     return found
 
 
 def bits(shares: np.ndarray) -> np.ndarray:
-    """Convert [..., E] shares that sum to 1 to their entropy in bits."""
+    """Return the entropy in bits of fractions [..., E] that sum to 1."""
     found: np.ndarray = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=-1)
     return found
 
 
 def entropy(paths: Paths, parts: Iterable[Stretch] | None) -> Entropy:
-    """Return the entropies. `parts`: the same tokens with their scores, or None."""
+    """Return the entropies for the tokens of `paths`. `parts`: the same tokens with their scores; None if these are
+    unknown."""
     used = bits(popularity_of(paths).astype(np.float64))
     most = np.log2([layer.experts for layer in paths.layers])
     if parts is None:
@@ -117,8 +122,8 @@ def entropy(paths: Paths, parts: Iterable[Stretch] | None) -> Entropy:
 
 
 def next_token(traces: Sequence[Trace], tokens: int | None = None) -> NextToken:
-    """Return the figures of the first `tokens` of every trace. Raises `ConfigError` where no sequence has two
-    tokens."""
+    """Return the statistics of consecutive tokens. `tokens`: how many tokens of every trace are analysed, from the
+    start; None: all. Raise `ConfigError` if no sequence has two tokens."""
     layers = traces[0].header.layers
     sums, pairs = np.zeros((3, len(layers))), np.zeros(len(layers))
     for trace in traces:
@@ -141,8 +146,8 @@ def next_token(traces: Sequence[Trace], tokens: int | None = None) -> NextToken:
 
 
 def by_sequence(paths: Paths) -> BySequence:
-    """Return the figures of all sequences in their order; a single one is divided into `PARTS`. Raises `ConfigError`
-    where it is too short for two."""
+    """Return the statistics of all sequences in their order. A single sequence is divided into `PARTS` parts. Raise
+    `ConfigError` if it is too short for two parts."""
     found = list(paths.of_sequences())
     has_parts = len(found) == 1
     if has_parts:
@@ -157,7 +162,8 @@ def by_sequence(paths: Paths) -> BySequence:
 
 
 def affinities(paths: Paths) -> Affinities:
-    """Return the comparison. Raises `ConfigError` for a single layer, or for fewer than `LEAST_TOKENS` tokens."""
+    """Return the comparison of affinity and popularity. Raise `ConfigError` if only one layer has experts, or for fewer
+    than `LEAST_TOKENS` tokens."""
     if len(paths.layers) < 2:
         raise ConfigError("a single layer has experts: none follows it")
     if len(paths.chosen) < LEAST_TOKENS:
@@ -177,13 +183,13 @@ def affinities(paths: Paths) -> Affinities:
 
 
 def _two(paths: Paths, place: int) -> np.ndarray:
-    """Return [N, 2, K] of a layer and the next."""
+    """Return [N, 2, K], the choices of the layer at `place` and of the next layer."""
     found: np.ndarray = paths.chosen[:, place : place + 2]
     return found
 
 
 def _named(scores: np.ndarray, wanted: np.ndarray, top_k: int) -> float:
-    """Return the share of the wanted experts [N, E] that are among the K of the highest scores [N, E]; ties by
-    number."""
+    """Return the fraction of the wanted experts [N, E] that are among the K highest `scores` [N, E]; of equal scores,
+    the lower number counts as higher."""
     best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
     return float(np.take_along_axis(wanted, best, axis=1).sum() / wanted.sum())
