@@ -1,1 +1,1 @@
-"""Measurements of lossy settings: quality and time, token by token; and tuning."""
+"""Measures the quality and time of lossy settings token by token, and tunes settings for a model."""

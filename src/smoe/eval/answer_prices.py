@@ -1,21 +1,22 @@
-"""Measures the quality cost of each resolution of a miss on text. The table is the input of plans that choose
+"""Measures on text the quality cost of each resolution of a miss. The result is a table from which plans choose
 resolutions.
 
-    row 0     the window unchanged                      the exact distributions
-    row 1     the same, experts dropped in layer 0      one route of every token, drawn, not its first
+    row 0     a piece of the text (a window)            the exact distributions
+    row 1     the same, experts dropped in layer 0      one route of every token, drawn at random, not its first
     row 2     the same, substitutes in layer 0
     row 3     the same, low copies in layer 0
     row 4     the same, experts dropped in layer 1 ...
 
-One pass of the model computes all rows, so a model on disk is read once for as many trials as a step has room for;
-every pass has another window of the text. The divergence of a row's distributions from those of row 0, summed over
-positions, is the quality cost of its changed routes.
+Each row after the first is a *trial*. One pass of the model computes all rows, so a model on disk is read once for as
+many trials as fit in a step. Every pass uses another window of the text. The quality cost of a row's changed routes is
+the divergence of its distributions from those of row 0, summed over positions.
 
-Within a layer the cost is proportional to the square of the change of the experts' output, with one factor for all
-resolutions (docs/log/substitution.md). So the divergences of all trials give the layer's factor, and the changes, which
-have little noise, divide it among the resolutions, by the weights of the routes (`policy/prices.py`). Low copies change
-so little that rounding to 16 bits, which any change causes in later layers, hides their own divergence; they do not
-count for the factor. The cost of that rounding alone is measured too, and subtracted.
+Within a layer, the cost is proportional to the square of the change of the experts' output, with one factor for all
+resolutions (docs/log/substitution.md). The divergences of all trials give this factor for each layer. The changes,
+which have little noise, give the cost of each resolution and weight (`policy/prices.py`).
+
+Low copies do not count for the factor. They change so little that rounding to 16 bits, which any change causes in later
+layers, is larger than their own divergence. The cost of this rounding alone is measured too, and subtracted.
 """
 
 from __future__ import annotations
@@ -35,64 +36,64 @@ from smoe.runtime.rerouting import Scored
 from smoe.runtime.stand_in import LayerExperts, answered_by
 
 WINDOW_TOKENS = 128
-"""The length of a window: nearly all effects of a change on later tokens are within some dozens."""
+"""The number of tokens in a window. A change affects mainly the next few dozen tokens."""
 TRIALS = 8
-"""The number of trials of every layer and resolution, each on another window."""
+"""The number of trials for each layer and resolution, each on another window."""
 _SUBSTITUTES = 8
-"""The number of experts ranked after the chosen ones among which a substitute is drawn; residents are distributed
-similarly."""
+"""A substitute is drawn among this many experts, those ranked next after the chosen ones. Resident experts have similar
+ranks."""
 _LOGITS = 2**23
-"""The maximum number of logits that are computed at a time."""
+"""The largest number of logits that are computed at a time."""
 _TINY = 1e-30
 _TOLERANCE = 0.02
-"""The tolerance between logits computed from the output head's input and the model's own."""
+"""The allowed relative difference between the model's logits and those computed from the output head's input."""
 
 
 class RouteTrial(NamedTuple):
-    """One row of a pass: in one layer, one route of every token except the first has this resolution."""
+    """One row of a pass. In one layer, one route of every token except the first has this resolution."""
 
     layer: int
     answer: Resolution | None
-    """The resolution; None: only the last bits of the layer's output change, to measure what that causes in later
+    """The resolution. None: only the last bits of the layer's output change, to measure the effect of rounding in later
     layers."""
 
 
 @dataclass
 class Shown:
-    """The results of the trials of one layer and resolution, one entry for each trial."""
+    """The results of all trials of one layer and resolution. Each list has one entry for each trial."""
 
     nats: list[float] = field(default_factory=list)
-    """Divergence from the exact distributions in nats, summed over the window."""
+    """The divergence from the exact distributions in nats, summed over the window."""
     units: list[float] = field(default_factory=list)
-    """The quality cost for a coefficient of 1, summed over the window."""
+    """The quality cost that a coefficient of 1 would give, summed over the window."""
     changes: list[float] = field(default_factory=list)
     """The square of the change of the experts' output, summed over the window."""
 
 
 @dataclass(frozen=True)
 class AnswerPrices:
-    """The measured quality costs of a model."""
+    """The quality costs of a model, as measured."""
 
     table: PriceTable
     errors: PriceTable
-    """Standard errors of the table's figures."""
+    """The standard errors of the numbers in `table`."""
     rounding: dict[int, float]
-    """Nats per token that a change in the last bits of a layer's output causes; already subtracted."""
+    """{layer: nats per token} that a change in the last bits of the layer's output causes. It has been subtracted."""
     tokens: int
-    """The tokens of the text."""
+    """The number of tokens of the text."""
     has_low: bool
-    """Whether low copies were measured; otherwise they have the cost of dropping."""
+    """Whether low copies were measured. Otherwise the table has the cost of dropping for them."""
     shown: Mapping[RouteTrial, Shown]
-    """The results of all trials."""
+    """The results of all trials, by layer and resolution."""
 
 
 def measure(
     model: PreTrainedModel, ids: Sequence[int], tick: Callable[[int], None], trials: int = TRIALS, seed: int = 0
 ) -> AnswerPrices:
-    """Measure the quality costs of a model's resolutions on the text `ids`; `tick` is called after each pass.
+    """Return the quality costs of a model's resolutions, measured on the text `ids`. `tick` is called after each pass.
 
-    Raises `ConfigError` where a step has no room for two rows, or the text is too short, and `UnsupportedModelError`
-    for a model with an unknown router rule, or whose logits are not its output head's times a constant.
+    Raise `ConfigError` if a step has no room for two rows, or if the text is too short. Raise `UnsupportedModelError`
+    if a router's rule is unknown, or if the model's logits are not its output head's result times a constant.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     if not engine.rules:
@@ -120,8 +121,8 @@ def measure(
 
 
 def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
-    """Return (rows of a pass, including the exact one; tokens of a row). Raises `ConfigError` where there is no
-    room."""
+    """Return (rows of a pass, including the exact one; tokens of a row). Raise `ConfigError` if there is no room for
+    two rows, or if the text is too short."""
     config = engine.config
     room = min(config.prefill_tokens, engine.context_tokens * config.max_sequences)
     width = min(WINDOW_TOKENS, engine.context_tokens, room // 2)
@@ -131,24 +132,26 @@ def shape_of(engine: Engine, ids: Sequence[int]) -> tuple[int, int]:
 
 
 def passes_of(engine: Engine, ids: Sequence[int], trials: int = TRIALS) -> int:
-    """Return the number of passes of `measure`."""
+    """Return the number of passes that `measure` runs."""
     return -(-len(_schedule(engine, trials)) // (shape_of(engine, ids)[0] - 1))
 
 
 def _schedule(engine: Engine, trials: int) -> list[RouteTrial]:
-    """Return all trials, round by round."""
+    """Return all trials in the order in which they are run."""
     answers = [Resolution.SKIP, Resolution.SUBSTITUTE, None, *([Resolution.LOW] if engine.config.has_low else [])]
     return [RouteTrial(layer, answer) for layer in sorted(engine.store.layers) for answer in answers] * trials
 
 
 def _window(ids: Sequence[int], number: int, width: int) -> Sequence[int]:
-    """Return a pass's window of the text, which is used again from the start when it is exhausted."""
+    """Return the window of the text for pass `number`. After the end of the text, windows start again at its
+    beginning."""
     begin = number % (len(ids) // width) * width
     return ids[begin : begin + width]
 
 
 class _Answering:
-    """The stand-in of one pass: carries out its trials, and records what each changes in its layer."""
+    """Replaces the experts of one pass: changes the routes of each trial, and records how much each changes its layer's
+    output."""
 
     def __init__(self, trials: Sequence[RouteTrial], generator: torch.Generator) -> None:
         self.trials = trials
@@ -182,7 +185,7 @@ class _Answering:
 
 
 def _output(experts: LayerExperts, index: torch.Tensor, weights: torch.Tensor, is_low: torch.Tensor) -> torch.Tensor:
-    """Return the experts' output with each route's copy."""
+    """Return the experts' output. `is_low`: [T, K] whether a route is computed with the low copy of its expert."""
     if not bool(is_low.any()):
         return experts.own(index, weights)
     own, low = (index.masked_fill(others, experts.no_expert) for others in (is_low, ~is_low))
@@ -190,25 +193,26 @@ def _output(experts: LayerExperts, index: torch.Tensor, weights: torch.Tensor, i
 
 
 def _in_last_bits(output: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the output with each number replaced, with probability one half, by the next larger in magnitude."""
+    """Return `output` with each number replaced, with a probability of one half, by the next number of larger
+    magnitude."""
     chosen = torch.rand(output.shape, generator=generator).to(output.device) < 0.5
     return torch.where(chosen, output * (1 + torch.finfo(output.dtype).eps), output)
 
 
 class _Routes(NamedTuple):
-    """One row's routes [T, K]: views of the pass's tensors, which are changed in place."""
+    """The routes [T, K] of one row, as views of the pass's tensors, which are changed in place."""
 
     top_k_index: torch.Tensor
     top_k_weights: torch.Tensor
     is_low: torch.Tensor
 
     def change(self, answer: Resolution, scored: Scored, generator: torch.Generator) -> float:
-        """Give one route of every token except the first this resolution. Return the quality cost for a coefficient of
-        1.
+        """Change one route of every token except the first to this resolution. Return the quality cost that a
+        coefficient of 1 would give.
 
-        The first route, of the highest weight, is left unchanged unless it is the only one: almost no plan drops it,
-        and in the first layers it costs more than the square of its weight indicates. The first token is left unchanged
-        because many models rely on it.
+        A token's route of highest weight stays unchanged unless it is the only one. Almost no plan drops it, and in the
+        first layers it costs more than the square of its weight would give. The first token stays unchanged because
+        many models rely on it.
         """
         index, weights, is_low = self
         tokens, top_k = index.shape
@@ -230,7 +234,8 @@ class _Routes(NamedTuple):
     def _substitute(
         self, token: torch.Tensor, choice: torch.Tensor, scored: Scored, generator: torch.Generator
     ) -> torch.Tensor:
-        """Replace each token's choice by a substitute. Return the gaps between their scores."""
+        """Replace the given choice of each token by a substitute. Return the gaps between the scores
+        (`misses.Route.gap`)."""
         index, weights, _ = self
         scores = scored.rule.choice(scored.scores)[token]
         most = min(_SUBSTITUTES, scores.shape[-1] - index.shape[-1])
@@ -250,8 +255,8 @@ def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> li
     """Return, for every row but the first, the divergence in nats from the first row's distributions, summed over the
     window.
 
-    Logits of all positions would be much larger than the rest of a pass, so they are computed from the output head's
-    input, a few positions at a time.
+    The logits of all positions would take much more memory than the rest of a pass. They are therefore computed from
+    the output head's input, a few positions at a time.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     head = model.get_output_embeddings()
@@ -282,8 +287,8 @@ def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> li
 
 
 def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
-    """Return the factor by which a model multiplies its output head's result. Raises `UnsupportedModelError` where it
-    does more."""
+    """Return the factor by which a model multiplies its output head's result. Raise `UnsupportedModelError` if the
+    logits are not a multiple of that result."""
     scale = float((logits * of_head).sum() / of_head.square().sum().clamp_min(1e-30))
     error = float((logits - scale * of_head).norm() / logits.norm().clamp_min(1e-30))
     if error > _TOLERANCE:
@@ -295,8 +300,8 @@ def _scale_of(logits: torch.Tensor, of_head: torch.Tensor) -> float:
 
 
 def _priced(engine: Engine, shown: dict[RouteTrial, Shown], width: int, tokens: int) -> AnswerPrices:
-    """Return the quality costs: for every layer, the cost of a change of its output times the change by each
-    resolution."""
+    """Return the quality costs. For every layer, the cost of a change of its output is multiplied by the change that
+    each resolution causes."""
     layers, errors, rounding = dict[int, LayerPrices](), dict[int, LayerPrices](), dict[int, float]()
     has_low = engine.config.has_low
     for layer in sorted(engine.store.layers):
@@ -317,7 +322,7 @@ def _change_per_unit(shown: Shown) -> float:
 
 
 def _factor(shown: Sequence[Shown], floor: float) -> tuple[float, float]:
-    """Return (nats above `floor` per unit of squared change, at least 0; the standard error of this quotient)."""
+    """Return (nats above `floor` for each unit of squared change, at least 0; the standard error of this quotient)."""
     trials = [pair for each in shown for pair in zip(each.nats, each.changes, strict=True)]
     changes = max(sum(change for _, change in trials), _TINY)
     factor = sum(nats - floor for nats, _ in trials) / changes

@@ -1,4 +1,4 @@
-"""The cache for which an eviction policy is tuned."""
+"""The size of the cache for which an eviction policy is tuned."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from smoe.policy.budget import Ledger
 
 
 def ledger_of_cache(spec: ModelSpec, config: EngineConfig) -> Ledger:
-    """Return the budget that an engine of this configuration would have. Raises `ConfigError` where every expert
-    fits."""
+    """Return the ledger that an engine with this configuration would have. Raise `ConfigError` if every expert fits."""
     ledger, _ = make_ledger(spec, config, choose_device(config))
     if ledger.cache_slots >= ledger.demand.total_experts:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Records the inputs of a model's experts on a text, which packing in fewer bits can take into account."""
+"""Records the inputs of a model's experts on a text. Packing experts in fewer bits can take them into account."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 LEAST_TOKENS = 1000
-"""The least number of tokens: fewer give no information on most experts."""
+"""The smallest number of tokens. With fewer, most experts are used too rarely."""
 
 
 def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list[int]:
-    """Return the first `most` tokens of the concatenated documents. Raises `ConfigError` where they are too few."""
+    """Return the token ids of the concatenated documents, at most the first `most`. Raise `ConfigError` if there are
+    too few."""
     ids = list(tokenizer("\n\n".join(documents))["input_ids"])[:most]
     if len(ids) < LEAST_TOKENS:
         raise ConfigError(
@@ -34,14 +35,15 @@ def calibration_ids(tokenizer: Any, documents: Sequence[str], most: int) -> list
 
 
 def listen(model: PreTrainedModel, ids: Sequence[int], calibration: Calibration, tick: Callable[[int], None]) -> None:
-    """Let the model read `ids`, and record the experts' inputs; `tick` receives the number of tokens read."""
+    """Run the model on `ids`, and add the experts' inputs to `calibration`. `tick` is called with the number of tokens
+    of each pass."""
     engine: Engine = model.offload  # type: ignore[assignment]
     with engine.observed_by(_ExpertInputCollector(calibration)):
         read_through(model, ids, tick)
 
 
 class _ExpertInputCollector(StepObserver):
-    """Records the inputs of every layer's experts."""
+    """An observer that adds the inputs of every layer's experts to a calibration."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration

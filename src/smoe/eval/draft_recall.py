@@ -1,4 +1,4 @@
-"""Compares draft models with recorded exact runs: their predictions, by precision and alignment (OD-MoE, section
+"""Compares the predictions of draft models with recorded exact runs, by precision and alignment (OD-MoE, section
 3.2)."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from smoe.runtime.draft_model import Alignment, Draft, Greedy, as_draft
 
 @dataclass(frozen=True)
 class DraftRecall:
-    """The result of one draft model with one alignment."""
+    """The results of one draft model with one alignment."""
 
     precision: str
     alignment: Alignment
     recall: Recall
     own_token: float
-    """The share of tokens that the draft model had predicted before it received them."""
+    """The fraction of tokens that the draft model had predicted before it received them."""
 
     def as_json(self) -> dict[str, Any]:
         entry = {"precision": self.precision, "token_period": self.alignment.token, "kv_period": self.alignment.kv}
@@ -37,20 +37,21 @@ class DraftRecall:
 
 @dataclass(frozen=True)
 class RecallComparison:
-    """The results of all draft models, and of predictors that need none, on the same runs."""
+    """The results of all draft models, and of predictors without a draft model, on the same runs."""
 
     drafts: tuple[DraftRecall, ...]
     predictors: Mapping[str, Recall]
     refused: Mapping[str, str]
-    """Predictors that could not be used, with the reasons."""
+    """The predictors that could not be used, with the reasons."""
     prompt_tokens: tuple[int, ...]
-    """The tokens of every continued prompt."""
+    """The number of tokens of each prompt."""
     tokens: tuple[int, ...]
-    """The tokens decoded after each prompt."""
+    """The number of tokens decoded after each prompt."""
 
     @property
     def best_gate(self) -> tuple[str, Recall] | None:
-        """The predictor with the best recall among those by a later layer's router; None where there is none."""
+        """The name and results of the best predictor among those that apply a later layer's router; None if there is
+        none."""
         gates = {name: recall for name, recall in self.predictors.items() if name.startswith((GATE, CORRECTED))}
         return max(gates.items(), key=lambda named: named[1].overall) if gates else None
 
@@ -73,12 +74,12 @@ def compare(
     alignments: Sequence[Alignment],
     tick: Tick,
 ) -> RecallComparison:
-    """Record `model` continuing each of `prompts` by at most `tokens`, and compare `drafts` (draft models by
-    precision) with it.
+    """Continue each of `prompts` with `model` by at most `tokens` tokens, and compare the predictions of the draft
+    models `drafts`, given by precision, with this run.
 
-    The keys and values of one prompt are in memory at a time. `tick` is called for every token that any model decodes,
-    and at once for tokens after an end token. Raises `ConfigError` for an impossible KV period or where nothing was
-    decoded, and `UnsupportedModelError` for routers with an unknown rule.
+    Only the keys and values of one prompt are in memory at a time. `tick` is called for every token that any model
+    decodes, and once with the number of tokens that an end token saves. Raise `ConfigError` if a KV period is
+    impossible for the model or if nothing was decoded, and `UnsupportedModelError` if a router's rule is unknown.
     """
     rules = scoring_rules(model, spec)
     listener, text = RunListener(model, spec, rules), Greedy(model)
@@ -122,8 +123,8 @@ def compare(
 
 
 def replay(draft: Draft, run: ExactRun, alignment: Alignment, tick: Tick) -> tuple[np.ndarray, int]:
-    """Return (the predictions of `draft` for every token of `run` [n, L, K + spares]; the number of tokens it
-    predicted itself)."""
+    """Return (the predictions of a draft model for every token of `run` [n, L, K + spares], the number of tokens that
+    it predicted itself)."""
     steps, layers, top_k = run.chosen.shape
     named, agreed = np.full((steps, layers, top_k + SPARES), NO_EXPERT, dtype=np.int64), 0
     draft.read(run.prompt)

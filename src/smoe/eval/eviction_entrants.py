@@ -1,4 +1,5 @@
-"""The eviction policies that take part in a tournament, each made as loading the model with it would make it."""
+"""The eviction policies that take part in a tournament, with the settings that they have when the model is loaded with
+them."""
 
 from __future__ import annotations
 
@@ -19,23 +20,24 @@ from smoe.runtime.engine import Engine
 
 
 class Refused(NamedTuple):
-    """The reason why a candidate cannot take part."""
+    """Why a policy or predictor cannot take part in a tournament."""
 
     why: str
     lacking: str = ""
-    """What is missing that must be learned first; empty for other reasons."""
+    """What must be learned first; empty if there is another reason."""
 
 
 def refused_by(error: Exception) -> Refused:
-    """Return the reason in an error of loading."""
+    """Return why a policy or predictor cannot take part, from the error that loading it has raised."""
     cause = error.__cause__
     return Refused(str(error), str(cause) if isinstance(cause, NotLearnedError) else "")
 
 
 def evictions_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, EvictionSettings], dict[str, Refused]]:
-    """Return (settings of each policy that can take part, reasons for the others).
+    """Return ({policy: its settings} of those that can take part, {other policy: the reason}).
 
-    `learned` uses the estimate trained for the model, `multidimensional` the weights fitted for it, if there are any.
+    `learned` uses the estimate that was trained for the model. `multidimensional` uses the weights that were fitted for
+    the model, if there are any.
     """
     found: dict[str, EvictionSettings] = {}
     refused: dict[str, Refused] = {}
@@ -48,13 +50,13 @@ def evictions_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, E
 
 
 def _settings(name: str, model: PreTrainedModel, spec: LibrarySpec) -> EvictionSettings:
-    """Return the settings of a policy. Raises `SmoeError` where the loaded model cannot use it."""
+    """Return the settings of one policy. Raise `SmoeError` if the loaded model cannot use it."""
     engine: Engine = model.offload  # type: ignore[assignment]
     place = Path(spec.config.name_or_path)
     usual = engine.config.eviction_settings._replace(name=name)
     kind = eviction_kind(name)
     if kind.needs_scores and not engine.rules:
-        scoring_rules(model, spec)  # says why there are none
+        scoring_rules(model, spec)  # raises the error that says why there are none
         raise ConfigError(f"the model was loaded without scores; load it with `eviction` {name}", setting="eviction")
     if kind.is_trained:
         next_use, _ = next_use_of(place, {site.layer: site.experts for site in spec.sites})

@@ -1,8 +1,8 @@
-"""Records one exact greedy run after a prompt, with which draft models are compared later; and what predictors without
-a draft model would have predicted for it.
+"""Records one exact greedy run after a prompt, with which draft models are compared later. Predictors without a draft
+model run meanwhile, and their predictions are recorded too:
 
-    routed                 previous token, popularity: from this router's earlier choices
-    computed, layer l      next gates: the routers of l+1, l+2, l+4 on l's router input
+    previous token, popularity    from the earlier choices of the same router
+    gates                         the routers of layers l+1, l+2, l+4 applied to the router input of layer l
 """
 
 from __future__ import annotations
@@ -31,48 +31,49 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 AHEAD = (1, 2, 4)
-"""Distances in layers between a gate's input and its own layer."""
+"""The distances, in layers, between the input of a router and the layer that it predicts."""
 SPARES = 4
-"""The number of predicted experts in addition to a layer's top-k, where the layer has so many."""
+"""The number of predicted experts in addition to a layer's top-k, if the layer has so many."""
 PREVIOUS, POPULAR, GATE, CORRECTED = "previous token", "popularity", "gate", "corrected gate"
 
 Tick = Callable[[int], None]
 
 
 def ahead(name: str, depth: int) -> str:
-    """Return the name of a gate that predicts `depth` layers ahead."""
+    """Return the name of the predictor `name` at a distance of `depth` layers."""
     return f"{name} {depth} ahead"
 
 
 @dataclass(frozen=True)
 class ExactRun:
-    """The recorded run of the model after one prompt."""
+    """The recorded run of the model after one prompt. Letters: n tokens, L layers, K experts chosen in each."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    """[n] decoded tokens, the inputs of the steps after the prompt."""
+    """[n] the decoded tokens, which are the inputs of the steps after the prompt."""
     chosen: np.ndarray
-    """[n, L, K] the routers' choices, with `NO_EXPERT` beyond a layer's own K."""
+    """[n, L, K] the experts that the routers chose. A layer with a smaller K than the widest layer is filled with
+    `NO_EXPERT`."""
     named: dict[str, np.ndarray]
-    """[n, L, K + spares] each predictor's predictions, best first; `NO_EXPERT` where it has none."""
+    """For each predictor, [n, L, K + spares] predicted experts, best first; `NO_EXPERT` if there is no prediction."""
     cache: RowCache
-    """The keys and values of all positions, valid until the model begins another text."""
+    """The keys and values of all positions. They are valid until the model begins another text."""
 
 
 class RunListener(StepObserver):
-    """Observes one run: records the routers' choices and runs the predictors."""
+    """An observer that records the routers' choices in one run, and runs the predictors."""
 
     def __init__(self, model: PreTrainedModel, spec: LibrarySpec, rules: dict[int, ScoringRule]) -> None:
         self.layers = routed_layers(spec)
         self.refused: dict[str, str] = {}
-        """Predictors that could not be used, with the reasons."""
+        """The predictors that could not be used, with the reasons."""
         self._rules = rules
         self._places = {layer.layer: place for place, layer in enumerate(self.layers)}
         self._wide = max(layer.top_k for layer in self.layers)
         self._counts = [np.zeros(layer.experts, dtype=np.int64) for layer in self.layers]
-        """The uses of every expert so far, from which popularity is predicted."""
+        """For each layer, how often each expert was used so far. Popularity is predicted from it."""
         self._last: dict[int, np.ndarray] = {}
-        """[K] each layer's choice for the token before, by place."""
+        """[K] the choice of each layer for the token before, by the layer's place."""
         self._gates, self._corrected = self._asked(model, spec)
         asked = [name for name, gates in ((GATE, self._gates), (CORRECTED, self._corrected)) if gates is not None]
         depths = [depth for depth in AHEAD if depth < len(self.layers)]
@@ -81,13 +82,13 @@ class RunListener(StepObserver):
         self.begin()
 
     def begin(self) -> None:
-        """Prepare for another text."""
+        """Forget what was recorded, before another text."""
         self._is_reading = True
         self._chosen: list[np.ndarray] = []
         self._named: list[dict[str, np.ndarray]] = []
 
     def next_token(self) -> None:
-        """Prepare for the next decoded token, after the prompt or the last token."""
+        """Prepare for recording the next decoded token."""
         self._is_reading = False
         self._chosen.append(self._no_experts(self._wide))
         self._named.append({name: self._no_experts(self._wide + SPARES) for name in self.predictors})
@@ -124,7 +125,8 @@ class RunListener(StepObserver):
         return ExactRun(tuple(prompt), tuple(tokens), np.stack(self._chosen), named, cache)
 
     def _asked(self, model: PreTrainedModel, spec: LibrarySpec) -> tuple[StackedGates | None, CorrectedGates | None]:
-        """Return the predictors by routers that this model supports."""
+        """Return the predictors by routers, without and with corrections; None for those that this model does not
+        support."""
         subject = PredictorInputs(model, spec, self._rules, PREFETCH_WHAT[0], max(AHEAD))
         self._learned: Container[tuple[int, int]] = ()
         gates = corrected = None
@@ -143,7 +145,7 @@ class RunListener(StepObserver):
         return gates, corrected
 
     def _best(self, place: int, logits: torch.Tensor) -> np.ndarray:
-        """Return the best experts by a router with these logits [1, E]."""
+        """Return the best experts of the layer at `place`, given its router's logits [1, E]."""
         layer = self.layers[place]
         rule = self._rules[layer.layer]
         most = min(layer.top_k + SPARES, layer.experts)
@@ -158,10 +160,10 @@ class RunListener(StepObserver):
 
 
 def record(text: Greedy, listener: RunListener, prompt: Sequence[int], tokens: int, tick: Tick) -> ExactRun | None:
-    """Let the model of `text`, observed by `listener`, continue a prompt by at most `tokens` tokens, or to an end
-    token.
+    """Continue a prompt with the model of `text`, by at most `tokens` tokens or up to an end token. Return what
+    `listener`, which observes the model, has recorded.
 
-    `tick` is called for every token. Return None where the first new token is an end token.
+    `tick` is called for every token. Return None if the first new token is an end token.
     """
     ends, decoded = _end_tokens(text.model), list[int]()
     listener.begin()

@@ -1,8 +1,8 @@
 """Runs tasks of the Language Model Evaluation Harness (`lm_eval`) token by token.
 
-The harness would process contexts and answers in wide batches, in which every expert is loaded and none is replaced.
-Here its requests are processed as in generation, so that a threshold has the effect that users see. Needs the optional
-package `lm_eval`: `pip install 'smoe[lm-eval]'`. The harness downloads the tasks' data.
+The harness would process contexts and answers in large batches, in which every expert is loaded and none is replaced.
+Here its requests are processed as in generation, so that a threshold has the effect that users experience. It needs the
+optional package `lm_eval`: `pip install 'smoe[lm-eval]'`. The harness downloads the tasks' data.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smoe.eval.questions import Reader, Tick, answer
 from smoe.generation.choices import end_tokens
 
 _METRICS = ("exact_match", "acc", "em")
-"""Metrics that tell whether a single answer is right; the first that a task has is used."""
+"""Metrics that say whether a single answer is right. The first one that a task has is used."""
 _ANSWER_TOKENS = 256
 
 
 class StepwiseLM(LM):  # type: ignore[misc]
-    """The harness's interface to a model: log likelihoods and continuations of its requests."""
+    """A model in the form that the harness needs: log likelihoods and continuations of texts."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class StepwiseLM(LM):  # type: ignore[misc]
         return [reader.likelihood(context or start, continuation) for context, continuation in _arguments(requests)]
 
     def _end(self) -> str:
-        """Return the end token's text, which starts an empty context where the tokenizer names no start token."""
+        """Return the text of the end token. An empty context starts with it if the tokenizer has no start token."""
         ends = sorted(end_tokens(self._model, self._tokenizer))
         return str(self._tokenizer.decode(ends[:1]))
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return log likelihoods of whole texts; a text longer than the context is divided into pieces, each predicted
-        from its own first token on."""
+        """Return the log likelihood of each text. A text longer than the context is divided into pieces. In each piece,
+        the tokens after the first are predicted."""
         reader = Reader(self._model, self._tokenizer, self._tick)
         most = self._model.offload.context_tokens  # type: ignore[union-attr]
         found = []
@@ -69,7 +69,7 @@ class StepwiseLM(LM):  # type: ignore[misc]
 
 
 class Harness:
-    """An exam of the harness's tasks, with at most `most` questions of each."""
+    """An exam that consists of tasks of the harness, with at most `most` questions of each task."""
 
     def __init__(self, tasks: Sequence[str], folder: Path | None, most: int) -> None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm_eval warns of every default of a task
@@ -82,7 +82,7 @@ class Harness:
             raise ConfigError(message, setting="tasks", given=unknown[0], allowed="tasks that lm_eval ls tasks lists")
 
     def __call__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> list[bool]:
-        """Return for each question, task after task, whether the answer was right."""
+        """Return, for each question of each task, whether the answer was right."""
         found = simple_evaluate(
             StepwiseLM(model, tokenizer, tick),
             tasks=self._tasks,

@@ -1,8 +1,8 @@
-"""Learns corrections of a model's routers from a text that it reads, and measures them on the rest of that text.
+"""Learns corrections of a model's routers from one part of a text, and measures them on the rest of the text.
 
-    | 80 % of the tokens: regression | 10 %: confidence | 10 %: measured |
+    | 80 % of the tokens: regression | 10 %: probabilities | 10 %: results |
 
-A router's input depends on the text only, so the text is read as prompts are, in pieces as long as the context. All
+A router's input depends on the text only, so the text is processed like a prompt, in pieces as long as the context. All
 inputs of the routers are stored meanwhile: layers x tokens x hidden size, in the model's dtype. Equal texts give equal
 corrections; nothing is random.
 """
@@ -37,52 +37,54 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 LEAST_TOKENS = 500
-"""The least number of tokens: with fewer, the corrections predict worse than the routers alone."""
+"""The smallest number of tokens. With fewer, the corrections predict worse than the routers alone."""
 _FITTED, _CALIBRATED = 0.8, 0.9
-"""The ends of the first two parts of the text, as shares."""
+"""The ends of the first and second part of the text, as fractions of its length."""
 _TIMED = 40
-"""The number of timed predictions of every layer."""
+"""The number of predictions of every layer whose time is measured."""
 
 
 class Judged(NamedTuple):
-    """The results of predictions `distance` layers ahead, on the last tenth of the text; means over the layers."""
+    """The results of predictions `distance` layers ahead on the last tenth of the text, averaged over the layers."""
 
     distance: int
     next_gate: float
-    """The share of the chosen experts that the later router predicts from this layer's input."""
+    """The fraction of the chosen experts that the later router predicts from this layer's input, without a
+    correction."""
     corrected: float
-    """The share with the correction, where as many experts are predicted as the router chooses."""
+    """The fraction of the chosen experts that are predicted with the correction, if as many experts are predicted as
+    the router chooses."""
     precision: float
-    """The share of right ones among the corrected predictions that are worth a load."""
+    """The fraction of right predictions among those that are worth a load."""
     recall: float
-    """The share of the chosen experts that are among these predictions."""
+    """The fraction of the chosen experts that are predicted and worth a load."""
 
 
 @dataclass(frozen=True)
 class FittedCorrections:
-    """The corrections learned from a text, with their results."""
+    """Corrections learned from a text, with their results."""
 
     corrections: Mapping[tuple[int, int], Correction]
     """Corrections by (layer of the input, predicted layer), in the model's dtype."""
     judged: tuple[Judged, ...]
-    """Results by distance, the nearest first."""
+    """The results for each distance, the nearest first."""
     tokens: int
-    """The number of tokens read, all parts together."""
+    """The number of tokens of the text."""
     seconds_per_layer: float
-    """The median seconds of a prediction of the next layer for one token, including ranking."""
+    """The median seconds in which the next layer is predicted for one token, including the ranking."""
 
 
 class Inputs(NamedTuple):
-    """The inputs and choices of one layer's router, token by token."""
+    """The inputs and choices of one layer's router for all tokens."""
 
     hidden: torch.Tensor
-    """[T, H] router inputs"""
+    """[T, H] router inputs."""
     top_k_index: torch.Tensor
-    """[T, K] chosen experts"""
+    """[T, K] chosen experts."""
 
 
 def pairs_of(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return all pairs (layer of the input, predicted layer) that are learned."""
+    """Return all pairs (layer of the input, predicted layer) for which corrections are learned."""
     layers = [site.layer for site in spec.sites]
     return [(layer, after) for n, layer in enumerate(layers, 1) for after in layers[n : n + MOST_CORRECTED_LAYERS]]
 
@@ -94,10 +96,11 @@ def learn(
     on_read: Callable[[int], None],
     on_fitted: Callable[[int], None],
 ) -> FittedCorrections:
-    """Read `ids` and learn; `on_read` receives the number of tokens read, `on_fitted` that of finished pairs of layers.
+    """Return the corrections learned from the text `ids`. `on_read` is called with the number of tokens of each pass,
+    and `on_fitted` with 1 after each pair of layers.
 
-    Raises `ConfigError` for a short text, and `UnsupportedModelError` for a router that is not a plain product. The
-    model's routers must be observed (`EngineConfig.needs_scores`).
+    Raise `ConfigError` if the text is too short, and `UnsupportedModelError` if a router is not a plain matrix product.
+    The model must have been loaded with scores (`EngineConfig.needs_scores`).
     """
     check_enough(len(ids))
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -128,14 +131,14 @@ def learn(
 
 
 def check_enough(tokens: int) -> None:
-    """Raise `ConfigError` for a text that is too short."""
+    """Raise `ConfigError` if a text has too few tokens."""
     if tokens < LEAST_TOKENS:
         purpose = "to learn what layers do to their routers' input, better some thousands"
         raise ConfigError.too_few_tokens("text", tokens, LEAST_TOKENS, purpose)
 
 
 class _Pair:
-    """Two layers: the inputs at the first, and the choices of the second's router."""
+    """The data of a pair of layers: the inputs of the first, and the inputs and choices of the second one's router."""
 
     def __init__(
         self, hidden: torch.Tensor, later: Inputs, has_before: torch.Tensor, matrix: RouterMatrix, rule: ScoringRule
@@ -154,7 +157,8 @@ class _Pair:
         self._judged = slice(int(_CALIBRATED * tokens), tokens)
 
     def learned(self) -> Correction:
-        """Learn the correction from the first part of the text, and its confidence from the second."""
+        """Return the correction. Its weights are fitted on the first part of the text, its probabilities on the
+        second."""
         of = self._fitted
         known = (self._hidden[of].cpu(), self._before[of].cpu(), self._has_before[of].cpu())
         correction = fitted(*known, self._logits[of].cpu(), self._matrix.weight.cpu())
@@ -163,7 +167,7 @@ class _Pair:
         return with_confidence(correction, margin, self._chosen(of).cpu())
 
     def judged(self, correction: Correction, distance: int) -> Judged:
-        """Return the results on the last part of the text."""
+        """Return the results of a correction on the last part of the text."""
         of = self._judged
         wanted = self._chosen(of)
         guessed = self._guessed(correction, of)
@@ -179,7 +183,7 @@ class _Pair:
         )
 
     def _guessed(self, correction: Correction, of: slice) -> torch.Tensor:
-        """Return [T, E] predicted logits, using the token before where there is one, as in a running sequence."""
+        """Return [T, E], the predicted logits. The token before is used if it is known, as in a running sequence."""
         hidden = self._hidden[of]
         correction = correction.to(hidden.device, correction.weight.dtype)
         hidden = hidden.to(correction.weight.dtype)
@@ -196,7 +200,7 @@ class _Pair:
 
 
 class _RouterInputCollector(StepObserver):
-    """Records the inputs and choices of every layer's router."""
+    """An observer that stores the inputs and choices of every layer's router."""
 
     def __init__(self) -> None:
         self.hidden: dict[int, list[torch.Tensor]] = {}
@@ -208,13 +212,13 @@ class _RouterInputCollector(StepObserver):
 
 
 def _mean(of: Sequence[Judged]) -> Judged:
-    """Return the mean over the layers at one distance."""
+    """Return the results for one distance, averaged over the layers."""
     return Judged(of[0].distance, *(sum(values) / len(of) for values in list(zip(*of, strict=True))[1:]))
 
 
 def _seconds_per_layer(subject: PredictorInputs, last: Mapping[int, Inputs]) -> float:
-    """Return the median seconds of a prediction one layer ahead for one row, on one thread as in decoding, including
-    the storage of the token's inputs."""
+    """Return the median seconds of a prediction one layer ahead for one row, on one thread as in decode. Storing the
+    token's inputs is included."""
     predictor = PREDICTORS.find("corrected-gates").make(subject)
     assert predictor is not None
     experts, seconds = {site.layer: site.experts for site in subject.spec.sites}, []

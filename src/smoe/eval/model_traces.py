@@ -1,4 +1,4 @@
-"""Recorded traces of the model that is tuned."""
+"""Opens recorded traces of the model that is tuned."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from smoe.trace.file import Trace
 
 
 def trace_of(path: Path, spec: ModelSpec) -> Trace:
-    """Return a trace of the model with this `spec`. Raises `ConfigError` for another model's trace, `TraceError` for a
-    file that is not a trace."""
+    """Return a trace of the model with this `spec`. Raise `ConfigError` if it is of another model, and `TraceError` if
+    the file is not a trace."""
     trace = Trace(path)
     recorded = {layer.layer: layer.experts for layer in trace.header.layers}
     if recorded != {site.layer: site.experts for site in spec.sites}:
@@ -20,7 +20,8 @@ def trace_of(path: Path, spec: ModelSpec) -> Trace:
 
 
 def another_model_s(path: Path, trace: Trace, setting: str) -> ConfigError:
-    """Return the error for a trace with other layers or experts, given for this setting."""
+    """Return the error for a trace whose layers or experts are not the model's. `setting`: the argument that has the
+    trace."""
     return ConfigError(
         f"{path} was recorded with {trace.header.model}, whose layers and experts are not this model's; record "
         "this one with smoe record",

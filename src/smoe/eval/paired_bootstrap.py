@@ -1,4 +1,4 @@
-"""Confidence intervals of differences measured on the same blocks of text, or the same questions."""
+"""Computes confidence intervals of differences that were measured on the same blocks of text, or the same questions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Change:
-    """A difference from alpha 0, with its 95 % confidence interval."""
+    """A difference from the exact model, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -21,9 +21,11 @@ class Change:
 
 
 def bootstrapped(statistic: Callable[[np.ndarray], float], count: int) -> Change:
-    """Return `statistic` of all `count` samples, with quantiles over samples drawn with replacement (seeded).
+    """Return `statistic` of all `count` samples, with a confidence interval from samples drawn with replacement. Equal
+    arguments give equal intervals.
 
-    `statistic` gets indices [count] of samples; both sides of a pair are drawn together.
+    `statistic` is called with indices [count] of samples. Both measurements of a pair have the same index, so they are
+    drawn together.
     """
     generator = np.random.default_rng(0)
     drawn = [statistic(generator.integers(0, count, count)) for _ in range(RESAMPLES)]

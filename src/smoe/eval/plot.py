@@ -1,4 +1,4 @@
-"""Draws quality and time per token against alpha, in one picture."""
+"""Draws quality and time per token against alpha in one picture."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LOSS, _SPEED = "#b3423a", "#2f6d8c"
 
 
 def _lines(*axes: Any) -> tuple[list[Any], list[str]]:
-    """Return the lines of axes that share a square, and their names, for one legend."""
+    """Return (lines, their names) of axes that share one panel, for a common legend."""
     found = [axis.get_legend_handles_labels() for axis in axes]
     return [line for lines, _ in found for line in lines], [name for _, names in found for name in names]
 
 
 def draw(prices: Sequence[Price], title: str, path: Path) -> None:
-    """Write the picture to `path` (.png, .svg or .pdf). Raises `ConfigError` without matplotlib."""
+    """Write the picture to `path` (.png, .svg or .pdf). Raise `ConfigError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,6 +1,7 @@
-"""The quality cost and gain of time of thresholds or lower precisions, with confidence intervals; resumable.
+"""Measures the quality cost and the time of thresholds or lower precisions, with confidence intervals. An interrupted
+measurement can be continued.
 
-Every setting is compared with the model itself on the same tokens, so the noise of the text cancels. The interval comes
+Every setting is compared with the exact model on the same tokens, so the noise of the text cancels. The interval comes
 from resampling blocks of tokens (and questions) together for both.
 """
 
@@ -26,35 +27,35 @@ from smoe.whole_file import whole_file
 _log = logging.getLogger(__name__)
 
 _LEAST_SAMPLES = 10
-"""The minimum number of blocks of tokens, or questions, for a confidence interval."""
+"""The smallest number of blocks of tokens, or of questions, for a confidence interval."""
 
 RESULTS = "quality.json"
-"""The file with the results, written after every threshold; next to it are the exact model's distributions."""
+"""The file with the results, which is written after every threshold. The exact model's distributions are next to it."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """One row of the table: a setting's figures compared with the model itself."""
+    """The results of one setting, compared with the exact model: one row of the table."""
 
     quality: Quality
     perplexity: Change
     """The relative change of the perplexity: 0.01 is one per cent more."""
     accuracy: Change | None
-    """The absolute change of the accuracy: -0.01 is one point less; None without questions."""
+    """The absolute change of the accuracy: -0.01 is one percentage point less. None without questions."""
 
     @property
     def is_base(self) -> bool:
-        """Whether this is the setting with which all others are compared, so that an interval is meaningless."""
+        """Whether this is the exact model, with which all others are compared, so that it has no interval."""
         return self.quality.is_base
 
     @property
     def has_enough_tokens(self) -> bool:
-        """Whether there are enough tokens for the perplexity's interval."""
+        """Whether there are enough tokens for a confidence interval of the perplexity."""
         return len(self.quality.block_nats) >= _LEAST_SAMPLES
 
     @property
     def has_enough_questions(self) -> bool:
-        """Whether there are enough questions for the accuracy's interval."""
+        """Whether there are enough questions for a confidence interval of the accuracy."""
         return len(self.quality.right) >= _LEAST_SAMPLES
 
     def as_json(self) -> dict[str, Any]:
@@ -94,10 +95,11 @@ def sweep(
     circumstances: dict[str, Any],
     on_alpha: Callable[[float], Tick],
 ) -> list[Price]:
-    """Measure every threshold, 0 first; results in `folder` of an earlier run with equal circumstances are used.
+    """Return the results of every threshold, 0 first. Results that `folder` has from an earlier run are used if its
+    circumstances were the same.
 
-    For a model with low precision (experts, activations, low copies), every threshold is compared with the model
-    itself, which must have been measured into `folder` before.
+    If the model has low precision (experts, activations, low copies), every threshold is compared with the exact model,
+    which must have been measured into `folder` before.
     """
     config: EngineConfig = model.offload.config  # type: ignore[union-attr,assignment]
     numbers = numbers_of(config)
@@ -120,29 +122,26 @@ def sweep(
 
 
 def largest_within(prices: Sequence[Price], allowed: float) -> Price:
-    """Return the price of the largest alpha whose perplexity, at the interval's upper bound, has risen by at most
-    `allowed`.
-
-    `prices` must include alpha 0, which costs nothing.
-    """
+    """Return the result with the largest alpha at which perplexity has risen by at most `allowed`, even at the
+    interval's upper bound. `prices` must include alpha 0, which costs nothing."""
     return max((p for p in prices if p.perplexity.high <= allowed), key=lambda price: price.quality.alpha)
 
 
 def price_of(quality: Quality, base: Quality) -> Price:
-    """Compare `quality` with `base` (the model itself), measured on the same tokens and questions."""
+    """Return `quality` compared with `base`, the exact model, on the same tokens and questions."""
     counts = np.array(base.block_tokens, dtype=float)
     nats = np.array(quality.block_nats) - np.array(base.block_nats)
     perplexity = bootstrapped(lambda rows: float(np.expm1(nats[rows].sum() / counts[rows].sum())), len(nats))
     if not base.right:
         return Price(quality, perplexity, None)
     right = np.array(quality.right, dtype=float) - np.array(base.right, dtype=float)
-    if quality is not base and not right.any():  # unobserved in n trials: up to 3 / n
+    if quality is not base and not right.any():  # a change not seen in n questions: up to 3 / n
         return Price(quality, perplexity, Change(0.0, max(-1.0, -3 / len(right)), min(1.0, 3 / len(right))))
     return Price(quality, perplexity, bootstrapped(lambda rows: float(right[rows].mean()), len(right)))
 
 
 class _Results:
-    """The results so far, stored on disk after every threshold."""
+    """The results so far. They are stored on disk after every threshold."""
 
     def __init__(self, path: Path, circumstances: dict[str, Any]) -> None:
         self._path = path
@@ -164,7 +163,7 @@ class _Results:
 
     @property
     def base(self) -> Quality | None:
-        """The figures of the model itself; None where it has not been measured."""
+        """The results of the exact model; None if it was not measured."""
         return self.get(EXACT, 0.0)
 
     def get(self, numbers: Numbers, alpha: float) -> Quality | None:

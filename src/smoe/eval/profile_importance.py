@@ -1,4 +1,5 @@
-"""Profiles the importance of the choices of a text's tokens, from which importance thresholds are computed."""
+"""Measures the distribution of importance over the experts that tokens choose. Importance thresholds are computed from
+it."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
 
 LEAST_TOKENS = 100
-"""The least number of tokens: a layer has some hundred choices for a hundred tokens."""
+"""The smallest number of tokens: a layer then has several hundred choices."""
 
 
 def profile_reading(
     model: PreTrainedModel, ids: Sequence[int], text: str, tick: Callable[[int], None]
 ) -> ImportanceProfile:
-    """Return the profile of a text that the model reads; `tick` receives the number of tokens read.
+    """Return the profile of a text through which the model is run. `tick` is called with the number of tokens of each
+    pass.
 
-    The text is read in pieces as long as the context, because a router's output depends on the text only. Raises
-    `ConfigError` for a short text.
+    The text is processed in pieces as long as the context, because a router's output depends on the text only. Raise
+    `ConfigError` if the text is too short.
     """
     check_enough(len(ids), "text")
     engine: Engine = model.offload  # type: ignore[assignment]
@@ -36,8 +38,8 @@ def profile_reading(
 
 
 def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfile:
-    """Return the profile of a recorded run, including prompts; `routings` must have weights. Raises `ConfigError` for a
-    short run."""
+    """Return the profile of a recorded run, including prompts. `routings` must have weights. Raise `ConfigError` if the
+    run is too short."""
     values, tokens = list[float](), dict[int, int]()
     for routing in routings:
         assert routing.weights is not None
@@ -51,13 +53,13 @@ def profile_recorded(routings: Iterable[Routing], text: str) -> ImportanceProfil
 
 
 def check_enough(tokens: int, setting: str) -> None:
-    """Raise `ConfigError` for a text, or a trace, that is too short."""
+    """Raise `ConfigError` if a text or trace, given as `setting`, has too few tokens."""
     if tokens < LEAST_TOKENS:
         raise ConfigError.too_few_tokens(setting, tokens, LEAST_TOKENS, "to measure the importance of choices")
 
 
 class _ImportanceCollector(StepObserver):
-    """Records the unimportance of every choice."""
+    """An observer that stores the unimportance of every choice."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

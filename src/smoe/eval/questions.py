@@ -1,14 +1,14 @@
-"""Questions with known answers: read from lines of JSON, asked token by token, scored.
+"""Questions with known answers. They are read from a file with lines of JSON, asked token by token, and scored.
 
-A question's `format` determines how it is asked and scored:
+A question's `format` determines what the model is given, and which output is right:
 
-    short      prompt                                the first line is one of the answers
-    letter     prompt, options inside                the first single capital letter
-    number     prompt                                the last number of the output
-    choice     prompt, then each of the choices      the likeliest choice
-    cloze      the same; or the `suffix` after each  the likeliest per character; or the likeliest suffix
+    short      the prompt; the first line must be one of the answers
+    letter     the prompt, which contains the options; the first single capital letter must be the answer
+    number     the prompt; the last number of the output must be the answer
+    choice     the prompt followed by each of the choices; the most probable choice must be the answer
+    cloze      the same by probability per character; with a `suffix`, the choice after which it is most probable
 
-Nothing of a data set is ever executed, so `code` cannot be scored here.
+A program in a data set is never executed, so the format `code` cannot be scored here.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from smoe.models.files import DEMO_FOLDER
 from smoe.models.kv_cache import RowCache
 
 Tick = Callable[[int], None]
-"""A function that receives the number of tokens done."""
+"""A function that is called with the number of tokens processed."""
 
 FORMATS = ("short", "letter", "number", "choice", "cloze")
 _SETTING = "questions"
-"""The setting for which the file is given."""
+"""The name of the setting that has the file."""
 _ANSWER_TOKENS = {"short": 12, "letter": 12, "number": 256}
 _LEAST_ANSWER_TOKENS = 12
-"""The least room in the context for an answer, in tokens."""
+"""The smallest number of tokens for an answer that must be free in the context."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
 
@@ -49,25 +49,22 @@ class Question:
 
     prompt: str
     answers: tuple[str, ...]
-    """All right answers; with choices, the letter of the right one (A is the first)."""
+    """All right answers. With choices, the first is the letter of the right choice (A is the first)."""
     format: str = "short"
     choices: tuple[str, ...] = ()
     suffix: str = ""
-    """Text after a choice, which is scored instead of the choice, if given."""
+    """Text that follows a choice. If there is one, its probability is compared, not that of the choice."""
 
     @property
     def longest(self) -> str:
-        """The longest text that the model reads for this question, without its own answer."""
+        """The longest text that is processed for this question, without the model's own answer."""
         endings = [f" {choice}{self.suffix}" for choice in self.choices]
         return self.prompt + max(endings, key=len, default="")
 
 
 def read_questions(path: Path | None) -> list[Question]:
-    """Return the questions of a `.jsonl` file with `prompt`, `answer` and where needed `format`, `choices`, `suffix`,
-    `aliases`.
-
-    `path`: None: the demo's questions. Lines without an answer are skipped.
-    """
+    """Return the questions of a `.jsonl` file. Each line has `prompt` and `answer`, and if needed `format`, `choices`,
+    `suffix` and `aliases`. Lines without an answer are skipped. `path`: None: the demo's questions."""
     path = path or DEMO_FOLDER / "questions.jsonl"
     found = [_question(record, path) for record in records(path, _SETTING) if record.get("answer") is not None]
     if not found:
@@ -93,7 +90,7 @@ def _question(record: dict[str, Any], path: Path) -> Question:
 
 
 class Questions:
-    """An exam that asks questions one after the other."""
+    """An exam that consists of questions, which are asked one after the other."""
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self._questions = questions
@@ -121,10 +118,11 @@ def ask(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) 
 
 
 def is_right(text: str, question: Question) -> bool:
-    """Return whether a model's reply is right, by the question's format.
+    """Return whether a model's reply is right.
 
-    number: the last number in the reply is an answer. letter: the first letter that stands alone is one. Otherwise the
-    first line is an answer, except for case, punctuation and articles.
+    The question's format decides. number: the last number in the reply must be an answer. letter: the first letter that
+    stands alone must be an answer. Other formats: the first line must be an answer; case, punctuation and articles are
+    ignored.
     """
     if question.format == "number":
         numbers = [_value(found) for found in _NUMBER.findall(text)]
@@ -146,11 +144,8 @@ def _normal(reply: str) -> str:
 
 
 def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops: Sequence[str], tick: Tick) -> str:
-    """Return the greedy continuation of at most `most` tokens, which ends when one of `stops` comes after its first
-    word.
-
-    Raises `ContextError` for a prompt that fills the context.
-    """
+    """Return the greedy continuation of `prompt`, at most `most` tokens. It ends at an end token, or when it contains
+    one of `stops`; line breaks at its beginning are ignored. Raise `ContextError` if the prompt fills the context."""
     ids = tokenizer(prompt)["input_ids"]
     cache = model.offload.new_cache()  # type: ignore[operator]
     if len(ids) >= cache.capacity_tokens:
@@ -176,7 +171,7 @@ def answer(model: PreTrainedModel, tokenizer: Any, prompt: str, most: int, stops
 
 
 def _choose(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Tick) -> int:
-    """Return the number of the likeliest choice."""
+    """Return the index of the most probable choice."""
     scores = []
     reader = Reader(model, tokenizer, tick)
     for choice in question.choices:
@@ -189,7 +184,8 @@ def _choose(model: PreTrainedModel, tokenizer: Any, question: Question, tick: Ti
 
 
 class Reader:
-    """Computes log likelihoods of continuations, token by token; the common beginning of two contexts is read once."""
+    """Computes log likelihoods of continuations, token by token. A beginning that two successive contexts share is
+    processed once."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, tick: Tick) -> None:
         self._model = model
@@ -197,19 +193,20 @@ class Reader:
         self._tick = tick
         self._cache: RowCache = model.offload.new_cache()  # type: ignore[operator]
         self._read: list[int] = []
-        """The tokens in the cache."""
+        """The tokens in the KV cache."""
         self._last_scores: tuple[int, torch.Tensor] = (0, torch.empty(0))
-        """A number of tokens in the cache, and the log probabilities [V] of the next token after them."""
+        """(a number of tokens in the KV cache, the log probabilities [V] of the next token after them)."""
 
     def likelihood(self, context: str, continuation: str) -> tuple[float, bool]:
-        """Return (log probability of `continuation` after `context`, whether each of its tokens was the likeliest)."""
+        """Return (log probability of `continuation` after `context`, whether each of its tokens was the most probable
+        one)."""
         before, whole = self._ids(context), self._ids(context + continuation)
         if whole[: len(before)] != before or len(whole) == len(before):  # a token spans the border
             whole = before + self._tokenizer(continuation, add_special_tokens=False)["input_ids"]
         return self.likelihood_of(before or whole[:1], whole[len(before) or 1 :])
 
     def likelihood_of(self, before: Sequence[int], after: Sequence[int]) -> tuple[float, bool]:
-        """Do the same for tokens; `before` must have at least one."""
+        """Return the same as `likelihood` for token ids. `before` must have at least one."""
         nats, is_likeliest = 0.0, True
         log_p = self._after(before)
         for token, following in zip(after, [*after[1:], None], strict=True):
@@ -223,7 +220,7 @@ class Reader:
         return list(self._tokenizer(text)["input_ids"]) if text else []
 
     def _after(self, before: Sequence[int]) -> torch.Tensor:
-        """Return log probabilities [V] of the next token after `before`; the cache then contains exactly these
+        """Return the log probabilities [V] of the next token after `before`. The KV cache then contains exactly these
         tokens."""
         pairs = enumerate(zip(before, self._read, strict=False))
         shared = next((n for n, (wanted, had) in pairs if wanted != had), min(len(before), len(self._read)))
@@ -243,7 +240,7 @@ class Reader:
             del self._read[length:]
 
     def _feed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Read `ids`. Return log probabilities [V] of the next token."""
+        """Process the tokens `ids`. Return the log probabilities [V] of the next token."""
         last = torch.empty(0)
         for token, (logits, _) in zip(ids, forced(self._model, ids, self._cache), strict=True):
             self._read.append(token)

@@ -1,9 +1,10 @@
-"""The recall of predicted experts by OD-MoE's equations 2 and 3, and further measures.
+"""Computes the recall of predicted experts by OD-MoE's equations 2 and 3, and further measures.
 
-    Q prompts, N tokens, L layers, k experts chosen in each
-    c(q, n, l): how many of them were predicted; A(q, n): whether prompt q has a token n
+    Q prompts, N tokens, L layers, K experts chosen in each, S experts predicted in addition (spares)
+    c(q, n, l): how many of the K experts were predicted      A(q, n): whether prompt q has a token n
 
-*Whole layer* is the share of layers with all k experts predicted: one missing expert delays a layer as several do.
+*Whole layer* is the fraction of layers of which all K experts are predicted: one missing expert delays a layer as much
+as several do.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 from smoe.prediction.activation_path import NO_EXPERT
 
 _DIGITS = 6
-"""The digits of a share in JSON: there are never a million choices."""
+"""The number of digits of a fraction in JSON. There are never a million choices, so more are not needed."""
 
 
 def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:
-    """Return equation 2: recall(n) [N] for c [Q, N, L], A [Q, N] and `wanted` = k L; NaN where no prompt has a token
-    n."""
+    """Return recall(n) [N] by equation 2, from c [Q, N, L], A [Q, N] and `wanted` = K L. It is NaN if no prompt has a
+    token n."""
     counted = exists.sum(axis=0) * wanted
     found = (right * exists[..., None]).sum(axis=(0, 2))
     share: np.ndarray = np.divide(found, counted, out=np.full(len(counted), np.nan), where=counted > 0)
@@ -30,12 +31,13 @@ def by_token(right: np.ndarray, exists: np.ndarray, wanted: int) -> np.ndarray:
 
 
 def overall(right: np.ndarray, exists: np.ndarray, wanted: int) -> float:
-    """Return equation 3: recall over all tokens, for c [Q, N, L], A [Q, N] and `wanted` = k L."""
+    """Return the recall over all tokens by equation 3, from c [Q, N, L], A [Q, N] and `wanted` = K L."""
     return float((right * exists[..., None]).sum() / (wanted * exists.sum()))
 
 
 def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Return c [N, L]: how many of `chosen` [N, L, K] are among the first `most` [L] of `named` [N, L, M].
+    """Return c [N, L]: how many of the experts `chosen` [N, L, K] are among the first `most` [L] of those predicted,
+    `named` [N, L, M].
 
     `NO_EXPERT` in either counts as no expert. No expert may be predicted twice.
     """
@@ -47,37 +49,37 @@ def named_right(chosen: np.ndarray, named: np.ndarray, most: np.ndarray) -> np.n
 
 @dataclass(frozen=True)
 class Recall:
-    """The results of one predictor."""
+    """The results of one predictor. The letters are explained in the module."""
 
     right: np.ndarray
-    """[S + 1, Q, N, L] c of equations 2 and 3, with 0 to S experts predicted beyond the layer's top-k."""
+    """[S + 1, Q, N, L] c of equations 2 and 3, for 0 to S predicted experts in addition to the layer's top-k."""
     exists: np.ndarray
     """[Q, N] A of equations 2 and 3."""
     top_k: np.ndarray
-    """[L] the experts that each layer chooses."""
+    """[L] the number of experts that each layer chooses."""
     guessed: np.ndarray
-    """[L], True for layers with a prediction; the others do not count."""
+    """[L] whether the layer was predicted; the others do not count."""
     has_spares: bool
-    """False for a predictor that cannot predict more than a layer's top-k."""
+    """Whether the predictor can predict more experts than a layer's top-k."""
 
     @property
     def overall(self) -> float:
-        """The recall by equation 3."""
+        """The recall over all tokens by equation 3."""
         return self.overall_by_spares[0]
 
     @property
     def whole_layer(self) -> float:
-        """The share of tokens and layers whose experts were all predicted."""
+        """The fraction of (token, layer) pairs of which all experts were predicted."""
         return self.whole_layer_by_spares[0]
 
     @property
     def overall_by_spares(self) -> list[float]:
-        """The recall by equation 3 with 0, 1, ... S more experts predicted."""
+        """The recall by equation 3 with 0, 1, ... S experts predicted in addition."""
         return [overall(right[..., self.guessed], self.exists, self._wanted) for right in self._rights]
 
     @property
     def whole_layer_by_spares(self) -> list[float]:
-        """`whole_layer` with 0, 1, ... S more experts predicted."""
+        """`whole_layer` with 0, 1, ... S experts predicted in addition."""
         pairs = self.exists.sum() * self.guessed.sum()
         return [
             float(((right == self.top_k)[..., self.guessed] * self.exists[..., None]).sum() / pairs)
@@ -86,7 +88,7 @@ class Recall:
 
     @property
     def by_token(self) -> np.ndarray:
-        """[N] the recall by equation 2."""
+        """[N] the recall of each token number by equation 2."""
         return by_token(self.right[0][..., self.guessed], self.exists, self._wanted)
 
     @property
@@ -100,7 +102,7 @@ class Recall:
 
     @property
     def by_prompt(self) -> list[float]:
-        """The recall by equation 3 for every prompt, which shows the variation."""
+        """The recall of each prompt by equation 3, which shows how much prompts differ."""
         return [
             overall(right[None][..., self.guessed], exists[None], self._wanted)
             for right, exists in zip(self.right[0], self.exists, strict=True)
@@ -128,10 +130,10 @@ class Recall:
 
 
 class Tally:
-    """Collects predictions prompt by prompt."""
+    """Collects predictions, prompt by prompt, for a `Recall`."""
 
     def __init__(self, top_k: Sequence[int], tokens: int, spares: int) -> None:
-        """`top_k`: of every layer; `tokens`: N, the most of a prompt; `spares`: S."""
+        """`top_k`: that of every layer; `tokens`: N, the largest number of tokens of a prompt; `spares`: S."""
         self._top_k = np.array(top_k)
         self._tokens = tokens
         self._spares = spares
@@ -141,11 +143,8 @@ class Tally:
         self._has_spares = False
 
     def add(self, chosen: np.ndarray, named: np.ndarray) -> None:
-        """Add the next prompt: the experts `chosen` [n, L, K] and `named` (predicted, best first) [n, L, K + S];
-        `NO_EXPERT` fills up.
-
-        n must be at least 1.
-        """
+        """Add the next prompt. `chosen`: [n, L, K] experts; `named`: [n, L, K + S] predicted experts, best first.
+        `NO_EXPERT` fills unused entries. n must be at least 1."""
         right = np.zeros((self._spares + 1, self._tokens, len(self._top_k)), dtype=np.int16)
         for spares in range(self._spares + 1):
             right[spares, : len(chosen)] = named_right(chosen, named, self._top_k + spares)
@@ -156,7 +155,7 @@ class Tally:
         self._has_spares |= bool((is_predicted.sum(axis=-1) > self._top_k).any())
 
     def finished(self) -> Recall:
-        """Return the recall; at least one prompt must have been added."""
+        """Return the results; at least one prompt must have been added."""
         right, exists = np.stack(self._right, axis=1), np.stack(self._exists)
         return Recall(right, exists, self._top_k, self._guessed, self._has_spares)
 

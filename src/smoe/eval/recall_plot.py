@@ -1,4 +1,5 @@
-"""Draws the recall of draft models: by token and alignment (OD-MoE, figure 3), and by periods (figure 6)."""
+"""Draws the recall of draft models: for each token number (OD-MoE, figure 3), and for each combination of alignment
+periods (figure 6)."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from smoe.eval.draft_recall import DraftRecall, RecallComparison
 
 _COLOURS = ("#2f6d8c", "#b3423a", "#d99a3d", "#6a8f4e", "#7d5a94", "#8c9aa5")
 _SMOOTH_TOKENS = 8
-"""The number of tokens in the moving average of a curve: with few prompts, single tokens vary strongly."""
+"""Curves are moving averages over this many tokens: with few prompts, single tokens vary strongly."""
 _MOST_LINES = 5
 _PANEL_INCHES = 4.2
 _LEAST_INCHES = 8.0
-"""The least width of a picture: titles and legends need it for one panel too."""
+"""The smallest width of a picture in inches, which titles and legends need even for one panel."""
 
 
 def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
-    """Draw the recall against the token number, one panel for each precision, for the shortest and longest periods."""
+    """Draw the recall against the token number, with one panel for each precision, for the shortest and longest
+    periods."""
     by_precision = _by_precision(found)
     figure = Figure(figsize=(max(_LEAST_INCHES, 0.8 + _PANEL_INCHES * len(by_precision)), 3.8), layout="constrained")
     panels = figure.subplots(1, len(by_precision), sharey=True, squeeze=False)[0]
@@ -41,7 +43,8 @@ def draw_by_token(found: RecallComparison, title: str, path: Path) -> None:
 
 
 def draw_by_periods(found: RecallComparison, title: str, path: Path) -> None:
-    """Draw the recall by both periods, one panel for each precision; each has its own colour scale."""
+    """Draw the recall for each combination of token period and KV period, with one panel and colour scale for each
+    precision."""
     by_precision = _by_precision(found)
     width = max(_LEAST_INCHES, 0.8 + 0.8 * _PANEL_INCHES * len(by_precision))
     figure = Figure(figsize=(width, 3.6), layout="constrained")
@@ -74,7 +77,7 @@ def _by_precision(found: RecallComparison) -> dict[str, list[DraftRecall]]:
 
 
 def _extremes(drafts: list[DraftRecall]) -> list[DraftRecall]:
-    """Return the draft models with the shortest or longest periods, the lines of figure 3; all if there are few."""
+    """Return the results with the shortest and longest periods, the lines of figure 3. If there are few, return all."""
     if len(drafts) <= _MOST_LINES:
         return drafts
     tokens = sorted({draft.alignment.token for draft in drafts}, key=_rarely)
@@ -84,7 +87,7 @@ def _extremes(drafts: list[DraftRecall]) -> list[DraftRecall]:
 
 
 def _rarely(period: int) -> float:
-    """Return a sort key: ascending by period, with "never" last."""
+    """Return a sort key of a period; 0, which means never, comes last."""
     return period or float("inf")
 
 
@@ -93,7 +96,7 @@ def _period(period: int) -> str:
 
 
 def _smooth(curve: np.ndarray) -> np.ndarray:
-    """Return means over a window that ends at each token, shorter at the beginning; NaN values are ignored."""
+    """Return the mean over the last `_SMOOTH_TOKENS` tokens at each token. NaN values are ignored."""
     begins = [max(0, n + 1 - _SMOOTH_TOKENS) for n in range(len(curve))]
     return np.array([_mean(curve[begin : n + 1]) for n, begin in enumerate(begins)])
 

@@ -1,9 +1,9 @@
-"""The times of this machine for replays on the virtual clock: those of the observed run, from the engine's counters.
+"""The times of this machine for replays on the virtual clock, computed from the engine's counters in an observed run.
 
-A clock alone does not know two things. *Waiting*: where reads compete with computing for the processor, or pass between
-threads, waiting for an expert takes longer than reading it. So the time of a load is chosen such that the replay of the
-observed run waits as long as the engine did. *Deciding*: an eviction policy is Python code that runs in every layer;
-its time is measured during the replay, and replaces that of the policy in the observed run.
+Two of them need more than the counters. *Waiting*: if reads compete with computing for the processor, or are passed
+between threads, waiting for an expert takes longer than reading it. The time of a load is therefore chosen such that
+the replay of the observed run waits as long as the engine did. *Deciding*: an eviction policy is Python code that runs
+in every layer. Its time is measured during the replay, in place of that of the policy in the observed run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smoe.runtime.engine import Engine
 from smoe.simulator.virtual_clock import StepTimes, Timed, replay_on_clock
 
 WARM_SHARE = 1 / 3
-"""The share of the steps that only fill the cache."""
+"""The fraction of the steps, at the beginning, that only fill the cache and are not counted."""
 _HALVINGS = 8
 
 
 def times_of(engine: Engine, counted: Counters) -> StepTimes:
-    """Return the seconds of a token's parts on this machine, from the counters of a run."""
+    """Return the seconds of the parts of a token on this machine, from the counters of a run."""
     passes = max(1, counted.forward_passes) * len(engine.store.layers)
     loads = max(1, counted.loads + counted.prefetches)
     expert, layer = counted.compute_seconds / max(1, counted.decode_uses), counted.dense_seconds / passes
@@ -40,11 +40,11 @@ def times_of(engine: Engine, counted: Counters) -> StepTimes:
 
 
 def as_waited(engine: Engine, trace: Sequence[Routing], times: StepTimes, waited_seconds: float) -> StepTimes:
-    """Return `times` with a load time that gives the engine's waiting, and without its eviction policy's part of
-    deciding.
+    """Return `times` with another load time, with which the replay waits as long as the engine did. Their deciding time
+    no longer contains the engine's eviction policy.
 
-    `trace`, of decode steps only, was computed with the engine's own eviction policy, without prefetch, with
-    `waited_seconds` of waiting.
+    `trace`: decode steps that the engine has computed with its own eviction policy and without prefetch.
+    `waited_seconds`: how long it has waited for experts meanwhile.
     """
 
     def replayed(load: float) -> float:
@@ -69,7 +69,8 @@ def as_waited(engine: Engine, trace: Sequence[Routing], times: StepTimes, waited
 def on_clock(
     engine: Engine, trace: Sequence[Routing], eviction: EvictionSettings, times: StepTimes, by: Predictor | None
 ) -> float:
-    """Return seconds per token once the cache is full, including the eviction policy's own Python code."""
+    """Return the seconds per token of a replay, after the steps that fill the cache. They include the eviction policy's
+    own Python code. `by`: the predictor; None: no prefetch."""
     timed, watched = _replayed(engine, trace, eviction, times, by)
     steps = timed.step_seconds[int(len(timed.step_seconds) * WARM_SHARE) :]
     return sum(steps) / len(steps) + watched.seconds / len(timed.step_seconds)
@@ -89,7 +90,7 @@ OBSERVED, ASKED = "layer heard", "question"
 
 
 class TimedEviction(Eviction):
-    """An eviction policy with a measurement of its processor time."""
+    """An eviction policy whose processor time is measured."""
 
     def __init__(self, policy: Eviction) -> None:
         self.name = policy.name
@@ -98,11 +99,11 @@ class TimedEviction(Eviction):
 
     @property
     def seconds(self) -> float:
-        """The policy's seconds in all."""
+        """The processor time of the policy so far, in seconds."""
         return sum(map(sum, self._took.values()))
 
     def microseconds(self) -> dict[str, float]:
-        """Return the mean microseconds per observed layer and per query for victims."""
+        """Return the mean microseconds for each observed layer and for each query for victims."""
         return {what: round(1e6 * sum(took) / max(1, len(took)), 1) for what, took in self._took.items()}
 
     @property

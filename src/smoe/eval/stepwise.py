@@ -1,6 +1,7 @@
-"""Measures quality as users experience it: token by token, with the cache in the state of generation.
+"""Measures quality as users experience it: token by token, while experts are missing as in generation.
 
-One wide forward pass over a text would load every expert and replace none, so substitution would seem to cost nothing.
+In a single forward pass over a whole text every expert is loaded and none is replaced, so substitution would seem to
+cost nothing.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ from smoe.generation.teacher_forcing import forced
 from smoe.runtime.engine import Engine
 
 BLOCK_TOKENS = 64
-"""The number of tokens in a block: neighbouring tokens are similar, so confidence is computed from blocks."""
+"""The number of tokens in a block. Neighbouring tokens are similar, so confidence intervals are computed from
+blocks."""
 
 Exam = Callable[[PreTrainedModel, Any, Tick], list[bool]]
-"""A function that asks (model, tokenizer, tick) its questions, always the same, and returns for each whether the answer
-was right."""
+"""A function that asks a model questions, the same in each call, and returns for each question whether the answer was
+right. Its arguments are model, tokenizer and `Tick`."""
 
 
 class Numbers(NamedTuple):
-    """The precisions of a setting: the experts' weights, the activations, and missing experts."""
+    """The precisions of a setting: of the experts' weights, of activations, and of missing experts."""
 
     precision: str = "auto"
-    """The weights' precision (`EngineConfig.precision`)."""
+    """The precision of the experts' weights (`EngineConfig.precision`)."""
     activations: str = BF16
-    """The activations' precision (`EngineConfig.activations`)."""
+    """The precision of activations (`EngineConfig.activations`)."""
     low: str = ""
-    """The precision of missing experts of little importance, and which these are; empty: full copies."""
+    """A description of how missing experts are computed in lower precision; empty: not at all."""
 
     def __str__(self) -> str:
-        """Return what is below the model's own precision: `int4`, `x int8`, `int4 x int8`, `+int4`; empty for the model
-        itself."""
+        """Return what differs from the model's own precision, as in `int4`, `x int8`, `int4 x int8` or `+int4`; empty
+        if nothing does."""
         weights = "" if self.precision == EXACT.precision else self.precision
         shown = weights if self.activations == BF16 else f"{weights} x {self.activations}".lstrip()
         return shown + (f"+{self.low.split()[0]}" if self.low else "")
 
 
 EXACT = Numbers()
-"""The precisions of the unmodified model."""
+"""The precisions of the exact model."""
 
 
 def numbers_of(config: EngineConfig) -> Numbers:
@@ -70,33 +72,33 @@ def numbers_of(config: EngineConfig) -> Numbers:
 
 @dataclass
 class Quality:
-    """The figures of one setting."""
+    """The results of one setting."""
 
     alpha: float
     tokens: int = 0
     block_nats: list[float] = field(default_factory=list)
-    """Negative log likelihood in nats, summed over each block."""
+    """The negative log likelihood in nats, summed over each block."""
     block_tokens: list[int] = field(default_factory=list)
     kl: float = 0.0
-    """The mean divergence of the next token's distribution from the exact model's, in nats."""
+    """The mean divergence of the next token's distribution from that of the exact model, in nats."""
     top1_agreement: float = 1.0
-    """The share of tokens for which both models have the same likeliest next token."""
+    """The fraction of tokens for which both models have the same most probable next token."""
     right: list[bool] = field(default_factory=list)
     """For each question, whether the answer was right."""
     median_seconds: float = 0.0
     """The median seconds per token."""
     hit_ratio: float = 1.0
     substituted: float = 0.0
-    """The share of routes computed by a substitute."""
+    """The fraction of routes that a substitute computed."""
     low_score: float = 0.0
     bytes_per_token: float = 0.0
     precision: str = EXACT.precision
     activations: str = EXACT.activations
     low: str = EXACT.low
     low_served: float = 0.0
-    """The share of expert uses computed with low copies."""
+    """The fraction of expert uses that were computed with low copies."""
     left_out: float = 0.0
-    """The share of expert uses that were dropped for their little importance."""
+    """The fraction of expert uses that were dropped because of low importance."""
 
     @property
     def numbers(self) -> Numbers:
@@ -104,7 +106,7 @@ class Quality:
 
     @property
     def is_base(self) -> bool:
-        """Whether this is the model itself, with which all others are compared."""
+        """Whether this is the exact model, with which all others are compared."""
         return self.alpha == 0 and self.numbers == EXACT
 
     @property
@@ -117,7 +119,7 @@ class Quality:
 
 
 class ExactDistributions:
-    """The exact model's log probabilities for every token [N, V], stored on disk for the comparison."""
+    """The exact model's log probabilities [N, V] after every token, on disk, with which all others are compared."""
 
     def __init__(self, path: Path, tokens: int, vocabulary: int, *, is_written: bool) -> None:
         mode: Any = "r+" if is_written else "w+"
@@ -142,9 +144,10 @@ def measure(
     exact: ExactDistributions,
     tick: Tick,
 ) -> Quality:
-    """Read all documents (token ids) and ask all questions at one threshold, from a cold cache.
+    """Return the results of one threshold: process all documents (token ids) and ask all questions, starting with an
+    empty cache.
 
-    The distributions of the model itself are stored in `exact`; all others are compared with them.
+    If this is the exact model, its distributions are written to `exact`. All others are compared with those.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(alpha)

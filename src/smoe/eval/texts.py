@@ -1,4 +1,4 @@
-"""Reads texts on which quality is measured, and lines of JSON."""
+"""Reads the texts on which quality is measured, and files with lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ _ALLOWED = {"questions": "a .jsonl file with 'prompt' and 'answer' in every line
 
 
 def read_documents(path: Path | None, setting: str = "text") -> list[str]:
-    """Return the documents of a text file (one) or of a `.jsonl` file (`text` or `prompt` of each line); None: the
-    demo's stories.
-
-    Errors name the `setting` for which the file was given.
-    """
+    """Return the documents of a text file (one) or of a `.jsonl` file (`text` or `prompt` of each line). `path`: None:
+    the demo's stories. Errors name the `setting` that has the file."""
     path = path or DEMO_FOLDER / "stories.jsonl"
     if path.suffix != ".jsonl":
         return [_read(path, setting)]
@@ -55,13 +52,13 @@ def _read(path: Path, setting: str) -> str:
 
 
 def unread(path: Path, setting: str, error: OSError | UnicodeDecodeError) -> ConfigError:
-    """Return the error for a user's file that cannot be read, with the reason and what to give."""
+    """Return the error for a user's file that cannot be read, with the reason and what to give instead."""
     why = error.strerror or error if isinstance(error, OSError) else f"its byte {error.start} is not UTF-8"
     return unusable(path, setting, f"cannot read `{setting}` {path}: {why}; give a file with text in UTF-8")
 
 
 def unusable(path: Path, setting: str, why: str) -> ConfigError:
-    """Return the error for a user's file with wrong content."""
+    """Return the error for a user's file with unsuitable content. `why`: the reason and what to change."""
     return ConfigError(
         why, setting=setting, given=str(path), allowed=_ALLOWED.get(setting, "a file with text in UTF-8")
     )

@@ -1,18 +1,19 @@
-"""A tournament of predictors and eviction policies on a user's text, by time: all are simulated, then the best are run.
+"""Compares the times of predictors and eviction policies on a user's text: all are simulated, then the best are run.
 
-    read the text once -> the routers' choices, every predictor's predictions, all times
-                       -> every candidate on the virtual clock, with these times -> seconds per token
-                       -> the best ones, and the baseline, in turns on this machine -> the winner
+    run the text once -> the routers' choices, every predictor's predictions, all times
+                      -> every candidate on the virtual clock, with these times -> seconds per token
+                      -> the best ones, and the baseline, alternately on this machine -> the winner
 
 The simulation executes the engine's own plans. It does not know how much a prefetch slows concurrent computing, so real
-time decides, and `none` and the baselines are always among the finalists.
+time decides. `none` and the baselines are always among the finalists.
 
-A baseline is what is used without a tournament. It wins ties: another candidate replaces it only where it was faster by
-more than `LEAD` in every round. Of two candidates that are equally fast up to noise, one achieves that in three rounds
-by chance with a probability below one in eight.
+The *baseline* is what is used without a tournament. It wins ties: another candidate replaces it only if it was faster
+by more than `LEAD` in every round. If two candidates are equally fast, one leads in three rounds by chance with a
+probability below one in eight.
 
-Eviction policies compete first, without prefetch; the winner is then used for the predictors, in the simulation and in
-the finals, so that the two winners have run together. For predictors alone, the engine's own eviction policy is used.
+Eviction policies compete first, without prefetch. The winner is then used for the predictors, in the simulation and in
+the finals, so that both winners have run together. If only predictors compete, the engine's own eviction policy is
+used.
 """
 
 from __future__ import annotations
@@ -52,49 +53,48 @@ from smoe.simulator.foresight import Recorded
 from smoe.simulator.virtual_clock import StepTimes
 
 LEAST_TOKENS = 96
-"""The least number of tokens: a third of them only fills the cache (`WARM_SHARE`)."""
+"""The smallest number of tokens: a third of them only fills the cache (`WARM_SHARE`)."""
 TURN_WARM, TURN_TIMED = 16, 32
-"""The numbers of untimed and timed tokens of a turn."""
+"""The numbers of tokens in a run of a finalist, first without and then with measurement."""
 ROUNDS, MOST_ROUNDS = 3, 7
-"""The rounds by which a candidate must lead to replace the baseline, and the maximum number of turns of each finalist:
-more than the first where the fastest has not won all of these."""
+"""A candidate must lead in `ROUNDS` rounds to replace the baseline. There are more rounds, at most `MOST_ROUNDS`, if
+the fastest candidate has not won all of them."""
 FINALISTS = 3
-"""The number of finalists of each kind: the best of the simulation. `ALWAYS` and the baseline replace the last ones
-where they are not among them."""
+"""The number of finalists of each kind, the best of the simulation. `ALWAYS` and the baseline are always among them."""
 ALWAYS = {"prefetch": "none", "eviction": "auto"}
 LEAD = 0.02
-"""A candidate wins a round where it was faster than the baseline by more than this share."""
+"""A candidate wins a round if it is faster than the baseline by more than this fraction."""
 
 Tick = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A predictor or an eviction policy with its results."""
+    """A candidate, a predictor or an eviction policy, with its results."""
 
     name: str
     simulated_seconds: float
-    """Seconds per token on the virtual clock."""
+    """The seconds per token on the virtual clock."""
     measured_seconds: tuple[float, ...] = ()
-    """The median seconds per token of every turn, by rounds; empty: not a finalist."""
+    """The median seconds per token in each round; empty if it is not a finalist."""
     asking_seconds: float = 0.0
-    """Seconds of one prediction."""
+    """The seconds that one prediction takes."""
     recall: float | None = None
-    """The share of the next layer's experts that was predicted."""
+    """The fraction of the next layer's experts that were predicted."""
     precision: float | None = None
-    """The share of the predicted experts that was chosen."""
+    """The fraction of the predicted experts that were chosen."""
 
     @property
     def seconds(self) -> float:
-        """Seconds per token, measured or else simulated."""
+        """The seconds per token, measured if possible, otherwise simulated."""
         return median(self.measured_seconds) if self.measured_seconds else self.simulated_seconds
 
     def beats(self, baseline: Entrant) -> bool:
-        """Return whether it won at least `ROUNDS` rounds more than it lost."""
+        """Return whether this candidate won at least `ROUNDS` rounds more than it lost."""
         return 2 * self.won(baseline) - len(self.measured_seconds) >= ROUNDS
 
     def won(self, baseline: Entrant) -> int:
-        """Return the number of rounds in which it was faster by more than `LEAD`."""
+        """Return the number of rounds in which this candidate was faster than the baseline by more than `LEAD`."""
         rounds = zip(self.measured_seconds, baseline.measured_seconds, strict=True)
         return sum(own < (1 - LEAD) * other for own, other in rounds)
 
@@ -104,15 +104,14 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Tournament:
-    """The candidates of one kind, the winner first."""
+    """The candidates for one setting with their results, the winner first."""
 
     kind: str
-    """The setting: `prefetch` or `eviction`."""
+    """The name of the setting: `prefetch` or `eviction`."""
     baseline: str
-    """The candidate that the others must beat: the default without a tournament, or none where that cannot take
-    part."""
+    """The candidate that the others must beat: `serves`, or none if that cannot take part."""
     serves: str
-    """What is used without a tournament."""
+    """The value of the setting that is used without a tournament."""
     entrants: tuple[Entrant, ...]
     refused: Mapping[str, Refused]
     """The candidates that could not take part, with the reasons."""
@@ -123,7 +122,7 @@ class Tournament:
 
     @property
     def stays(self) -> bool:
-        """Whether the default without a tournament has won, so that nothing changes."""
+        """Whether `serves` has won, so that nothing changes."""
         return self.winner.name == self.serves
 
     def as_json(self) -> dict[str, Any]:
@@ -136,17 +135,18 @@ class Tournament:
 
 
 class _RoutingCollector(StepObserver):
-    """Records every routing, and each predictor's prediction after its layer's experts."""
+    """An observer that stores every routing, and each predictor's predictions after the layer's experts are
+    computed."""
 
     def __init__(self, predictors: Mapping[str, Predictor], now: Callable[[], float]) -> None:
-        """`now`: the engine's clock, for the time of observing."""
+        """`now`: the engine's clock, by which the time of observing is measured."""
         self.trace: list[Routing] = []
         self.predictions: dict[str, list[Sequence[Prediction]]] = {name: [] for name in predictors}
         self.asking: dict[str, list[float]] = {name: [] for name in predictors}
         self._predictors = predictors
         self._now = now
         self._planned_seconds = self._computed_seconds = 0.0
-        """Seconds of observing within the engine's planning, and between the experts."""
+        """The seconds of observing while the engine plans, and while it computes experts."""
 
     def less_listening(self, counted: Counters) -> Counters:
         """Return the counters without the time of observing."""
@@ -185,7 +185,7 @@ def _on_host(answer: Prediction) -> Prediction:
 
 
 def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, Predictor], dict[str, Refused]]:
-    """Return (the predictors that can take part, reasons for the others)."""
+    """Return ({name: predictor} of those that can take part, {other name: the reason})."""
     engine: Engine = model.offload  # type: ignore[assignment]
     depth = engine.config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     place, found = Path(spec.config.name_or_path), dict[str, Predictor]()
@@ -212,7 +212,7 @@ def predictors_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, 
 
 
 def serving_prefetch(model: PreTrainedModel, spec: LibrarySpec) -> str:
-    """Return the predictor that `prefetch` auto means without a tournament."""
+    """Return the name of the predictor that `prefetch` auto stands for without a tournament."""
     engine: Engine = model.offload  # type: ignore[assignment]
     return predictor_name(spec, replace(engine.config, prefetch="auto"), model.device)
 
@@ -225,11 +225,11 @@ def hold(
     kinds: Sequence[str],
     tick: Tick,
 ) -> list[Tournament]:
-    """Hold a tournament of each of `kinds` (`prefetch`, `eviction`) on the text `ids`; `tick` is called for every
-    token.
+    """Hold a tournament for each of the settings `kinds` (`prefetch`, `eviction`) on the text `ids`. `tick` is called
+    for every token. Return the results.
 
-    Eviction policies come first, and the engine keeps the winners. Raises `ConfigError` for a short text, and where
-    every expert fits.
+    Eviction policies compete first. Afterwards the engine uses the winners. Raise `ConfigError` if the text is too
+    short, or if every expert fits.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     _check(engine, len(ids))
@@ -263,7 +263,7 @@ def hold(
 
 
 def tokens_of(length: int, kinds: Sequence[str]) -> int:
-    """Return the maximum number of tokens that `hold` runs."""
+    """Return the largest number of tokens that `hold` processes."""
     return length + len(kinds) * FINALISTS * MOST_ROUNDS * (TURN_WARM + TURN_TIMED)
 
 
@@ -325,13 +325,13 @@ def _by_eviction(engine: Engine, settings: EvictionSettings) -> None:
 
 
 class _Turns(NamedTuple):
-    """The inputs of the finalists' runs."""
+    """What the finalists' runs need."""
 
     model: PreTrainedModel
     ids: Sequence[int]
     tick: Tick
     set_up: Callable[[str], None]
-    """Sets up the engine for another candidate."""
+    """A function that makes the engine use a candidate, by its name."""
 
 
 def _finish(
@@ -342,7 +342,7 @@ def _finish(
     refused: Mapping[str, Refused],
     turns: _Turns,
 ) -> Tournament:
-    """Run the finalists of a simulation in turns; the engine keeps the winner."""
+    """Run the finalists alternately, and return the results. Afterwards the engine uses the winner."""
     ranked = sorted(entrants, key=lambda entrant: entrant.simulated_seconds)
     finalists = finalists_of(ranked, {ALWAYS[kind], baseline})
     rest = [entrant for entrant in ranked if entrant not in finalists]
@@ -362,22 +362,23 @@ def _finish(
 
 
 def finalists_of(ranked: Sequence[Entrant], always: Container[str]) -> list[Entrant]:
-    """Return the finalists, given the candidates ordered by simulated time; those in `always` are included."""
+    """Return the finalists. `ranked`: the candidates in the order of their simulated times. Candidates named in
+    `always` are always included."""
     others = [entrant.name for entrant in ranked if entrant.name not in always]
     first = others[: FINALISTS - (len(ranked) - len(others))]
     return [entrant for entrant in ranked if entrant.name in always or entrant.name in first]
 
 
 def is_decided(finalists: Sequence[Entrant], baseline: str) -> bool:
-    """Return whether the fastest so far has won or is the baseline."""
+    """Return whether the fastest candidate so far is the baseline or has won."""
     fastest = min(finalists, key=lambda entrant: entrant.seconds)
     usual = next(entrant for entrant in finalists if entrant.name == baseline)
     return fastest is usual or fastest.beats(usual)
 
 
 def placed_of(finalists: Sequence[Entrant], baseline: str) -> list[Entrant]:
-    """Return the winner, then the others by their times. The winner is the fastest that beats the baseline, or else the
-    baseline."""
+    """Return the finalists in the order of their results. The winner is the fastest one that beats the baseline, or
+    else the baseline. The others follow by their times."""
     fastest = sorted(finalists, key=lambda entrant: entrant.seconds)
     usual = next(entrant for entrant in fastest if entrant.name == baseline)
     winner = next((entrant for entrant in fastest if entrant.beats(usual)), usual)
@@ -385,7 +386,7 @@ def placed_of(finalists: Sequence[Entrant], baseline: str) -> list[Entrant]:
 
 
 def _turn(model: PreTrainedModel, ids: Sequence[int], number: int, tick: Tick) -> float:
-    """Return a token's median seconds from a cold cache, after a warm-up on some tokens of the text."""
+    """Return the median seconds of a token, starting with an empty cache, after some tokens that are not measured."""
     engine: Engine = model.offload  # type: ignore[assignment]
     need = TURN_WARM + TURN_TIMED
     begin = number * need % max(1, len(ids) - need + 1)

@@ -1,13 +1,18 @@
-"""Trains the estimate of the next use for `--eviction learned`, on recorded traces.
+"""Trains the estimate of the next use for `--eviction learned` on recorded traces.
 
-Both parts are fitted to D^n, with n the tokens until an expert's next use (`policy/eviction/learned.py`), at every
-token of the traces and not only at evictions: the quality of an estimate does not depend on the cache. The first part
-is a logistic regression by Newton's method. The second is a ridge regression from the choices of all layers to the
-first part's error, in units of its standard deviation; the `RANK` directions of its solution that explain most are used
-(reduced-rank regression: A. J. Izenman, Journal of Multivariate Analysis 5, 1975). Nothing is random: equal traces give
-equal estimates.
+Both parts are fitted to D^n, where n is the number of tokens until an expert's next use (`policy/eviction/learned.py`).
+They are fitted at every token of the traces, not only at evictions, because the quality of an estimate does not depend
+on the cache.
 
-Memory: four matrices of all experts squared; the longest step is the eigenvectors of one of them.
+The first part is a logistic regression by Newton's method. The second is a ridge regression from the choices of all
+layers to the first part's error, in units of its standard deviation. The `RANK` directions of its solution that explain
+most are used (reduced-rank regression: A. J. Izenman, Journal of Multivariate Analysis 5, 1975). Nothing is random:
+equal traces give equal estimates.
+
+The second part needs memory for four matrices of (layers x experts)^2 numbers. The eigenvectors of one of them take
+most of the time.
+
+Letters: T tokens, L layers, E experts, F inputs of the first part, R = `RANK`.
 """
 
 from __future__ import annotations
@@ -22,36 +27,36 @@ from smoe.policy.eviction.learned import DECAY, DISCOUNT, FADING, FEATURES, Next
 from smoe.routing import Phase, Routing
 
 RANK = 64
-"""The largest R: 32 miss 0.5 % more, 128 no less (embedded model)."""
+"""The largest R. On the embedded model, 32 has 0.5 % more misses, and 128 has no fewer."""
 PENALTY = 1000.0
-"""The penalty of the ridge regression, in tokens: results from much fewer tokens do not count."""
+"""The penalty of the ridge regression, in tokens: what was seen in far fewer tokens has almost no effect."""
 LEAST_TOKENS = 200
-"""The least number of tokens of all traces."""
+"""The smallest number of tokens of all traces together."""
 _UNSEEN = 20
-"""The number of last tokens of a trace that are not fitted to: their next use is unknown."""
+"""The last tokens of a trace are not used, because the next use of many experts is unknown there."""
 _MOMENTS = 4
-"""The number of evenly spread layers of a token after which the second part is evaluated in training."""
+"""In training, the second part is evaluated after this many layers of each token, evenly distributed."""
 _ROWS = 500_000
-"""The approximate number of estimates to which the first part is fitted."""
+"""The approximate number of (token, expert) pairs to which the first part is fitted."""
 _NEWTON = 8
 _RIDGE = 0.1
-"""The penalty that bounds the weights of Newton's method."""
+"""The penalty that limits the weights in Newton's method."""
 
 Traces = Sequence[Sequence[Routing]]
 Tick = Callable[[int, int], None]
 
 
 class _History(NamedTuple):
-    """A trace, token by token."""
+    """The uses of a trace, token by token."""
 
     uses: np.ndarray
-    """[T, L, E] 1 where a token used an expert."""
+    """[T, L, E] 1 if a token used an expert, else 0."""
     target: np.ndarray
-    """[T, L, E] D^n from each token on; 0 where an expert is never used again."""
+    """[T, L, E] D^n from each token on; 0 if an expert is never used again."""
 
 
 class LayersShape(NamedTuple):
-    """The layers with experts of a model."""
+    """The layers of a model that have experts."""
 
     layers: Sequence[int]
     """The layers' numbers, ascending."""
@@ -62,10 +67,8 @@ class LayersShape(NamedTuple):
 
 
 def train(traces: Traces, shape: LayersShape, tick: Tick = lambda done, total: None) -> NextUse:
-    """Return the estimate trained on `traces` of one model; `tick` receives the numbers of steps done and in all.
-
-    Raises `ConfigError` for traces with too few tokens.
-    """
+    """Return the estimate that is trained on `traces` of one model. `tick` is called with the number of steps done and
+    their total. Raise `ConfigError` if the traces have too few tokens."""
     histories = [_history(trace, shape) for trace in traces]
     tokens = sum(len(history.uses) for history in histories)
     if tokens < LEAST_TOKENS:
@@ -85,7 +88,7 @@ def train(traces: Traces, shape: LayersShape, tick: Tick = lambda done, total: N
 
 
 class _TokenProgress:
-    """Counts tokens for a `tick`."""
+    """Counts tokens and reports them to a `tick`."""
 
     def __init__(self, tick: Tick, done: int, total: int) -> None:
         self._tick, self._done, self._total = tick, done, total
@@ -96,8 +99,8 @@ class _TokenProgress:
 
 
 def _history(trace: Sequence[Routing], shape: LayersShape) -> _History:
-    """Return the history of a trace. Each token of a prompt is a step, a decode step of a batch is one, as in the
-    policy."""
+    """Return the history of a trace. As in the policy, each token of a prompt is a step, and a decode step of a batch
+    is one step."""
     row_of = {layer: row for row, layer in enumerate(shape.layers)}
     steps: list[list[list[int]]] = [[] for _ in shape.layers]
     for routing in trace:
@@ -119,7 +122,7 @@ def _history(trace: Sequence[Routing], shape: LayersShape) -> _History:
 
 
 def _features(history: _History, rate: float, progress: _TokenProgress) -> Iterator[np.ndarray]:
-    """Yield [L, E, F] after every token."""
+    """Yield the inputs of the first part [L, E, F] after every token."""
     fading = np.zeros((len(FADING), *history.uses.shape[1:]))
     uses = np.zeros(history.uses.shape[1:])
     for token, used in enumerate(history.uses):
@@ -131,7 +134,7 @@ def _features(history: _History, rate: float, progress: _TokenProgress) -> Itera
 
 
 def _first_part(histories: Sequence[_History], rate: float, stride: int, progress: _TokenProgress) -> np.ndarray:
-    """Return [F] weights, from every `stride`-th token."""
+    """Return the weights [F] of the first part, fitted at every `stride`-th token."""
     rows, values = [], []
     for history in histories:
         last = len(history.uses) - _UNSEEN
@@ -149,16 +152,16 @@ def _first_part(histories: Sequence[_History], rate: float, stride: int, progres
 
 
 class _Second(NamedTuple):
-    """The second part's parameters, with layers by their place among those with experts."""
+    """The parameters of the second part. Layers are numbered among those with experts."""
 
     source: np.ndarray
-    """[L, E, R] vectors that a chosen expert adds to the context"""
+    """[L, E, R] the vector that each expert adds to the context when it is chosen."""
     usual: np.ndarray
-    """[L, R] the mean addition of a token"""
+    """[L, R] what a token adds to the context on average."""
     target: np.ndarray
-    """[L, E, R] vectors that read the context"""
+    """[L, E, R] the vector of each expert whose scalar product with the context is its estimate."""
     offset: np.ndarray
-    """[L, E] constants"""
+    """[L, E] a constant that is added to the estimate."""
 
 
 def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray, progress: _TokenProgress) -> _Second:
@@ -170,7 +173,7 @@ def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray
     context_sum, missing_sum, count = np.zeros(size), np.zeros(size), 0
     for history in histories:
         context, missing = _context_and_missing(history, mean, rate, weights, progress)
-        for layer in moments:  # the layers up to it have observed the token, the others the one before
+        for layer in moments:  # layers up to this one have observed the token, later ones the token before
             observed = np.concatenate([context[1:, : layer + 1], context[:-1, layer + 1 :]], axis=1).reshape(-1, size)
             wanted = np.concatenate([missing[1:, : layer + 1], missing[:-1, layer + 1 :]], axis=1).reshape(-1, size)
             squares += observed.T @ observed
@@ -194,8 +197,8 @@ def _second_part(histories: Sequence[_History], rate: float, weights: np.ndarray
 def _context_and_missing(
     history: _History, mean: np.ndarray, rate: float, weights: np.ndarray, progress: _TokenProgress
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays [T, L, E] without the last tokens: fading choices as differences from the mean, and the first
-    part's error in units of its standard deviation."""
+    """Return two arrays [T, L, E], without the last tokens: the context, which contains fading choices as differences
+    from the mean, and the first part's error in units of its standard deviation."""
     tokens = max(0, len(history.uses) - _UNSEEN)
     context, missing = np.zeros((2, tokens, *mean.shape), dtype=np.float32)
     now = np.zeros_like(mean)
@@ -209,7 +212,7 @@ def _context_and_missing(
 
 
 def _by_number(second: _Second, shape: LayersShape, rate: float, weights: np.ndarray) -> NextUse:
-    """Return the parameters with layers by number, with rows of zeros for layers without experts."""
+    """Return the parameters with layers by their number in the model. Layers without experts have zeros."""
     spread_out = []
     for part in second:
         rows = np.zeros((shape.layers[-1] + 1, *part.shape[1:]), dtype=np.float32)

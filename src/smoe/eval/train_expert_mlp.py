@@ -1,8 +1,9 @@
-"""Trains DuoServe's ExpertMLP on recorded paths (sections 4.2 and 6.4): seeded, and continued after an interrupt.
+"""Trains DuoServe's ExpertMLP on recorded paths (sections 4.2 and 6.4). The training is seeded, and continues after an
+interrupt.
 
-A sample is one layer of one token: the state before it, and the experts it chose. The last tenth of the tokens is held
-back: its loss determines when to stop, and which epoch's weights are used. The paper names neither optimiser nor batch
-size: Adam at 0.001, 256 samples.
+A sample is one layer of one token: the network's inputs for this layer, and the experts that the layer chose. The last
+tenth of the tokens is not used for training. The loss on it determines when training ends, and which epoch's weights
+are used. The paper gives neither optimiser nor batch size: here it is Adam at 0.001 with 256 samples.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from smoe.whole_file import whole_file
 
 LEAST_EPOCHS, MOST_EPOCHS = 15, 45
 _PATIENCE = 3
-"""The number of epochs without a better held-back loss after which training ends."""
+"""Training ends after this many epochs without a lower loss on the held-out tenth."""
 HELD_BACK = 0.1
 _BATCH = 256
 _RATE = 1e-3
@@ -37,17 +38,18 @@ _RATE = 1e-3
 
 @dataclass(frozen=True)
 class Training:
-    """A trained network and its course."""
+    """A trained network, and the losses during its training."""
 
     fitted: Fitted
     losses: list[tuple[float, float]]
-    """The losses of every epoch: on the training part, and on the held-back tenth."""
+    """(loss on the training part, loss on the held-out tenth) of every epoch."""
     core_seconds: float
-    """The seconds of one core for all epochs."""
+    """The processor time of all epochs, in seconds."""
 
     @property
     def best_epoch(self) -> int:
-        """The number of the best epoch, from 1; its weights are used."""
+        """The number, from 1, of the epoch whose weights are used: the one with the lowest loss on the held-out
+        tenth."""
         return 1 + min(range(len(self.losses)), key=lambda epoch: self.losses[epoch][1])
 
 
@@ -69,11 +71,12 @@ def train_expert_mlp(
     tick: Callable[[int], None] = lambda epochs: None,
     most_epochs: int | None = None,
 ) -> Training:
-    """Train on `paths`, at least ten tokens of two layers. Equal paths and seeds give equal bytes, interrupted or not.
+    """Return the network trained on `paths`, which must have at least ten tokens and two layers. Equal paths and seeds
+    give equal weights, bit by bit, with or without an interrupt.
 
-    `checkpoint`: the file in which every epoch is stored until the last; one of other paths or another seed is ignored.
-    `tick` receives the number of finished epochs; `most_epochs`: default `MOST_EPOCHS`. Raises `OSError` where
-    `checkpoint` cannot be written.
+    `checkpoint`: the file in which the state is stored after every epoch, until training ends. A file of other paths or
+    of another seed is ignored. `tick` is called with the number of epochs done. `most_epochs`: None: `MOST_EPOCHS`.
+    Raise `OSError` if `checkpoint` cannot be written.
     """
     with threads(1), torch.random.fork_rng(devices=[]):
         return _Trainer(paths, seed).run(checkpoint, tick, most_epochs or MOST_EPOCHS)
@@ -114,7 +117,7 @@ class _Trainer:
     def _epoch(self) -> None:
         progress, losses = self._progress, []
         number = len(progress.losses)
-        torch.manual_seed(self._seed * (MOST_EPOCHS + 1) + number + 1)  # whatever was drawn before an interrupt
+        torch.manual_seed(self._seed * (MOST_EPOCHS + 1) + number + 1)  # the same after an interrupt
         self._network.train()
         places = len(self._all.layers) - 1
         order = torch.randperm(len(self._trained.chosen) * places).numpy()
@@ -139,10 +142,11 @@ class _Trainer:
         return sum(found) / len(found)
 
     def _loss(self, paths: Paths, tokens: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """Return equation 6 as a mean over the layers at `places` [B] of `tokens` [B]."""
+        """Return the loss of equation 6 as a mean over samples. Sample b is the layer at index `places[b]` of token
+        `tokens[b]`."""
         given = np.empty((len(tokens), state_width(paths.layers)), dtype=np.float32)
         wanted = np.empty((len(tokens), self._widest), dtype=np.float32)
-        counts = np.zeros_like(wanted)  # a layer with fewer experts does not count for the others
+        counts = np.zeros_like(wanted)  # the outputs beyond a layer's own experts are ignored
         for place in np.unique(places):
             here = places == place
             path = paths.chosen[tokens[here]]
@@ -156,7 +160,7 @@ class _Trainer:
         return loss / float(counts.sum())
 
     def _mark(self) -> str:
-        """Return a mark that identifies this training."""
+        """Return a hash of the data, seed and parameters of this training."""
         digest = hashlib.sha256(repr((self._seed, self._all.layers, _BATCH, _RATE, torch.__version__)).encode())
         digest.update(self._all.chosen.tobytes())
         return digest.hexdigest()
@@ -180,7 +184,7 @@ class _Trainer:
 
 
 def _is_over(losses: list[float], most_epochs: int) -> bool:
-    """Return whether a better epoch is not to be expected."""
+    """Return whether training should end. `losses`: the losses on the held-out tenth."""
     if len(losses) < min(LEAST_EPOCHS, most_epochs):
         return False
     since_best = len(losses) - 1 - losses.index(min(losses))

@@ -1,8 +1,8 @@
-"""Finds the threshold for a time per token: measured on this machine, on real text, and stored.
+"""Finds the threshold alpha for a time per token, measured on this machine on real text, and stores the times.
 
-Thresholds are run in turn in short rounds, so that a slow minute of the machine affects all of them; the variation
-between rounds is the noise, without which no figure is meaningful. Where experts come from disk, times are stated for
-one read rate (`policy/tuning.py`).
+Thresholds are run alternately in short rounds, so that a slow minute of the machine affects all of them. The variation
+between rounds is the noise of the measurement. If experts come from disk, times are converted to one read rate
+(`policy/tuning.py`).
 """
 
 from __future__ import annotations
@@ -40,49 +40,51 @@ from smoe.user_cache import cache_folder, keep
 
 _ROUNDS = 3
 _WARM_TOKENS = TURNS * TURN + 8
-"""The tokens in which the cache fills and prefetch tests itself."""
+"""The number of tokens before the measurement, in which the cache fills and prefetching is tested
+(`policy/trial.py`)."""
 _TIMED_TOKENS = 24
 _TOLERANCE = 0.1
-"""A budget is met where a new measurement exceeds it by at most this share."""
+"""A budget counts as met if a new measurement exceeds it by at most this fraction."""
 _FIRST_TOKENS = 3
-"""The number of tokens from a cold cache that measure the disk; nearly all of their experts are read."""
+"""The number of tokens after the start with an empty cache by which the disk is measured: nearly all of their experts
+are read."""
 _FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The time per token of one model with one budget on this machine, by alpha."""
+    """The measured time per token of one model with one budget on this machine, for each alpha."""
 
     circumstances: dict[str, Any]
     alphas: list[float]
     rounds: list[list[Timing]]
-    """One entry for each round and alpha."""
+    """[rounds][alphas] the measured times."""
     bytes_per_second: float | None
-    """The read rate for which all times are stated; None: they do not depend on it."""
+    """The read rate to which all times are converted; None if they do not depend on it."""
 
     @property
     def seconds(self) -> list[list[float]]:
-        """Seconds per token for each round and alpha, at `bytes_per_second`."""
+        """[rounds][alphas] the seconds per token, converted to `bytes_per_second`."""
         return [[timing.at_rate(self.bytes_per_second) for timing in timings] for timings in self.rounds]
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """(alpha, median of the rounds' seconds per token)"""
+        """(alpha, median of the rounds' seconds per token) for each alpha."""
         return [(alpha, median(times)) for alpha, *times in zip(self.alphas, *self.seconds, strict=True)]
 
     @property
     def measured_seconds(self) -> list[float]:
-        """The median of the measured seconds per token for every alpha, not converted to one read rate."""
+        """For every alpha, the median of the measured seconds per token, not converted to one read rate."""
         return [median(timing.seconds for timing in timings) for timings in zip(*self.rounds, strict=True)]
 
     @property
     def rates(self) -> list[float]:
-        """The read rate of every turn that read, in bytes per second."""
+        """The read rate of every measurement in which experts were read, in bytes per second."""
         return [t.bytes_per_second for timings in self.rounds for t in timings if t.bytes_per_second is not None]
 
     @property
     def half_range_seconds(self) -> list[float]:
-        """For every alpha, half of the difference between its fastest and its slowest round, in seconds."""
+        """For every alpha, its noise: half of the difference between its fastest and its slowest round, in seconds."""
         return half_ranges(self.seconds)
 
     @property
@@ -96,21 +98,23 @@ class Tuning:
 
     @property
     def flat_seconds(self) -> float:
-        """The time per token for any alpha, where alpha has no effect."""
+        """The seconds per token for any alpha, if alpha has no effect."""
         return median(seconds for _, seconds in self.points)
 
     def as_first_read(self, bytes_per_second: float) -> Tuning:
-        """Return the tuning for the disk's current rate, given the rate of a short measurement like the first tokens of
-        every turn."""
+        """Return the tuning converted to the disk's present rate. `bytes_per_second`: the rate of a short measurement
+        now, which is compared with the first tokens of every round."""
         then = middle_rate([timing.first_bytes_per_second for timings in self.rounds for timing in timings])
         if then is None or self.bytes_per_second is None:
             return self
         return replace(self, bytes_per_second=self.bytes_per_second * bytes_per_second / then)
 
     def alpha_for(self, seconds: float) -> float:
-        """Return the smallest alpha that meets the budget. Raises `ConfigError` where no measured alpha does.
+        """Return the smallest alpha that meets the budget of `seconds` per token. Raise `ConfigError` if no measured
+        alpha does.
 
-        Where alpha has no effect, the result is 0: the smallest alpha of a fit through noise would be noise.
+        If alpha has no effect, return the smallest measured alpha, because an alpha from a curve through noise would be
+        random.
         """
         if self.is_flat:
             if self.flat_seconds > (1 + _TOLERANCE) * seconds:
@@ -137,7 +141,7 @@ class Tuning:
         return alpha
 
     def predicted_seconds(self, alpha: float) -> float:
-        """Return the expected seconds per token."""
+        """Return the expected seconds per token with this alpha."""
         return self.flat_seconds if self.is_flat else predicted_seconds(self.points, alpha)
 
     def _when_read(self) -> str:
@@ -158,30 +162,30 @@ class Tuning:
 
 @dataclass(frozen=True)
 class AlphaChoice:
-    """The alpha for a time per token, and the result of a new measurement."""
+    """The alpha for a time per token, and the result of a new measurement with it."""
 
     tpot_seconds: float
     alpha: float
     lowest_alpha: float
     """The alpha for a budget that is longer by the noise."""
     highest_alpha: float | None
-    """The alpha for a budget that is shorter by the noise; None: it cannot be met."""
+    """The alpha for a budget that is shorter by the noise; None if no alpha meets it."""
     is_within_noise: bool
     predicted_seconds: float
     measured_seconds: float
     """The measured seconds per token."""
     measured_bytes_per_second: float | None
-    """The read rate during the measurement."""
+    """The read rate during the new measurement, in bytes per second."""
     rescaled_seconds: float
-    """The measured seconds, converted to the read rate of the prediction."""
+    """The measured seconds per token, converted to the read rate of the prediction."""
     is_met: bool
-    """Whether the converted time is within 10 % of the budget."""
+    """Whether the converted time exceeds the budget by at most 10 %."""
 
 
 def measure_times(
     model: PreTrainedModel, alphas: Sequence[float], ids: Sequence[int], circumstances: dict[str, Any], tick: Tick
 ) -> Tuning:
-    """Measure the time per token of every alpha, in rounds that pass through all of them."""
+    """Return the time per token for every alpha, measured in several rounds over all of them."""
     context_tokens = model.offload.context_tokens  # type: ignore[union-attr]
     if context_tokens < turn_tokens():
         raise ConfigError(
@@ -198,7 +202,8 @@ def measure_times(
 
 
 def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence[int], tick: Tick) -> AlphaChoice:
-    """Return the smallest alpha that meets the budget, measured once more. Raises `ConfigError` where none does."""
+    """Return the smallest alpha that meets the budget of `seconds` per token, with a new measurement. Raise
+    `ConfigError` if none does."""
     points, noise, alpha = tuning.points, tuning.noise_seconds, tuning.alpha_for(seconds)
     measured = _turn(model, alpha, ids, _ROUNDS, tick)
     rescaled = measured.at_rate(tuning.bytes_per_second)
@@ -217,10 +222,10 @@ def choose(model: PreTrainedModel, tuning: Tuning, seconds: float, ids: Sequence
 
 
 def look_at_reading(model: PreTrainedModel) -> float | None:
-    """Return the current read rate of experts in bytes per second, from a few tokens with a cold cache; None where none
+    """Return the present read rate of experts in bytes per second, from a few tokens with an empty cache; None if none
     are read.
 
-    Tokens are measured and not only reads: the processor's other work can double the rate, or halve it.
+    Tokens are processed, not only experts read, because the processor's other work can double the rate or halve it.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     engine.use_alpha(engine.config.alpha)
@@ -228,9 +233,9 @@ def look_at_reading(model: PreTrainedModel) -> float | None:
 
 
 def _turn(model: PreTrainedModel, alpha: float, ids: Sequence[int], number: int, tick: Tick) -> Timing:
-    """Return a token's times from a cold cache, after a warm-up on some tokens of the text, timed on the next ones.
+    """Return the times of a token. The cache is empty at first, and some tokens are processed before the measurement.
 
-    `number`: the part of the text; the first part is used where there are not so many.
+    `number`: which part of the text is used; the first part if the text is too short.
     """
     engine: Engine = model.offload  # type: ignore[assignment]
     need = turn_tokens()
@@ -263,33 +268,35 @@ def _tokens(model: PreTrainedModel, ids: Sequence[int], tick: Tick) -> list[tupl
 
 
 def _rate(tokens: Sequence[tuple[float, Counters]]) -> float | None:
-    """Return the median of the tokens' read rates, in bytes per second; None where nothing was read."""
+    """Return the median of the tokens' read rates in bytes per second; None if nothing was read."""
     return middle_rate([c.bytes_read / c.read_busy_seconds for _, c in tokens if c.bytes_read and c.read_busy_seconds])
 
 
 def _depends_on_disk(engine: Engine) -> bool:
-    """Return whether waiting is waiting for the disk: not for a device's link, and not with every expert resident."""
+    """Return whether waiting for experts means waiting for the disk. It does not for a device's link, or if every
+    expert is resident."""
     is_all_here = engine.ledger.cache_slots >= engine.ledger.demand.total_experts
     return engine.executor.device.type == "cpu" and not engine.pacing.is_emulated and not is_all_here
 
 
 def steps_of(alphas: Sequence[float]) -> int:
-    """Return the number of tokens that `measure_times` runs."""
+    """Return the number of tokens that `measure_times` processes."""
     return _ROUNDS * len(alphas) * turn_tokens()
 
 
 def turn_tokens() -> int:
-    """Return the number of tokens of one alpha in one round, and of the new measurement of a choice."""
+    """Return the number of tokens that are processed for one alpha in one round, and for the new measurement of a
+    choice."""
     return _WARM_TOKENS + _TIMED_TOKENS
 
 
 def store(tuning: Tuning) -> Path:
-    """Store a tuning for `generate --tpot`. Return the file's path. Raises `OSError`."""
+    """Store a tuning for `generate --tpot`. Return the file's path. Raise `OSError` if it cannot be written."""
     return keep(_path(tuning.circumstances), {"format": _FORMAT} | asdict(tuning))
 
 
 def recall(circumstances: dict[str, Any]) -> Tuning:
-    """Return the tuning with equal circumstances. Raises `ConfigError` where there is none."""
+    """Return the stored tuning with these circumstances. Raise `ConfigError` if there is none."""
     path = _path(circumstances)
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
@@ -308,7 +315,7 @@ def recall(circumstances: dict[str, Any]) -> Tuning:
 
 
 def circumstances_of(model: str, engine: Engine) -> dict[str, Any]:
-    """Return the known circumstances on which the time of an alpha depends."""
+    """Return the circumstances on which the time of an alpha depends, as far as they are known."""
     config = engine.config
     return {
         "model": model,

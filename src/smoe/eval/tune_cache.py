@@ -1,4 +1,5 @@
-"""Fits the weights of the multidimensional cache for one model on recorded traces, and measures them on others."""
+"""Fits the weights of the multidimensional cache for one model on recorded traces, and measures them on other
+traces."""
 
 from __future__ import annotations
 
@@ -28,18 +29,18 @@ Traces = Sequence[Sequence[Routing]]
 
 @dataclass(frozen=True)
 class CacheTuning:
-    """The result for one size of the cache."""
+    """The fitted weights for one size of the cache, and the results."""
 
     cache: MixedCache
     resident_share: float
     records: str
     weights: CacheWeights
     decode_steps: int
-    """The decode steps of the traces to which the weights were fitted."""
+    """The number of decode steps in the traces to which the weights were fitted."""
     penalties: dict[str, float]
-    """The penalty of each policy on these traces: misses in loads of full copies."""
+    """For each policy, its penalty on these traces: the cost of its misses in loads of full copies."""
     held_out: dict[str, float] | None
-    """The same on the held-out traces; None: there were none."""
+    """The same penalties on the held-out traces; None if there are none."""
 
     def as_json(self) -> dict[str, Any]:
         thresholds = self.cache.switches.thresholds
@@ -67,10 +68,11 @@ def tune_cache(
     passes: int,
     tick: Callable[[int, int], None],
 ) -> CacheTuning:
-    """Fit to the first `passes` of each trace, and count the cost of every policy on these and on the held-out traces.
+    """Fit the weights to the first `passes` passes of each trace. Return them with the penalties of every policy on
+    these and on the held-out traces.
 
-    `tick` is as for `best_weights`. Raises `ConfigError` for a cache that holds every expert, and for traces of another
-    model, `TraceError` for files that are not traces.
+    `tick`: as for `best_weights`. Raise `ConfigError` if the cache holds every expert, or for traces of another model,
+    and `TraceError` for files that are not traces.
     """
     spec = read_spec(model, config, revision)
     cache, share = _cache_of(spec, config)
@@ -89,8 +91,8 @@ def tune_cache(
 
 
 def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]:
-    """Return the slots of an engine with this configuration, and the share of resident experts. Slots of several sizes
-    count as one pool."""
+    """Return (the slots of an engine with this configuration, the fraction of experts that are resident). Slots of
+    several sizes are counted together."""
     ledger = ledger_of_cache(spec, config)
     low_slots = sum(pool.cache for pool in ledger.pools) - ledger.cache_slots
     low_cost = spec.low.expert_bytes / spec.expert_bytes if spec.low is not None else 1.0
@@ -98,7 +100,7 @@ def _cache_of(spec: ModelSpec, config: EngineConfig) -> tuple[MixedCache, float]
 
 
 def _read(path: Path, spec: ModelSpec, passes: int) -> list[Routing]:
-    """Return the beginning of a trace, with the scores and weights that policies and importance need."""
+    """Return the first `passes` passes of a trace, with the scores and weights that policies and importance need."""
     return first_passes(trace_of(path, spec).routings(with_scores=True, with_weights=True), passes)
 
 

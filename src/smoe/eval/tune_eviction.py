@@ -1,5 +1,5 @@
-"""Trains the learned eviction policy for one model on recorded traces, and compares it with other policies on
-others."""
+"""Trains the eviction policy `learned` for one model on recorded traces, and compares it with other policies on other
+traces."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from smoe.trace.record import TraceHeader
 
 RIVALS = ("lru", "lfu", "score", "auto", "multidimensional", LEARNED, "belady")
 ALL = 1 << 62
-"""A number of passes that means all."""
+"""A number of passes that no trace exceeds, so that all are used."""
 COUNTED = 1000
-"""The maximum number of passes of a trace on which policies are compared."""
+"""The largest number of passes of a trace on which policies are compared."""
 
 Tick = Callable[[str, int, int], None]
-"""A function that receives the current activity, and the numbers of steps done and in all."""
+"""A function that is called with the present activity, the number of steps done and their total."""
 
 
 @dataclass(frozen=True)
 class EvictionTuning:
-    """The trained estimate, and its misses for one size of the cache."""
+    """The trained estimate, and the misses for one size of the cache."""
 
     trained: TrainedNextUse
     slots: int
     resident_share: float
     uses: int
-    """The uses in the counted decode steps of the training traces."""
+    """The number of expert uses in the counted decode steps of the training traces."""
     misses: dict[str, int]
-    """The misses of each policy on these traces."""
+    """For each policy, its misses on these traces."""
     held_out_uses: int
     held_out: dict[str, int] | None
-    """The misses on the held-out traces; None: there were none."""
+    """For each policy, its misses on the held-out traces; None if there are none."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -69,10 +69,10 @@ def tune_eviction(
     passes: int | None,
     tick: Tick,
 ) -> EvictionTuning:
-    """Train on the first `passes` of each trace (None: all), and count the misses of every policy in the first
-    `COUNTED` passes of these and of the held-out traces, each from an empty cache.
+    """Train the estimate on the first `passes` passes of each trace (None: all). Return it with the misses of every
+    policy, in the first `COUNTED` passes of these and of the held-out traces, each from an empty cache.
 
-    Raises `ConfigError` for a cache that holds every expert, for traces of another model and for short ones,
+    Raise `ConfigError` if the cache holds every expert, and for traces of another model or short traces. Raise
     `TraceError` for files that are not traces.
     """
     spec = read_spec(model, config, revision)
@@ -97,14 +97,14 @@ def tune_eviction(
 
 
 def shape_of(header: TraceHeader) -> LayersShape:
-    """Return the layers with experts of the recorded model."""
+    """Return the layers of the recorded model that have experts."""
     layers = header.layers
     widest = max(layer.experts for layer in layers)
     return LayersShape([layer.layer for layer in layers], widest, max(layer.top_k for layer in layers))
 
 
 def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tuple[dict[str, int], int]:
-    """Return (misses of every policy on the first passes of one trace, the number of uses)."""
+    """Return ({policy: misses} in the first `passes` passes of one trace, the number of uses)."""
     plain = first_passes(trace.routings(), passes)
     counts = {}
     for name in RIVALS:
@@ -115,7 +115,7 @@ def miss_counts(trace: Trace, slots: int, next_use: NextUse, passes: int) -> tup
 
 
 class _Counting:
-    """Counts misses, trace by trace."""
+    """Counts the misses of several traces, and reports progress."""
 
     def __init__(self, slots: int, next_use: NextUse, passes: int, total: int, tick: Tick) -> None:
         self._slots, self._next_use, self._tick = slots, next_use, tick
@@ -123,7 +123,7 @@ class _Counting:
         self._done, self._total = 0, total
 
     def __call__(self, traces: Sequence[Trace]) -> tuple[dict[str, int], int]:
-        """Return (misses of each policy on all `traces`, the number of uses)."""
+        """Return ({policy: misses} on all `traces`, the number of uses)."""
         misses, uses = dict.fromkeys(RIVALS, 0), 0
         for trace in traces:
             found, used = miss_counts(trace, self._slots, self._next_use, self._passes)

@@ -1,7 +1,9 @@
-"""Fits predictors that use only the history of routing to recorded traces, and measures them on others token by token.
+"""Fits predictors that use only the history of routing to recorded traces, and measures them on other traces token by
+token.
 
-Rates are those of DuoServe's table 3. *exact*: all experts of the next layer were among the predicted ones, as many as
-it chooses; *at least one*: some of them were. Every layer but the first counts, for every token.
+The rates are those of DuoServe's table 3. *exact*: how often all experts of the next layer were predicted, if as many
+are predicted as the layer chooses. *at least one*: how often any of them was predicted. Every layer but the first
+counts, for every token.
 """
 
 from __future__ import annotations
@@ -33,23 +35,24 @@ PAPER = {
     "DuoServe, Mixtral 8x22B, Orca": (0.5621, 0.9045),
     "DuoServe, Mixtral 8x22B, SQuAD": (0.5416, 0.9031),
 }
-"""The paper's table 3: exact and at-least-one rates of ExpertMLP, two of eight experts."""
+"""The paper's table 3: the rates (exact, at least one) of ExpertMLP, for two of eight experts."""
 LEAST_TOKENS = 40
-"""The least number of tokens: fewer leave too few to decide when to stop."""
+"""The smallest number of tokens. With fewer, the held-out part is too small to decide when training should end."""
 _JUDGED_TOKENS = 1000
-"""The number of measured tokens of every trace: a network takes about a millisecond for each layer."""
+"""The number of tokens of every trace on which predictors are measured. A network takes about a millisecond for each
+layer."""
 _TIMED = 200
-"""The number of predictions from which the time of one is measured."""
+"""The number of predictions whose time is measured."""
 
 
 @dataclass(frozen=True)
 class PredictionRates:
-    """The rates of right predictions of one predictor."""
+    """How often one predictor is right, and how long it takes."""
 
     exact: float
     at_least_one: float
     recall: float
-    """The share of the chosen experts that was predicted."""
+    """The fraction of the chosen experts that were predicted."""
     seconds: float
     """The median seconds of one prediction."""
     predictions: int
@@ -57,13 +60,13 @@ class PredictionRates:
 
 @dataclass(frozen=True)
 class PredictorTuning:
-    """The fitted predictor, and the rates of all predictors."""
+    """A fitted predictor, and the rates of all predictors."""
 
     fitted: Fitted
     training: Training | None
-    """None for a predictor of counts."""
+    """The course of the training; None for a predictor that is fitted by counting."""
     rates: dict[str, dict[str, PredictionRates]]
-    """Rates by trace, then by predictor."""
+    """{trace: {predictor: rates}}."""
 
     def as_json(self) -> dict[str, Any]:
         losses = [] if self.training is None else self.training.losses
@@ -90,12 +93,12 @@ def tune_predictor(
     tick_judged: Callable[[int], None] = lambda predictors: None,
     most_epochs: int | None = None,
 ) -> PredictorTuning:
-    """Fit the predictor `name` to the first `tokens` (None: all) of each trace of a model with these `layers`, and
-    measure it on the held-out traces, with all predictors that need no training.
+    """Fit the predictor `name` to the first `tokens` tokens (None: all) of each trace of a model with these `layers`.
+    Measure it on the held-out traces, together with all predictors that need no training.
 
-    `checkpoint`, `tick` and `most_epochs` are as for `train_expert_mlp`; `tick_judged` receives the number of measured
-    predictors. Raises `ConfigError` for traces of another model or with too few tokens, `TraceError` for files that are
-    not traces.
+    `checkpoint`, `tick` and `most_epochs`: as for `train_expert_mlp`. `tick_judged` is called with the number of
+    predictors measured. Raise `ConfigError` for traces of another model or with too few tokens, and `TraceError` for
+    files that are not traces.
     """
     paths = joined([paths_of(path, layers, tokens, "trace") for path in traces])
     if len(paths.chosen) < LEAST_TOKENS:
@@ -119,9 +122,10 @@ def tune_predictor(
 
 
 def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, setting: str) -> Paths:
-    """Return the paths of a trace's first `tokens`, including prompts, without padding.
+    """Return the paths of a trace's tokens, including those of prompts, without padding. `tokens`: only this many from
+    the start; None: all.
 
-    Raises `ConfigError` for a trace with other layers, given for `setting`, and `TraceError`.
+    Raise `ConfigError` if the trace, given as `setting`, has other layers, and `TraceError` if it is not a trace.
     """
     trace = Trace(path)
     if routed_layers(trace.header) != layers:
@@ -130,7 +134,8 @@ def paths_of(path: Path, layers: tuple[RoutedLayer, ...], tokens: int | None, se
 
 
 def judge(make: Callable[[], FromHistory], paths: Paths) -> PredictionRates:
-    """Return the rates of a predictor that observes each sequence from its beginning, every token alone."""
+    """Return the rates of a predictor on these paths. It observes each sequence from its beginning, one token at a
+    time."""
     exact = some = named_right = wanted_all = count = 0
     times: list[float] = []
     for chosen in paths.of_sequences():
