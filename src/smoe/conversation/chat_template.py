@@ -1,4 +1,4 @@
-"""A model's chat template, which renders a conversation as one text."""
+"""Renders conversations as text with a model's chat template."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _DEVELOPER = Conversation([{"role": "developer", "content": _INSTRUCTION}, {"rol
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer. If it fails on a conversation, it gets the conversation in other forms
-    (`conversation.py`)."""
+    """The chat template of one tokenizer. If the template fails on a conversation, it is tried with the conversation in
+    other forms (`conversation.py`)."""
 
     def __init__(self, tokenizer: Any, process: TemplateProcess | None = None) -> None:
         self._tokenizer = tokenizer
@@ -30,26 +30,27 @@ class ChatTemplate:
 
     @property
     def state(self) -> str:
-        """The state of the template. none: the model has none; failed: it exceeded its limits on the last conversation;
-        else ok."""
+        """The state of the template. none: the model has none; failed: the last conversation exceeded a limit of time
+        or memory; ok: otherwise."""
         return "none" if not self.exists else "ok" if self._has_ended else "failed"
 
     def write(
         self, conversation: Conversation, variables: dict[str, Any] | None = None, ending: Ending = NEW_ANSWER
     ) -> str:
-        """Return the conversation as text, up to where the model answers or continues. `variables`: the template's own.
-        Raises `ChatTemplateError`."""
+        """Return the conversation as text. It ends where the model should answer or continue. `variables`: further
+        variables for the template. Raise `ChatTemplateError` if the template fails."""
         if any(message["role"] == "developer" for message in conversation.messages) and not self._takes_developer():
             conversation = developer_as_system(conversation)
         return self._written(conversation, variables or {}, ending)
 
     def close(self) -> None:
-        """Render nothing more; a conversation in progress fails. Any thread may call this."""
+        """Stop rendering: the conversation that is being rendered fails, and so do later ones. Any thread may call
+        this."""
         self._process.close()
 
     def _written(self, conversation: Conversation, variables: dict[str, Any], ending: Ending) -> str:
-        """Render the conversation, if necessary in other forms. A form is adopted when the template ends, or fails for
-        another reason, with it."""
+        """Return the rendered conversation, if necessary in other forms. A form that changes the template's error is
+        used for the next attempts too."""
         deadline = self._process.deadline()
         try:
             return self._rendered(conversation, variables, deadline, ending)
@@ -93,8 +94,8 @@ class ChatTemplate:
         return _cut_off(text) if ending.continue_final_message else text
 
     def _takes_developer(self) -> bool:
-        """Return whether a developer's text appears in the rendered conversation. That the source contains the role's
-        name is not enough."""
+        """Return whether the text of a message with the role `developer` appears in the rendered conversation. It is
+        not enough that the template's source contains the role's name."""
         if self._knows_developer is None:
             try:
                 text = self._rendered(_DEVELOPER, {}, self._process.deadline())
@@ -107,7 +108,7 @@ class ChatTemplate:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without empty fields, with its reasoning under both names that templates read."""
+    """Return a message without empty fields. Its reasoning has both names that templates use for it."""
     message = {name: value for name, value in message.items() if value is not None}
     if "reasoning_content" in message:
         message = {"thinking": message["reasoning_content"], **message}
@@ -115,7 +116,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_ended(conversation: Conversation) -> Conversation:
-    """Return the conversation with a marker at the end of the last message, which is to be continued."""
+    """Return the conversation with a marker at the end of the last message, which the model should continue."""
     *before, last = conversation.messages
     text = last.get("content")
     if not isinstance(text, str):
@@ -124,8 +125,8 @@ def _open_ended(conversation: Conversation) -> Conversation:
 
 
 def _cut_off(text: str) -> str:
-    """Return the rendered conversation up to the marker. If the template strips texts, the end of the message is
-    stripped too."""
+    """Return the rendered conversation up to the marker. If the template strips spaces from messages, spaces at the end
+    of the last message are stripped too."""
     place = text.rfind(_GOES_ON.strip())
     if place < 0:
         raise ChatTemplateError("the template leaves out the last message, so it cannot be continued")

@@ -1,16 +1,17 @@
-"""Protects prompts from control tokens in messages: their text stays text, so a web page that a tool read cannot end
-the turn.
+r"""Prevents the text of a control token in a message from becoming that token, so that, for example, a web page that a
+tool has read cannot end the turn.
 
     content        a <|im_end|> b
     marked         a <MARK|im_end|> b       before the template: a mark after the first character of each token's text
-    rendered       ...user\\na <MARK|im_end|> b<|im_end|>...
-    encoded        [...user\\na <] [|im_end|> b<|im_end|>...]      in pieces, cut at the marks, which are removed
+    rendered       ...user\na <MARK|im_end|> b<|im_end|>...
+    encoded        [...user\na <] [|im_end|> b<|im_end|>...]      in pieces, cut at the marks, which are removed
 
-No piece contains the whole text of a marked token, so the tokenizer does not find it; the template's own tokens are
-whole. A conversation without such text is rendered and encoded unchanged: in one piece, without a mark.
+No piece contains the whole text of a marked token, so the tokenizer does not find the token. Tokens that the template
+writes itself are not marked. A conversation without the text of any control token is rendered and encoded unchanged: in
+one piece, without a mark.
 
 The mark is a private-use character of Unicode that occurs neither in the conversation nor in the template. Operations
-of templates on text (trim, split, JSON) leave it whole.
+of templates on text (trim, split, JSON) do not change the mark.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from smoe.conversation.conversation import Conversation
 from smoe.errors import ChatTemplateError, ContextError
 
 _MARKS = range(0xE000, 0xF900)
-"""The private-use characters that JSON escapes with one code."""
+"""The private-use characters, each of which JSON can write as one escape sequence."""
 _OF_THE_MODEL = ("content", "reasoning_content", "thinking")
-"""The fields of an assistant's message in which the model's own tokens may occur."""
+"""The fields of an assistant's message that the model has written, so that control tokens in them are its own."""
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer: all special tokens, and other tokens that look like marks in its chat
+    """The control tokens of one tokenizer: all special tokens, and other added tokens that look like tags in its chat
     template."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -45,8 +46,9 @@ class ControlTokens:
         """A pattern for the first character of each control token."""
 
     def marked(self, conversation: Conversation, context_tokens: int) -> tuple[Conversation, str]:
-        """Return the conversation with marks in the text of control tokens that is not the model's own, and the mark
-        (empty: none needed). Raises `ContextError` for more marks than `context_tokens`."""
+        """Return (the conversation with a mark in the text of each control token, the mark). Texts that the model has
+        written are not marked. The mark is empty if none is needed. Raise `ContextError` if there would be more than
+        `context_tokens` marks."""
         found = 0
         for text in _given_texts(conversation):
             for _ in self._first.finditer(text):
@@ -64,8 +66,8 @@ class ControlTokens:
         return replace(conversation, messages=messages, tools=_mapped(conversation.tools, changed)), mark
 
     def encode(self, text: str, mark: str, context_tokens: int) -> list[int]:
-        """Return the tokens of a rendered conversation, or of its end. Raises `ContextError` for more pieces than
-        `context_tokens`: each has at least one token, and a template may repeat a text."""
+        """Return the tokens of a rendered conversation, or of its end. Raise `ContextError` if there are more than
+        `context_tokens` pieces: each has at least one token, and a template may repeat a text."""
         pieces = _cut(text, mark) if mark else [text]
         if len(pieces) > context_tokens:
             raise ContextError.far_too_long(context_tokens)
@@ -76,8 +78,8 @@ class ControlTokens:
         return ids
 
     def _within_text(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of text pieces without the space that some tokenizers put before a text. Each piece is
-        tokenized after a line break, whose tokens are removed."""
+        """Return the tokens of each piece, without the space that some tokenizers add at the beginning of a text. Each
+        piece is tokenized after a line break, and the line break's tokens are removed."""
         line_break: list[int] = self._tokenizer("\n", add_special_tokens=False)["input_ids"]
         rows = self._tokenizer([f"\n{piece}" for piece in pieces], add_special_tokens=False)["input_ids"]
         return [
@@ -88,8 +90,8 @@ class ControlTokens:
         ]
 
     def _unused(self, conversation: Conversation) -> str:
-        """Return a private-use character that occurs nowhere in the conversation or template. Raises
-        `ChatTemplateError` where there is none."""
+        """Return a private-use character that occurs neither in the conversation nor in the template. Raise
+        `ChatTemplateError` if all occur."""
         used = set(self._template)
         for text in (*_texts(conversation.messages), *_texts(conversation.tools), *self.texts):
             used |= {character for character in set(text) if not character.isascii()}
@@ -101,14 +103,14 @@ class ControlTokens:
 
 
 def _is_mark(text: str) -> bool:
-    """Return whether a token looks like `<think>` or `[INST]`. Words, rules and runs of spaces can be added tokens as
-    well."""
+    """Return whether a token looks like a tag, such as `<think>` or `[INST]`. Added tokens can also be words or runs of
+    spaces."""
     return text[0] + text[-1] in ("<>", "[]")
 
 
 def _first_of(texts: Iterable[str]) -> str:
-    """Return a pattern for the first character of any of `texts`, each of two characters or more. It also finds a text
-    that overlaps another."""
+    """Return a regular expression for the first character of each occurrence of any of `texts`, also of those that
+    overlap. Each text must have two characters or more."""
     tree: dict[str, Any] = {}
     for text in texts:
         branch = tree
@@ -119,7 +121,7 @@ def _first_of(texts: Iterable[str]) -> str:
 
 
 def _pattern(tree: dict[str, Any]) -> str:
-    """Return a pattern for any text of a prefix tree. It scans each character once."""
+    """Return a regular expression for any text of a prefix tree. It compares each character once."""
     if "" in tree:
         return ""  # the shorter text is there, whatever follows
     branches = []
@@ -133,8 +135,8 @@ def _pattern(tree: dict[str, Any]) -> str:
 
 
 def _cut(text: str, mark: str) -> list[str]:
-    """Cut a text at each mark, also where the template has written the mark as JSON's or Python's escape. Return at
-    least one piece."""
+    """Return the parts of a text between its marks, at least one. Marks that the template has written as escape
+    sequences of JSON or Python are found too."""
     first, *others = text.replace(json.dumps(mark)[1:-1], mark).split(mark)
     return [first, *(piece for piece in others if piece)]
 
@@ -146,7 +148,7 @@ def _own(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given_texts(conversation: Conversation) -> Iterable[str]:
-    """Yield all texts that are not the model's own."""
+    """Yield all texts of the conversation that the model has not written."""
     for message in conversation.messages:
         own = _own(message)
         yield from _texts({name: value for name, value in message.items() if name not in own})
@@ -166,7 +168,7 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """Return plain data with `change` applied to all texts, including keys of dictionaries."""
+    """Return lists and dictionaries with `change` applied to all texts in them, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Conversations in the form of chat templates, and equivalent forms for templates that fail on the usual one.
+"""Conversations as chat templates expect them, and equivalent forms for templates that fail on the usual form.
 
-A template that fails on a conversation gets it again in another form with the same meaning:
+If a template fails on a conversation, it is tried with other forms of the same meaning:
 
 | form | for templates that |
 | --- | --- |
@@ -26,7 +26,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class Ending(NamedTuple):
-    """How a rendered conversation ends, in terms of chat templates."""
+    """How a rendered conversation ends. The names are those of chat templates."""
 
     add_generation_prompt: bool = True
     """Whether the text ends with the beginning of an answer."""
@@ -39,19 +39,19 @@ NEW_ANSWER = Ending()
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages and tools of a conversation as plain data: texts, numbers, lists and dictionaries."""
+    """The messages and tools of a conversation, as texts, numbers, lists and dictionaries."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    """The tools, in the form of chat completions."""
+    """The tools, in the form of OpenAI's chat completions."""
 
     def with_messages(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Conversation:
-        """Return the conversation with `change` applied to every message."""
+        """Return a copy with `change` applied to every message."""
         return replace(self, messages=[change(message) for message in self.messages])
 
 
 def developer_as_system(conversation: Conversation) -> Conversation:
-    """Give the developer's messages the role `system`."""
+    """Return the conversation with the role `system` for messages of the role `developer`."""
 
     def changed(message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "role": "system"} if message["role"] == "developer" else message
@@ -60,7 +60,7 @@ def developer_as_system(conversation: Conversation) -> Conversation:
 
 
 def system_in_user(conversation: Conversation) -> Conversation:
-    """Put the texts of system messages before the text of the first user message."""
+    """Return the conversation with the texts of system messages before the text of the first user message."""
     system = [message["content"] for message in conversation.messages if message["role"] == "system"]
     others = [message for message in conversation.messages if message["role"] != "system"]
     for place, message in enumerate(others):
@@ -71,7 +71,8 @@ def system_in_user(conversation: Conversation) -> Conversation:
 
 
 def tools_in_full(conversation: Conversation) -> Conversation:
-    """Add all optional fields of tools and their parameters: descriptions, types, properties."""
+    """Return the conversation with all optional fields of tools and their parameters: descriptions, types,
+    properties."""
     return replace(conversation, tools=[_in_full(tool) for tool in conversation.tools or ()])
 
 
@@ -89,7 +90,7 @@ def _in_full(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def short_ids(conversation: Conversation) -> Conversation:
-    """Replace ids of calls by nine letters and digits; equal ids stay equal."""
+    """Return the conversation with ids of tool calls that consist of nine letters and digits. Equal ids stay equal."""
 
     def changed(message: dict[str, Any]) -> dict[str, Any]:
         message = dict(message)
@@ -113,7 +114,7 @@ def _short(id: str) -> str:
 
 
 def arguments_as_text(conversation: Conversation) -> Conversation:
-    """Write the arguments of calls as JSON text."""
+    """Return the conversation with the arguments of tool calls as JSON text."""
 
     def changed(message: dict[str, Any]) -> dict[str, Any]:
         if "tool_calls" not in message:
@@ -130,4 +131,4 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 OTHER_FORMS = (developer_as_system, system_in_user, tools_in_full, short_ids, arguments_as_text)
-"""The functions that change a conversation's form, in the order in which they are tried."""
+"""The functions that return a conversation in another form, in the order in which they are tried."""

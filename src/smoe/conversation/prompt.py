@@ -1,4 +1,5 @@
-"""Makes prompts from conversations: marks, then the chat template, then tokens."""
+"""Converts conversations to prompt tokens: control tokens are marked, the chat template is rendered, the text is
+tokenized."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from smoe.errors import ChatTemplateError
 
 
 class Written(NamedTuple):
-    """A conversation that the template has rendered."""
+    """A rendered conversation."""
 
     text: str
-    """The prompt, with marks in the text of control tokens from messages."""
+    """The prompt. It has marks in the text of control tokens that comes from messages."""
     mark: str
-    """The mark; empty where the text has none."""
+    """The mark; empty if the text has none."""
 
     @property
     def plain(self) -> str:
@@ -25,10 +26,10 @@ class Written(NamedTuple):
 
 
 class ConversationPrompts:
-    """Makes prompts with one tokenizer and its chat template."""
+    """Converts conversations to prompts with one tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Any, context_tokens: int, *, parses_control_tokens: bool = False) -> None:
-        """`parses_control_tokens`: the text of a control token in a message becomes that token."""
+        """`parses_control_tokens`: whether the text of a control token in a message becomes that token."""
         self.template = ChatTemplate(tokenizer)
         self._control = ControlTokens(tokenizer, self.template.source)
         self._context_tokens, self._parses_control_tokens = context_tokens, parses_control_tokens
@@ -36,9 +37,10 @@ class ConversationPrompts:
     def write(
         self, conversation: Conversation, variables: dict[str, Any] | None = None, ending: Ending = NEW_ANSWER
     ) -> Written:
-        """Return the conversation as text, up to where the model answers or continues.
+        """Return the rendered conversation. It ends where the model should answer or continue.
 
-        Raises `ChatTemplateError`, and `ContextError` for more text of control tokens than the context has room for.
+        Raise `ChatTemplateError` if the template fails. Raise `ContextError` if the messages contain the text of more
+        control tokens than fit in the context.
         """
         mark = ""
         try:
@@ -49,6 +51,6 @@ class ConversationPrompts:
             raise ChatTemplateError("the conversation has too many levels of nested lists") from error
 
     def encode(self, written: Written, begin: int = 0) -> list[int]:
-        """Return the tokens of a conversation's text from character `begin` on. Raises `ContextError` for far too
-        many."""
+        """Return the tokens of a rendered conversation from character `begin` on. Raise `ContextError` if there are far
+        too many."""
         return self._control.encode(written.text[begin:], written.mark, self._context_tokens)

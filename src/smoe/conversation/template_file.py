@@ -1,4 +1,4 @@
-"""A user's chat template, which replaces the model's own."""
+"""Reads a chat template that the user gives in a file, in place of the model's own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _VARIABLES = {
     "unk_token": "",
     "pad_token": "",
 }
-"""The variables of the simplest conversation. The model's special tokens are not known yet."""
+"""The variables of the simplest conversation, with which the template is tested. The model's special tokens are not
+known yet."""
 
 
 def read_template(path: Path) -> str:
-    """Return the template in a file. Raises `ConfigError` where the file cannot be read, is not valid Jinja, or does
-    not render a conversation of one user message."""
+    """Return the template in a file. Raise `ConfigError` if the file cannot be read, is not valid Jinja, or does not
+    render a conversation of one user message."""
     try:
         template = path.read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""The parent's side of the process that renders chat templates: limited in time and memory, and ended at any moment.
+"""Renders chat templates in a child process, which is limited in time and memory and can be ended at any moment.
 
-The process starts with the first conversation and is reused. If a conversation takes too long, its process is killed,
-and the next conversation starts another.
+The process starts with the first conversation and is used for later ones too. If a conversation takes too long, the
+process is killed, and the next conversation starts another.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from smoe.errors import ChatTemplateError, ChatTemplateLimitError, EngineStateEr
 
 _LIBRARIES = ("jinja2", "markupsafe")
 _ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
-"""The environment variables that the process inherits: none that may contain keys."""
+"""The environment variables that the process inherits. Variables that may contain keys are left out."""
 _LOOK_SECONDS = 0.1
-"""The time between two checks for an interrupt by the user: Windows does not wake a waiting thread."""
+"""The seconds between two checks for Ctrl-C, because Windows does not wake a waiting thread."""
 _START_SECONDS = 60.0
-"""The time limit for the process to start on a machine that is busy loading a model. Usually a tenth of a second is
-enough."""
+"""The time limit for the start of the process, on a machine that is busy loading a model. Usually it takes a tenth of a
+second."""
 _NOTHING = json.dumps({"template": "", "variables": {}}).encode()
-"""The first request to a process, which tests it."""
+"""The first request to a new process, which shows that it works."""
 
 
 class TemplateProcess:
@@ -39,7 +39,7 @@ class TemplateProcess:
 
     def __init__(self) -> None:
         self.seconds = SECONDS
-        """The time limit of one conversation."""
+        """The time limit of one conversation in seconds."""
         self._turn = threading.Lock()
         self._is_closed = False
         self._child = _Child()
@@ -50,8 +50,8 @@ class TemplateProcess:
         return time.monotonic() + self.seconds
 
     def render(self, template: str, variables: dict[str, Any], deadline: float) -> str:
-        """Return the rendered template; `variables` are plain data. Raises `ChatTemplateError` where it fails,
-        `ChatTemplateLimitError` where it exceeds a limit, `EngineStateError` after `close`."""
+        """Return the rendered template. `variables`: plain data. Raise `ChatTemplateError` if the template fails,
+        `ChatTemplateLimitError` if it exceeds a limit, and `EngineStateError` after `close`."""
         try:
             request = json.dumps({"template": template, "variables": variables}, default=str).encode()
         except (ValueError, RecursionError) as error:
@@ -64,7 +64,7 @@ class TemplateProcess:
             return self._exchanged(request, deadline)
 
     def close(self) -> None:
-        """Render nothing more, and end the process."""
+        """End the process, and refuse later requests."""
         self._is_closed = True
         self._child.kill()
 
@@ -101,12 +101,12 @@ class TemplateProcess:
 
 
 class _Exchange(threading.Thread):
-    """One request and its response, on a thread: not every system can wait for a pipe with a deadline."""
+    """One request and its response, on a thread, because not every system can wait for a pipe with a deadline."""
 
     def __init__(self, child: subprocess.Popen[bytes], request: bytes) -> None:
         super().__init__(name="smoe-template", daemon=True)
         self.kind, self.text = b"", ""
-        """The kind is empty where the process ended before it responded."""
+        """`RENDERED` or `FAILED`; empty if the process ended before it responded."""
         self._child, self._request = child, request
         self.start()
 
@@ -124,7 +124,7 @@ class _Exchange(threading.Thread):
 
 
 class _Child:
-    """The child process. Only the process that started it uses it, not forks of that process."""
+    """The child process. A fork of the process that started it does not use it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -162,7 +162,7 @@ class _Child:
         self._parent = os.getpid()
 
     def kill(self) -> None:
-        """End the process and wait for its end. Repeated calls have no effect."""
+        """End the process and wait for its end. Further calls have no effect."""
         process = self._process
         if process is None or self._parent != os.getpid():
             return

@@ -1,15 +1,15 @@
-"""The program that renders chat templates, in a separate process (`template_process.py` starts it).
+"""The program that renders chat templates in a separate process, which `template_process.py` starts.
 
     parent                                      this process
     length, {"template", "variables"} as JSON -->
                                               <-- kind, length, text: a rendered conversation, or an error message
 
-A template is a program that comes with the weights. One operation of Jinja can take forever inside C code, where
-neither a step counter nor a signal handler runs (such as the text of a list that contains itself twice, sixty levels
-deep). No sandbox within the interpreter can bound that. A process can be ended at any time, and the system bounds its
-memory. The data is a copy, so a template may change it (`list.append`).
+A template is a program that comes with the weights. A single operation of Jinja can take forever inside C code, where
+neither a step counter nor a signal handler runs. An example is the text of a list that contains itself twice, sixty
+levels deep. No sandbox within the interpreter can limit this. But a process can be ended at any time, and the system
+limits its memory. The template works on a copy of the data, so it may change the data (`list.append`).
 
-The program imports nothing of smoe and no library but Jinja: it starts in a tenth of a second and takes 20 MB.
+The program imports nothing of smoe and no library except Jinja: it starts in a tenth of a second and takes 20 MB.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SECONDS = 10.0
-"""The time limit of one conversation, for all attempts together. Real templates take milliseconds."""
+"""The time limit of one conversation in seconds, for all attempts together. Real templates take milliseconds."""
 MEMORY_BYTES = 512 << 20
 """The limit of the process's address space, on Linux."""
 MOST_CHARACTERS = 64 << 20
-"""The maximum number of characters of a rendered conversation."""
+"""The largest number of characters of a rendered conversation."""
 RENDERED, FAILED = b"R", b"F"
 LENGTH_BYTES = 8
 _SPARE_SECONDS = 5.0
-"""The time after the parent's deadline at which the process ends itself, because the parent may no longer exist."""
+"""The process ends itself this many seconds after the parent's deadline, because the parent may no longer exist."""
 _LONGEST_REASON = 2000
 
 
 def main() -> None:
-    """Respond to requests until the input ends. Arguments: seconds, bytes of memory, folders of libraries."""
+    """Respond to requests until the input ends. Arguments of the command line: seconds, bytes of memory, folders of
+    libraries."""
     seconds, memory_bytes, *folders = sys.argv[1:]
     sys.path += folders
     compiled = lru_cache(4)(_environment().from_string)
@@ -87,8 +88,8 @@ def _environment() -> Any:
 
 
 def _generation_tag() -> Any:
-    """Return the extension for `{% generation %}`, which marks an assistant's text for training and changes nothing
-    here."""
+    """Return the Jinja extension for `{% generation %}`. This tag marks an assistant's text for training; here it has
+    no effect."""
     from jinja2 import nodes
     from jinja2.ext import Extension
 
@@ -121,7 +122,7 @@ def _now(form: str) -> str:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """Limit the address space of this process; on Linux only."""
+    """Limit the address space of this process to `most_bytes`, on Linux only."""
     if sys.platform == "linux":
         import resource
 
@@ -130,7 +131,7 @@ def _limit_memory(most_bytes: int) -> None:
 
 
 def _read(source: BinaryIO) -> bytes:
-    """Return the next request; empty where the parent has ended."""
+    """Return the next request; empty if the parent has ended."""
     length = source.read(LENGTH_BYTES)
     return source.read(int.from_bytes(length, "big")) if len(length) == LENGTH_BYTES else b""
 

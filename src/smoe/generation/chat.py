@@ -1,7 +1,7 @@
-"""A conversation in which every token is computed once: the decode loop reuses its row from turn to turn.
+"""A conversation in which every token is computed once: all turns use the same row of the KV cache.
 
-Each turn's tokens are compared with those in the row (`rows.py`), and only the new ones are computed. Without a chat
-template, messages continue the text.
+The tokens of each turn are compared with those in the row (`rows.py`), and only the new ones are computed. Without a
+chat template, each message continues the text.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from smoe.runtime.engine import Engine
 
 
 class Chat:
-    """One conversation with one model. Turn n draws with seed `sampling.seed` + n."""
+    """One conversation with one model. Turn n (from 0) is sampled with the seed `sampling.seed` + n."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, sampling: Sampling, *, parses_control_tokens: bool = False
     ) -> None:
-        """`parses_control_tokens`: the text of a control token in a message becomes that token."""
+        """`parses_control_tokens`: whether the text of a control token in a message becomes that token."""
         engine: Engine = model.offload  # type: ignore[assignment]
         self._prompts = ConversationPrompts(
             tokenizer, engine.context_tokens, parses_control_tokens=parses_control_tokens
@@ -38,17 +38,17 @@ class Chat:
         self._sampling = sampling
         self._messages: list[dict[str, str]] = []
         self._ids: list[int] = []
-        """All tokens so far; the loop's row contains the first of them."""
+        """All tokens so far; the row of the KV cache contains the first of them."""
         self._text = ""
         """The rendered conversation so far, including the last answer."""
         self._loop = DecodeLoop(model, tokenizer)
         self._turns = 0
         self.reused_tokens = 0
-        """Tokens of the last turn that were reused from the KV cache."""
+        """The number of tokens of the last turn that were reused from the KV cache."""
 
     @property
     def has_template(self) -> bool:
-        """Whether a chat template marks the turns; otherwise messages continue the text."""
+        """Whether there is a chat template, which marks the turns. Otherwise each message continues the text."""
         return self._prompts.template.exists
 
     @property
@@ -57,8 +57,8 @@ class Chat:
         return len(self._ids)
 
     def say(self, message: str, on_text: OnText | None = None) -> Generation:
-        """Generate the answer to `message`. An interrupted answer stays in the conversation as far as it came; a failed
-        turn adds nothing."""
+        """Generate the answer to `message`. The part of an interrupted answer that exists stays in the conversation. A
+        failed turn adds nothing."""
         text, ids = self._next_turn(message)
         sampling = replace(self._sampling, seed=self._sampling.seed + self._turns)
         generation = generate_batch(self._model, self._tokenizer, [ids], sampling, on_text, self._loop)
@@ -76,7 +76,7 @@ class Chat:
         self._loop = DecodeLoop(self._model, self._tokenizer)
 
     def _next_turn(self, message: str) -> tuple[str, list[int]]:
-        """Return the conversation with one more message: its text (empty without a template) and its tokens."""
+        """Return (the text of the conversation with `message`, its tokens). The text is empty without a template."""
         if self.has_template:
             turns = [*self._messages, {"role": "user", "content": message}]
             try:
@@ -90,14 +90,15 @@ class Chat:
         return "", self._without_end() + self._plain("\n" + message)
 
     def _tokens_of(self, written: Written) -> list[int]:
-        """Return the tokens of a conversation. Earlier messages keep their tokens, because a generated answer may be
-        tokenized differently than its text."""
+        """Return the tokens of a rendered conversation. Earlier messages have the same tokens as before, because the
+        text of a generated answer may be tokenized differently than it was generated."""
         if self._ids and written.text.startswith(self._text):
             return self._without_end() + self._prompts.encode(written, len(self._text))
         return self._prompts.encode(written)
 
     def _without_end(self) -> list[int]:
-        """Return the tokens so far without the end token of the last answer, because the template writes its own."""
+        """Return the tokens so far. An end token of the last answer is left out, because the template writes its
+        own."""
         ends = end_tokens(self._model, self._tokenizer)
         return self._ids[:-1] if self._ids[-1] in ends else list(self._ids)
 

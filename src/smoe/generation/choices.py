@@ -1,5 +1,5 @@
-"""Sampling settings in the library's form, and the tokens that end a text: from the user's settings and the
-checkpoint's."""
+"""Sampling settings in the form of transformers, and the tokens that end a text. Both come from the user's settings and
+the checkpoint's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from smoe.generation.sampling import Sampling
 
 COLDEST = 1e-20
-"""The lowest temperature that is not treated as 0: below it only the likeliest token remains, and dividing logits by it
-exceeds float32."""
+"""The lowest temperature that differs from 0. Below it only the most probable token remains, and logits divided by the
+temperature would exceed float32."""
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
@@ -22,7 +22,8 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 
 def pad_token(tokenizer: Any) -> int:
-    """Return the tokenizer's padding token. Padding is masked, so any other token will do where it has none."""
+    """Return the tokenizer's padding token. If it has none, return another token: padding is masked, so its value has
+    no effect."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -30,8 +31,8 @@ def pad_token(tokenizer: Any) -> int:
 
 
 def generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, new_tokens: int) -> GenerationConfig:
-    """Return the library's settings. The library fills in what is None, from the checkpoint's generation config or its
-    defaults."""
+    """Return the settings in the form of transformers. `new_tokens`: the largest number of new tokens. For settings
+    that are None, transformers uses the checkpoint's generation config or its own defaults."""
     ends = sorted(end_tokens(model, tokenizer))
     config = GenerationConfig(
         max_new_tokens=new_tokens,
@@ -47,7 +48,7 @@ def generation_config(model: PreTrainedModel, tokenizer: Any, sampling: Sampling
 
 
 def _choice(sampling: Sampling) -> dict[str, Any]:
-    """Return the library's settings for the choice of a token."""
+    """Return the settings that decide which token is chosen, as arguments of transformers' `GenerationConfig`."""
     given = {
         "temperature": sampling.temperature or None,
         "top_p": sampling.top_p,
@@ -55,7 +56,7 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "min_p": sampling.min_p,
     }
-    if sampling.temperature is None:  # a limit of the choice implies sampling
+    if sampling.temperature is None:  # a limit such as top_p implies sampling
         narrows = any(value is not None for value in (sampling.top_p, sampling.top_k, sampling.min_p))
         return given | ({"do_sample": True} if narrows else {})
     if sampling.temperature > COLDEST:
@@ -67,13 +68,13 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
 
 
 _USUAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "repetition_penalty": 1.0}
-"""The library's defaults."""
+"""The default values of transformers."""
 _RARE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size")
 
 
 def choices_of(model: PreTrainedModel, sampling: Sampling) -> dict[str, tuple[Any, str]]:
-    """Return all settings that decide which token is chosen, as (value, origin); the origin is "given", "the model's"
-    or "usual"."""
+    """Return {setting: (value, origin)} for all settings that decide which token is chosen. The origin is "given", "the
+    model's" or "usual" (a default of transformers)."""
     given, own = _choice(sampling), model.generation_config
     if not (given.get("do_sample") if "do_sample" in given else own.do_sample):
         names: tuple[str, ...] = ("repetition_penalty",)

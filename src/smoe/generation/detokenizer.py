@@ -1,7 +1,8 @@
-"""Converts tokens to text one by one: whole characters only, and nothing after a stop string.
+"""Converts tokens to text one by one. The text never ends within a character, and never contains a stop string.
 
-A token may end within a character (byte-level vocabularies), and its text may depend on the token before it (leading
-spaces). So the new text is the difference between decoding a short window of tokens with and without the newest ones.
+A token may end within a character (byte-level vocabularies), and its text may depend on the token before (leading
+spaces). So a short window of tokens is decoded twice, with and without the newest tokens, and the new text is the
+difference.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
-"""The decoder's result for an incomplete character."""
+"""The character that the decoder returns for an incomplete character."""
 _CONTEXT_TOKENS = 6
 """The number of prompt tokens at the start of the window, so that the first new token is decoded as a continuation."""
 
@@ -19,7 +20,7 @@ OnText = Callable[[int, str], None]
 
 
 class TextStream:
-    """The text of one sequence. `push` and `flush` return new text that may be shown."""
+    """The text of one sequence. `push` and `flush` return the new text that may be shown."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self.text = ""
@@ -33,14 +34,15 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """Add a token. Return the new text."""
+        """Add a token. Return the new text that may be shown; it may be empty."""
         if self.found_stop:
             return ""
         self._ids.append(token)
         return self._show(self._new_text(is_last=False), is_last=False)
 
     def flush(self) -> str:
-        """Return the remaining text: what was withheld for a possible stop string, and incomplete characters."""
+        """Return the text that has not been shown: the possible beginning of a stop string, and incomplete
+        characters."""
         if self.found_stop:
             return ""
         return self._show(self._new_text(is_last=True), is_last=True)
@@ -70,5 +72,5 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of `text` that may be the beginning of `stop`."""
+    """Return how many characters at the end of `text` may be the beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,6 +1,6 @@
-"""Generates text with the decode loop (`loop.py`): checks before computing, the time of every token, counters.
+"""Generates text for prompts with the decode loop (`loop.py`), after checks, with the time of every token and counters.
 
-An interrupt (Ctrl-C) ends a generation early and returns the text so far.
+An interrupt (Ctrl-C) ends a generation early, and the text so far is returned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     finish_reason: str = "length"
-    """length | end (the model's end token) | stop (a stop string) | interrupted | failed"""
+    """length (of the limit), end (the model's end token), stop (a stop string), interrupted or failed."""
 
 
 @dataclass
@@ -44,21 +44,21 @@ class Generation:
     answers: list[Answer]
     started: float
     token_times: list[float]
-    """Clock readings in seconds, one for each step; the first ends the prefill."""
+    """The clock in seconds at the end of each step. The first entry is the end of the prefill."""
     ended: float
     counters: Counters
     decode_counters: Counters
-    """Counters since the first token."""
+    """The counters since the first token."""
     was_interrupted: bool
     notes: list[str]
-    """Messages for the user about lowered limits."""
+    """Messages for the user about limits that had to be lowered."""
     reused_tokens: int = 0
-    """Prompt tokens reused from the KV cache."""
+    """The number of prompt tokens that were reused from the KV cache."""
     waited_seconds: float | None = None
-    """Seconds in which this thread was ready but other threads had the cores; None where the system does not count
-    them."""
+    """The seconds in which this thread was ready to run but other threads occupied the cores; None if the system does
+    not measure them."""
     first_step_counters: Counters = field(default_factory=Counters)
-    """Counters of the first decode step: in a process's first text it includes one-time work."""
+    """The counters of the first decode step, which in a process's first text includes one-time work."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -70,12 +70,12 @@ class Generation:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Seconds from the call to the first token; None where there is none."""
+        """The seconds from the call to the first token; None if there is no token."""
         return self.token_times[0] - self.started if self.token_times else None
 
     @property
     def step_seconds(self) -> list[float]:
-        """Seconds of every token after the first."""
+        """The seconds of every decode step."""
         return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
 
     @property
@@ -84,17 +84,17 @@ class Generation:
 
     @property
     def later_counters(self) -> Counters:
-        """Counters of the decode steps from the second on."""
+        """The counters of all decode steps except the first."""
         return self.decode_counters - self.first_step_counters
 
     @property
     def later_seconds_per_token(self) -> float | None:
-        """Mean seconds of the decode steps from the second on; None for fewer than two steps."""
+        """The mean seconds of all decode steps except the first; None if there are fewer than two."""
         return statistics.fmean(self.step_seconds[1:]) if len(self.step_seconds) > 1 else None
 
     @property
     def waited_share(self) -> float | None:
-        """The share of the time in which other threads had the cores; None where unknown."""
+        """The fraction of the time in which other threads occupied the cores; None if it is unknown."""
         whole = self.ended - self.started
         return None if self.waited_seconds is None or whole <= 0 else min(1.0, self.waited_seconds / whole)
 
@@ -109,7 +109,8 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all rows after the first step, divided by their time; None where there are none."""
+        """The new tokens of all rows after the first step, divided by the seconds of these steps; None if there are
+        none."""
         tokens = self.new_tokens - sum(1 for answer in self.answers if answer.token_ids)
         return tokens / self.decode_seconds if self.decode_seconds > 0 else None
 
@@ -117,13 +118,13 @@ class Generation:
 def generate(
     model: PreTrainedModel, tokenizer: Any, prompts: Sequence[str], sampling: Sampling, on_text: OnText | None = None
 ) -> Generation:
-    """Continue every prompt. `on_text(row, text)` receives text as it is generated."""
+    """Generate a continuation of every prompt. `on_text(row, text)` is called with new text as it is generated."""
     return generate_batch(model, tokenizer, encode(tokenizer, prompts), sampling, on_text)
 
 
 def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Return prompts as token ids, including the tokenizer's special tokens. Raises `ConfigError` for an empty prompt
-    where the model has no initial token."""
+    """Return the token ids of each prompt, with the tokenizer's special tokens. Raise `ConfigError` if a prompt is
+    empty and the model has no token with which a text begins."""
     rows = [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     for number, row in enumerate(rows, start=1):
         if not row and tokenizer.bos_token_id is not None:
@@ -146,8 +147,11 @@ def generate_batch(
     on_text: OnText | None = None,
     loop: DecodeLoop | None = None,
 ) -> Generation:
-    """Continue prompts of token ids; row n draws with seed `sampling.seed` + n. A `loop` of this model with earlier
-    texts saves reading them again; only this call may use it."""
+    """Generate a continuation of every prompt, given as token ids. Row n is sampled with the seed `sampling.seed` + n.
+
+    `loop`: a loop of this model that has earlier texts in its KV cache, so that common beginnings are not computed
+    again. Only this call may use it at a time.
+    """
     engine: Engine = model.offload  # type: ignore[assignment]
     _check_tokens(model, tokenizer, prompts)
     notes = _room(engine, prompts, sampling.max_new_tokens)
@@ -206,8 +210,8 @@ def _check_tokens(model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Sequ
 
 
 def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list[str]:
-    """Return messages for the user if the context has room for fewer than `wanted` new tokens. Raises `ConfigError` for
-    too many prompts, `ContextError` for a prompt that is too long."""
+    """Return messages for the user if the context has room for fewer than `wanted` new tokens. Raise `ConfigError` for
+    too many prompts, and `ContextError` for a prompt that is too long."""
     rows, tokens = len(prompts), max(map(len, prompts))
     config = engine.config
     if rows > config.max_sequences:
@@ -235,7 +239,7 @@ def _room(engine: Engine, prompts: Sequence[Sequence[int]], wanted: int) -> list
 
 
 class _Collector:
-    """Collects the answers from the loop, and the time of every step."""
+    """Receives the events of the loop, and collects the answers and the time of every step."""
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, on_text: OnText | None
@@ -253,7 +257,7 @@ class _Collector:
         self._errors: list[Exception] = []
 
     def note(self) -> None:
-        """Record the time of a finished step, after all prompts have been read."""
+        """Record the time of a step that has ended, once every prompt has its first token."""
         if self._is_news and all(request.new_ids or request.ended for request in self.requests):
             self.times.append(self._engine.now())
             if self.after_prefill is None:

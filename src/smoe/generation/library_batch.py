@@ -1,5 +1,5 @@
-"""Generates a batch with the library's own `generate`, with padding on the left: for recordings, in which a row of a
-batch is one text from beginning to end."""
+"""Generates a batch with `generate` of transformers, with padding on the left. It is used for recordings, in which a
+row of a batch is one text from beginning to end."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from smoe.runtime.engine import Engine
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts padded on the left to equal length."""
+    """Prompts that padding on the left has made equally long."""
 
     input_ids: torch.Tensor
-    """[rows, T] token ids"""
+    """[rows, T] token ids."""
     attention_mask: torch.Tensor
-    """[rows, T], 0 at padding"""
+    """[rows, T], 1 for tokens and 0 for padding."""
 
 
 def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Batch:
-    """Return the token ids of several rows as one batch, padded on the left, so that new tokens follow the prompts
+    """Return the token ids of several rows as one batch. Padding is on the left, so that new tokens follow the prompts
     directly."""
     width = max(len(row) for row in rows)
     ids = [[pad_id] * (width - len(row)) + list(row) for row in rows]
@@ -35,8 +35,8 @@ def pad(rows: Sequence[Sequence[int]], pad_id: int) -> Batch:
 
 
 def continue_batch(model: PreTrainedModel, tokenizer: Any, batch: Batch, sampling: Sampling) -> torch.Tensor:
-    """Continue a batch -> [rows, T + new tokens]: `sampling.max_new_tokens` new tokens, or fewer if the context is
-    full."""
+    """Return a batch with its continuation, [rows, T + new tokens]. There are `sampling.max_new_tokens` new tokens, or
+    fewer if the context is full."""
     engine: Engine = model.offload  # type: ignore[assignment]
     room = engine.context_tokens - batch.input_ids.shape[1]
     torch.manual_seed(sampling.seed)

@@ -1,15 +1,16 @@
-"""The decode loop: requests start and end between steps, each with its own row, sampler and end.
+"""The decode loop: requests start and end between steps. Each has its own row of the KV cache, its own sampler and its
+own end.
 
-    queued --waiting--> reading --last piece read--> decoding --end, stop, length, cancelled, failed--> over
-                        one piece of a prompt     all texts together,
-                        (or several short         one token each
-                        prompts) in a step        in a step
+    waiting --a row is free--> prefill --whole prompt--> decode --end, stop, length, cancelled, failed--> ended
+                               one piece of a prompt     one token of all
+                               (or several short         texts in a step
+                               prompts) in a step
 
-While some texts decode, reading gets as much time as decoding and no more. A prompt is read in the same pieces as
-alone, and a row is decoded as it would be alone where that costs nothing, so a request's result does not depend on
-other requests.
+While some texts are decoded, prefill gets as much time as decode and no more. A prompt is divided into the same pieces
+as if it were alone. A row is decoded as it would be alone, if that costs no time. So a request's result does not depend
+on other requests.
 
-An error within a step affects only its rows: a failed pass of several rows is repeated for each of them.
+An error within a step affects only the rows that cause it: a pass of several rows that fails is repeated for each row.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class DecodeLoop:
-    """The decode loop of one model. Any thread may call `hand_in` and `close`; one thread at a time calls `step` or
-    `run`."""
+    """The decode loop of one model. Any thread may call `hand_in` and `close`. Only one thread at a time may call
+    `step` or `run`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any, most_waiting: int | None = None, reads_first: bool = False
     ) -> None:
-        """`most_waiting`: the maximum number of requests that may wait for a row; None: any number. `reads_first`:
-        whether all prompts are read before any text is decoded."""
+        """`most_waiting`: the largest number of requests that may wait for a row; None: any number. `reads_first`:
+        whether all prompts are processed before any text is decoded."""
         self._model, self._tokenizer = model, tokenizer
         self._engine: Engine = model.offload  # type: ignore[assignment]
         self._ends = end_tokens(model, tokenizer)
@@ -54,19 +55,19 @@ class DecodeLoop:
         self._is_closed = False
         self._rows: Rows | None = None
         self._reading: list[_Text] = []
-        """The text whose prompt is being read; or several that are read together."""
+        """The text in prefill, or several short ones that are processed together."""
         self._decoding: list[_Text] = []
-        """Texts that are decoded, in the order of their rows, from 0 on."""
+        """The texts in decode. Their rows are numbered from 0 in this order."""
         self._seconds_of = {"reading": 0.0, "decoding": 0.0}
-        """Seconds of each activity while both had work."""
+        """The seconds of prefill and decode, counted while there was work for both."""
         self.busy_seconds = 0.0
-        """Seconds in which a request waited for a token, until `run` last became idle."""
+        """The seconds in which at least one request had not ended, up to the last time at which `run` was idle."""
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def hand_in(self, request: Request) -> None:
-        """Queue a request. Raises `ContextError` for a prompt that leaves no room, `EngineBusyError` for a full queue,
-        `EngineStateError` for a closed loop."""
+        """Add a request to the queue. Raise `ContextError` if the prompt leaves no room for new tokens,
+        `EngineBusyError` if the queue is full, and `EngineStateError` if the loop is closed."""
         self.check(request)
         with self._changed:
             if self._is_closed:
@@ -78,7 +79,8 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def check(self, request: Request) -> None:
-        """Raise the errors of `hand_in`, except those of a full queue or a closed loop."""
+        """Raise an error if this request could never be accepted: those of `hand_in`, except for a full queue or a
+        closed loop."""
         if not request.ids:
             raise ConfigError("the prompt has no tokens; give some text", setting="prompt", given="", allowed="text")
         room = self._engine.context_tokens
@@ -93,7 +95,7 @@ class DecodeLoop:
 
     @property
     def waiting(self) -> int:
-        """The number of requests without a row."""
+        """The number of requests that wait for a row."""
         return len(self._asked)
 
     @property
@@ -107,7 +109,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Accept no more requests; `run` returns when the existing ones have ended."""
+        """Refuse further requests. `run` returns when the existing ones have ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -122,7 +124,8 @@ class DecodeLoop:
     # -- the loop's thread --------------------------------------------------------------------------------------------
 
     def run(self, until_idle: bool = False, after_step: Callable[[], None] | None = None) -> None:
-        """Run steps until the loop is closed and idle, or with `until_idle` until it is idle."""
+        """Run steps until the loop is closed and has no requests; with `until_idle`, until it has no requests.
+        `after_step` is called after each step."""
         while True:
             with self._changed:
                 while not self._is_closed and not until_idle and not self._has_work:
@@ -140,7 +143,7 @@ class DecodeLoop:
                     self.busy_seconds += self._engine.now() - began
 
     def give_up(self) -> None:
-        """End all requests at once, wherever `run` was interrupted; events already sent stay valid."""
+        """End all requests at once, also after an interrupt of `run`. Events that were reported before stay valid."""
         self.cancel_all()
         self._drop_cancelled()
 
@@ -149,7 +152,7 @@ class DecodeLoop:
         return bool(self._asked or self._decoding or self._reading)
 
     def step(self) -> None:
-        """Read one piece of a prompt, or decode one token of every text."""
+        """Process one piece of a prompt, or decode one token of every text."""
         self._drop_cancelled()
         if not self._reading:
             self._admit()
@@ -189,8 +192,8 @@ class DecodeLoop:
                 self._leave(text, EndReason.STOP)
 
     def _admit(self) -> None:
-        """Give the next waiting request a free row, and also those behind it whose prompts can be read together with
-        it."""
+        """Give the next waiting request a free row. Also admit the requests after it whose prompts can be processed in
+        the same pass."""
         rows = self._usable_rows()
         while rows.has_free:
             with self._changed:
@@ -204,8 +207,8 @@ class DecodeLoop:
             self._seconds_of = {"reading": 0.0, "decoding": 0.0}
 
     def _fits(self, request: Request) -> bool:
-        """Return whether a prompt can be read in one pass with those about to be read: all are new and whole, and
-        together at most as large as one piece."""
+        """Return whether a prompt can be processed in one pass with those that were admitted before. No prompt may have
+        a known beginning, and all together must be at most as large as one piece."""
         prompts = [*(text.request.ids for text in self._reading), request.ids]
         is_new = not self._reading[0].request.reused_tokens and not self._usable_rows().known(request.ids)
         is_own = all(2 * common_beginning(ids, request.ids) < len(request.ids) for ids in prompts[:-1])
@@ -225,7 +228,7 @@ class DecodeLoop:
         self._reading.append(text)
 
     def _usable_rows(self) -> Rows:
-        """Return the rows. Make new ones if another cache has taken their memory and no text is active."""
+        """Return the rows. Make new ones if another KV cache has taken their memory and there is no text in them."""
         if self._rows is None or (self._rows.is_lost and not self._texts()):
             self._rows = Rows(self._model, self._engine)
         return self._rows
@@ -237,7 +240,8 @@ class DecodeLoop:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Read the next piece of a prompt, or several prompts. After the last piece, choose the first token."""
+        """Process the next piece of a prompt, or several whole prompts. After the last piece, choose the first
+        token."""
         if len(self._reading) > 1:
             self._read_together()
             return
@@ -268,7 +272,7 @@ class DecodeLoop:
         self._take_all(texts, found)
 
     def _move(self, text: _Text, to: int) -> None:
-        """Give a text that is not decoded the row `to`."""
+        """Move a text in prefill to the row `to`."""
         self._usable_rows().exchange(text.row, to)
         for other in self._reading:
             if other is not text and other.row == to:
@@ -276,7 +280,7 @@ class DecodeLoop:
         text.row = to
 
     def _join(self, text: _Text) -> None:
-        """Decode a text together with the others from now on."""
+        """Decode this text together with the others from now on."""
         self._move(text, len(self._decoding))
         self._decoding.append(text)
 
@@ -291,8 +295,8 @@ class DecodeLoop:
     def _each(
         self, texts: Sequence[_Text], error: Exception, again: Callable[[_Text], torch.Tensor]
     ) -> list[torch.Tensor | Exception]:
-        """Repeat a failed pass for every row, so that texts without an error continue. Return each row's logits or
-        error."""
+        """Repeat a failed pass for every row alone, so that texts without an error continue. Return each row's logits
+        or error."""
         if len(texts) == 1:
             return [error]
         _log.warning("a step of %d texts has failed and is repeated for each text alone: %s", len(texts), error)
@@ -312,7 +316,7 @@ class DecodeLoop:
                 self._take(text, outcome)
 
     def _take(self, text: _Text, logits: torch.Tensor) -> None:
-        """Choose a token from logits [V], report it, and end the text if it was the last token."""
+        """Choose a token from logits [V], report it, and end the text if this was its last token."""
         request = text.request
         try:
             token, logprob, top = text.sampler.choose(logits)
@@ -336,7 +340,8 @@ class DecodeLoop:
         return len(text.request.ids) + len(text.request.new_ids) >= self._engine.context_tokens
 
     def _leave(self, text: _Text, reason: EndReason, error: Exception | None = None) -> None:
-        """End a text and free its row. The row's keys and values stay for a later text that begins alike."""
+        """End a text and free its row. The keys and values stay in the row, for a later text with the same
+        beginning."""
         rows = self._usable_rows()
         if text in self._reading:
             self._reading.remove(text)
@@ -360,7 +365,7 @@ class DecodeLoop:
 
 
 class _Text:
-    """A request that has a row."""
+    """A request that has a row, with its sampler and its text so far."""
 
     def __init__(self, request: Request, sampler: Sampler, stream: TextStream) -> None:
         self.request = request
@@ -368,4 +373,4 @@ class _Text:
         self.stream = stream
         self.row = -1
         self.read = 0
-        """The number of prompt tokens that have been read."""
+        """The number of prompt tokens that have been processed."""

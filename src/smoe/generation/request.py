@@ -1,4 +1,4 @@
-"""Requests to the decode loop, and the events that it reports."""
+"""Requests to the decode loop, and the events that the loop reports."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from smoe.generation.sampling import Sampling
 
 
 class Constraint(Protocol):
-    """Decides which tokens may come next in one text, such as a grammar."""
+    """An object that decides which tokens may come next in one text, such as a grammar."""
 
     def narrow(self, logits: torch.Tensor) -> None:
         """Set `logits` [V] of forbidden tokens to minus infinity, in place."""
 
     def take(self, token: int) -> None:
-        """Record the chosen token."""
+        """Record the token that was chosen."""
 
 
 class Likely(NamedTuple):
-    """One of the likeliest tokens, with its log probability."""
+    """One of the most probable tokens, with its log probability."""
 
     token: int
     logprob: float
 
 
 class Piece(NamedTuple):
-    """The event of one new token."""
+    """The event that a token was generated."""
 
     token: int
     text: str
-    """New text that may be shown: empty while a character is incomplete or a stop string may have begun."""
+    """The new text that may be shown. It is empty while a character is incomplete or a stop string may have begun."""
     logprob: float | None
-    """The natural logarithm of its probability, by the model's own logits; None: not requested."""
+    """The natural logarithm of the token's probability, from the model's unchanged logits; None if it was not
+    requested."""
     top: tuple[Likely, ...] = ()
-    """The likeliest tokens, best first, as many as requested."""
+    """The most probable tokens, best first, as many as were requested."""
 
 
 class EndReason(Enum):
@@ -58,9 +59,9 @@ class End(NamedTuple):
 
     reason: EndReason
     text: str
-    """Text that was withheld until now."""
+    """The text that has not been shown before."""
     error: Exception | None = None
-    """The error, with `FAILED`."""
+    """The error, if the reason is `FAILED`."""
 
 
 Receive = Callable[[Piece | End], None]
@@ -68,29 +69,29 @@ Receive = Callable[[Piece | End], None]
 
 @dataclass(eq=False)
 class Request:
-    """One text to continue. The caller makes it; the loop fills in the fields after `has_enough`."""
+    """One text to continue. The caller creates it; the loop sets the fields after `has_enough`."""
 
     ids: Sequence[int]
     """The prompt's tokens; at least one."""
     sampling: Sampling
     receive: Receive
-    """A function that receives every token and the end, on the loop's thread; it must return at once."""
+    """A function that the loop calls with every token and with the end, on its own thread; it must return at once."""
     logprobs: int | None = None
-    """The number of likeliest tokens to report with each token; 0: the chosen token's probability only; None: no
-    probabilities."""
+    """How many of the most probable tokens are reported with each token. 0: only the chosen token's probability; None:
+    no probabilities."""
     constraint: Constraint | None = None
     is_cancelled: bool = False
-    """Set by any thread: the request ends before the next step."""
+    """Any thread may set this; the request then ends before the next step."""
     has_enough: bool = False
-    """Set by any thread: the text is complete and ends before the next step, as at a stop string."""
+    """Any thread may set this if the text is complete; it then ends before the next step, as at a stop string."""
     # set by the loop
     reused_tokens: int = 0
-    """Prompt tokens that were reused from the KV cache."""
+    """The number of prompt tokens that were reused from the KV cache."""
     new_ids: list[int] = field(default_factory=list)
     asked: float = 0.0
-    """The time when the request was queued, in seconds of the engine's clock."""
+    """The time at which the request was queued, in seconds of the engine's clock."""
     begun: float = 0.0
-    """The time when its prefill began."""
+    """The time at which its prefill began."""
     first: float = 0.0
     """The time of its first token."""
     ended: float = 0.0

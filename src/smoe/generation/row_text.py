@@ -1,4 +1,4 @@
-"""The tokens in a row of the KV cache, and the rotary factors of their positions."""
+"""The tokens that a row of the KV cache contains, and the rotary factors with which they were computed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from smoe.models.rotary import Factors
 
 
 class RowText:
-    """The text of one row."""
+    """The tokens in one row of the KV cache."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self._factors: Factors | None = None
         self._alike = 0
-        """The number of first tokens whose rotary factors are `_factors`."""
+        """The number of first tokens that were computed with the rotary factors `_factors`."""
 
     def extend(self, ids: Sequence[int], factors: Factors) -> None:
-        """Append tokens that were read or decoded with these rotary factors."""
+        """Append tokens that were computed with these rotary factors."""
         if not self.ids:
             self._factors = factors
         if self._alike == len(self.ids) and factors == self._factors:
@@ -36,13 +36,14 @@ class RowText:
         return copy
 
     def in_common(self, ids: Sequence[int], factors: Factors) -> int:
-        """Return the number of first tokens that a prompt with these rotary factors has in common with the row."""
+        """Return how many first tokens of the row a prompt can reuse. The prompt has the tokens `ids` and these rotary
+        factors."""
         return min(common_beginning(self.ids, ids), self._alike if factors == self._factors else 0)
 
 
 def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of first tokens that two texts have in common. Slices are compared, a hundred times faster than
-    single tokens in Python."""
+    """Return the number of first tokens that two texts have in common. Whole slices are compared, which is a hundred
+    times faster in Python than comparing single tokens."""
     same, end = 0, min(len(a), len(b))
     while same < end:
         middle = (same + end + 1) // 2

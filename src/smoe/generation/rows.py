@@ -1,8 +1,9 @@
-"""The rows of the KV cache in which texts are decoded, and the reuse of earlier texts: a common beginning need not be
-read again.
+"""The rows of the KV cache in which texts are generated, and the reuse of earlier texts: if a new text has the same
+beginning, the beginning is not computed again.
 
-Rows that are decoded together come first. Where texts cannot share a pass (recurrent layers, an unknown attention, or
-an attention that was found to mix rows), each is decoded alone, in turn.
+Rows that are decoded together have the lowest numbers. Some models cannot compute several texts in one pass: those with
+recurrent layers or an unknown attention, and those whose attention was found to mix rows. Their texts are decoded one
+after the other.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from smoe.models.text_rows import TextRows
 from smoe.runtime.engine import Engine
 
 _NEAR = 0.05
-"""The largest difference between a text in a batch and the same text alone, as a share of the largest logit. Rounding
-is a tenth of it; another text's keys cause far more."""
+"""The largest allowed difference between a text's logits in a batch and alone, as a fraction of the largest logit.
+Rounding causes a tenth of it; the keys of another text cause far more."""
 
 _log = logging.getLogger(__name__)
 
 
 class Rows:
-    """The rows of one cache: `max_sequences` rows of `context_tokens` each."""
+    """The rows of one KV cache: `max_sequences` rows with `context_tokens` positions each."""
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
         self._model = model
@@ -38,35 +39,38 @@ class Rows:
             self._alone, self._texts = [], TextRows(engine.new_cache(count), model.config.get_text_config())
         self._held = [RowText() for _ in range(count)]
         self._whole = [0] * count
-        """The length of the prompt for which each row was taken: all pieces have the rotary factors of the whole."""
+        """The length of the prompt for which each row was taken, on which the rotary factors of all its pieces
+        depend."""
         self._rotary, self._piece = engine.rotary, engine.config.prefill_tokens
         self._is_taken = [False] * count
         self._used = [0] * count
-        """The order in which rows were last taken; a larger number is later."""
+        """When each row was last taken: a larger number means later."""
         self._turns = 0
         self.share_passes: bool | None = None if self._texts is not None and engine.rows_of_pass is not None else False
-        """Whether a pass of several rows gives each text the result that it has alone; None: not tested yet."""
+        """Whether several texts in one pass have the same results as alone; None: not tested yet."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether another cache has taken the place in the budget."""
+        """Whether another KV cache has taken the memory of this one."""
         caches = self._alone if self._texts is None else [self._texts.whole]
         return any(cache.is_retired for cache in caches)
 
     @property
     def has_free(self) -> bool:
-        """Whether another text can have a row."""
+        """Whether there is a free row."""
         return not all(self._is_taken)
 
     def known(self, ids: Sequence[int]) -> int:
-        """Return how many tokens of this prompt need not be read."""
+        """Return how many first tokens of this prompt are in a row already."""
         return max(self._common(ids))
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Return (a free row for this prompt, the number of its tokens that are already there, all but one at most).
+        """Return (a free row for this prompt, the number of its first tokens that the row contains). The last token is
+        never counted, since its logits are needed.
 
-        If the prompt continues a free row's text, it takes that row. If it shares only the beginning, as another
-        conversation with the same template, the beginning is copied to an empty row or the least recently used one.
+        If the prompt continues the text of a free row, it gets this row. If only the beginning is the same, as in
+        another conversation with the same template, the beginning is copied to an empty row, or to the least recently
+        used one.
         """
         self._turns += 1
         free = [row for row, is_taken in enumerate(self._is_taken) if not is_taken]
@@ -88,8 +92,8 @@ class Rows:
         return row, common[row]
 
     def _common(self, ids: Sequence[int]) -> list[int]:
-        """Return the number of first tokens that a prompt has in common with each row, all but one at most. Rows with
-        other rotary factors count 0."""
+        """Return, for each row, how many first tokens this prompt can reuse, without its last token. Rows with other
+        rotary factors count 0."""
         factors = self._rotary.rule.factors(len(ids))
         common = [min(held.in_common(ids, factors), len(ids) - 1) for held in self._held]
         if self._texts is None:  # a recurrent state can only be continued at its end
@@ -97,7 +101,7 @@ class Rows:
         return common
 
     def free(self, row: int, is_whole: bool) -> None:
-        """Release a row. Its text stays until another one needs the row, unless `is_whole` is false."""
+        """Free a row. Its text stays until another text needs the row. If `is_whole` is false, the text is deleted."""
         self._is_taken[row] = False
         if not is_whole:
             self._restart(row)
@@ -117,16 +121,16 @@ class Rows:
             self._texts.exchange(a, b)
 
     def read(self, row: int, ids: Sequence[int]) -> torch.Tensor:
-        """Continue a row with tokens of its prompt. Return the logits [V] after the last one."""
+        """Process further tokens of a row's prompt. Return the logits [V] after the last one."""
         return self._one(row, ids)
 
     def read_again(self, row: int, ids: Sequence[int]) -> torch.Tensor:
-        """Read a whole prompt into a row, whose content is dropped. Return the logits [V] after the last token."""
+        """Process a whole prompt in a row, whose old content is deleted. Return the logits [V] after the last token."""
         self._restart(row)
         return self._one(row, ids)
 
     def read_together(self, first: int, prompts: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
-        """Read whole prompts into the rows from `first` on. Return the logits [V] after each."""
+        """Process whole prompts in one pass, in the rows from `first` on. Return the logits [V] after each prompt."""
         rows = range(first, first + len(prompts))
         if self.share_passes is None:
             shortest = min(range(len(prompts)), key=lambda n: len(prompts[n]))
@@ -152,8 +156,8 @@ class Rows:
         return list(logits)
 
     def decode(self, tokens: Sequence[int]) -> Sequence[torch.Tensor | Exception]:
-        """Decode one token in each of the first rows. Return the logits [V] after each, or its error where rows are
-        decoded in turn."""
+        """Process one token in each of the first rows. Return the logits [V] after each. If rows are decoded one after
+        the other, return the error of a row that has failed in place of its logits."""
         if len(tokens) == 1 or self.share_passes is False or any(map(self._is_switch, range(len(tokens)))):
             return [self._attempt(row, token) for row, token in enumerate(tokens)]
         if self.share_passes is None:
@@ -161,8 +165,8 @@ class Rows:
         return self._together(tokens)
 
     def decode_alone(self, row: int, token: int) -> torch.Tensor:
-        """Decode one token in a row. Return the logits [V] after it. Where the rotary factors change at this length,
-        the text is read again."""
+        """Process one token in a row. Return the logits [V] after it. If the rotary factors change at this length, the
+        whole text is computed again."""
         if not self._is_switch(row):
             return self._one(row, [token])
         ids = [*self._held[row].ids, token]
@@ -181,8 +185,8 @@ class Rows:
         return self._rotary.is_switch(len(self._held[row].ids))
 
     def _found_out(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Test sharing: decode the first step of several rows both alone and together. Writing a position twice is
-        harmless."""
+        """Test whether texts can share a pass: compute the first step of several rows both alone and together. A
+        position may be written twice."""
         lengths = [len(self._held[row].ids) for row in range(len(tokens))]
         alone = []
         for row, token in enumerate(tokens):
@@ -231,7 +235,7 @@ class Rows:
         self._texts.forget(row, length)
 
     def _pass(self, ids: list[list[int]], cache: RowCache, positions: list[list[int]]) -> torch.Tensor:
-        """Run the model on [rows, new tokens] -> logits [rows, V] after each row's last token."""
+        """Return the logits [rows, V] after the last token of each row. `ids`, `positions`: [rows, new tokens]."""
         device = self._model.device
         given = torch.tensor(ids, device=device)
         at = torch.tensor(positions, device=device)

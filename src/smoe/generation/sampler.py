@@ -1,5 +1,5 @@
-"""Chooses the next token of one text from logits, with the library's logits processors, its own random generator, and a
-constraint."""
+"""Chooses the next token of one text from logits. It uses the logits processors of transformers, a random generator of
+its own, and a constraint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from smoe.generation.sampling import Sampling
 
 
 class Sampler:
-    """Chooses the tokens of one text. Equal seeds, prompts and logits give equal tokens, whatever other texts run."""
+    """Chooses the tokens of one text. Equal seeds, prompts and logits give equal tokens, whatever other texts are
+    generated."""
 
     def __init__(
         self,
@@ -25,7 +26,7 @@ class Sampler:
         logprobs: int | None,
         constraint: Constraint | None,
     ) -> None:
-        """`config`: the library's form of `sampling` (`generation_config` in `choices.py`)."""
+        """`config`: `sampling` in the form of transformers (`choices.generation_config`)."""
         prepared: GenerationConfig
         prepared, _ = model._prepare_generation_config(config)
         model._prepare_special_tokens(prepared, True, device=model.device)
@@ -37,13 +38,13 @@ class Sampler:
         self._bias = dict(sampling.logit_bias)
         self._window = sampling.repetition_window
         self._counts: dict[int, int] = {}
-        """The number of occurrences of each token since the prompt."""
+        """How often each token has occurred after the prompt."""
         self._logprobs = logprobs
         self._constraint = constraint
 
     def choose(self, logits: torch.Tensor) -> tuple[int, float | None, tuple[Likely, ...]]:
-        """Choose the next token from logits [V]. Return it with its log probability and the likeliest tokens, as
-        requested. Raises `ModelError` for NaN."""
+        """Return (the next token, its log probability, the most probable tokens) from logits [V]. The probabilities are
+        returned if they were requested. Raise `ModelError` if the logits contain NaN."""
         scores = logits.to(dtype=torch.float32, copy=True).unsqueeze(0)
         if bool(torch.isnan(scores).any()):
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Settings for the choice of tokens and the end of a text."""
+"""The settings that decide which tokens are chosen and when a text ends."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from smoe.errors import ConfigError
 
 
 def check_seed(seed: int) -> None:
-    """Raise `ConfigError` for a seed that the library's generators do not accept."""
+    """Raise `ConfigError` if torch's random generators do not accept the seed."""
     if not -(2**63) <= seed < 2**63:
         raise ConfigError.out_of_bounds("seed", seed, "a whole number of 64 bits, such as 1")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen and when a text ends. The default is greedy, whatever the checkpoint's defaults are; None
-    leaves a setting to the checkpoint's generation config."""
+    """The settings that decide which tokens are chosen and when a text ends. The default is greedy, whatever the
+    checkpoint's defaults are. If a setting is None, the checkpoint's generation config decides."""
 
     max_new_tokens: int = 128
     temperature: float | None = 0.0
-    """0: the likeliest token."""
+    """0: the most probable token is always chosen."""
     top_p: float | None = 1.0
     top_k: int | None = 0
-    """0: all tokens."""
+    """The number of most probable tokens of which one is chosen; 0: all tokens."""
     repetition_penalty: float | None = 1.0
     min_p: float | None = None
-    """The least probability of a token that may be chosen, as a share of the likeliest token's; 0: none."""
+    """The least probability of a token that may be chosen, as a fraction of the most probable token's; 0: no limit."""
     repetition_window: int | None = None
     """The number of last tokens, of prompt and text, whose repetition is penalised; None: all."""
     seed: int = 0
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the text. They are not part of it."""
     ignores_end: bool = False
     """Whether to continue after the model's end token (for measurements)."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of every token that has occurred."""
+    """A number that is subtracted from the logits of all tokens that have occurred."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each of its occurrences."""
+    """A number that is subtracted from a token's logit for each of its occurrences."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, value added to its logit)"""
+    """Pairs (token, number that is added to its logit)."""
 
     def __post_init__(self) -> None:
         heat, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty

@@ -1,5 +1,5 @@
-"""Runs given tokens through a model: one at a time, as in generation, to measure quality and time on a fixed text; or
-many at once."""
+"""Runs a given text through a model: one token at a time, as in generation, to measure quality and time, or many tokens
+at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smoe.models.kv_cache import RowCache
 def forced_rows(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], cache: RowCache
 ) -> Iterator[tuple[torch.Tensor, float]]:
-    """Yield (logits of the next tokens [B, V], seconds of the step) for every column of `rows` [B, T]."""
+    """Yield (logits of the next tokens [B, V], seconds of the step) for every column of the token ids `rows` [B, T]."""
     now = model.offload.now  # type: ignore[operator]
     for column in zip(*rows, strict=True):
         given = torch.tensor(column, device=model.device).unsqueeze(1)
@@ -31,7 +31,8 @@ def forced(model: PreTrainedModel, ids: Sequence[int], cache: RowCache) -> Itera
 
 
 def read_through(model: PreTrainedModel, ids: Sequence[int], tick: Callable[[int], None]) -> None:
-    """Let the model read `ids`, a full context at a time; `tick` receives the number of tokens read."""
+    """Run the tokens `ids` through the model, as many at a time as the context holds. `tick` is called with the number
+    of tokens of each pass."""
     engine = model.offload
     context: int = engine.context_tokens  # type: ignore[union-attr,assignment]
     with torch.no_grad():
