@@ -1,2 +1,2 @@
-"""Model families, checkpoints and tokenizers. transformers builds the model without its experts; smoe loads these when
-a token needs them."""
+"""Model families, checkpoints and tokenizers. transformers builds the model without its experts; smoe loads an expert
+when a token needs it."""

@@ -1,7 +1,7 @@
-"""Read a model from a folder of safetensors files or from a GGUF file, through one interface.
+"""Reads a model from a folder of safetensors files or from a GGUF file, through one interface.
 
-All code that reads a model uses a `Checkpoint` and does not know the file format. A load reads the configuration first,
-compares the headers of the files with it, and reads weights last.
+All code that reads a model uses a `Checkpoint` and does not depend on the file format. The configuration is read first,
+the headers of the files are compared with it, and weights are read last.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Checkpoint(Described, Protocol):
         """Return the configuration of the transformers model; this works without downloaded weights."""
 
     def stored_apart(self, shell: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-        """Return the parameter names of weights that the configuration ties but that the files store with different
-        values. `shell` is the model without weights. The list is empty where the weight files are missing."""
+        """Return the names of weights that the configuration ties but that the files store with different values.
+        `shell` is the model without weights. The list is empty if the weight files are missing."""
 
     def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
         """Build the transformers model with all weights except the experts'. No file stays memory-mapped. Weights named
@@ -48,8 +48,8 @@ def checkpoint_at(place: Path) -> Checkpoint:
 
 
 def local_checkpoint(model: str | Path) -> Checkpoint | None:
-    """Return the checkpoint of a model on disk, or None if `model` has the form of a hub id. Raises `ModelError` if it
-    is neither."""
+    """Return the checkpoint of a model on disk, or None if `model` has the form of a hub id. Raise `ModelError` if
+    `model` is neither."""
     place = local_place(model)
     return None if place is None else checkpoint_at(place)
 
@@ -60,5 +60,5 @@ def described_checkpoint(model: str | Path, revision: str | None) -> Checkpoint:
 
 
 def whole_checkpoint(model: str | Path, revision: str | None) -> Checkpoint:
-    """Return a checkpoint all of whose files are on disk; missing files are downloaded."""
+    """Return a checkpoint whose files are all on disk; missing files are downloaded."""
     return checkpoint_at(fetch(model, revision))

@@ -1,4 +1,4 @@
-"""Remarks about what a config.json does not determine about a model's size, for the output of `smoe plan`."""
+"""Remarks, for the output of `smoe plan`, about what a config.json leaves open about the size of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTED_DIFFERENCE = 0.02
 
 
 def read_as(fields: Mapping[str, Any], family: str) -> str:
-    """Return the remark about a family that transformers lacks and that is read as `family`."""
+    """Return the remark for a family that transformers lacks and that is read as the known family `family`."""
     return (
         f"config.json names the family {fields.get('model_type')!r:.40}, which transformers does not have; read as "
         f"{family!r} by its architecture, without the code in the repository"
@@ -23,7 +23,7 @@ def read_as(fields: Mapping[str, Any], family: str) -> str:
 
 
 def doubts_of(fields: Mapping[str, Any], spec: ModelSpec, is_quantised: bool) -> tuple[str, ...]:
-    """Return the remarks about a model whose weight files are not on disk."""
+    """Return the remarks about a model whose weight files are not on disk. `fields`: those of config.json."""
     found = [_of_further_layers(fields, spec), _of_type(fields, spec), _of_tied(fields, spec)]
     return tuple(doubt for doubt in (*found, _of_lists(spec) if is_quantised else None) if doubt is not None)
 

@@ -24,7 +24,8 @@ _BOUNDS = (
     (re.compile(_SIZES), 2**40),
 )
 _NUMBERS = re.compile(r"rope_theta|(\w+_)?factor|beta_(fast|slow)|mscale(_all_dim)?|(\w+_)?max_position_embeddings")
-"""Names of fields that must be finite numbers. Some are in nested objects that transformers does not check."""
+"""A pattern for names of fields that must be finite numbers. Some are in nested objects that transformers does not
+check."""
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
 """The names that families give to the number of experts per token (`_USED`) and of experts per layer (`_EXPERTS`)."""
@@ -32,9 +33,9 @@ _DEPTH = 50
 
 
 def check_config(folder: Path) -> str:
-    """Return the `model_type` of a config.json after checking its sizes and numbers.
+    """Return the `model_type` of a folder's config.json, after checking its sizes and numbers.
 
-    Raises `CheckpointError` with file and key if the file is no configuration, or has impossible sizes or numbers.
+    Raise `CheckpointError`, with file and key, if the file is not a configuration, or has impossible sizes or numbers.
     """
     path = folder / "config.json"
     config = read_object(path)

@@ -1,9 +1,9 @@
-"""DBRX (`model_type: dbrx`): the transformers model with its experts behind transformers' experts interface.
+"""DBRX (`model_type: dbrx`): the transformers model, changed so that its experts can be replaced.
 
-The files store the experts of a layer as three matrices [E * I, H] for gate, up and down, one expert below the other;
-the down matrix is transposed. transformers uses the same layout, in a module without the experts interface. Here gate
-and up of an expert are one part, and down is another. The router returns the chosen experts; in transformers the block
-chooses them.
+transformers lets other code compute a model's experts if their class has the decorator `use_experts_implementation`
+(its *experts interface*). DBRX's class lacks it. The files store the experts of a layer as three matrices [E * I, H]
+for gate, up and down, one expert below the other; the down matrix is transposed. Here, gate and up of an expert are one
+part, and down is another. Here the router returns the chosen experts; in transformers the block chooses them.
 """
 
 from __future__ import annotations

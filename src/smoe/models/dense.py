@@ -1,4 +1,4 @@
-"""Checks of the non-expert weights that transformers has loaded, and their move to memory of our own."""
+"""Checks the non-expert weights that transformers has loaded, and moves them to memory that smoe allocates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from smoe.memory.store import MATRIX_ALIGNMENT
 def check_loaded(
     model: PreTrainedModel, report: Mapping[str, Any], place: Path, stored_as: Callable[[str], str]
 ) -> None:
-    """Raise `CheckpointError` if a weight is missing, has another shape, or holds NaN or infinity.
+    """Raise `CheckpointError` if a weight is missing, has another shape, or contains NaN or infinity.
 
-    `report` is the loading report of transformers; `stored_as` returns the file and key of a parameter for messages.
+    `report`: the loading report of transformers. `stored_as`: returns the file and key of a parameter, for messages.
     """
     mismatched = sorted(entry[0] for entry in report["mismatched_keys"])
     if mismatched:
@@ -41,9 +41,9 @@ def check_loaded(
 def built_of(
     state: Mapping[str, torch.Tensor], shell: PreTrainedModel, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """Build the transformers model with the weights in `state`; return it and the loading report for `check_loaded`.
+    """Return the transformers model with the weights in `state`, and the loading report for `check_loaded`.
 
-    The names are those of the checkpoint or of transformers. `shell` is the same model without weights.
+    The names in `state` are those of the checkpoint or of transformers. `shell` is the same model without weights.
     """
     loaded, report = type(shell).from_pretrained(
         None,
@@ -58,12 +58,12 @@ def built_of(
 
 
 def move_to_own_memory(model: PreTrainedModel) -> None:
-    """Copy the weights from transformers' file mapping to memory of our own.
+    """Copy the weights from the files that transformers has mapped to memory that smoe allocates.
 
-    Truncating a mapped file would kill the process, overwriting it would change the model, and the system may drop
-    mapped pages. bf16 matrices are aligned to cache lines: at the file's alignment products are a seventh slower
-    (docs/log/kernels.md). The bits of other products depend on the address within a cache line, and grade E0 promises
-    transformers' bits. So other matrices keep their offset within a cache line.
+    If a mapped file is truncated, the process is killed; if it is overwritten, the model changes; and the system may
+    drop mapped pages. bf16 matrices are aligned to cache lines, because at the file's alignment products are a seventh
+    slower (docs/log/kernels.md). For other types, the bits of a product depend on the address within a cache line, and
+    grade E0 promises transformers' bits. So other matrices have the same offset within a cache line as before.
     """
     for parameter in model.parameters():  # tied parameters occur once in this iteration and stay tied
         parameter.data = _own(parameter.data)
@@ -85,13 +85,14 @@ def _aligned_copy(tensor: torch.Tensor, address: int) -> torch.Tensor:
 
 
 one_at_a_time = threading.RLock()
-"""Lock to hold while transformers builds a model. transformers changes settings of the whole process, such as the
-default dtype; two interleaved builds could restore them wrongly."""
+"""A lock that is held while transformers builds a model. transformers changes settings of the whole process, such as
+the default dtype, and two concurrent builds could restore them wrongly."""
 
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Silence transformers' loader within this context: it would report every expert key as unexpected."""
+    """Suppress the messages of transformers' loader during the `with` block: it would report every expert's key as
+    unexpected."""
     with one_at_a_time, _quiet():
         yield
 

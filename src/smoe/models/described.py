@@ -1,4 +1,5 @@
-"""The sizes and formats of a model's files, from its configuration and file headers, without importing transformers."""
+"""The description of a model's files: sizes and formats, from its configuration and file headers, without
+transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from smoe.models.spec import ModelSpec
 
 
 class Described(Protocol):
-    """The description of a model's files. The constructor reads nothing.
+    """A description of a model's files. The constructor reads nothing.
 
-    Every method raises `CheckpointError`, with file and key, if files are damaged, incomplete or of another model, and
-    `UnsupportedModelError` if smoe cannot read them exactly.
+    Every method raises `CheckpointError`, with file and key, if files are damaged, incomplete or of another model. It
+    raises `UnsupportedModelError` if smoe cannot read them exactly.
     """
 
     @property
@@ -33,7 +34,7 @@ class Described(Protocol):
         """The file with the configuration, for messages."""
 
     def has_weights(self) -> bool:
-        """Return whether the weight files are on disk, and not just the configuration; no weights are read."""
+        """Return whether the weight files are on disk, not only the configuration. No weights are read."""
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return every tensor by its key in the files, read from the headers alone."""
@@ -47,17 +48,17 @@ class Described(Protocol):
         `ConfigError` if the files do not allow the precision of `spec`."""
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-        """Return the non-expert weights that can stay quantized, by their transformers names. Without weight files the
-        result follows from the configuration."""
+        """Return the non-expert weights that can stay quantized, by their transformers names. If there are no weight
+        files, the result is computed from the configuration."""
 
     def file_bytes(self, spec: ModelSpec) -> FileBytes:
-        """Return the size of the files, or, without weight files, the expected size by the configuration."""
+        """Return the size of the files. If there are no weight files, it is the size that the configuration implies."""
 
     def doubts(self, spec: ModelSpec) -> tuple[str, ...]:
-        """Return remarks, one sentence each, about what the configuration alone does not determine."""
+        """Return remarks, one sentence each, about what the configuration alone leaves open."""
 
     def packed(self, contents: Contents) -> Packed | None:
-        """Return the pack with these contents that `smoe pack` wrote, or None."""
+        """Return the file with these contents that `smoe pack` has written, or None if there is none."""
 
     def check_servable(self) -> None:
         """Raise `UnsupportedModelError` if the configuration shows that the experts can only be used after `smoe

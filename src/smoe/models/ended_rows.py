@@ -1,10 +1,10 @@
-"""Detect finished rows of a batch through transformers' stopping criteria during `generate`.
+"""Marks rows of a batch whose text has ended, so that their experts are not loaded, during transformers' `generate`.
 
-transformers computes a finished row, on padding tokens, until the last row ends, and discards the results. Its routes
-would load experts, so the engine leaves them out (`runtime/engine.py`). This is done only if the caller cannot notice:
-greedy search or sampling that returns nothing but tokens, with a cache of its own and an end token. Without an end
-token transformers continues rows that its criteria call done. A custom logits processor that mixes the rows of a batch
-would notice it; those of transformers do not mix rows.
+transformers computes a finished row, on padding tokens, until the last row ends, and discards the results. The experts
+that these tokens choose would be loaded, so the engine leaves them out (`runtime/engine.py`). This is done only if the
+caller cannot notice it: greedy search or sampling that returns nothing but tokens, with a cache of its own and an end
+token. Without an end token, transformers continues rows that its criteria call done. A custom logits processor that
+mixes the rows of a batch would notice it; those of transformers do not mix rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class EndedRows:
-    """Marks finished rows in the KV cache of the running `generate` call."""
+    """Marks finished rows in the KV cache of the `generate` call that is running."""
 
     def __init__(self) -> None:
         self._is_plain = False
@@ -31,7 +31,8 @@ class EndedRows:
 
     @contextmanager
     def observed(self, is_plain: bool) -> Iterator[None]:
-        """Track one `generate` call within this context; `is_plain`: the call uses transformers' own decoding loop."""
+        """Observe one `generate` call during the `with` block. `is_plain`: whether the call uses transformers' own
+        decoding loop."""
         before = self._is_plain, self._cache
         self._is_plain, self._cache = is_plain, None
         try:
@@ -40,7 +41,7 @@ class EndedRows:
             self._is_plain, self._cache = before
 
     def note_cache(self, cache: RowCache, generation_config: Any, mode: Any) -> None:
-        """Remember the cache that transformers created for this `generate` call, if finished rows may be left out."""
+        """Store the cache that transformers has created for this `generate` call, if finished rows may be left out."""
         if self._is_plain and mode in _PLAIN and cache.rows > 1 and not generation_config.return_dict_in_generate:
             self._cache = cache
 

@@ -1,9 +1,9 @@
-"""Find routers, experts and cache shapes of a model by running it once without weights (on the meta device).
+"""Finds routers, experts and cache shapes of a model by running it once without weights (on torch's meta device).
 
-The search follows the data flow, not names: the router of a layer is the module whose output contains the very tensor
-that the experts receive as `top_k_index`. The KV cache's shapes are those that the attention layers write. New families
-of transformers are covered as far as they run without data. Rotary embeddings that read positions compute on real
-tensors.
+The search follows the data, not names. The router of a layer is the module whose output contains the very tensor that
+the experts receive as `top_k_index`. The shapes of the KV cache are those that the attention layers write. New families
+of transformers are covered if they run without data. Rotary embeddings that read the values of positions compute on
+real tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBE_TOKENS = 2
 
 
 def outline_of(model: PreTrainedModel, sites: list[ExpertsSite], anatomy: Anatomy, dtype: torch.dtype) -> Outline:
-    """Return the outline of a model on the meta device, experts included."""
+    """Return the outline of a model on the meta device that has its experts."""
     return Outline(
         weights=_weights(model, dtype),
         buffers=_buffers(model),
@@ -38,7 +38,8 @@ def outline_of(model: PreTrainedModel, sites: list[ExpertsSite], anatomy: Anatom
 
 
 def examine(model: PreTrainedModel, sites: list[ExpertsSite], dtype: torch.dtype) -> Anatomy:
-    """Run `model` (on the meta device, experts included) on two tokens and return its routers and cache sizes."""
+    """Return the routers and cache sizes of `model`, which is on the meta device and has its experts. It is run on two
+    tokens."""
     notes = _Notes()
     cache = DynamicCache(config=model.config)
     with _watched(model, sites, notes), _real_rotary_embeddings(model), torch.no_grad():
@@ -66,7 +67,8 @@ class _Notes:
 
 @contextmanager
 def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) -> Iterator[None]:
-    """Record the tuple outputs of all modules; experts return zeros and record which index tensor they received."""
+    """During the `with` block, record the outputs of all modules that return tuples. Experts return zeros and record
+    which index tensor they received."""
     hooks = [module.register_forward_hook(_note_output(notes), with_kwargs=True) for module in model.modules()]
     modules = dict(model.named_modules())
     try:
@@ -82,8 +84,8 @@ def _watched(model: PreTrainedModel, sites: list[ExpertsSite], notes: _Notes) ->
 
 @contextmanager
 def _real_rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context, let rotary embeddings that read position values compute on real tensors, because meta
-    tensors have no values."""
+    """During the `with` block, rotary embeddings that read the values of positions compute on real tensors, because
+    meta tensors have no values."""
     modules = [module for module, _ in rotary_modules(model)]
     try:
         for module in modules:

@@ -1,7 +1,7 @@
-"""Find the experts among a checkpoint's keys by transformers' own renaming and conversion rules.
+"""Finds the experts among a checkpoint's keys by transformers' own rules for renaming and converting keys.
 
-Two forms occur: one tensor for each expert and matrix, which a `WeightConverter` merges, and fused tensors with the
-experts in the first dimension. Other conversions are refused with their name.
+Two forms are supported: one tensor for each expert and matrix, which a `WeightConverter` merges, and fused tensors with
+the experts in the first dimension. For other conversions an error with their name is raised.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def stored_as(model: PreTrainedModel, name: str, tensors: Mapping[str, StoredTen
 
 
 def parameter_names(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
-    """Return the transformers parameter that every key of a checkpoint is renamed to or merged into."""
+    """Return {key of the checkpoint: name of the transformers parameter that it is renamed to or merged into}."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -104,7 +104,8 @@ def _check_dense(key: str, tensor: StoredTensor, parameter: torch.Tensor) -> Non
 
 
 def missing_weights(model: PreTrainedModel, reached: Set[str]) -> list[str]:
-    """Return the parameters of `model` that no stored tensor provides, directly or through a tied parameter."""
+    """Return the names of parameters of `model` for which the checkpoint has no tensor, directly or through a tied
+    parameter."""
     names_of: dict[torch.nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of[parameter].append(name)
@@ -164,8 +165,7 @@ def _check_operations(converter: WeightConverter, key: str) -> None:
 def _of_experts(
     key: str, tensor: StoredTensor, site: ExpertsSite, converter: WeightConverter
 ) -> Iterator[tuple[int, StoredTensor]]:
-    """Yield (expert, tensor) pairs of a stored tensor: one expert's, or a slice for each expert if it holds all of
-    them."""
+    """Yield (expert, tensor) pairs from a stored tensor. It belongs to one expert, or has a slice for each expert."""
     if _operations(converter) == _TURNING:
         yield from ((expert, row_of(tensor, expert)) for expert in range(_fused_experts(site, tensor)))
         return

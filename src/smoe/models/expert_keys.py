@@ -1,10 +1,10 @@
-"""Find the experts among a checkpoint's keys by patterns, for the families of `families.py`.
+"""Finds the experts among a checkpoint's keys by patterns, for the families of `families.py`.
 
     ....experts.E.gate_proj.weight, up_proj, down_proj      one tensor for each expert and matrix
     ....experts.E.w1.weight, w3, w2                         the same, by Mixtral's names
     ....experts.gate_up_proj, down_proj                     one tensor for all experts of a layer
 
-Other checkpoints raise `UndescribedError` and are indexed by transformers' own rules (`expert_index.py`).
+For other checkpoints `UndescribedError` is raised, and transformers' own rules are used (`expert_index.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MATRICES = {
     **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
     **dict.fromkeys(("down_proj", "w2"), ("down_proj", 0)),
 }
-"""The part and the index within the part, by the name of an expert's matrix."""
+"""{name of an expert's matrix: (the part that contains it, its index within the part)}."""
 _FLOATS = ("BF16", "F16", "F32")
 
 Pieces = dict[str, dict[int, StoredTensor]]
@@ -36,7 +36,7 @@ Pieces = dict[str, dict[int, StoredTensor]]
 
 
 class Sorted(NamedTuple):
-    """A checkpoint's tensors, divided into experts and other weights."""
+    """The tensors of a checkpoint, divided into those of experts and others."""
 
     experts: Mapping[tuple[str, int], Pieces]
     """Tensors of experts by (module, expert number)."""

@@ -1,7 +1,7 @@
-"""Find the experts modules of a transformers model.
+"""Finds the experts modules of a transformers model.
 
-transformers decorates every experts class with `use_experts_implementation`; the attributes of the decorator say how
-one expert is computed. Models with other experts classes are refused, because exactness could not be proven.
+transformers decorates its experts classes with `use_experts_implementation`. The decorator's attributes say how one
+expert is computed. Models with other experts classes are refused, because exactness could not be proven.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smoe.models.registration import opened_family
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether transformers' decorator has marked the class of the module."""
+    """Return whether the module's class has transformers' decorator for experts."""
     return hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
@@ -102,9 +102,9 @@ def is_transposed(module: nn.Module, part: str) -> bool:
 
 @contextmanager
 def without_expert_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context, build models of the same experts classes without expert parameters.
+    """During the `with` block, build models of the same experts classes without parameters for experts.
 
-    The loader then finds no parameters for the experts' keys and does not read them.
+    transformers' loader then finds no parameters for the experts' keys, and does not read them.
     """
     classes = {type(module) for module in model.modules() if is_experts(module)}
     originals = {cls: cls.__init__ for cls in classes}

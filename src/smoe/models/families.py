@@ -1,7 +1,7 @@
-"""Family descriptions from which the weights of a model are computed by arithmetic on its configuration.
+"""Descriptions of model families, from which the weights of a model are computed by arithmetic on its configuration.
 
-Other families and unusual configurations are examined by building transformers' model without weights (`examine.py`),
-which takes seconds and hundreds of MiB. A test compares both ways for every family listed here.
+Other families, and unusual configurations, are examined by building transformers' model without weights (`examine.py`),
+which takes seconds and hundreds of MiB. A test compares both ways for every family in this module.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ class Family:
     layer: Callable[[str, PlainConfig, int], Weights]
     """Yields the weights of one layer, given the layer's name, the configuration and the layer's number."""
     defaults: Mapping[str, Any]
-    """Every field that determines a size, with transformers' default."""
+    """Every field that determines a size, with its default value in transformers."""
     top_k: str = "num_experts_per_tok"
     router: str = "mlp.gate"
     """The name of the router within a layer."""
     has_gates: bool = True
-    """Whether the routers take hidden states only."""
+    """Whether the routers take only hidden states as input."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Alternative names of fields in transformers."""
+    """{other name of a field in transformers: the name of the field}."""
     usual: Mapping[str, Any] = field(default_factory=dict)
-    """Required values of fields that may be missing. With other values the model is examined by `examine.py`."""
+    """{field: the value that it must have}. A field may also be missing. With another value, `examine.py` examines the
+    model."""
     cached: Callable[[PlainConfig], tuple[int, int, int]] = layers.in_every_layer
     correction: str | None = None
     """The name, within a layer, of the buffer with the router's score correction."""
     final_norm: str = "model.norm"
     has_norm_bias: bool = False
     head_bias: str | None = None
-    """The field that says whether the output matrix has a bias."""
+    """The name of the field that says whether the output matrix has a bias."""
     rotary: str = "model.rotary_emb"
     turned: float = 1.0
-    """The share of a head's dimensions that rotary embeddings rotate."""
+    """The fraction of a head's dimensions that rotary embeddings rotate."""
     can_turn_less: bool = False
-    """Whether a configuration may set another share."""
+    """Whether a configuration may set another fraction than `turned`."""
     attention: str = "sdpa"
     is_transposed: bool = False
-    """The experts' matrices are [inputs, outputs]."""
+    """Whether transformers stores the experts' matrices as [inputs, outputs]."""
     takes_turns: bool = False
-    """Gate and up alternate in the experts' matrices."""
+    """Whether rows of gate and up alternate in the experts' matrices."""
     keys: tuple[tuple[str, str], ...] = ()
     """Pairs (pattern, replacement) that turn checkpoint keys into transformers names."""
     is_nested: bool = False
-    """A configuration has the text model's fields in one of its own: it has other models too, which are not loaded."""
+    """Whether the fields of the language model are in a nested configuration. Other models are next to it, and are not
+    loaded."""
 
 
 _LLAMA = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": None, "pad_token_id": None}
@@ -70,7 +72,7 @@ def _defaults(
     positions: int,
     **others: Any,
 ) -> dict[str, Any]:
-    """Return the default fields of all families, updated with those of one family."""
+    """Return the default fields that all families have, and those of one family."""
     usual = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -356,5 +358,5 @@ FAMILIES: Mapping[str, Family] = {
         usual={"attention_bias": False, "mlp_bias": False},
     ),
 }
-"""The family descriptions by `model_type`."""
+"""{`model_type`: description of the family}."""
 # fmt: on

@@ -1,4 +1,8 @@
-"""The weights of one layer and the cache sizes of every family described in `families.py`."""
+"""The weights of one layer, and the cache sizes, of every family in `families.py`.
+
+A function named like a family yields the (name, `Weight`) pairs of layer number `layer` with the name prefix `name`.
+`c` is the configuration.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +118,8 @@ def qwen3_5(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _full_or_linear(name: str, c: PlainConfig, layer: int, widths: Mapping[str, int]) -> Weights:
-    """Attention whose queries have gates, or linear attention with projections of these widths."""
+    """Yield the weights of attention whose queries have gates, or of linear attention with projections of these
+    widths."""
     if _kinds(c)[layer] == "full_attention":
         yield from heads(f"{name}.self_attn", c, c.attention_bias, c.attention_bias, gates=2)
         yield from head_norms(f"{name}.self_attn", c)
@@ -130,7 +135,7 @@ def _full_or_linear(name: str, c: PlainConfig, layer: int, widths: Mapping[str, 
 
 
 def _linear_widths(c: PlainConfig) -> tuple[int, int]:
-    """Return the widths of keys and of values, all heads of linear attention together."""
+    """Return (width of the keys, width of the values) of linear attention, over all heads."""
     return c.linear_num_key_heads * c.linear_key_head_dim, c.linear_num_value_heads * c.linear_value_head_dim
 
 
@@ -164,7 +169,8 @@ def deepseek_v32(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _indexers(c: PlainConfig) -> Sequence[str]:
-    """Of each layer, whether it has an indexer of its own (`full`) or takes the choice of the layer before."""
+    """Return for each layer whether it has an indexer of its own (`full`) or uses the choice of the layer before
+    (`shared`)."""
     return _each_of(c, "indexer_types", ("full", "shared")) or ["full"] * c.num_hidden_layers
 
 
@@ -175,13 +181,14 @@ def glm4_moe_lite(name: str, c: PlainConfig, layer: int) -> Weights:
 
 
 def _is_sparse(c: PlainConfig, layer: int, dense_layers: int) -> bool:
-    """Whether a layer has experts; without a list of what each layer has, the first ones have none."""
+    """Return whether a layer has experts. If the configuration has no list of layer types, all layers except the first
+    `dense_layers` have experts."""
     kinds = _each_of(c, "mlp_layer_types", ("dense", "sparse"))
     return kinds[layer] == "sparse" if kinds else layer >= dense_layers
 
 
 def _each_of(c: PlainConfig, field: str, known: Sequence[str]) -> Sequence[str]:
-    """A field that has one of the known words for each layer; empty where there is none."""
+    """Return the value of a field that has one of the `known` words for each layer; empty if the field is missing."""
     words: Sequence[str] = getattr(c, field)
     if words and (len(words) != c.num_hidden_layers or not set(known).issuperset(words)):
         raise UndescribedError(f"{field} {words!r:.80}")
@@ -307,10 +314,8 @@ def _kinds(c: PlainConfig) -> Sequence[str]:
 
 
 def in_every_layer(c: PlainConfig) -> tuple[int, int, int]:
-    """Return cache sizes of a model whose every layer stores keys and values.
-
-    The three sizes are elements per token, and elements per sequence in the model's dtype and in float32.
-    """
+    """Return the cache sizes of a model of which every layer stores keys and values: (numbers per token, numbers per
+    sequence in the model's dtype, numbers per sequence in float32)."""
     return c.num_hidden_layers * 2 * c.num_key_value_heads * head_dim(c), 0, 0
 
 

@@ -1,4 +1,4 @@
-"""Compute a model's configuration and outline by arithmetic, for the families of `families.py`."""
+"""Computes a model's configuration and outline by arithmetic, for the families of `families.py`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
-    """Return the configuration with the fields of a config.json. Raises `UndescribedError` if only transformers can
-    read it."""
+    """Return the configuration with the fields `stated` in a config.json. Raise `UndescribedError` if only transformers
+    can read it."""
     family = FAMILIES.get(model_type)
     if family is not None and family.is_nested:
         stated = _of_text(stated)
@@ -39,7 +39,7 @@ def plain_config(model_type: str, stated: Mapping[str, Any]) -> PlainConfig:
 
 
 def _of_text(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's fields of a configuration that has those of other models, too."""
+    """Return the fields of the language model from a configuration that contains other models too."""
     text = stated.get("text_config")
     if not isinstance(text, Mapping):
         raise UndescribedError(f"text_config {text!r:.80}")
@@ -48,7 +48,8 @@ def _of_text(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(c: PlainConfig) -> None:
-    """Raise `UndescribedError` if transformers could not build or run the model; its own message is better."""
+    """Raise `UndescribedError` if transformers could not build or run the model, because transformers' own message is
+    better."""
     groups, chosen = c.get("n_group"), c.get("topk_group")
     experts = c.get("n_routed_experts") or c.get("num_experts") or 0
     is_odd = (
@@ -66,8 +67,8 @@ def _check(c: PlainConfig) -> None:
 
 
 def outline_by_family(config: PlainConfig, dtype: Dtype) -> Outline:
-    """Return the outline of a model: the names and sizes of its parts. Raises `UndescribedError` if the family's
-    description does not cover it."""
+    """Return the outline of a model: the names and sizes of its parts. Raise `UndescribedError` if the description of
+    the family does not cover the model."""
     family = FAMILIES[config.model_type]
     weights = _weights(config, family)
     if dtype == F32:
@@ -136,7 +137,7 @@ def _buffers(c: PlainConfig, family: Family, sites: list[ExpertsSite]) -> dict[s
 
 
 def _turned_share(c: PlainConfig, family: Family) -> float:
-    """Return the share of a head's dimensions that rotary embeddings rotate."""
+    """Return the fraction of a head's dimensions that rotary embeddings rotate."""
     share = c.rope_parameters.get("partial_rotary_factor", c.get("partial_rotary_factor"))
     if share is None and c.get("rotary_dim") is not None:
         share = c.rotary_dim / c.head_dim

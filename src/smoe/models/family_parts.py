@@ -1,4 +1,4 @@
-"""Parts that many model families share. Each function yields the names and shapes of a part's weights."""
+"""Parts that many model families have in common. Each function yields (name, `Weight`) pairs of a part's weights."""
 
 from __future__ import annotations
 

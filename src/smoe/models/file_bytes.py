@@ -1,4 +1,4 @@
-"""The size of a model's files on disk, measured or, if they are not on disk, computed from the configuration."""
+"""The size of a model's files on disk. If they are not on disk, it is computed from the configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bytes_of_files(paths: Iterable[Path]) -> FileBytes:
 
 
 def expected_bytes(outline: Outline, dtype: Dtype, scheme: Scheme | None, has_mxfp4: bool) -> FileBytes:
-    """Return the expected size of files that are not on disk.
+    """Return the expected size in bytes of files that are not on disk.
 
     Quantized matrices have the checkpoint's format, other weights have `dtype`, and tied weights count once.
     """

@@ -1,4 +1,4 @@
-"""Locate a model's files: the embedded demo, a folder, a GGUF file, a hub repository, or one file of a hub repository.
+"""Finds a model's files: the embedded demo, a folder, a GGUF file, a hub repository, or one file of a hub repository.
 
 Before a download, its size is compared with the free disk space. Code in a repository is never executed.
 """
@@ -35,7 +35,7 @@ _GIVE = "give a model folder, a GGUF file, a hub id such as Qwen/Qwen3-30B-A3B, 
 def local_place(model: str | Path) -> Path | None:
     """Return the folder or GGUF file of a model on disk, or None if `model` has the form of a hub id.
 
-    Of a split GGUF model this is the first part. Raises `ModelError` if a path was meant and no model is there.
+    For a split GGUF model it is the first part. Raise `ModelError` if `model` is a path and there is no model.
     """
     if str(model) == DEMO:
         if not (DEMO_FOLDER / "config.json").exists():
@@ -65,7 +65,7 @@ def local_place(model: str | Path) -> Path | None:
 
 
 def named_elsewhere(model: str) -> str:
-    """Return a name that means the same model to a process with another working directory."""
+    """Return a name of the model that is also valid in a process with another working directory."""
     path = _path_of(model)
     return str(path.absolute()) if model != DEMO and path.exists() else model
 
@@ -80,10 +80,10 @@ def _path_of(model: str | Path) -> Path:
 
 
 def _checked(folder: Path) -> Path:
-    """Return the folder if it has a config.json, else its only GGUF file.
+    """Return the folder if it has a config.json, otherwise the path of its only GGUF file.
 
-    Raises `CheckpointError` if there is neither, or if a small file of the model is not a regular file: opening a pipe
-    could block.
+    Raise `CheckpointError` if it has neither. Also raise it if a small file of the model is not a regular file, because
+    opening a pipe could block.
     """
     has_config = (folder / "config.json").exists()
     if not has_config or not any(folder.glob("*.safetensors*")):
@@ -104,7 +104,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _gguf_models(folder: Path) -> list[Path]:
-    """Return the first part of every GGUF model in a folder; files that only accompany a model are left out."""
+    """Return the first part of every GGUF model in a folder. Files that only accompany a model are left out."""
     parts = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf" and path.is_file())
     first = {part_stem(path.name): path for path in reversed(parts) if not is_companion(path.name)}
     companions = tuple(path.name for path in parts if is_companion(path.name))
@@ -131,7 +131,7 @@ def _no_folder(path: Path) -> str:
 
 
 def _reads(path: Path) -> str:
-    """Return advice on which argument would work in place of a file that is no model."""
+    """Return advice on which argument to give in place of a file that is not a model."""
     if path.suffix.lower() == ".gguf":
         return "of a file of the hub, give all of OWNER/REPO/FILE.gguf, or OWNER/REPO:Q4_K_M"
     own_folder = path.absolute().parent
@@ -141,7 +141,8 @@ def _reads(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Return a hint for a missing path: similar names, or the closest existing folder. Empty if there is neither."""
+    """Return a hint for a path that does not exist: similar names, or the closest existing folder; empty if there is
+    neither."""
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:
@@ -167,7 +168,7 @@ def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
 
 
 def described_place(model: str | Path, revision: str | None) -> Path:
-    """Return the path of a model's configuration; of a hub model only the configuration (or GGUF header) is
+    """Return the path of a model's configuration. For a hub model, only the configuration (or the GGUF header) is
     downloaded."""
     place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
     if place is None and gguf is not None:
@@ -176,7 +177,7 @@ def described_place(model: str | Path, revision: str | None) -> Path:
 
 
 def fetch(model: str | Path, revision: str | None) -> Path:
-    """Return the folder or GGUF file of a model, after downloading it from the hub if necessary."""
+    """Return the folder or GGUF file of a model. A hub model is downloaded if necessary."""
     place, gguf = _place_on_disk(model, revision), named_gguf(str(model))
     if place is None:
         place = hub.cached(str(model), revision) if gguf is None else cached_gguf(gguf, revision)
@@ -201,7 +202,7 @@ def refuse_unknown(model: str, revision: str | None) -> None:
 
 
 def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise `DiskSpaceError` if the disk of `where` has less than `needed_bytes` and a reserve free."""
+    """Raise `DiskSpaceError` if the disk of the path `where` has less than `needed_bytes` free, plus a reserve."""
     existing = next(p for p in [where, *where.parents] if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + _SPARE_BYTES:
@@ -213,11 +214,11 @@ def check_disk(where: Path, needed_bytes: int, purpose: str) -> None:
 
 @contextmanager
 def naming(what: str, error: type[ModelError] = CheckpointError) -> Iterator[None]:
-    """Within this context, turn any exception that a library raises about a checkpoint into `error`, with `what` before
-    its text.
+    """During the `with` block, convert any exception that a library raises about a checkpoint to `error`. The message
+    begins with `what`.
 
-    The libraries do not document their exceptions for damaged files; the parser in tokenizers may even panic, and a
-    panic is no `Exception`.
+    The libraries do not document their exceptions for damaged files. The parser in tokenizers may even panic, which
+    does not raise an `Exception`.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Complete a model's spec, after its outline is known, with the engine configuration and the sizes in its files."""
+"""Completes a model's spec, once its outline is known, with the engine's configuration and the sizes in its files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _Spec = TypeVar("_Spec", bound=ModelSpec)
 
 
 def finished(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """Return the spec with its quantized weights and file sizes, from the files or from the configuration alone."""
+    """Return the spec with its quantized weights and file sizes. They come from the files, or from the configuration
+    alone."""
     _check_used(spec.outline, checkpoint.config_place)
     dense = checkpoint.quantised_dense(spec) if config.dense_precision == "as-stored" else {}
     spec = with_experts_of(replace(spec, dense=dense), checkpoint, config)
@@ -55,17 +56,15 @@ def _low_copies(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Sp
 
 
 def choose_dtype(model_config: ModelConfig, config: EngineConfig) -> Dtype:
-    """Return the configured dtype, or with `auto` the checkpoint's own."""
+    """Return the dtype that the engine's configuration names; for `auto`, the checkpoint's own."""
     if config.dtype != "auto":
         return BY_NAME[config.dtype]  # a valid name: the configuration has been checked
     return own_dtype(model_config)
 
 
 def choose_context(model_config: ModelConfig, config: EngineConfig) -> int:
-    """Return the configured context length, else `DEFAULT_CONTEXT_TOKENS` or the model's limit if that is lower.
-
-    Raises `ConfigError` if the configured length exceeds the model's limit.
-    """
+    """Return the configured number of context tokens. If there is none, return `DEFAULT_CONTEXT_TOKENS`, or the model's
+    limit if that is lower. Raise `ConfigError` if the configured number exceeds the model's limit."""
     limit = position_limit(model_config)
     if config.context_tokens is None:
         return min(DEFAULT_CONTEXT_TOKENS, limit or DEFAULT_CONTEXT_TOKENS)

@@ -1,4 +1,5 @@
-"""Checks of a checkpoint's generation_config.json at load time, so that no generation fails on it later."""
+"""Checks a checkpoint's generation_config.json when the model is loaded, so that no generation fails because of it
+later."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def check_values(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _wrong(key: str, value: Any) -> str | None:
-    """Return a description of the allowed values if `value` is invalid, else None."""
+    """Return a phrase that describes the allowed values if `value` is invalid, otherwise None."""
     if value is None:
         return None
     if key in ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id"):

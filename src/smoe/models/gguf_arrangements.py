@@ -18,7 +18,8 @@ Tensors = Sequence["torch.Tensor"]
 
 
 def _half_a_head_apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder the rows of each head from pairs next to each other to pairs half a head apart, for rotary embeddings."""
+    """Return the rows in another order within each head: rotary pairs that are next to each other become pairs half a
+    head apart."""
     apart: torch.Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return apart
 
@@ -35,7 +36,8 @@ PAIRED_ROWS = {
 
 
 def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:
-    """Combine keys [heads, rank, width] (transposed) and values [heads, width, rank] into one matrix, head by head."""
+    """Return one matrix from keys [heads, rank, width] and values [heads, width, rank], head by head; the keys are
+    transposed."""
     import torch
 
     keys, values = parts
@@ -58,7 +60,7 @@ def _logarithm(parts: Tensors, config: Any) -> torch.Tensor:
 RESHAPED = Arrangement(lambda parts, config: parts[0])
 """An arrangement that changes only the shape."""
 LESS_ONE = Arrangement(_less_one)
-"""A norm's weight, from which 1 is subtracted, because files include the 1 that transformers adds to it."""
+"""Subtracts 1 from a norm's weight, because transformers adds 1 to it and files include this 1."""
 LOGARITHM = Arrangement(_logarithm)
 POSITIVE_LOGARITHM = Arrangement(lambda parts, config: parts[0].float().log())
 """A_log of a state-space layer, computed from the stored exp(A_log)."""
@@ -74,7 +76,7 @@ UNSCALED_LATENT_NORMS = {f"self_attn.{kind}_a_layernorm.weight": Arrangement(_un
 
 
 def _query_key_value_gate(parts: Tensors, config: Any) -> torch.Tensor:
-    """Interleave queries, keys, values and gates head by head."""
+    """Return queries, keys, values and gates as one matrix, head by head."""
     import torch
 
     stacked, gates = parts
@@ -88,14 +90,14 @@ QUERY_KEY_VALUE_GATE = Arrangement(_query_key_value_gate, ("attn_qkv.weight", "a
 
 
 def _grouped(rows: torch.Tensor, config: Any) -> torch.Tensor:
-    """Reorder value heads from interleaved to grouped by key head."""
+    """Return the rows of value heads in another order: heads of the same key head become neighbours."""
     heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
     grouped: torch.Tensor = rows.unflatten(0, (heads // groups, groups, -1)).transpose(0, 1).flatten(0, 2)
     return grouped
 
 
 def _grouped_behind_keys(parts: Tensors, config: Any) -> torch.Tensor:
-    """Reorder only the value heads of a matrix that holds queries, keys and values."""
+    """Return a matrix of queries, keys and values in which only the value heads are reordered, as by `_grouped`."""
     import torch
 
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
@@ -110,7 +112,7 @@ GROUPED_LOGARITHM = Arrangement(lambda parts, config: _logarithm([_grouped(parts
 
 
 def _joined(parts: Tensors, config: Any) -> torch.Tensor:
-    """Concatenate the rows of the tensors."""
+    """Return the rows of all tensors, one tensor after the other."""
     import torch
 
     return torch.cat(list(parts))
@@ -131,8 +133,8 @@ JOINED_CONVOLUTIONS = Arrangement(_joined_convolutions, tuple(f"ssm_conv1d_{kind
 
 
 def _rows_of(kind: str) -> Arrangement:
-    """Return the arrangement that takes queries, keys or values out of a matrix of all three. Layers may differ in the
-    number of key-value heads."""
+    """Return the arrangement that takes the queries, keys or values (`kind` q, k or v) from a matrix of all three.
+    Layers may differ in the number of key-value heads."""
 
     def rows(parts: Tensors, config: Any) -> torch.Tensor:
         width = config.head_dim
@@ -150,4 +152,4 @@ SPLIT_ATTENTION = {f"self_attn.{kind}_proj.weight": _rows_of(kind) for kind in "
 """The arrangements of query, key and value projections that files store as one matrix."""
 
 STATE_GATE = Arrangement(lambda parts, config: parts[0], ("ssm_g_a.weight",), moves_rows=True)
-"""A gate whose tensor has this name in layers with linear attention and another name in the other layers."""
+"""A gate whose tensor has this name in layers with linear attention, and another name in other layers."""

@@ -1,4 +1,5 @@
-"""Table of GGUF architectures whose layers all have ordinary attention to the whole text (`gguf_families.py`)."""
+"""The GGUF architectures whose layers all have ordinary attention to the whole text: a part of the table in
+`gguf_families.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from smoe.models.gguf_arrangements import JOINED_DENSE, JOINED_SHARED, LESS_ONE,
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily, dense_first
 
 SIGMOID = (0, 2)
-"""Allowed values of `expert_gating_func` for routers with sigmoid scores: 2, or 0 where the file does not set it."""
+"""Allowed values of `expert_gating_func` for routers with sigmoid scores: 2, or 0 if the file has no such entry."""
 
 ROUTED = {
     "expert_count": "n_routed_experts",
@@ -127,7 +128,7 @@ def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _llama4_frequencies(config: Any) -> list[float]:
-    """Return the factors by which rotary frequencies are divided: the scaling factor for long waves, 1 for short
+    """Return the factors by which rotary frequencies are divided: the scaling factor for long wavelengths, 1 for short
     ones."""
     rope, width = config.rope_parameters, config.head_dim
     lengths = [2 * math.pi * rope["rope_theta"] ** (2 * n / width) for n in range(width // 2)]

@@ -1,4 +1,5 @@
-"""Build a tokenizer of the tokenizers library from the vocabulary of a GGUF file; one function per kind of vocabulary.
+"""Builds a tokenizer of the tokenizers library from the vocabulary of a GGUF file, with one function for each kind of
+vocabulary.
 
 Token ids equal those of llama.cpp and of the models' own tokenizers. transformers' converter of GGUF files supports
 fewer kinds. It also loses the space before a text, words that no merge reaches, and control tokens with letters outside
@@ -20,8 +21,8 @@ _SPACE = "\u2581"
 
 
 def byte_level(vocabulary: Vocabulary, split: Split) -> Tokenizer:
-    """Return a byte-level BPE tokenizer: regular expressions split the text, each byte becomes a letter, letters are
-    merged."""
+    """Return a byte-level BPE tokenizer. Regular expressions split the text, each byte becomes a letter, and letters
+    are merged."""
     model = models.BPE(vocab=vocabulary.numbers, merges=vocabulary.merges(), ignore_merges=split.ignores_merges)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -35,7 +36,8 @@ def byte_level(vocabulary: Vocabulary, split: Split) -> Tokenizer:
 
 
 def by_scores(vocabulary: Vocabulary) -> Tokenizer:
-    """Return a SentencePiece-like tokenizer: pieces of the whole text are merged by score, with bytes as a fallback."""
+    """Return a tokenizer like SentencePiece's. Pieces of the whole text are merged by score; characters without a token
+    become bytes."""
     has_prefix = vocabulary.entry("add_space_prefix") is not False
     tokenizer = Tokenizer(_with_bytes(vocabulary, _merges_by_scores(vocabulary)))
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
@@ -53,7 +55,7 @@ def unsplit(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def add_whole_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, strips_right: bool) -> None:
-    """Add the tokens that are matched as a whole: control tokens, which decoding may skip, and user-defined tokens."""
+    """Add tokens that are found as a whole: control tokens, which decoding may skip, and user-defined tokens."""
     special = vocabulary.of_kind(CONTROL, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(each, normalized=False, rstrip=strips_right) for each in special])
     own = vocabulary.of_kind(USER_DEFINED)

@@ -1,8 +1,8 @@
-"""Read a model's configuration from the metadata of a GGUF file.
+"""Reads a model's configuration from the metadata of a GGUF file.
 
-transformers' own tables lack the experts' width and other entries, and then defaults apply. So the tables here map
-every entry. Missing sizes are taken from the shapes of tensors. Entries that would change the computation and are not
-known here are refused with their name.
+transformers' own tables lack the experts' width and other entries, and its defaults would apply instead. The tables
+here contain every entry. Missing sizes are taken from the shapes of tensors. An entry that would change the computation
+and is not known here raises an error with its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "expert_used_count": "num_experts_per_tok",
 }
-"""Metadata entries of all families and their transformers fields; each family adds its own (`gguf_families.py`)."""
+"""{metadata entry: transformers field} for all families. Each family adds its own (`gguf_families.py`)."""
 _NEEDED = ("block_count", "embedding_length", "attention.head_count", "expert_used_count")
 _ROUTER = ".ffn_gate_inp."
 """A substring of the names of all router tensors."""
@@ -39,7 +39,7 @@ _WIDTHS = {
     "expert_feed_forward_length": ("blk.0.ffn_down_exps.weight", -1),
     "expert_shared_feed_forward_length": ("blk.0.ffn_down_shexp.weight", -1),
 }
-"""For sizes without an entry: the tensor of the first layer, and the dimension, that has the size."""
+"""For sizes that may have no entry: (the tensor of the first layer, the dimension) that has the size."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "expert_gating_func": (0, 1),  # 0 means that the entry is absent: softmax
     "expert_weights_scale": (0.0, 1.0),
@@ -53,7 +53,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),  # an absent entry means 1
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Values with which an entry does not change the computation; other values are refused unless the family allows
+"""Values with which an entry does not change the computation. Other values raise an error, unless the family allows
 them."""
 _YARN = {
     "rope.scaling.yarn_attn_factor": "attention_factor",
@@ -67,8 +67,8 @@ _SPECIAL = {"bos_token_id": "tokenizer.ggml.bos_token_id", "pad_token_id": "toke
 
 
 def entries_of(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> Entries:
-    """Return the metadata and tensors of a file's architecture. Raises `UnsupportedModelError` if smoe does not read
-    it."""
+    """Return the metadata and tensors of a file. Raise `UnsupportedModelError` if smoe does not read its
+    architecture."""
     architecture = architecture_of(header)
     prefix = f"{architecture}."
     values = {
@@ -80,15 +80,16 @@ def entries_of(header: GgufHeader, tensors: Mapping[str, StoredTensor]) -> Entri
 
 
 def next_token_layers(entries: Entries) -> int:
-    """Return the number of multi-token prediction layers, which the file counts as layers and transformers leaves
+    """Return the number of multi-token prediction layers. The file counts them as layers, and transformers leaves them
     out."""
     return int(entries.number("nextn_predict_layers", 0))
 
 
 def gguf_fields(header: GgufHeader, family: GgufFamily, entries: Entries) -> tuple[str, dict[str, Any]]:
-    """Return transformers' family name and the configuration fields that a file describes.
+    """Return (transformers' family name, the fields of the configuration) from a file's metadata.
 
-    Raises `CheckpointError` with file and entry, and `UnsupportedModelError` if the family computes something else.
+    Raise `CheckpointError`, with file and entry, if they are invalid. Raise `UnsupportedModelError` if transformers'
+    family computes something else.
     """
     path, tensors = entries.path, entries.tensors
     _check_computed(family, entries)
@@ -140,7 +141,8 @@ def _is_same(value: Any, allowed: Any) -> bool:
 def _shapes(
     path: Path, family: GgufFamily, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, Any]:
-    """Return the fields that follow from tensors: the vocabulary size, tied embeddings, and sizes without an entry."""
+    """Return the fields that follow from tensors: the vocabulary size, whether embeddings are tied, and sizes without
+    an entry."""
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{path} has no matrix 'token_embd.weight'; download it again")
@@ -163,8 +165,8 @@ def _token(header: GgufHeader, key: str) -> int | None:
 
 
 def _turned_part(family: GgufFamily, values: Mapping[str, Any], entries: Entries) -> dict[str, Any]:
-    """Return the rotated share of a head for families where it varies; raises `UnsupportedModelError` in other families
-    if it is not 1."""
+    """Return the rotated fraction of a head for families in which it varies. In other families, raise
+    `UnsupportedModelError` if it is not 1."""
     if family.sizes.get("rope.dimension_count", "head_dim") != "head_dim" or "rope.dimension_count" in family.read:
         return {}
     heads = values["num_attention_heads"]

@@ -1,13 +1,14 @@
-"""Locate the routed experts in a GGUF file.
+"""Finds the routed experts in a GGUF file.
 
-Files hold one tensor for each matrix of a layer, or, until early 2024, one tensor for each expert and matrix.
+Files have one tensor for each matrix of a layer. Until early 2024 they had one tensor for each expert and matrix.
 
     blk.N.ffn_gate_exps.weight, ffn_up_exps, ffn_down_exps     [E, I, H], [E, I, H], [E, H, I]
     blk.N.ffn_gate_up_exps.weight                              [E, 2I, H], in place of the first two
     blk.N.ffn_gate_exps.bias, ...                              [E, I], [E, I], [E, H], in families with biases
     blk.N.ffn_gate.E.weight, ffn_up.E, ffn_down.E              the form until early 2024
 
-A row belongs to one output, also in families that transformers stores transposed or with gate and up interleaved.
+A row of a tensor always belongs to one output, even if transformers stores the family's matrices transposed, or with
+the rows of gate and up alternating.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def _every_expert(
 
 
 def check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
-    """Raise `CheckpointError` if a tensor has another shape; dimensions of 1 are ignored, because ggml and transformers
-    add and drop them."""
+    """Raise `CheckpointError` if a tensor does not have the shape `wanted`. Dimensions of 1 are ignored, because ggml
+    and transformers add and drop them."""
     if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
         raise CheckpointError(
             f"{tensor.key!r} in {tensor.path} has the shape {list(tensor.shape)}, another shape than its metadata "
@@ -107,7 +108,8 @@ def check_shape(tensor: StoredTensor, wanted: Sequence[int]) -> None:
 
 
 def _check_quantised(layer: StoredLayer) -> None:
-    """Raise `UnsupportedModelError` if unquantized gate and up rows would have to be interleaved while loading."""
+    """Raise `UnsupportedModelError` if rows of gate and up that are not quantized would have to be interleaved while
+    loading."""
     for part in layer.parts:
         for tensor in layer.sources[0][part.name] if len(part.shape) == 2 else ():
             if tensor.dtype not in FORMATS:

@@ -1,6 +1,7 @@
-"""The supported architectures of GGUF files: names of sizes, implied values, and how stored tensors become weights.
+"""The architectures of GGUF files that smoe reads: names of sizes, implied values, and how stored tensors become
+weights.
 
-A new architecture is one entry in one of the four tables, and a toy model in the tests.
+To support a new architecture, add an entry to one of the four tables, and a toy model to the tests.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ FAMILIES: Mapping[str, GgufFamily] = {
     **gguf_state_families.FAMILIES,
     **gguf_window_families.FAMILIES,
 }
-"""The families by the architecture's name in the file."""
+"""{name of the architecture in a file: description of its family}."""
 
 _OTHER_TYPES = {
     "adapter": "an adapter (LoRA) of one: give the model's own file",
     "imatrix": "an importance matrix (imatrix), by which one was quantised",
 }
-"""What files are that hold no model, by the type that they state."""
+"""{type of a GGUF file that is not a model: what it is}."""
 _OTHER_KINDS = {
     "clip": "it is the part of another model that sees images (mmproj): give that model's own file",
     "deepseek2-ocr": "it reads images of texts",
@@ -34,7 +35,7 @@ _OTHER_KINDS = {
     "nomic-bert-moe": "it embeds texts and generates none",
     "rnd1": "it generates text by diffusion, not token by token",
 }
-"""The architectures that are no language models, and what they are."""
+"""{architecture that is not a language model: what it is}."""
 _NO_CLASS = "transformers has no class for it"
 _DEPENDS_ON_NUMBERS = (
     "what transformers' class computes depends on the values of its weights, so it cannot be examined without them"
@@ -49,7 +50,7 @@ _REFUSED = {
     "qwen4exp": _DEPENDS_ON_NUMBERS,
     "step35": "transformers does not expose its experts to other implementations",
 }
-"""The reasons why files with experts of some known architectures are not supported."""
+"""{known architecture whose files with experts are not supported: the reason}."""
 
 
 def architecture_of(header: GgufHeader) -> str:

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 NEXT_TOKEN_LAYERS = "num_nextn_predict_layers"
-"""transformers' name for the number of multi-token prediction layers, which its models leave out."""
+"""The name in transformers of the number of multi-token prediction layers, which its models leave out."""
 SWITCHES = ("expert_weights_norm",)
-"""Metadata entries that are booleans; all others that are read as one value are numbers."""
+"""Metadata entries that are booleans. All others that are read as a single value are numbers."""
 
 
 class Entries(NamedTuple):
-    """A file's metadata entries, without the architecture in their names, and its tensors by key."""
+    """A file's metadata entries, named without the architecture, and its tensors by key."""
 
     path: Path
     architecture: str
@@ -33,10 +33,10 @@ class Entries(NamedTuple):
     tensors: Mapping[str, StoredTensor]
 
     def number(self, key: str, otherwise: Any = None) -> Any:
-        """Return an entry that is one number, or one boolean if it is in `SWITCHES`. A list of equal values counts as
-        one.
+        """Return an entry that is a single number, or a boolean if it is in `SWITCHES`. A list of equal values counts
+        as one value.
 
-        Raises `CheckpointError` for other values, and for a missing entry without `otherwise`.
+        Raise `CheckpointError` for other values, and if the entry is missing and `otherwise` is not given.
         """
         value = self.values.get(key, otherwise)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
@@ -64,20 +64,18 @@ class Entries(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """The conversion of stored tensors to a transformers weight that is not simply one stored tensor."""
+    """How stored tensors are converted to a transformers weight that is not simply one of the tensors."""
 
     whole: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
-    """Returns the weight, given the tensors and the transformers configuration."""
+    """Takes the tensors and the transformers configuration; returns the weight."""
     sources: tuple[str, ...] = ()
-    """The names, within a layer, of the tensors to convert. Empty: the tensor that the weight's own name stands for.
-
-    If a tensor is missing, the file stores the weight itself under its own name.
-    """
+    """The names, within a layer, of the tensors to convert; empty: the tensor that belongs to the weight's own name. If
+    a tensor is missing, the file stores the weight itself under its own name."""
     is_part: bool = False
-    """Whether the weight is only a part of the rows of the tensor."""
+    """Whether the weight consists of only some rows of the tensor."""
     moves_rows: bool = False
-    """Whether `whole` only moves complete rows. It then also accepts quantized codes, so that the weight stays
-    quantized."""
+    """Whether `whole` only moves complete rows. Then it can also be applied to quantized codes, so that the weight
+    stays quantized."""
 
 
 @dataclass(frozen=True)
@@ -89,33 +87,36 @@ class GgufFamily:
     sizes: Mapping[str, str]
     """transformers fields by metadata entry, in addition to the entries of all families."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that no file has, with their values."""
+    """Fields that no file contains, with their values."""
     fixed_yarn: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of YaRN-scaled rotary embeddings that no file has, with their values."""
+    """Fields of YaRN-scaled rotary embeddings that no file contains, with their values."""
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Allowed values of entries whose meaning equals what the transformers family computes."""
+    """{entry: values for which the transformers family computes the same}, in addition to those that are allowed
+    everywhere."""
     read: frozenset[str] = frozenset()
     """Entries that `complete` reads."""
     complete: Callable[[Entries, dict[str, Any]], None] | None = None
-    """Adds to the configuration the fields that need computation."""
+    """A function that adds the fields that must be computed to the configuration."""
     from_tensors: Mapping[str, str] = field(default_factory=dict)
     """Boolean fields that are true if a file has the tensor of this name."""
     has_partial_rotary: bool = False
-    """Whether files state which part of a head rotary embeddings rotate."""
+    """Whether files contain the fraction of a head that rotary embeddings rotate."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors by transformers' name within a layer, where the gguf package's name is missing or different."""
+    """{transformers' name within a layer: name of the tensor}, if the gguf package lacks the name or has another
+    one."""
     named_as: str = ""
-    """The architecture whose tensor names in the gguf package also apply to this one, which the package lacks."""
+    """For an architecture that the gguf package lacks: another architecture with the same tensor names."""
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
     """Arrangements by transformers' name within a layer, or by the full name outside of layers."""
     unread: str = "$^"
-    """A regular expression for tensors that transformers' model does not have and text generation does not need."""
+    """A regular expression for tensors that transformers' model lacks and that text generation does not need."""
     implied: Mapping[str, Callable[[Any], Sequence[float]]] = field(default_factory=dict)
-    """Tensors that transformers computes itself, by key, with a function that returns their values."""
+    """{key of a tensor: function that returns its values}, for tensors that transformers computes by itself."""
     variant: Callable[[Entries], GgufFamily | None] | None = None
-    """Returns the description of another transformers family if the file is for that one, else None."""
+    """A function that returns the description of another transformers family if the file needs that one, otherwise
+    None."""
     split: str | None = "qwen2"
-    """The name of the pre-tokenizer (`gguf_splits.py`) if a file has no entry for it; None if all files have one."""
+    """The name of the pre-tokenizer (`gguf_splits.py`) if a file does not name one; None if all files name one."""
 
 
 def dense_first(dense: int, count: int) -> list[str]:

@@ -1,7 +1,7 @@
-"""A checkpoint in a GGUF file or a split one: configuration, tokenizer and weights.
+"""A checkpoint in a GGUF file, or in the files of a split one: configuration, tokenizer and weights.
 
-The gguf package's table translates the names of weights. A stored matrix equals transformers' row by row, unless the
-family has an `Arrangement` for it; that one is applied while reading.
+The gguf package's table translates the names of weights. A stored matrix equals that of transformers row by row, unless
+the family has an `Arrangement` for it, which is applied while the matrix is read.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class GgufFile(GgufSizes):
         return read_gguf_tokenizer(self._headers[0])
 
     def _check_implied(self, config: PretrainedConfig) -> None:
-        """Raise `UnsupportedModelError` if a file has other values than those that transformers computes itself."""
+        """Raise `UnsupportedModelError` if a tensor that transformers computes by itself has other values in the
+        file."""
         for key, numbers in self._family.implied.items():
             tensor = self._tensors.get(key)
             if tensor is None:
@@ -89,7 +90,7 @@ class GgufFile(GgufSizes):
                 )
 
     def _read(self, source: WeightSource, config: PretrainedConfig, target: torch.Tensor) -> None:
-        """Fill `target` with the values of a weight."""
+        """Write the values of a weight into `target`."""
         if source.arrangement is None:
             read_tensor(self._tensors[source.keys[0]], target)
             return
@@ -98,7 +99,7 @@ class GgufFile(GgufSizes):
             target.copy_(source.arrangement.whole(parts, config).reshape(target.shape))
 
     def _all_codes(self, source: WeightSource, config: PretrainedConfig) -> torch.Tensor:
-        """Return a quantized weight's bytes with its rows in transformers' order."""
+        """Return the bytes of a quantized weight, with its rows in transformers' order."""
         parts = [self._codes(self._tensors[key]) for key in source.keys]
         if source.arrangement is None:
             return parts[0]
@@ -106,7 +107,7 @@ class GgufFile(GgufSizes):
             return source.arrangement.whole(parts, config).contiguous()
 
     def _codes(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return the bytes of a stored quantized matrix: uint8 [rows, bytes of a row]."""
+        """Return the bytes of a stored quantized matrix, uint8 [rows, bytes of a row]."""
         codes = assembled(tensor) if tensor.made_of else read_bytes(tensor).view(tensor.shape[0], -1)
         if not FORMATS[tensor.dtype].is_finite(codes.numpy()):
             raise CheckpointError(
@@ -122,7 +123,7 @@ def _key_of(sources: Mapping[str, WeightSource], name: str) -> str:
 
 
 def _room(weight: torch.Tensor, stays_quantised: bool, is_wide: bool) -> torch.Tensor:
-    """Allocate the tensor that a weight is read into; a weight that stays quantized gets a placeholder without
+    """Return a tensor into which a weight can be read. For a weight that stays quantized it is a placeholder without
     memory."""
     dtype = torch.float32 if is_wide else weight.dtype
     if stays_quantised:

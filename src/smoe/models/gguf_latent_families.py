@@ -1,4 +1,4 @@
-"""Table of GGUF architectures with multi-head latent attention (`gguf_families.py`)."""
+"""The GGUF architectures with multi-head latent attention: a part of the table in `gguf_families.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from smoe.models.gguf_window_families import sliding_layers
 
 
 def latent_attention(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the sizes of multi-head latent attention. Newer files describe one shared key-value head, early files all
-    heads."""
+    """Add the sizes of multi-head latent attention. Newer files describe one key-value head for all queries, early
+    files all heads."""
     keys = entries.number("attention.key_length_mla", entries.values.get("attention.key_length"))
     values = entries.number("attention.value_length_mla", entries.values.get("attention.value_length"))
     fields["num_key_value_heads"] = fields["num_attention_heads"]
@@ -40,7 +40,7 @@ ROUTED_IN_GROUPS = {
     "routed_scaling_factor": 1.0,
     "topk_group": 1,
 }
-"""Defaults of the fields of DeepSeek's router, for files without entries for them."""
+"""Default values for the fields of DeepSeek's router, if a file has no entries for them."""
 DEEPSEEK_SIZES = {
     "attention.kv_lora_rank": "kv_lora_rank",
     "attention.q_lora_rank": "q_lora_rank",
@@ -98,7 +98,7 @@ def _deepseek_v4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _indexed(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add which layers have an indexer of their own; the others use the selection of an earlier layer."""
+    """Add which layers have an indexer of their own. The others use the choice of an earlier layer."""
     latent_attention(entries, fields)
     count, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
     has_indexer = [f"blk.{layer}.indexer.attn_k.weight" in entries.tensors for layer in range(count)]

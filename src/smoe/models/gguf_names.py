@@ -1,4 +1,4 @@
-"""Find the GGUF models of a repository by the names of its files.
+"""Finds the GGUF models of a repository by the names of its files. A model is one file or several parts:
 
 NAME-Q4_K_M.gguf
 folder/NAME-Q8_0-00001-of-00003.gguf, ...
@@ -19,8 +19,7 @@ layers."""
 
 
 def models_of(wanted: str, names: Iterable[str]) -> list[str]:
-    """Return the models that `wanted` may mean, by the paths of their first parts. `wanted` is a quantization or a
-    path."""
+    """Return the models that `wanted` may mean, a quantization or a path, by the paths of their first parts."""
     models = _first_parts(names)
     if wanted.lower().endswith(".gguf"):
         return [model for model in models if wanted in (model, *parts_of(model))]
@@ -31,7 +30,7 @@ def models_of(wanted: str, names: Iterable[str]) -> list[str]:
 
 
 def is_companion(name: str) -> bool:
-    """Return whether a file of this name accompanies a model and is none itself."""
+    """Return whether a file of this name only accompanies a model."""
     return _COMPANION.search(name) is not None
 
 
@@ -42,7 +41,7 @@ def parts_of(model: str) -> list[str]:
 
 
 def labels_of(names: Iterable[str]) -> list[str]:
-    """Return the names that users can select models by: the quantization if it is unique, else the path."""
+    """Return the names by which users can select models: the quantization if it is unique, otherwise the path."""
     models = _first_parts(names)
     labels = [_quantisation(model) for model in models]
     return sorted(

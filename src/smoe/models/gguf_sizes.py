@@ -1,6 +1,7 @@
-"""Sizes, experts and quantized layers of a model in a GGUF file or a split one, read from the headers.
+"""Sizes, experts and quantized layers of a model in a GGUF file, or in the files of a split one, read from their
+headers.
 
-The gguf package's table translates the names of weights. A stored matrix equals transformers' row by row.
+The gguf package's table translates the names of weights. A stored matrix equals that of transformers row by row.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class GgufSizes:
         self.place = place
         self.config_place = place
         self._indexed: tuple[Outline, dict[int, StoredLayer]] | None = None
-        """The experts' places for the outline asked about last: a plan asks several times."""
+        """The locations of the experts for the last outline, because a plan needs them several times."""
 
     def fields(self) -> tuple[str, dict[str, Any]]:
         """Return transformers' family name and the fields of its configuration."""
@@ -126,7 +127,7 @@ class GgufSizes:
         return read_headers(self.place)
 
     def _sources(self, spec: ModelSpec) -> dict[str, WeightSource]:
-        """Return the sources of every weight that belongs to no routed expert, by its transformers name."""
+        """Return the sources of every non-expert weight, by its transformers name."""
         names = [name for name in spec.outline.stored if name not in spec.outline.of_experts]
         return sources_of(self._family, self._entries, names, spec.config.get_text_config().num_hidden_layers)
 

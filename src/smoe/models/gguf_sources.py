@@ -1,4 +1,5 @@
-"""Find the stored tensors of each transformers weight in a GGUF file, routed experts excluded (`gguf_experts.py`)."""
+"""Finds the stored tensors of each non-expert weight of transformers in a GGUF file. For experts see
+`gguf_experts.py`."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ from smoe.models.gguf_family import Arrangement, Entries, GgufFamily
 
 _IN_LAYER = re.compile(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.(.*)")
 _CORRECTION = re.compile(r".*\be_score_correction_bias")
-"""The name of a router's score correction in transformers: a buffer, or a part of the block."""
+"""A pattern for the name of a router's score correction in transformers: a buffer, or a part of the block."""
 
 
 class WeightSource(NamedTuple):
-    """The stored tensors of a weight and the conversion from them."""
+    """The stored tensors of a weight, and how they are converted to it."""
 
     keys: tuple[str, ...]
     """The keys of the tensors."""
     arrangement: Arrangement | None = None
-    """The conversion; None if the weight is the one stored tensor."""
+    """The conversion; None if the weight is a stored tensor itself."""
 
     def whole(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> StoredTensor | None:
-        """Return the weight as one quantized matrix (type, shape and bytes only), or None if it cannot stay
+        """Return the weight as one quantized matrix (with type, shape and bytes only), or None if it cannot stay
         quantized."""
         parts = [tensors[key] for key in self.keys]
         first = parts[0]
@@ -43,7 +44,7 @@ class WeightSource(NamedTuple):
         return replace(first, shape=shape, nbytes=sum(part.nbytes for part in parts) * shape[0] // rows)
 
     def check_shape(self, tensors: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> None:
-        """Raise `CheckpointError` if the tensors do not form a weight of this shape."""
+        """Raise `CheckpointError` if the weight that the tensors form does not have this shape."""
         parts = [tensors[key] for key in self.keys]
         if self.arrangement is None:
             check_shape(parts[0], shape)
@@ -61,7 +62,7 @@ def _fit(parts: list[int], whole: int, is_part: bool) -> bool:
 
 
 def sources_of(family: GgufFamily, entries: Entries, names: Iterable[str], layers: int) -> dict[str, WeightSource]:
-    """Return the sources of the weights `names` of a model with `layers` layers, whether the file has them or not."""
+    """Return the sources of the weights `names`, whether the file has them or not. `layers`: the number of layers."""
     table = _package_names(family.named_as or entries.architecture, layers)
     return {name: _source(family, entries, name, table) for name in names}
 

@@ -1,7 +1,7 @@
-"""Regular expressions by which byte-level tokenizers split a text before merging, by the rule's name in GGUF files.
+"""The regular expressions by which byte-level tokenizers split a text before merging, by the rule's name in GGUF files.
 
-The expressions come from the models' own tokenizer.json files or match the same pieces. Each expression of a rule
-splits the pieces that the previous one left. Text that an expression does not match is a piece as well.
+The expressions come from the models' own tokenizer.json files, or match the same pieces. Each expression of a rule
+splits the pieces that the one before has left. Text that an expression does not match is a piece too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
 )
-"""Words that end where a small letter precedes a capital one; `%s` stands for an optional suffix of the word."""
+"""A pattern for words, which end before a capital letter that follows a small letter. `%s` stands for an optional
+suffix."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHERS}|{_SPACES}"
 _QWEN2 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHERS}|{_SPACES}"
@@ -79,9 +80,9 @@ class Split:
 
     expressions: tuple[str, ...]
     ignores_merges: bool = False
-    """Whether a piece that is a token is used before any merge, because merges do not reach some tokens."""
+    """Whether a piece that is a token is used without merging, because merges do not reach some tokens."""
     adds_start: bool = False
-    """Whether a text begins with the start token if the file has no entry for it."""
+    """Whether a text begins with the start token if the file has no entry for this."""
 
 
 _RULES: Mapping[str, Split] = {

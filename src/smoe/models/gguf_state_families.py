@@ -1,5 +1,5 @@
-"""Table of GGUF architectures in which some layers have a recurrent state instead of keys and values
-(`gguf_families.py`)."""
+"""The GGUF architectures in which some layers have a recurrent state in place of keys and values: a part of the table
+in `gguf_families.py`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def _lfm2(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _period(layers: list[bool], what: str, entries: Entries) -> tuple[int, int]:
-    """Return period and offset of the layers marked True; raises `UnsupportedModelError` if they are not periodic."""
+    """Return (period, offset) of the layers that are marked True. Raise `UnsupportedModelError` if they are not
+    periodic."""
     numbers = [number for number, each in enumerate(layers) if each]
     period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
     if not numbers or any(each != (number % period == numbers[0] % period) for number, each in enumerate(layers)):

@@ -1,6 +1,6 @@
-"""Read the tokenizer and the sampling settings from the metadata of a GGUF file.
+"""Reads the tokenizer and the sampling settings from the metadata of a GGUF file.
 
-transformers' own reader needs half a gigabyte and nine seconds for a large file, and runs several times.
+transformers' own reader needs half a gigabyte and nine seconds for a large file, and would run several times.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SPECIAL = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-"""transformers' names of special tokens and the metadata entries with their ids."""
+"""{transformers' name of a special token: the metadata entry with its id}."""
 _OF_SCORES = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 """The default ids of special tokens in a vocabulary with scores."""
 _TEMPLATE = "tokenizer.chat_template"
 _STRIPPED_AFTER = ("phi-3", "phi3")
-"""Models, by the name in the file, whose control tokens also consume the following spaces."""
+"""Models whose control tokens include the spaces after them, by the model's name in the file."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",

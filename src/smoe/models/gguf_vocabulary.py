@@ -11,9 +11,9 @@ from smoe.errors import CheckpointError
 from smoe.memory.gguf_header import GgufArray, GgufHeader, read_array
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""The types of tokens, by their number in a file's `token_type`."""
+"""The types of tokens. Their numbers are those in a file's `token_type`."""
 _EMPTY = "[EMPTY_{}]"
-"""The replacement for tokens without text; no text contains it."""
+"""Replaces tokens that have no text; it occurs in no text."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Vocabulary:
     """The kind of vocabulary: gpt2, llama or gemma4."""
     tokens: Sequence[str]
     kinds: Sequence[int] | None
-    """The type of each token; None if the file does not state it."""
+    """The type of each token; None if the file does not contain the types."""
 
     @property
     def numbers(self) -> dict[str, int]:

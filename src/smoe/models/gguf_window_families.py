@@ -1,4 +1,5 @@
-"""Table of GGUF architectures whose files name the layers that see only the last tokens (`gguf_families.py`)."""
+"""The GGUF architectures whose files say which layers attend only to the last tokens (a sliding window): a part of the
+table in `gguf_families.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ _PATTERN = "attention.sliding_window_pattern"
 
 
 def sliding_layers(entries: Entries, count: int, usual: Sequence[bool] = ()) -> list[bool]:
-    """Return which layers see only the last tokens. `usual` is the period of files without an entry; an entry that is
-    one number is a period whose last layer sees all tokens."""
+    """Return, for each of `count` layers, whether it has a sliding window. An entry that is one number is a period, of
+    which the last layer attends to all tokens. `usual`: the pattern, repeated over the layers, of files without an
+    entry."""
     pattern = entries.values.get(_PATTERN)
     if isinstance(pattern, list) or (pattern is None and not usual):
         return [bool(each) for each in entries.numbers(_PATTERN, count)]
@@ -26,13 +28,13 @@ def sliding_layers(entries: Entries, count: int, usual: Sequence[bool] = ()) -> 
 
 
 def layer_types(is_sliding: Sequence[bool]) -> list[str]:
-    """Return transformers' names of the kinds of attention, given which layers see only the last tokens."""
+    """Return transformers' name of the kind of attention of each layer."""
     return ["sliding_attention" if each else "full_attention" for each in is_sliding]
 
 
 def _rope_by_layer_type(entries: Entries, fields: dict[str, Any]) -> None:
-    """Separate the rotary embeddings of the two kinds of layers: those with a window have a base of their own, a
-    rotated share of their own, and no scaling."""
+    """Separate the rotary embeddings of layers with and without a window. Those with a window have their own base,
+    their own rotated fraction, and no scaling."""
     rope, head = fields["rope_parameters"], fields["head_dim"]
     turned = entries.number("rope.dimension_count", head)
     near = {
@@ -89,7 +91,8 @@ def _gemma4(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _gemma4_frequencies(config: Any) -> list[float]:
-    """Return the factors by which files divide rotary frequencies: 1 for rotated dimensions, else a huge number."""
+    """Return the factors by which files divide rotary frequencies: 1 for rotated dimensions, a huge number for
+    others."""
     half = config.per_layer_config["full_attention"].head_dim // 2
     turned = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
     return [1.0] * turned + [1e30] * (half - turned)
@@ -104,8 +107,8 @@ def _granite_swa(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _laguna(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types, heads and the width of the attention's gate. Files do not name the layers with a window: each
-    fourth layer from the first on has none."""
+    """Add layer types, heads and the width of the attention's gate. Files do not say which layers have a window: every
+    fourth layer, beginning with the first, has none."""
     count, head = fields["num_hidden_layers"], fields["head_dim"]
     has_window = bool(fields["sliding_window"])
     fields["layer_types"] = layer_types(sliding_layers(entries, count, (False, *[has_window] * 3)))
@@ -125,8 +128,8 @@ def _mellum(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _mimo(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add layer types and heads. transformers counts a token itself in addition to the window of the release, and has
-    twice as many key-value heads in layers with a window."""
+    """Add layer types and heads. In transformers, a window includes the token itself, and layers with a window have
+    twice as many key-value heads as the others."""
     count = fields["num_hidden_layers"]
     is_sliding = sliding_layers(entries, count)
     fields["layer_types"] = layer_types(is_sliding)

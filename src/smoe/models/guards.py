@@ -1,9 +1,9 @@
-"""Refuse operations of transformers models that would break a model with an engine.
+"""Raises errors for operations of transformers models that would break a model with an engine.
 
 Saving would omit the experts. Converting or moving weights would miss the experts in their slots and exceed the budget.
-A copy would lack an engine. Gradients do not reach the experts, so adapters work but cannot be trained here. Operations
+A copy would have no engine. Gradients do not reach the experts, so adapters work but cannot be trained. Operations
 without effect (`.to("cpu")` on a CPU, `.eval()`) are allowed, because pipelines and evaluation harnesses call them.
-`torch.compile` has no effect, and the model runs uncompiled.
+`torch.compile` has no effect: the model runs uncompiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def guard(model: PreTrainedModel) -> None:
-    """Replace the refused methods of `model` and its modules, in place."""
+    """Replace methods of `model` and its modules, in place, by ones that raise errors."""
     for module in model.modules():
         module._apply = _unchanged(module)  # type: ignore[method-assign]
     for name in ("save_pretrained", "push_to_hub"):
@@ -46,14 +46,14 @@ def guard(model: PreTrainedModel) -> None:
 
 
 def refuse_gradients(model: nn.Module, given: torch.Tensor) -> None:
-    """Raise `EngineStateError` if a forward pass over `given` would have to compute gradients, of an adapter or an
-    input."""
+    """Raise `EngineStateError` if a forward pass with the inputs `given` would compute gradients, of an adapter or of
+    an input."""
     if torch.is_grad_enabled() and (given.requires_grad or any(each.requires_grad for each in model.parameters())):
         raise EngineStateError(_FOR_INFERENCE)
 
 
 def without_backward(output: Any) -> Any:
-    """Return a model's output whose loss raises an error in `backward()`, if gradients are enabled."""
+    """Return a model's output. If gradients are enabled, `backward()` of its loss raises an error."""
     if torch.is_grad_enabled() and isinstance(output, ModelOutput) and isinstance(output.get("loss"), torch.Tensor):
         output["loss"] = _WithoutBackward.apply(output["loss"], torch.zeros((), requires_grad=True))
     return output
@@ -72,7 +72,7 @@ class _WithoutBackward(Function):
 
 
 def uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` excluded from `torch.compile`, because it runs Python code and reading threads."""
+    """Return `forward` excluded from `torch.compile`, because it runs Python code and uses reading threads."""
     alone: Callable[..., Any] = torch.compiler.disable(forward, reason=_WHY_UNCOMPILED)
 
     @functools.wraps(forward)

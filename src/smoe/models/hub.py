@@ -1,7 +1,7 @@
-"""Access to the Hugging Face hub: its local cache, reachability, and downloads.
+"""Access to the Hugging Face hub: its local cache, whether it can be reached, and downloads.
 
-The hub's own client retries an unreachable network for half a minute. So smoe first tests the connection for two
-seconds and reports a failure in one line. If the hub answers, the client's own timeouts apply.
+If the network is down, the hub's own client retries for half a minute. So smoe first tries to connect, for two seconds,
+and reports a failure in one line. If the hub responds, the client's own timeouts apply.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smoe.models.stated_quantisation import MODELOPT_FILE
 HINT = "; check the name, the network, and for gated models that you are logged in (hf auth login)"
 """The advice at the end of messages about models that the hub does not provide."""
 PATIENCE_SECONDS = 2.0
-"""The longest time for a connection attempt; HF_HUB_ETAG_TIMEOUT, a setting of the client, can raise it."""
+"""The longest time for an attempt to connect. HF_HUB_ETAG_TIMEOUT, a setting of the client, can raise it."""
 _WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*.safetensors"]
 """Patterns for weights in subfolders: duplicates in formats that smoe does not read (gpt-oss has one in `original`)."""
@@ -34,8 +34,8 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def is_id(model: str) -> bool:
-    """Return whether `model` has the form owner/name. Hub names without an owner exist, but none of them has routed
-    experts."""
+    """Return whether `model` has the form owner/name. There are hub names without an owner, but no such model has
+    routed experts."""
     return bool(_ID.fullmatch(model)) and "--" not in model and ".." not in model and not model.endswith((".git", "."))
 
 
@@ -45,8 +45,8 @@ def has_config(model: str, revision: str | None) -> bool:
 
 
 def config_folder(model: str, revision: str | None) -> Path:
-    """Return the cache folder with the model's config.json and quantization settings, after downloading them if the hub
-    answers."""
+    """Return the cache folder with the model's config.json and quantization settings. They are downloaded if the hub
+    responds."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -65,7 +65,7 @@ def config_folder(model: str, revision: str | None) -> Path:
 
 
 def cached(model: str, revision: str | None) -> Path | None:
-    """Return the cache folder of a completely downloaded model, or None."""
+    """Return the cache folder of a model that is completely downloaded, otherwise None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -89,7 +89,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def files_of(model: str, revision: str | None) -> dict[str, int]:
-    """Return the files of a repository: bytes by name."""
+    """Return {file of a repository: its bytes}."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(model, revision=revision, files_metadata=True)
@@ -172,7 +172,7 @@ def _cached_config(model: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def asking(model: str) -> Iterator[None]:
-    """Raise `ModelError` if the hub is unreachable, and turn any error of its client within this context into
+    """Raise `ModelError` if the hub cannot be reached. During the `with` block, convert any error of its client to
     `ModelError`."""
     check_reachable(model)
     try:
@@ -186,5 +186,5 @@ def asking(model: str) -> Iterator[None]:
 
 
 def no_model(model: str | Path, message: str, kind: type[ModelError] = ModelError) -> ModelError:
-    """Return the error for a `model` argument that names no available model."""
+    """Return the error for an argument `model` that names no available model."""
     return kind(message, setting="model", given=str(model), allowed="a model folder, a GGUF file, a hub id, or 'demo'")

@@ -1,7 +1,7 @@
-"""Select and download GGUF files of a hub repository.
+"""Selects and downloads GGUF files of a hub repository. A user names them as:
 
     OWNER/REPO:Q4_K_M                 the only model with that quantization, all of its parts
-    OWNER/REPO/folder/file.gguf       that file, or the split model that it belongs to
+    OWNER/REPO/folder/file.gguf       that file, or the split model to which it belongs
 
 The description of a model is at the beginning of its files. If they are not in the cache, only that beginning is
 downloaded, to temporary sparse files of full size.
@@ -23,13 +23,13 @@ from smoe.models import hub
 from smoe.models.gguf_names import labels_of, models_of, parts_of
 
 _FIRST_BYTES = 2**24
-"""The size in bytes of a file to download first: enough for a header with a vocabulary of 200,000 tokens."""
+"""How many bytes of a file are downloaded first: enough for a header with a vocabulary of 200,000 tokens."""
 _MOST_NAMES = 12
 _LABEL = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 
 
 class HubGguf(NamedTuple):
-    """A GGUF model of the hub, as a user names it."""
+    """A GGUF model of the hub, as a user has named it."""
 
     repository: str
     wanted: str
@@ -37,7 +37,7 @@ class HubGguf(NamedTuple):
 
 
 def named_gguf(model: str) -> HubGguf | None:
-    """Return the repository and selection if `model` has the form of a GGUF model of the hub, else None."""
+    """Return the repository and selection if `model` has the form of a GGUF model of the hub, otherwise None."""
     repository, _, label = model.rpartition(":")
     if hub.is_id(repository) and _LABEL.fullmatch(label):
         return HubGguf(repository, label)
@@ -49,7 +49,7 @@ def named_gguf(model: str) -> HubGguf | None:
 
 
 def cached_gguf(named: HubGguf, revision: str | None) -> Path | None:
-    """Return the first file of a model if all its parts are in the cache, else None."""
+    """Return the first file of a model if all its parts are in the cache, otherwise None."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -66,7 +66,7 @@ def cached_gguf(named: HubGguf, revision: str | None) -> Path | None:
 
 
 def described_gguf(named: HubGguf, revision: str | None) -> Path:
-    """Return the first file of a model in the cache, or a temporary file with its header alone."""
+    """Return the first file of a model in the cache, or a temporary file that contains only its header."""
     known = cached_gguf(named, revision)
     if known is not None:
         return known
@@ -96,7 +96,7 @@ def download_gguf(named: HubGguf, revision: str | None) -> Path:
 
 
 def _chosen(named: HubGguf, sizes: Mapping[str, int]) -> list[str]:
-    """Return the names of the selected model's parts in order. Raises an error unless exactly one complete model
+    """Return the names of the selected model's parts in order. Raise an error unless exactly one complete model
     matches."""
     models = models_of(named.wanted, sizes)
     if len(models) != 1:

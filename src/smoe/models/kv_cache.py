@@ -1,14 +1,15 @@
-"""A KV cache with reserved capacity: values are written at explicit positions, and attention receives slices of it.
+"""A KV cache with a fixed capacity: values are written at given positions, and attention receives slices of the
+storage.
 
-Only addresses are reserved. On a CPU the system allocates memory when positions are written. `back` counts the
-positions of each row in blocks beforehand, so that the owner of that memory can free other uses first.
+Only addresses are reserved. On a CPU, the system allocates memory when positions are written. `back` counts positions
+in blocks before they are written, so that the owner of this memory can free other uses first.
 
-Positions follow from the committed `length` of the whole cache, not from counters of the layers. So writing a position
-twice is harmless: a failed pass needs no cleanup, and a look-ahead through a later layer no rollback. The slices have
-the same shapes as those of transformers' DynamicCache, sliding windows included, and so attention computes the same
-bits.
+Positions follow from the `length` of the whole cache, which changes when a pass has succeeded, and not from counters in
+the layers. So a position may be written twice: nothing must be undone after a failed pass, or after a look-ahead
+through a later layer. The slices have the same shapes as those of transformers' DynamicCache, also with sliding
+windows, so attention computes the same bits.
 
-Linear attention and convolution layers use transformers' own state objects, because their state has no positions.
+Layers with linear attention or convolutions use transformers' own state objects, because their state has no positions.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from smoe.memory.arena import DONT_NEED, GIVES_BACK, anonymous, system_madvise
 from smoe.memory.store import PAGE, page_ceil
 
 BLOCK_TOKENS = 128
-"""The number of positions per block of memory accounting; a block covers whole pages if a head has at least 16
+"""The number of positions in a block, in which memory is counted. A block covers whole pages if a head has at least 16
 numbers."""
 
 
 class CacheMemory(Protocol):
-    """The memory that several caches share."""
+    """The memory that several caches share, and its owner's other uses."""
 
     def note_growth(self) -> None:
-        """Make room: a cache is about to write positions that have no memory yet."""
+        """Free memory for other uses: a cache is about to write positions that have no memory yet."""
 
 
 class RowCache(DynamicCache):
-    """A cache of `rows` sequences with up to `capacity_tokens` tokens each."""
+    """A KV cache of `rows` sequences with up to `capacity_tokens` tokens each."""
 
     layers: list[Any]
 
     def __init__(
         self, config: PretrainedConfig, rows: int, capacity_tokens: int, room: weakref.ref[CacheMemory] | None = None
     ) -> None:
-        """Create an empty cache; `room` is notified before more positions receive memory."""
+        """Create an empty cache. `room`: is called before further positions get memory."""
         super().__init__(config=config)
         self._room = room
         self._backed = [0] * rows
@@ -59,13 +60,12 @@ class RowCache(DynamicCache):
         self.start = 0
         """The storage index of the first token; above 0 only in windows (`kv_window.py`)."""
         self.row_lengths: list[int] | None = None
-        """The number of committed tokens of each row if their texts differ in length; all rows end at the same index.
-        None: all have `length`."""
+        """The number of committed tokens of each row if the texts differ in length; all rows end at the same index.
+        None: all have `length` tokens."""
         self.ended: torch.Tensor | None = None
-        """A mask [rows], True for finished rows, whose results are not used; None if there are none."""
+        """A mask [rows] of the finished rows, whose results are not used; None if there are none."""
         self.given: list[int] | None = None
-        """The number of real tokens, at the end of each row, in the next pass; None if all tokens of every row are
-        real."""
+        """The number of real tokens, at the end of each row, in the next pass; None if all tokens are real."""
         self._pending = 0
         self._is_retired = False
         self.layers = [_positioned(layer, self) for layer in self.layers]
@@ -88,8 +88,8 @@ class RowCache(DynamicCache):
         self.back(0, rows, self.start + self.length + tokens)
 
     def back(self, first: int, rows: int, end: int) -> None:
-        """Count memory for rows `first` to `first + rows - 1` up to the storage index `end`, before they are
-        written."""
+        """Count memory for the rows from `first` on, `rows` of them, up to the storage index `end`. It is called before
+        they are written."""
         # the extra block is for rows that begin within a page
         blocks = -(-end // BLOCK_TOKENS) + bool(self.capacity_tokens % BLOCK_TOKENS)
         backed, grown = min(blocks * BLOCK_TOKENS, self.capacity_tokens), False
@@ -106,7 +106,7 @@ class RowCache(DynamicCache):
         return 0 if self._is_retired else sum(self._backed)
 
     def give_back(self, row: int, end: int) -> None:
-        """Return a row's memory from the storage index `end` on to the system."""
+        """Return the memory of a row from the storage index `end` on to the system."""
         blocks = min(-(-end // BLOCK_TOKENS) * BLOCK_TOKENS, self.capacity_tokens)
         if not GIVES_BACK or self._backed[row] <= blocks:
             return
@@ -116,14 +116,15 @@ class RowCache(DynamicCache):
         self._backed[row] = blocks
 
     def check_room(self, tokens: int) -> None:
-        """Raise `ContextError` if a call that may write `tokens` tokens per row exceeds the capacity, before it
-        computes anything."""
+        """Raise `ContextError` if a call that may write `tokens` tokens in each row would exceed the capacity. It is
+        called before anything is computed."""
         if tokens > self.capacity_tokens:
             fewer = f"lower `max_new_tokens` by {tokens - self.capacity_tokens}, shorten the prompt"
             raise self._too_small(tokens, fewer)
 
     def _too_small(self, tokens: int, fewer: str) -> ContextError:
-        """Return the error for `tokens` tokens per row beyond the capacity; `fewer` is advice on how to need fewer."""
+        """Return the error for `tokens` tokens in a row, which exceed the capacity. `fewer`: advice on how to need
+        fewer."""
         if self.rows == 1:
             room, more, needed = "", "`context_tokens`", f"at least {tokens} for these tokens"
         else:
@@ -146,7 +147,8 @@ class RowCache(DynamicCache):
         self._pending, self.given = 0, None
 
     def row_keys(self, tokens: int) -> list[int]:
-        """Return the tokens of each row, including those of a pass over `tokens` columns, if texts differ in length."""
+        """Return the number of tokens of each row, including those of a pass over `tokens` columns, if the texts differ
+        in length."""
         assert self.row_lengths is not None
         given = self.given or [tokens] * self.rows
         return [length + new for length, new in zip(self.row_lengths, given, strict=True)]
@@ -174,9 +176,9 @@ class RowCache(DynamicCache):
         self.length = length
 
     def take_over(self, other: RowCache, begin: int, end: int) -> None:
-        """Copy positions `begin` to `end` of every row from `other`, the cache of a copy of this model.
+        """Copy the positions from `begin` to `end` of every row from `other`, the KV cache of a copy of this model.
 
-        The cache then has at least `end` positions. Raises `EngineStateError` for layers with a recurrent state, and
+        The cache then has at least `end` positions. Raise `EngineStateError` if layers have a recurrent state. Raise
         `ValueError` for positions that `other` lacks, that exceed the capacity, or that would leave a gap.
         """
         self.check_alive()
@@ -198,9 +200,9 @@ class RowCache(DynamicCache):
         self.length = max(self.length, end)
 
     def taken_out(self, begin: int, end: int) -> torch.Tensor:
-        """Return keys and values of positions `begin` to `end` as bytes in main memory, for `put_in`.
+        """Return the keys and values of the positions from `begin` to `end` as bytes in main memory, for `put_in`.
 
-        These positions must not be written meanwhile. Raises `EngineStateError` if the cache is retired.
+        These positions must not be written meanwhile. Raise `EngineStateError` if the cache is retired.
         """
         self.check_alive()
         place = slice(self.start + begin, self.start + end)
@@ -208,9 +210,10 @@ class RowCache(DynamicCache):
         return torch.cat([each.reshape(-1).view(torch.uint8) for each in parts]).cpu()
 
     def put_in(self, rows: torch.Tensor, begin: int, end: int, like: RowCache) -> None:
-        """Append positions `begin` to `end`, as returned by `taken_out`; `like` is a used cache of the same model.
+        """Append the positions from `begin` to `end`, as `taken_out` has returned them. `like`: a used cache of the
+        same model.
 
-        Raises `ValueError` if the number of bytes differs or the positions do not continue this cache.
+        Raise `ValueError` if the number of bytes differs, or if the positions do not follow those in this cache.
         """
         nbytes = (end - begin) * like.position_bytes
         if not (begin == self.length and begin < end <= self.capacity_tokens) or rows.numel() != nbytes:
@@ -242,7 +245,8 @@ class RowCache(DynamicCache):
 
     @property
     def can_rewind(self) -> bool:
-        """Whether all layers address by position; sliding windows do, because they store every position."""
+        """Whether all layers store values by position. Those with sliding windows do, because they store every
+        position."""
         return all(isinstance(layer, (Positioned, _PositionedSliding)) for layer in self.layers)
 
     def reset(self) -> None:
@@ -273,12 +277,12 @@ class RowCache(DynamicCache):
             )
 
     def end_rows(self, done: torch.Tensor) -> None:
-        """Mark the rows where `done` [rows] is True as finished: they need no experts any more."""
+        """Mark the rows for which `done` [rows] is True as finished: they need no experts any more."""
         self.ended = done if self.ended is None else self.ended | done
 
     @property
     def reserved_tokens(self) -> int:
-        """The tokens that this cache claims from the memory budget."""
+        """The number of tokens for which this cache takes memory from the budget."""
         return 0 if self._is_retired else self.rows * self.capacity_tokens
 
     @property
@@ -321,7 +325,7 @@ class _Storage:
 
 
 class Positioned(_Storage, DynamicLayer):
-    """The cache of a layer with full attention: all positions are visible."""
+    """The KV cache of a layer with full attention: all positions are visible."""
 
     def __init__(self, owner: RowCache) -> None:
         super().__init__()
@@ -334,11 +338,8 @@ class Positioned(_Storage, DynamicLayer):
         return keys[:, :, start:end], values[:, :, start:end]
 
     def place(self) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
-        """Return the storages, the index of the row's first token and the index to write, for machine code that writes
-        one position.
-
-        Returns None before the first write. For caches of one row only.
-        """
+        """Return (keys, values, the index of the row's first token, the index to write), for machine code that writes
+        one position. Return None before the first write. It is for caches with one row only."""
         owner, store = self._owner, self._store
         if store is None:
             return None
@@ -353,7 +354,7 @@ class Positioned(_Storage, DynamicLayer):
 
 
 class _PositionedSliding(_Storage, DynamicSlidingWindowLayer):
-    """The cache of a layer with sliding attention: the last `window - 1` committed positions and the new ones are
+    """The KV cache of a layer with sliding attention. The last `window - 1` committed positions and the new ones are
     visible."""
 
     def __init__(self, owner: RowCache, sliding_window: int) -> None:
@@ -398,7 +399,8 @@ def _let_go(strip: torch.Tensor) -> None:
 
 
 def _positioned(layer: Any, owner: RowCache) -> Any:
-    """Return our cache layer for a layer of transformers, or that layer itself if it has no positions."""
+    """Return our cache layer in place of a layer of transformers. If that layer has no positions, return it
+    unchanged."""
     if type(layer) is DynamicLayer:
         return Positioned(owner)
     if type(layer) is DynamicSlidingWindowLayer:

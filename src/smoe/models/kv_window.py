@@ -1,6 +1,6 @@
-"""A window on some rows of a KV cache, for batches whose texts differ in length.
+"""A view of some rows of a KV cache, for batches whose texts differ in length.
 
-All texts end at the same index. Indices before a text's start hold other data, which attention does not read
+All texts end at the same index. Indices before the start of a text contain other data, which attention does not read
 (`fastpath/attention.py`).
 """
 
@@ -15,8 +15,8 @@ from smoe.models.kv_cache import Positioned, RowCache, _PositionedSliding
 
 
 class KVWindow(RowCache):
-    """A cache that uses `rows` rows of `whole` from row `first` on; `start` and `length` give the indices of their
-    texts."""
+    """A KV cache that uses `rows` rows of the cache `whole`, from row `first` on. `start` and `length` are the indices
+    of their texts."""
 
     def __init__(self, whole: RowCache, config: Any, first: int, rows: int) -> None:
         """Create the window. Raises `ValueError` if layers of the cache have a recurrent state."""
@@ -63,7 +63,7 @@ class KVWindow(RowCache):
 
 
 class _OfWhole:
-    """The storages of some rows of another cache's layer."""
+    """A layer of a window, whose storages are rows of the whole cache's layer."""
 
     _owner: RowCache
     _layer: Any

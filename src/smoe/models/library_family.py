@@ -1,7 +1,7 @@
-"""Find the transformers family of a config.json whose `model_type` transformers lacks, by its `architectures`.
+"""Finds the transformers family for a config.json whose `model_type` transformers lacks, by the field `architectures`.
 
-Kimi K2, for example, is published as `kimi_k2` with code of its own (`auto_map`), and has DeepSeek-V3's architecture.
-transformers' class of that name computes it. Code in a repository is never executed.
+For example, Kimi K2 is published as `kimi_k2` with code of its own (`auto_map`), and has the architecture of
+DeepSeek-V3. transformers' class of that name computes it. Code in a repository is never executed.
 """
 
 from __future__ import annotations

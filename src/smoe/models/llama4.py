@@ -1,9 +1,10 @@
-"""Llama 4 (`model_type: llama4_text`, in files `llama4`): transformers' model behind the experts interface.
+"""Llama 4 (`model_type: llama4_text`, in files `llama4`): transformers' model, changed so that its experts can be
+replaced.
 
-In transformers all experts compute every token in one batched product; the score that scales a token before an expert
-is zero if the expert was not chosen. No module returns the choice. Here the router returns it, the score scales the
-token before its expert as in transformers, and the experts get weight one. In 16 bits, the published precision, a row's
-product has the same bits for any number of rows. In 32 bits the last bit may differ in a prompt.
+In transformers, all experts compute every token in one batched product. A score scales each token before an expert, and
+is zero if the expert was not chosen. No module returns the choice. Here the router returns the choice, the score scales
+the token as in transformers, and the experts have weight one. In 16 bits, the published precision, the product of a row
+has the same bits for any number of rows. In 32 bits the last bit may differ in a prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read a model's spec without transformers, if arithmetic on its configuration suffices."""
+"""Reads a model's spec without transformers, if it can be computed by arithmetic on its configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from smoe.models.spec import ModelSpec, own_dtype
 
 
 def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = None) -> tuple[Described, ModelSpec]:
-    """Return the description of a model's files and its spec.
+    """Return (the description of a model's files, its spec).
 
-    If arithmetic does not suffice, transformers' model is built without weights, which takes seconds and hundreds of
+    If arithmetic is not sufficient, transformers' model is built without weights, which takes seconds and hundreds of
     MiB.
     """
     place = described_place(model, revision)
@@ -34,9 +34,9 @@ def model_sizes(model: str | Path, config: EngineConfig, revision: str | None = 
 
 
 def by_arithmetic(place: Path, config: EngineConfig) -> tuple[Described, ModelSpec]:
-    """Return the description and the spec by arithmetic alone, without checking the files against it.
+    """Return the description and the spec, computed by arithmetic alone. The files are not compared with the spec.
 
-    Raises `UndescribedError` for models that only transformers can describe.
+    Raise `UndescribedError` for models that only transformers can describe.
     """
     described = described_at(place)
     model_config = plain_config(*described.fields())

@@ -1,6 +1,7 @@
-"""Match module names in configurations with those of a model.
+"""Compares names of modules in configurations with those of a model.
 
-Configurations give full names, parts of names or patterns, and the path to the decoder may differ from transformers'.
+Configurations contain full names, parts of names or patterns, and the path to the decoder may differ from
+transformers'.
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ _WAYS = ("model.language_model.", "language_model.model.", "language_model.", "m
 
 
 def in_decoder(module: str) -> str:
-    """Return a module's name from its layer number on, or "lm_head", whatever the prefix of the decoder is.
-
-    Returns an empty string for modules outside the decoder's layers.
-    """
+    """Return a module's name from its layer number on, or "lm_head", whatever the prefix of the decoder is. For other
+    modules, return an empty string."""
     if module.rpartition(".")[2] == "lm_head":
         return "lm_head"
     found = _LAYER.search(module)
@@ -43,7 +42,7 @@ def _parts(module: str) -> set[str]:
 
 @lru_cache(maxsize=8)
 def _by_kind(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
-    """Divide the patterns into plain names and regular expressions; invalid expressions are dropped."""
+    """Return (the plain names, the regular expressions) among the patterns. Invalid expressions are dropped."""
     plain, others = set(), []
     for pattern in patterns:
         if not pattern.startswith("re:") and not any(letter in pattern for letter in "*?["):

@@ -33,14 +33,15 @@ def has_mxfp4_experts(config: Mapping[str, Any]) -> bool:
 
 
 def form_of(columns: int) -> Format | None:
-    """Return the format of rows with this number of columns, or None if they are not whole blocks."""
+    """Return the MXFP4 format for rows with this number of columns, or None if a row does not consist of whole
+    blocks."""
     return MXFP4_PAIRS if MXFP4_PAIRS.fits(columns) else None
 
 
 def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors with each pair of codes and scales joined to one weight [E, outputs, columns].
+    """Return the tensors, with codes and scales of each matrix joined to one weight [E, outputs, columns].
 
-    Raises `CheckpointError` if one of a pair is missing or their shapes do not match.
+    Raise `CheckpointError` if one of both is missing, or if their shapes do not match.
     """
     found = {key: tensor for key, tensor in tensors.items() if not key.endswith((_CODES, _SCALES))}
     for key, tensor in tensors.items():
@@ -55,7 +56,7 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def check_mxfp4(layers: Mapping[int, StoredLayer]) -> None:
-    """Raise `CheckpointError` if experts are not in MXFP4 although the configuration says so."""
+    """Raise `CheckpointError` if experts are not in MXFP4 although the configuration says that they are."""
     for experts in layers.values():
         for part in experts.parts:
             tensor = experts.sources[0][part.name][0]
@@ -67,7 +68,7 @@ def check_mxfp4(layers: Mapping[int, StoredLayer]) -> None:
 
 
 def _other(tensors: Mapping[str, StoredTensor], key: str, ending: str, other: str) -> StoredTensor:
-    """Return the scales that belong to codes, or the codes that belong to scales."""
+    """Return the scales for the codes `key`, or the codes for the scales `key`."""
     wanted = key.removesuffix(ending) + other
     if wanted not in tensors:
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Names and sizes of a model's parts: weights, experts, and the bytes that a token needs in caches.
+"""Names and sizes of a model's parts: weights, experts, and the bytes that a token takes in caches.
 
-The values come from transformers' model without weights (`examine.py`) or from arithmetic on the configuration
+The values come from transformers' model without weights (`examine.py`), or from arithmetic on the configuration
 (`families.py`), which imports neither torch nor transformers.
 """
 
@@ -37,7 +37,7 @@ class Weight(NamedTuple):
     is_linear: bool = False
     """Whether the weight belongs to a linear layer."""
     is_plain: bool = False
-    """Whether it belongs to a plain linear layer or embedding, which a quantized one of ours can replace."""
+    """Whether the weight belongs to a plain linear layer or embedding, which smoe's quantized module can replace."""
     is_wide: bool = False
     """Whether the weight is float32 in every dtype of the model."""
 
@@ -51,30 +51,31 @@ class Buffer(NamedTuple):
 
     shape: tuple[int, ...]
     item_bytes: int = F32.itemsize
-    """The number of bytes per element, at least those of float32, because transformers does not narrow buffers."""
+    """The bytes of one element, at least those of float32, because transformers does not narrow buffers."""
     is_stored: bool = False
     """Whether checkpoints contain the buffer."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Sizes and module names that the engine and the memory budget need."""
+    """The cache sizes, routers and top-k that the engine and the memory budget need."""
 
     kv_bytes_per_token: int
-    """The size in bytes of the keys and values of all attention layers, per token of a sequence."""
+    """The bytes of the keys and values of one token in all attention layers."""
     state_bytes_per_sequence: int
-    """The size in bytes of recurrent and convolution states per sequence; they do not grow with the context."""
+    """The bytes of recurrent and convolution states of one sequence. They do not grow with its length."""
     routers: Mapping[int, str]
     """The module path of each layer's router, for layers whose router was found."""
     gates: Mapping[int, str]
-    """The routers that take hidden states only, so that they can be applied to those of another layer."""
+    """The module paths of those routers that take only hidden states, so that they can be applied to those of another
+    layer."""
     top_k: Mapping[int, int]
     """The number of experts per token, by layer."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a model in one dtype."""
+    """The parts of a model, with sizes for one dtype."""
 
     weights: Mapping[str, Weight]
     """Weights by their transformers names; tied weights occur once."""

@@ -1,8 +1,8 @@
-"""Choose the implementations of attention and experts, whatever a checkpoint's files name.
+"""Chooses the implementations of attention and experts, whatever a checkpoint's files name.
 
-transformers reads names of implementations from config.json, nested configurations included. A name with `/` is a hub
-repository whose machine code it would download and run. Such names are refused. Other names are overwritten: attention
-is transformers' default (`sdpa`, or `eager` for families without it), and experts are `eager`.
+transformers reads names of implementations from config.json, also from nested configurations. A name with `/` is a hub
+repository whose machine code it would download and run. Such names raise an error. Other names are overwritten:
+attention is transformers' default (`sdpa`, or `eager` for families without it), and experts are `eager`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The packed expert file, written by `smoe pack`: every expert contiguous, page-aligned, in the layout of a slot.
+"""The packed expert file (pack) that `smoe pack` writes. In it, every expert is contiguous, page-aligned and in the
+layout of a slot.
 
     for a folder        experts.int4.smoe in it
     for a GGUF file     model.gguf.experts.int4.smoe next to it, because a folder may hold several models
@@ -8,10 +9,10 @@
     then            experts in (layer, expert) order at a fixed stride, parts in order, zeros up to the stride
     then            JSON records of the layers (checksum, quantization error), their length in 8 bytes, the magic
 
-An expert is read with one page-aligned read, directly into its slot. A file holds all experts in one form. Experts in a
-dtype are useful if the checkpoint scatters them (gate and up apart, parts in several files) or has another dtype.
-Experts as stored, for quantized checkpoints, have codes and scales joined as in slots. Experts in fewer bits are lossy
-and are used only if `precision` names them.
+An expert is read with one page-aligned read, directly into its slot. A file contains all experts in one of three forms.
+*In a dtype*: useful if the checkpoint scatters an expert (gate and up apart, parts in several files) or has another
+dtype. *As stored*: for quantized checkpoints, with codes and scales joined as in slots. *In fewer bits*: lossy, and
+used only if the setting `precision` names it.
 
 Quantized matrices have one output per row, even if transformers transposes them; biases have the model's own dtype. The
 header contains a checksum of the checkpoint (`weight_samples.py`), and packs of other weights are refused. The file
@@ -72,17 +73,17 @@ class PackedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """The formats and layout of all experts in a packed file."""
+    """The format and layout of the experts in a packed file."""
 
     name: str
-    """A dtype's safetensors name, a precision, or `AS_STORED`: `BF16`, `int4`, `stored`."""
+    """A dtype's safetensors name (`BF16`), a precision (`int4`), or `AS_STORED` (`stored`)."""
     dtype: str
     """The dtype of unquantized parts, by its safetensors name; dequantized values have it too."""
     sites: Sequence[ExpertsSite]
     parts: Mapping[int, tuple[PackedPart, ...]]
     """The parts of an expert, by layer."""
     calibration: str | None = None
-    """The id of the calibration text for which the weights were quantized; None without calibration. Readers ignore
+    """The id of the calibration text with which the weights were quantized; None without calibration. Readers ignore
     it."""
 
     @property
@@ -92,7 +93,7 @@ class Contents:
 
     @property
     def stride(self) -> int:
-        """The bytes from the beginning of one expert to the next."""
+        """The number of bytes from the beginning of one expert to that of the next."""
         return page_ceil(max(map(self.expert_bytes, self.parts)))
 
     @property
@@ -126,7 +127,7 @@ class Contents:
         return of_model("packs", place).with_suffix(f".{self._own_name}")
 
     def sidecar_name(self, place: Path) -> str:
-        """Return the name that this pack's file has when it is stored next to the weights at `place`."""
+        """Return the file name of this pack when it is stored next to the weights at `place`."""
         return self._own_name if place.is_dir() else f"{part_stem(place.name)}.{self._own_name}"
 
     @property
@@ -152,9 +153,9 @@ class Contents:
 
 def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) -> Contents | None:
     """Return contents with the experts in their own precision: in the dtype of `spec`, or in their quantized formats.
+    Such a pack is used automatically.
 
-    Returns None if the quantized tensors are contiguous already or cannot be joined. Such a packed file is used
-    automatically.
+    Return None if the quantized tensors are contiguous already or cannot be joined.
     """
     if not is_quantised(experts):
         return contents_in_dtype(spec.sites, spec.dtype.stored)
@@ -167,7 +168,8 @@ def contents_as_they_are(spec: ModelSpec, experts: Mapping[int, StoredLayer]) ->
 
 
 def _as_stored(part: Part, experts: StoredLayer, plain: str) -> PackedPart | None:
-    """Return the packed form of a part, or None unless all experts store it in one quantized format in pieces."""
+    """Return the packed form of a part. Return None unless all experts store the part in the same quantized format in
+    pieces."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
     pieces = [piece for sources in experts.sources for piece in sources[part.name]]
@@ -228,17 +230,18 @@ def check_takes_less(contents: Contents, spec: ModelSpec) -> None:
 
 
 def not_gatherable(why: str, allowed: str) -> ConfigError:
-    """Return the error that packing experts in their own precision gains nothing; `allowed` lists useful precisions."""
+    """Return the error that packing experts in their own precision has no benefit. `allowed`: useful precisions."""
     return ConfigError(why, setting="precision", given=None, allowed=allowed)
 
 
 class Packed(NamedTuple):
-    """A packed file that matches its checkpoint."""
+    """A packed file that was made from this checkpoint's weights."""
 
     path: Path
     layers: dict[int, StoredLayer]
     records: list[dict[str, Any]]
-    """One record per layer: the `sha256` of its experts, and for a precision the `relative_error` of its weights."""
+    """One record for each layer: the `sha256` of its experts, and for a precision the `relative_error` of its
+    weights."""
     start: int
     """The offset of the first expert."""
     calibration: str | None
@@ -308,7 +311,7 @@ def _check_header(path: Path, header: dict[str, Any], wanted: dict[str, Any]) ->
 
 
 def _asked(contents: str) -> str:
-    """Return the option of `smoe pack` that writes such contents, for messages."""
+    """Return the option of `smoe pack` that writes these contents, for messages."""
     return f" with `precision` {contents}" if contents in PRECISION else ""
 
 

@@ -1,4 +1,4 @@
-"""Count all parameters of a model, including those on disk and in quantized form."""
+"""Counts all parameters of a model, including experts on disk and quantized weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from transformers import PreTrainedModel
 
 
 def count_whole(model: PreTrainedModel, shell: PreTrainedModel) -> None:
-    """Make `model.num_parameters()` also count experts on disk and quantized weights, which are no parameters here.
+    """Make `model.num_parameters()` also count experts on disk and quantized weights, which are not parameters of the
+    module.
 
-    `shell` is the whole model on the meta device. None of these weights can be trained.
+    `shell`: the whole model on the meta device. None of these weights can be trained.
     """
     original: Callable[..., int] = model.num_parameters
     elsewhere = {

@@ -1,7 +1,7 @@
-"""A model's configuration without transformers: the fields of a config.json and the family's defaults.
+"""A model's configuration without transformers: the fields of a config.json, and the family's default values.
 
-Unusual contents (a field of another type, rotary embeddings by layer, unknown quantization) raise `UndescribedError`;
-transformers reads such configurations.
+Unusual contents raise `UndescribedError`: a field of another type, rotary embeddings that differ by layer, or unknown
+quantization. Such configurations are read by transformers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PlainConfig:
         return getattr(self, name, otherwise)
 
     def settle(self, **fields: Any) -> None:
-        """Set fields that follow from others."""
+        """Set fields whose values follow from others."""
         self._fields |= fields
 
     def get_text_config(self) -> PlainConfig:

@@ -1,4 +1,4 @@
-"""The context length of a model by its configuration."""
+"""The largest context length of a model, from its configuration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from smoe.models.spec import ModelConfig
 
 _OF_ALL_POSITIONS = ("linear", "dynamic")
-"""Rotary types without an original length: the factor multiplies `max_position_embeddings`.
+"""Rotary types without an original length, whose factor multiplies `max_position_embeddings`.
 
 transformers' documentation leaves that field unscaled for them. Configurations with rotary parameters by layer (Gemma
-3) state the scaled number for linear ones.
+3) contain the scaled number for linear ones.
 """
 
 
 def position_limit(config: ModelConfig) -> int | None:
-    """Return the context length of a model in tokens, or None if the configuration states none.
+    """Return the largest context length of a model in tokens, or None if the configuration has none.
 
-    It is `max_position_embeddings`, or factor times original length if that is more: instructions to enable YaRN
+    It is `max_position_embeddings`, or factor times original length if that is larger: instructions to enable YaRN
     (Qwen's) leave `max_position_embeddings` unchanged.
     """
     text = config.get_text_config()
@@ -35,7 +35,7 @@ def position_limit(config: ModelConfig) -> int | None:
 
 
 def _scaled(table: Mapping[str, Any], named: int, is_alone: bool) -> int:
-    """Return the scaled context length, factor times original length, or 0 if either is missing."""
+    """Return factor times original length, or 0 if either is missing."""
     factor: Any = table.get("factor")
     kind = table.get("rope_type")
     original = _count(table.get("original_max_position_embeddings"))

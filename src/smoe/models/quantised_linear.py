@@ -1,10 +1,9 @@
-"""Linear layers and embeddings with weights quantized as in the file.
+"""Linear layers and embeddings whose weights stay quantized as in the file. They replace `nn.Linear` and
+`nn.Embedding`, and compute in the model's dtype.
 
-    few rows    our kernels multiply the codes directly      (`kernels/quantised.py`, once `pool` is set)
+    few rows    our kernels multiply the codes directly      (`kernels/quantised.py`, if `pool` is set)
     more rows   some outputs at a time are dequantized and multiplied by torch
     embedding   the requested rows are dequantized; they may be on disk until then
-
-They replace `nn.Linear` and `nn.Embedding`, and compute in the model's dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class QuantisedWeight(nn.Module):
         self.form = form
         self.dtype = dtype
         self.pool: SpinningPool | None = None
-        """The threads that run our kernels; None where these are not used."""
+        """The threads that run our kernels; None if our kernels are not used."""
         self.activations = BF16
         """The type in which our kernels multiply few rows (`EngineConfig.activations`)."""
         self.register_buffer("codes", codes)
@@ -45,11 +44,11 @@ class QuantisedWeight(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The whole matrix, dequantized again at each access; for comparisons."""
+        """The whole matrix, dequantized again at each access, for comparisons."""
         return self.numbers(0, self.shape[0])
 
     def numbers(self, begin: int, end: int) -> torch.Tensor:
-        """Return rows `begin` to `end - 1`, dequantized to the model's dtype."""
+        """Return the rows from `begin` to `end - 1`, dequantized to the model's dtype."""
         codes = self.codes[begin:end]
         if self.pool is None:
             return unpacked(self.form, codes, self.dtype)
@@ -76,7 +75,7 @@ class QuantisedLinear(QuantisedWeight):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.out_features, self.in_features = self.shape
         self.shared: SharedInput | None = None
-        """Computes this layer together with others that receive the same input; None if there are none."""
+        """The group of layers that receive the same input and are computed together; None if there is none."""
         self._matrix_of: dict[str, Matrix] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -86,7 +85,7 @@ class QuantisedLinear(QuantisedWeight):
         return self.alone(input)
 
     def alone(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute this layer only: [..., in_features] -> [..., out_features]."""
+        """Return [..., out_features] for an input [..., in_features], computing only this layer."""
         rows = input.reshape(-1, self.in_features)
         if rows.shape[0] <= self._most_rows(rows):
             out = self._by_codes(rows.contiguous())
@@ -103,12 +102,13 @@ class QuantisedLinear(QuantisedWeight):
         return is_known and input.numel() <= MOST_BYTE_ROWS * self.in_features
 
     def target(self, out: torch.Tensor) -> Target:
-        """Return the operand of the thread pool's product: this matrix with the output `out` [M, out_features]."""
+        """Return what the thread pool needs for a product: this matrix, and the output `out` [M, out_features]."""
         bias = 0 if self.bias is None else self.bias.data_ptr()
         return Target(self.matrix, out.data_ptr(), 2 * self.out_features, bias)
 
     def _most_rows(self, rows: torch.Tensor) -> int:
-        """Return the largest number of rows for our kernel; more rows are multiplied with dequantized weights."""
+        """Return the largest number of rows that our kernel multiplies. More rows are multiplied with dequantized
+        weights."""
         if self.pool is None or rows.dtype is not torch.bfloat16:
             return 0
         if self.has_byte_products or self.bias is None or self.pool.rows_are_alone:
@@ -141,7 +141,8 @@ class QuantisedLinear(QuantisedWeight):
 
 
 class SharedInput:
-    """Layers that receive the same tensor one after the other; the first computes the outputs of all.
+    """Layers that receive the same tensor one after the other. The first one that is called computes the outputs of
+    all.
 
     So the q, k and v projections of attention are one task for all threads. A layer that receives another tensor than
     the first one leaves the group.
@@ -220,7 +221,7 @@ class StoredEmbedding(nn.Module):
         self.padding_idx = padding_idx
         self.num_embeddings, self.embedding_dim = self.shape = torch.Size(rows.tensor.shape)
         self.pool: SpinningPool | None = None
-        """The threads that dequantize with our kernels; None where these are not used."""
+        """The threads that dequantize with our kernels; None if our kernels are not used."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -254,7 +255,8 @@ def can_stay_quantised(module: nn.Module) -> bool:
 
 
 def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tensor, dtype: torch.dtype) -> None:
-    """Replace all layers that have the parameter `name` by quantized ones; tied layers share the codes."""
+    """Replace all layers that have the parameter `name` by quantized ones. Layers with tied weights use the same
+    codes."""
     weight = model.get_parameter(name)
     tied = [(path, module) for path, module in model.named_modules() if module._parameters.get("weight") is weight]
     for path, module in tied:
@@ -263,7 +265,7 @@ def keep_quantised(model: nn.Module, name: str, form: Format, codes: torch.Tenso
 
 
 def keep_on_disk(model: nn.Module, name: str, form: Format, rows: StoredRows, dtype: torch.dtype) -> None:
-    """Replace the embedding with the untied parameter `name` by one that reads rows from disk."""
+    """Replace the embedding that has the untied parameter `name` by one that reads rows from disk."""
     path = name.removesuffix(".weight")
     parent, _, child = path.rpartition(".")
     library = model.get_submodule(path)

@@ -1,4 +1,4 @@
-"""Read a model's `LibrarySpec` from its configuration and transformers' model without weights."""
+"""Reads a model's `LibrarySpec` from its configuration, by building transformers' model without weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smoe.models.tied_weights import separate
 
 
 def read_spec(model: str | Path, config: EngineConfig, revision: str | None = None) -> LibrarySpec:
-    """Return the spec of a model; only its configuration is read, and the model is built without weights."""
+    """Return the spec of a model. Only its configuration is read, and transformers' model is built without weights."""
     checkpoint = described_checkpoint(model, revision)
     path, model_config = checkpoint.config_place, checkpoint.config()
     _refuse_quantised(model_config, path)
@@ -45,10 +45,10 @@ def read_spec(model: str | Path, config: EngineConfig, revision: str | None = No
 
 
 def spec_of_whole(checkpoint: Checkpoint, spec: LibrarySpec, config: EngineConfig) -> LibrarySpec:
-    """Return the spec for a checkpoint with downloaded weights, reading it again if necessary.
+    """Return the spec for a checkpoint whose weights are on disk. The spec is read again if necessary.
 
-    `spec` may come from headers alone. Then locations of quantized weights are invalid, and only the files show whether
-    tied weights are stored separately.
+    `spec` may have been made from headers alone. Then its locations of quantized weights are invalid, and only the
+    files show whether tied weights are stored separately.
     """
     return read_spec(checkpoint.place, config) if spec.dense or spec.shell.all_tied_weights_keys else spec
 

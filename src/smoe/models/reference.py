@@ -1,6 +1,6 @@
-"""Expert weights for comparisons, read or dequantized by other code than the engine's.
+"""Expert weights for comparisons, which are read and dequantized by other code than the engine's.
 
-The readers are safetensors, the gguf package, transformers, and our reference decoders.
+This code is in safetensors, the gguf package, transformers, and our reference decoders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reference_parameters(experts: StoredLayer, chosen: Sequence[int], dtype: tor
 
 
 def _joined(pieces: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
-    """Join the stored pieces of a part: concatenated, or with interleaved rows."""
+    """Return the stored pieces of a part as one tensor: concatenated, or with alternating rows."""
     joined = torch.stack(list(pieces), 1).flatten(0, 1) if part.takes_turns else torch.cat(list(pieces))
     return joined.reshape(part.stored_shape)
 

@@ -1,4 +1,5 @@
-"""Register model families that transformers lacks, and find our versions of families without an experts interface.
+"""Registers model families that transformers lacks, and finds our versions of families whose experts cannot be
+replaced.
 
 transformers looks up a `model_type` in its own tables first. A class registered there takes precedence over the
 checkpoint's `auto_map`, so no remote code runs and `trust_remote_code` is not needed. The loader calls
@@ -25,14 +26,16 @@ OPENED_FAMILIES: dict[str, str] = {
     "llama4": "smoe.models.llama4",
     "llama4_text": "smoe.models.llama4",
 }
-"""`model_type` -> the module with our `MODEL` for families whose experts transformers does not expose.
+"""`model_type` -> the module with our class `MODEL`, for families whose experts transformers does not let other code
+compute.
 
-These are not registered, so that other users of transformers in the process get its own classes.
+These classes are not registered, so that other users of transformers in the process get transformers' own classes.
 """
 
 
 def register_local_families(model_type: str | None = None) -> None:
-    """Register the family `model_type` if it is one of `LOCAL_FAMILIES`; None registers all. Idempotent.
+    """Register the family `model_type` if it is one of `LOCAL_FAMILIES`; None: register all. Further calls have no
+    effect.
 
     Each family takes a tenth of a second of imports, so only the needed one is registered.
     """
@@ -50,7 +53,8 @@ def opened_family(model_type: str) -> type[PreTrainedModel] | None:
 
 
 def register_family(config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel]) -> None:
-    """Register a family whose experts are published as `mlp.experts.E.{gate,up,down}_proj.weight`. Idempotent.
+    """Register a family whose experts are published as `mlp.experts.E.{gate,up,down}_proj.weight`. Further calls have
+    no effect.
 
     This is the layout of qwen2_moe, whose weight conversion (experts stacked, gate rows before up rows) is reused.
     """

@@ -1,4 +1,4 @@
-"""Load the non-expert layers of a quantized checkpoint; plain linear layers stay quantized."""
+"""Loads the non-expert layers of a quantized checkpoint. Plain linear layers stay quantized."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quantised_layers(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) ->
 
 
 def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> PreTrainedModel:
-    """Build the transformers model with all weights except the experts'; those in `spec.dense` stay quantized."""
+    """Return the transformers model with all weights except the experts'. Those in `spec.dense` stay quantized."""
     state = _state(spec, matrices)
     with without_expert_weights(spec.shell), quiet_library(), naming(f"cannot load the weights in {place}"):
         loaded, report = built_of(state, spec.shell, spec.dtype.torch)
@@ -51,9 +51,9 @@ def load_released(place: Path, spec: LibrarySpec, matrices: Mapping[str, StoredT
 
 
 def _state(spec: LibrarySpec, matrices: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
-    """Return the weights for the loader, by the keys of an unquantized checkpoint.
+    """Return the weights for transformers' loader, by the keys of an unquantized checkpoint.
 
-    Weights that stay quantized get placeholders without memory. Tensors without a place in the model, such as
+    Weights that stay quantized get placeholders without memory. Tensors that the model lacks, such as those of
     multi-token prediction layers, are not read.
     """
     experts, known = {site.name for site in spec.sites}, spec.shell.state_dict()

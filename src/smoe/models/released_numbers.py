@@ -1,6 +1,6 @@
-"""Dequantize whole matrices of quantized checkpoints, by the formulas of the packages that wrote them.
+"""Dequantizes whole matrices of quantized checkpoints, by the formulas of the packages that wrote them.
 
-The results are compared with the blocks in slots, and are the input for packing in another precision.
+The results are compared with the blocks in slots, and are the input when experts are packed in another precision.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AWQ_PLACES = (0, 16, 4, 20, 8, 24, 12, 28)
 
 
 def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
-    """Return a matrix as float32 [outputs, columns]; `read` returns a stored tensor unchanged."""
+    """Return a matrix as float32 [outputs, columns]. `read`: returns a stored tensor unchanged."""
     if matrix.dtype.startswith("NVFP4") or matrix.dtype == MXFP4_PAIRS.name:
         return _float4(*(read(each.tensor) for each in matrix.made_of), is_divided=matrix.scheme != "modelopt")
     codes, place = read(matrix.made_of[0].tensor), matrix.made_of[1]
@@ -60,7 +60,7 @@ def _turned(
     bits: int,
     group: torch.Tensor,
 ) -> torch.Tensor:
-    """Dequantize a matrix of GPTQ or AWQ, which is stored column by column, and transpose it."""
+    """Return a matrix of GPTQ or AWQ, dequantized and transposed, because it is stored column by column."""
     outputs, columns = matrix.shape
     is_awq = matrix.scheme == "awq"
     whole = _words(codes, bits, _AWQ_PLACES).flatten(1) if is_awq else _words(codes.t(), bits).flatten(1).t()
@@ -79,7 +79,7 @@ def _less(matrix: StoredTensor) -> int:
 
 
 def _groups(matrix: StoredTensor, count: int, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
-    """Return the group of each column: [columns]."""
+    """Return [columns]: for each column, the number of its group, whose columns have a scale in common."""
     order = next((each.tensor for each in matrix.made_of if each.arrangement is None), None)
     if order is not None:
         return read(order).long()

@@ -1,4 +1,5 @@
-"""Read how a quantized checkpoint stores its matrices: fp8, compressed-tensors, NVIDIA's modelopt, GPTQ, AWQ.
+"""Reads from a configuration how a quantized checkpoint stores its matrices: fp8, compressed-tensors, NVIDIA's
+modelopt, GPTQ or AWQ.
 
     quant_method          elements per scale                       layout in the file
     fp8                   128 columns of 128 rows                  row by row
@@ -7,7 +8,7 @@
     modelopt              NVFP4: 16 columns; fp8: the matrix       row by row; the two may differ by layer
     gptq, awq             32 k columns, or a whole row             column by column, transposed while loading
 
-Other quantized checkpoints are refused with the reason.
+For other quantized checkpoints an error with the reason is raised.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3")
 _FLOAT4 = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MXFP4_PAIRS.numbers}
 """compressed-tensors' 4-bit float formats, and their number of columns per scale."""
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")
-"""modelopt's names of NVFP4 weights, with quantized activations and without: weights are stored alike."""
+"""modelopt's names of weights in NVFP4, with quantized activations and without. Both store weights in the same way."""
 _TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The quantization scheme that a config.json states."""
+    """The quantization scheme in a config.json."""
 
     method: str
     """One of `METHODS`."""
@@ -47,24 +48,24 @@ class Scheme:
     is_float: bool = False
     """Whether codes are floats: E4M3 with eight bits, E2M1 with four."""
     columns_each: int | None = None
-    """The number of columns that share a scale; None: a whole row."""
+    """The number of columns that have a scale in common; None: a whole row."""
     rows_each: int = 1
-    """The number of rows that share a scale; 0: all rows."""
+    """The number of rows that have a scale in common; 0: all rows."""
     has_zeros: bool = False
     """Whether zero points are stored."""
     less: int = 0
-    """The number to add to stored zero points."""
+    """A number that is added to stored zero points."""
     is_reordered: bool = False
     """Whether the columns of a group are not adjacent (GPTQ's act-order). Such matrices must be packed before use."""
     left_out: tuple[str, ...] = ()
-    """Linear layers that `config.json` lists as unquantized: names, suffixes or parts of names, patterns (`*`), or
-    `re:` and a regular expression."""
+    """Linear layers that `config.json` lists as unquantized. Entries are names, suffixes or parts of names, patterns
+    (`*`), or `re:` and a regular expression."""
     is_of_text: bool = False
     """Whether only the language model is quantized."""
     experts: Scheme | None = None
     """The scheme of routed experts if it differs from that of other layers."""
     layers: Mapping[str, Scheme] = field(default_factory=dict)
-    """Schemes by layer name (from the layer number on) where they differ by layer; unlisted layers are unquantized."""
+    """{layer name from the layer number on: its scheme}, if schemes differ by layer. Other layers are unquantized."""
 
     @property
     def is_float4(self) -> bool:
@@ -72,7 +73,8 @@ class Scheme:
         return self.is_float and self.bits == 4
 
     def form(self, columns: int) -> Format | None:
-        """Return the format in slots of a matrix with this number of columns, or None if they are not whole blocks."""
+        """Return the format that a matrix with this number of columns has in slots, or None if its rows are not whole
+        blocks."""
         if self.is_float4:
             forms = NVFP4.values() if self.columns_each == NVFP4_GROUP else (MXFP4_PAIRS,)
             return next((form for form in forms if form.fits(columns)), None)
@@ -84,7 +86,8 @@ class Scheme:
         return None if numbers is None or columns % each else WEIGHTS[self.bits, numbers]
 
     def file_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes of a matrix in the files: codes, scales, and zero points or column order if present."""
+        """Return the bytes of a matrix in the files: codes, scales, and if present zero points or the order of
+        columns."""
         groups = columns // (self.columns_each or columns)
         scales = -(-rows // (self.rows_each or rows)) * groups
         codes = rows * columns * self.bits // 8
@@ -114,10 +117,8 @@ class Scheme:
 
 
 def read_scheme(stated: Stated | None) -> Scheme | None:
-    """Return the scheme that a checkpoint states, or None if it states none of `METHODS`.
-
-    Raises `UnsupportedModelError`, with the reason, for schemes that smoe does not read.
-    """
+    """Return the scheme in a checkpoint's settings, or None if it is none of `METHODS`. Raise `UnsupportedModelError`,
+    with the reason, for schemes that smoe does not read."""
     if stated is None or stated.method not in METHODS:
         return None
     entries, method = stated.fields, str(stated.method)
@@ -193,7 +194,7 @@ def _holds_objects(groups: object) -> TypeGuard[dict[str, dict[str, Any]]]:
 
 
 def _shared(weights: Mapping[str, Any], strategy: object, whose: str) -> tuple[int | None, int]:
-    """Return the (columns, rows) per scale, as defined in `Scheme`."""
+    """Return (columns, rows) that have a scale in common, as defined in `Scheme`."""
     if strategy == "tensor":
         return None, 0
     if strategy == "channel":

@@ -17,7 +17,7 @@ def expected_layers(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[str, S
     """Return the linear layers that should stay quantized, by their transformers names, for a checkpoint that is not on
     disk.
 
-    They have the right shape and format but no valid offset. The published files may leave more layers unquantized.
+    They have the right shape and format but no valid offset. In the published files, more layers may be unquantized.
     """
     found = {}
     for name, weight in spec.outline.weights.items():

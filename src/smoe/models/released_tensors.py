@@ -1,4 +1,5 @@
-"""Join the stored tensors of each quantized matrix of a checkpoint (codes, scales, zero points) to one weight.
+"""Joins the stored tensors of each quantized matrix of a checkpoint (codes, scales, zero points) to one weight. N is
+the number of outputs, K of columns, G of columns for each scale.
 
     fp8                  X.weight (F8_E4M3 [N, K]), X.weight_scale_inv [N / 128, K / 128]; of all experts X, X_scale_inv
                          (DeepSeek-V4 has X.scale for X.weight_scale_inv)
@@ -118,7 +119,7 @@ def _scales_by_their_name(key: str, tensors: Mapping[str, StoredTensor], scheme:
 
 
 def _stored_as(scheme: Scheme, codes: StoredTensor | None) -> Scheme:
-    """Return the scheme of a matrix by the dtype of its codes, for checkpoints with several schemes."""
+    """Return the scheme of one matrix, which the dtype of its codes determines in checkpoints with several schemes."""
     kinds = [*scheme.layers.values(), *([] if scheme.experts is None else [scheme, scheme.experts])]
     is_float4 = codes is not None and codes.dtype in _PAIRS_OF_CODES
     return next((kind for kind in kinds if kind.is_float4 == is_float4), scheme)

@@ -1,8 +1,8 @@
-"""Find rotary embeddings whose frequencies depend on the length of the text.
+"""Finds rotary embeddings whose frequencies depend on the length of the text.
 
-Two types of rotary embeddings in transformers do: `longrope` has one set of factors up to the original length and
-another beyond it; `dynamic` has other factors for every length beyond `max_position_embeddings`. Keys computed with
-different factors must not be used together.
+transformers has two such types. `longrope` has one set of factors up to the original length and another for longer
+texts. `dynamic` has other factors for every length above `max_position_embeddings`. Keys that were computed with
+different factors must not be used together. A length at which the factors change is called a *switch*.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 Factors = tuple[int, int]
-"""The factors that a length selects: the number of switches below it, and the length itself if it matters, else 0."""
+"""The factors that a length selects: (the number of switches below it, the length itself if every length has its own
+factors, else 0)."""
 
 
 @dataclass(frozen=True)
 class LengthRule:
-    """The rule that selects rotary factors by the length of a text."""
+    """Which rotary factors belong to which length of a text."""
 
     switches: frozenset[int] = frozenset()
-    """The largest lengths of each set of factors except the last."""
+    """The largest length of each set of factors except the last."""
     grows_beyond: int | None = None
-    """The length beyond which every length has factors of its own."""
+    """The length above which every length has factors of its own."""
 
     def __bool__(self) -> bool:
-        """Return whether the length matters at all."""
+        """Return whether the factors depend on the length at all."""
         return bool(self.switches) or self.grows_beyond is not None
 
     def factors(self, length: int) -> Factors:
-        """Return a value that is equal for two lengths with the same rotary factors."""
+        """Return which factors a text of this length has. The value is equal for two lengths with the same factors."""
         own = length if self.grows_beyond is not None and length > self.grows_beyond else 0
         return sum(length > switch for switch in self.switches), own
 
@@ -52,7 +53,7 @@ def rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, LengthRule]]:
 
 
 def length_rule(model: nn.Module) -> LengthRule:
-    """Return the combined rule of all rotary embeddings of a model."""
+    """Return the rule of all rotary embeddings of a model together."""
     whole = LengthRule()
     for _, rule in rotary_modules(model):
         whole |= rule
@@ -74,9 +75,9 @@ def _rule_of(module: nn.Module) -> LengthRule:
 
 
 def reads_again(model: PreTrainedModel, rule: LengthRule) -> bool:
-    """Return whether transformers' `generate` drops the cache and recomputes a text that grows past a switch.
+    """Return whether transformers' `generate` drops the KV cache and recomputes a text that grows past a switch.
 
-    The model's class is called with an empty cache and a text of one token more to find out.
+    To find out, the model's class is called with an empty cache and a text that is one token longer.
     """
     if not rule.switches:
         return False

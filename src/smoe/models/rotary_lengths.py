@@ -1,8 +1,8 @@
-"""Apply length-dependent rotary embeddings with each row's own text length.
+"""Makes rotary embeddings that depend on the length use the length of each row's own text.
 
-transformers uses the largest position of a pass for all its rows. That is wrong for a chunk of a longer prompt and for
-rows of different lengths, and `dynamic` factors remain those of the longest text so far. Here each row gets the factors
-that a freshly loaded model computes for its whole text alone.
+transformers uses the largest position of a pass for all its rows. This is wrong for a piece of a longer prompt, and for
+rows of different lengths. Also, `dynamic` factors remain those of the longest text so far. Here each row gets the
+factors that a newly loaded model computes for its whole text alone.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from smoe.models.rotary import Factors, LengthRule, length_rule, reads_again, ro
 
 
 class RotaryLengths:
-    """The length rule of one model, and the text lengths of the running pass."""
+    """The length rule of one model, and the text lengths of the pass that is running."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Replace the forward function of the model's length-dependent rotary embeddings."""
         self.rule = length_rule(model)
         self.reads_again = reads_again(model, self.rule)
-        """Whether a text that grows past a switch is recomputed, as transformers does for this family.
-
-        Otherwise only the tokens after the switch get the other factors, also as in transformers.
-        """
+        """Whether a text that grows past a switch is recomputed, as transformers does for this family. Otherwise only
+        the tokens after the switch get the other factors, also as in transformers."""
         self._whole: Sequence[int] = ()
         for module, rule in rotary_modules(model):
             module.forward = _ByRow(module.forward, rule, self)  # type: ignore[method-assign,assignment]
 
     def is_switch(self, length: int) -> bool:
-        """Return whether a text of this length must be recomputed before the next token."""
+        """Return whether a text of this length must be recomputed before its next token."""
         return self.reads_again and self.rule.factors(length)[0] != self.rule.factors(length + 1)[0]
 
     @contextmanager
     def reading(self, whole: Sequence[int]) -> Iterator[None]:
-        """Declare, within this context, that passes are chunks of texts with these final lengths, one for each row."""
+        """During the `with` block, passes are pieces of texts with the final lengths `whole`, one for each row."""
         before, self._whole = self._whole, whole
         try:
             yield
@@ -47,7 +45,7 @@ class RotaryLengths:
             self._whole = before
 
     def of_rows(self, lengths: Sequence[int]) -> list[int]:
-        """Return the length that determines each row's factors, given the rows' lengths after the pass."""
+        """Return the length that determines each row's factors. `lengths`: the lengths of the rows after the pass."""
         whole, rows = self._whole, len(lengths)
         if not whole:
             return list(lengths)
@@ -64,7 +62,7 @@ class _ByRow:
     def __init__(self, library: Callable[..., Any], rule: LengthRule, lengths: RotaryLengths) -> None:
         self._library, self._rule, self._lengths = library, rule, lengths
         self._last: dict[Any, int] = {}
-        """The longest length for which transformers' factors have grown, by the other arguments of the call."""
+        """The largest length for which transformers' factors have grown, by the other arguments of the call."""
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         rows = position_ids.shape[-2]
@@ -98,7 +96,7 @@ def _without_last(turned: torch.Tensor) -> torch.Tensor:
 
 
 def _map(change: Callable[..., torch.Tensor], *found: Any) -> Any:
-    """Apply a function to tensors, or elementwise to tuples of tensors."""
+    """Return the result of a function that is applied to a tensor, or to each tensor of several tuples."""
     if isinstance(found[0], tuple):
         return tuple(change(*parts) for parts in zip(*found, strict=True))
     return change(*found)

@@ -1,8 +1,8 @@
-"""Find a router's matrix [E, H] among its parameters, and verify that it computes the router's logits.
+"""Finds a router's matrix [E, H] among its parameters, and verifies that it computes the router's logits.
 
-With it the logits of several routers are one product of stacked matrices. Most routers compute `F.linear(hidden,
+With the matrices, the logits of several routers can be computed in one product. Most routers compute `F.linear(hidden,
 weight)`, some with a bias, some in float32, under varying names. So every parameter of the right shape is tried on
-random input, with every possible bias and without. If none matches the router's logits, there is no such matrix.
+random input, with every possible bias and without. If no product equals the router's logits, an error is raised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read a checkpoint in the hub's layout: a folder with config.json, safetensors files and tokenizer files."""
+"""Reads a checkpoint in the hub's layout: a folder with config.json, safetensors files and tokenizer files."""
 
 from __future__ import annotations
 

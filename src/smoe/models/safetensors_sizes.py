@@ -80,8 +80,8 @@ class SafetensorsSizes:
 
     @cached_property
     def _matrices(self) -> dict[str, StoredTensor]:
-        """The tensors, with codes and scales joined to quantized matrices. Cached: there are tens of thousands, used
-        three times."""
+        """The tensors, with codes and scales joined to quantized matrices. They are stored because there are tens of
+        thousands, and they are used three times."""
         if self._scheme is not None:
             return released(self.tensors(), self._scheme)
         return joined(self.tensors()) if self._has_mxfp4 else self.tensors()
@@ -97,7 +97,7 @@ class SafetensorsSizes:
         return how if self.has_weights() else (*how, *doubts_of(stated, spec, self._scheme is not None))
 
     def _read_as(self, stated: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return a remark if a family published under another name is read as a known one."""
+        """Return a remark if the family is published under another name and is read as a known one."""
         family = _published_as(stated)
         return () if family is None else (read_as(stated, family),)
 
@@ -113,7 +113,7 @@ class SafetensorsSizes:
             )
 
     def check_gatherable(self) -> None:
-        """Raise `ConfigError` if the experts cannot be packed unchanged; packing without a benefit is allowed."""
+        """Raise `ConfigError` if the experts cannot be packed unchanged. Packing without a benefit is allowed."""
         if self._scheme is not None and self._scheme.is_reordered:
             raise not_gatherable(
                 f"the experts in {self.place} are quantised in the order of activations ({self._scheme.method}): their "

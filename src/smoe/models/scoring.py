@@ -1,4 +1,4 @@
-"""Find the rule by which a router turns logits into scores and weights, and verify it on the router itself.
+"""Finds the rule by which a router computes scores and weights from logits, and verifies it on the router itself.
 
 transformers' routers return logits, weights and indices, but not the rule, and a substitute expert needs the weight
 that the rule would give it. The rules differ in four points:
@@ -39,7 +39,8 @@ Weight = Literal["score", "share"]
 
 @dataclass(frozen=True)
 class Groups:
-    """A grouping of experts: `count` groups of equal size, of which only the `retained` best are eligible."""
+    """A division of the experts into `count` groups of equal size. Only experts of the `retained` best groups can be
+    chosen."""
 
     count: int
     retained: int
@@ -49,7 +50,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class ScoringRule:
-    """The rule by which one layer's router turns logits [T, E] into a choice of experts and weights."""
+    """The rule by which one layer's router computes a choice of experts and weights from logits [T, E]."""
 
     score: Score
     weight: Weight
@@ -166,8 +167,8 @@ def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tens
 def answer_of(
     router: nn.Module, block: nn.Module, x: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return logits, weights and index of a router for x [T, H]; `block` is the module around it, which may hold its
-    bias."""
+    """Return (logits, weights, index) of a router for x [T, H]. `block`: the module around the router, which may have
+    its bias."""
     return _ask(router, x, list(_biases(router, block, experts)))
 
 
@@ -188,7 +189,7 @@ def _ask(
 
 
 def _biases(router: nn.Module, block: nn.Module, experts: int) -> Iterator[torch.Tensor]:
-    """Yield all tensors with one number per expert in the router or the block, biases of linear layers excluded."""
+    """Yield all tensors with one number for each expert in the router or the block, without biases of linear layers."""
     seen: set[int] = set()
     for module in (router, block):
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
@@ -205,8 +206,8 @@ def _candidates(router: nn.Module, block: nn.Module, biases: list[torch.Tensor],
 
 
 def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Groups]:
-    """Yield the groupings that attributes of the modules describe: DeepSeek-V2 ranks groups by the best expert, V3 by
-    two."""
+    """Yield the groups that attributes of the modules describe. DeepSeek-V2 ranks a group by its best expert, V3 by its
+    best two."""
     for module in (router, block):
         count, retained = getattr(module, "num_group", None), getattr(module, "topk_group", None)
         if isinstance(count, int) and isinstance(retained, int) and 1 < count <= experts and retained < count:
@@ -216,7 +217,7 @@ def _groups(router: nn.Module, block: nn.Module, experts: int) -> Iterator[Group
 def _fits(
     rule: ScoringRule, logits: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, top_k: int
 ) -> float | None:
-    """Return the rule's scale if it chooses the same experts with the same weights, else None."""
+    """Return the scale of the rule if it chooses the same experts with the same weights, otherwise None."""
     scores = rule.scores(logits)
     choice = rule.choice(scores)
     ours = choice.topk(top_k, dim=-1)

@@ -1,6 +1,6 @@
-"""The sizes of a model from its configuration and outline: memory demand, slot sizes, bytes read per token.
+"""The sizes of a model, from its configuration and outline: memory demand, slot sizes, and bytes read for each token.
 
-A plan needs no more than this. A model to be loaded has a `LibrarySpec`, which adds transformers' model without
+This is sufficient for a plan. A model that is loaded has a `LibrarySpec`, which adds transformers' model without
 weights.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(Protocol):
-    """The interface of a configuration: transformers' own, or `PlainConfig`."""
+    """The interface of a configuration, which transformers' classes and `PlainConfig` have."""
 
     model_type: str
 
@@ -39,10 +39,10 @@ class ModelConfig(Protocol):
 
 
 def own_dtype(model_config: ModelConfig) -> Dtype:
-    """Return the dtype that a configuration states, or bf16 if it states none that smoe computes in.
+    """Return the dtype in a configuration, or bf16 if it has none in which smoe computes. Raise `CheckpointError` if
+    the field is not a dtype.
 
-    Call it before building the model, which changes the configuration. Raises `CheckpointError` if the field is no
-    dtype.
+    It must be called before the model is built, which changes the configuration.
     """
     own: Any = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
     if own is not None and not isinstance(own, str) and type(own).__name__ != "dtype":  # torch.dtype
@@ -76,7 +76,7 @@ class ModelSpec:
     files: FileBytes | None = None
     """The size of the model's files; None if it was not computed."""
     doubts: tuple[str, ...] = ()
-    """Remarks about what the configuration does not determine, and about how an ambiguous one was read."""
+    """Remarks about what the configuration leaves open, and about how an ambiguous one was read."""
 
     @property
     def sites(self) -> list[ExpertsSite]:
@@ -95,8 +95,8 @@ class ModelSpec:
 
     @property
     def dense_bytes_read(self) -> int:
-        """The size in bytes of `weights_bytes` that a decode step reads: all, except an untied input embedding, of
-        which it reads a row."""
+        """The bytes of `weights_bytes` that a decode step reads. These are all, except that only one row of an untied
+        input embedding is read."""
         name = self.outline.embedding
         if name is None:
             return self.weights_bytes
@@ -140,15 +140,15 @@ class ModelSpec:
 
     @property
     def router_bytes(self) -> int:
-        """The number of bytes for stacking the routers of all layers but the first, biases included
+        """The bytes of a copy of the routers of all layers but the first, with biases
         (`prediction/stacked_gates.py`)."""
         experts = sum(site.experts for site in self.sites[1:])
         return experts * (int(self.config.get_text_config().hidden_size) + 1) * self.dtype.itemsize
 
     def correction_bytes(self, depth: int, sequences: int) -> int:
-        """Return the bytes of gate corrections for up to `depth` layers ahead (`prediction/correction.py`).
+        """Return the bytes of router corrections for up to `depth` layers ahead (`prediction/correction.py`).
 
-        These are two matrices and two biases for every pair of layers, and the router inputs of each sequence's last
+        There are two matrices and two biases for every pair of layers, and the router inputs of each sequence's last
         token.
         """
         hidden = int(self.config.get_text_config().hidden_size)
@@ -177,7 +177,8 @@ class ModelSpec:
     def _cached(self, slots: SlotClass, config: EngineConfig) -> SlotClass:
         """Return the slot class with the number of staging slots that the configuration needs.
 
-        Without an expert cache, a predictor needs slots for predicted experts and one for an unpredicted one.
+        Without an expert cache, there must be slots for the predicted experts and one for an expert that was not
+        predicted.
         """
         if config.expert_cache == "budget":
             return slots
@@ -190,10 +191,10 @@ class ModelSpec:
     def demand(
         self, config: EngineConfig, slot_bytes: Mapping[int, int] | None = None, read_buffer_bytes: int = 0
     ) -> Demand:
-        """Return what the model requires of the memory budget.
+        """Return what the model needs of the memory budget.
 
-        Without `slot_bytes` by layer, slots include the largest possible padding. Low copies are in packs and need
-        none.
+        `slot_bytes`: by layer; without it, slots include the largest possible padding. Low copies are in packs and need
+        no padding.
         """
         text = self.config.get_text_config()
         item = self.dtype.itemsize

@@ -1,9 +1,8 @@
-"""Find where a checkpoint states its quantization: in config.json, in a nested text configuration, or in a file of
-modelopt.
+"""Finds a checkpoint's quantization settings: in config.json, in a nested text configuration, or in a file of modelopt.
 
-    config.json            {"quantization_config": {"quant_method": "fp8", ...}}
-    config.json            {"text_config": {"quantization_config": ...}}                        (Kimi K2.5)
-    hf_quant_config.json   {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", ...}}
+config.json            {"quantization_config": {"quant_method": "fp8", ...}}
+config.json            {"text_config": {"quantization_config": ...}}                        (Kimi K2.5)
+hf_quant_config.json   {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", ...}}
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ def stored_expert_bytes(
     config_place: Path,
     blocks: str,
 ) -> dict[int, int]:
-    """Return the bytes of an expert by layer: matrices in the format that `form_of` returns, biases in `dtype`.
+    """Return {layer: bytes of an expert}. Matrices have the format that `form_of` returns, biases have `dtype`.
 
-    `form_of` gets the experts module and the number of columns; `blocks` describes the required rows in messages.
-    Raises `CheckpointError` for rows that are not whole blocks.
+    `form_of`: takes the experts module and the number of columns. `blocks`: a phrase for messages, which describes the
+    required rows. Raise `CheckpointError` if rows are not whole blocks.
     """
     found = {}
     for site in sites:

@@ -18,7 +18,7 @@ from smoe.models.kv_window import KVWindow
 
 
 class TextRows:
-    """Manages the texts in the rows of the cache `whole`."""
+    """The texts in the rows of the KV cache `whole`."""
 
     def __init__(self, whole: RowCache, config: Any) -> None:
         self.whole = whole
@@ -33,8 +33,8 @@ class TextRows:
         return self.whole.capacity_tokens
 
     def window(self, first: int, rows: int = 1) -> KVWindow:
-        """Return a window of `rows` rows from `first` on, which must end at the same index, with room for the next
-        token."""
+        """Return a window of `rows` rows from `first` on, with room for the next token. These rows must end at the same
+        index."""
         lengths = self.lengths[first : first + rows]
         if self.starts[first] + lengths[0] >= self.capacity_tokens:
             self._move_to_front(range(first, first + rows))
@@ -47,8 +47,8 @@ class TextRows:
         return window
 
     def new_window(self, first: int, given: Sequence[int]) -> KVWindow:
-        """Return a window of rows from `first` on for new texts; `given` is the number of real tokens of each in the
-        next pass."""
+        """Return a window of rows from `first` on for new texts. `given`: the number of real tokens of each in the next
+        pass."""
         rows = range(first, first + len(given))
         for row in rows:
             self.starts[row] = self.lengths[row] = 0
@@ -57,21 +57,20 @@ class TextRows:
         return window
 
     def note(self, window: KVWindow, first: int) -> None:
-        """Record the tokens that a pass through the window of rows from `first` on has added."""
+        """Record the tokens that a pass has added to the rows of a window, which begins at row `first`."""
         self.lengths[first : first + window.rows] = window.row_lengths or [window.length]
         for row in range(first, first + window.rows):
             self.starts[row] = window.start + window.length - self.lengths[row]
 
     def rewind(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row and move them to the beginning; the memory behind them is
-        released."""
+        """Keep the first `length` tokens of a row and move them to its beginning. The memory after them is released."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
         self._move(row, 0)
         self.whole.give_back(row, length)
 
     def forget(self, row: int, length: int) -> None:
-        """Keep the first `length` tokens of a row in place."""
+        """Keep the first `length` tokens of a row where they are."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
 
@@ -100,8 +99,8 @@ class TextRows:
         self.lengths[a], self.lengths[b] = self.lengths[b], self.lengths[a]
 
     def align(self, rows: range) -> None:
-        """Move the texts of these rows so that they end at the same index: the first one's end, or later if the longest
-        needs it."""
+        """Move the texts of these rows so that they end at the same index: the end of the first one, or later if the
+        longest needs it."""
         end = max(self.starts[rows[0]] + self.lengths[rows[0]], *(self.lengths[row] for row in rows))
         for row in rows:
             self._move(row, end - self.lengths[row])

@@ -1,7 +1,7 @@
-"""Find weights that a model's configuration ties but that the checkpoint stores with different values.
+"""Finds weights that a model's configuration ties but that the checkpoint stores with different values.
 
-transformers compares the two tensors while loading and ties them only if they are equal. Memory is planned before that,
-so the same comparison is made here, piece by piece.
+transformers compares the two tensors while loading, and ties them only if they are equal. Memory is planned before
+that, so the same comparison is made here, piece by piece.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _are_equal(source: StoredTensor, target: StoredTensor, dtype: torch.dtype) -
 
 
 def _rows(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Yield consecutive ranges of rows; tensors of equal shape yield equal ranges."""
+    """Yield consecutive pieces of a tensor, each of several rows. Tensors of equal shape have equal pieces."""
     rows, *columns = tensor.shape or (1,)
     step = max(1, _PIECE_ELEMENTS // max(1, *columns, 1))
     with safe_open(tensor.path, framework="pt") as file:

@@ -1,8 +1,8 @@
-"""A second set of transformers modules on a running model's weights, to compare results with.
+"""A second set of transformers modules with a running model's weights, to compare results with.
 
-The twin starts as the model without weights. Its parameters and buffers become those of the running model: the same
+The twin is the model without weights at first. Its parameters and buffers become those of the running model: the same
 memory, but modules without our forward functions, hooks or kernels. Its experts stay empty. Weights that stay quantized
-are dequantized into memory of the twin's own.
+are dequantized into memory that belongs to the twin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ModelPart(NamedTuple):
 
 
 def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Let `twin`, a model of the same configuration on the meta device, use the weights of `model`, except experts."""
+    """Make `twin`, a model of the same configuration on the meta device, use the weights of `model`, except those of
+    experts."""
     modules = dict(model.named_modules())
     for name, module in twin.named_modules():
         source = modules[name]
@@ -49,10 +50,10 @@ def share_weights(twin: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def parts_of(model: PreTrainedModel, sites: Sequence[ExpertsSite]) -> list[ModelPart]:
-    """Return the non-expert parts of a model as modules that are as large as possible.
+    """Return the non-expert parts of a model, as modules that are as large as possible.
 
     Around a layer's experts these are the router and shared experts one by one, then the whole block. Modules that only
-    connect the parts, such as decoder layers, are left out.
+    connect parts, such as decoder layers, are left out.
     """
     experts = {site.name for site in sites}
     blocks = {name.rpartition(".")[0] for name in experts}

@@ -1,10 +1,10 @@
-"""Identify a checkpoint by a checksum of its headers and of samples of its weights.
+"""Identifies a checkpoint by a checksum of its headers and of samples of its weights.
 
     file     header |s...........|s...........|s........s|      s: one page; at most 16 MiB apart
 
-Names and sizes of files count too; times and folders do not, so a copy has the same checksum. Every change of names,
-shapes or types is detected, and every change of 16 MiB in one piece; a change between two samples is not. Fine-tuning
-changes nearly all weights; quantizing and casting change the headers.
+Names and sizes of files are included, times and folders are not, so a copy has the same checksum. Every change of
+names, shapes or types is detected, and every change of 16 contiguous MiB. A change between two samples is not detected.
+Fine-tuning changes nearly all weights; quantizing and casting change the headers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from smoe.memory.safetensors_index import MAX_HEADER_BYTES, shard_paths
 
 SAMPLE_BYTES = 4096
 APART_BYTES = 16 * 2**20
-"""The largest distance of samples in bytes. A hard disk reads the samples of 60 GB in half a minute."""
+"""The largest distance between two samples in bytes. A hard disk reads the samples of 60 GB in half a minute."""
 _LEAST_SAMPLES = 64
-"""The least number of samples, for small files."""
+"""The smallest number of samples, for small files."""
 
 
 def checksum(place: Path) -> str:
@@ -41,7 +41,7 @@ def checksum(place: Path) -> str:
 
 
 def _header_end(shard: Path) -> int:
-    """Return the offset of the header's end in a safetensors file, limited to the largest valid header."""
+    """Return the offset of the end of a safetensors file's header, but at most the largest valid size of a header."""
     with shard.open("rb") as file:
         prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0

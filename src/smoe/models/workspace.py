@@ -1,7 +1,7 @@
-"""Estimate the memory for activations of the largest step: the budget's `workspace` entry.
+"""Estimates the memory for activations of the largest step: the entry `workspace` of the budget.
 
-The estimate is an upper bound; cgroup tests and the wide demo check that runs stay within it. Logits are counted for
-the last position only, because generation needs no others.
+The estimate is an upper bound, which tests in cgroups and runs of the wide demo check. Logits are counted for the last
+position only, because generation needs no others.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from smoe.models.spec import ModelConfig
 
 _HIDDEN_COPIES = 10
-"""The number of tensors [tokens, H] alive at once: residual, norm, projections, block input and output, combination."""
+"""The number of tensors [tokens, H] that exist at once: residual, norm, projections, block input and output,
+combination."""
 _ROUTER_COPIES = 4
 _FLOOR_BYTES = 1 << 20
 PIECE_ELEMENTS = 2**22
-"""The number of elements of quantized non-expert weights that are dequantized at a time (`quantised_linear.py`)."""
+"""The number of elements of quantized non-expert weights that are dequantized at once (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
 """Memory that the CPU library uses for compiled kernels and scratch, by shape (docs/log/memory.md).
 
@@ -48,9 +49,9 @@ def workspace_of(
     experts_bytes: int,
     widest: int,
 ) -> Workspace:
-    """Return the workspace of a step over `rows` sequences, with `item` bytes per element.
+    """Return the workspace of a step with `rows` sequences and `item` bytes for each element.
 
-    `experts_bytes` is the size of all routed experts. `widest` is the largest dimension of any weight: it limits widths
+    `experts_bytes`: the size of all routed experts. `widest`: the largest dimension of any weight, which limits widths
     in the configuration that no layer of the model has.
     """
     text = config.get_text_config()
@@ -86,6 +87,6 @@ def _inner(text: Any) -> int:
 
 
 def _largest(text: Any, name: str) -> int:
-    """Return a size in the configuration, the largest one if layers differ, or 0 if there is none."""
+    """Return a size in the configuration: the largest one if layers differ, or 0 if there is none."""
     is_heterogeneous = getattr(text, "is_heterogeneous", False)  # its attributes raise where layers differ
     return max(int(getattr(each, name, None) or 0) for each in (text.per_layer_config if is_heterogeneous else [text]))

@@ -1,17 +1,17 @@
 """XVERSE-MoE-A4.2B and -A36B (`model_type: xverse`), from transformers parts.
 
-The vendor describes the model as following DeepSeekMoE's structure; it differs from `deepseek.py` in names and router:
+The vendor says that the model follows DeepSeekMoE's structure. It differs from `deepseek.py` in names and router:
 
 - every layer is sparse; `intermediate_size` is that of one expert; the router is `mlp.router`, its top-k `moe_top_k`;
 - the router is stored and computed in fp32, whatever the dtype of the rest;
 - the chosen softmax weights are divided by their sum plus 1e-6.
 
-Known from public files: `config.json` of both models; for A4.2B also the key names, and that routers are stored in
-fp32 (an index of its tensors gives a total size that only fits so). **Unverified** against the published file: the
+Known from public files: `config.json` of both models; for A4.2B also the key names, and that routers are stored in fp32
+(an index of its tensors gives a total size that only fits so). **Unverified** against the published file: the
 renormalisation and its 1e-6. A public copy of the model's own code always renormalises; the vendor's later port to a
-serving engine does so only if `norm_topk_prob` is set, and no published `config.json` sets it. Followed here:
-`norm_topk_prob` if present, else true. A4.2B is published as `pytorch_model.bin` shards, so it has to be converted to
-safetensors before its experts can be read one by one.
+serving engine does so only if `norm_topk_prob` is set, and no published `config.json` sets it. Here it depends on
+`norm_topk_prob`, and is true if that is missing. A4.2B is published as `pytorch_model.bin` shards, so it has to be
+converted to safetensors before its experts can be read one by one.
 """
 
 from __future__ import annotations
