@@ -1,9 +1,9 @@
-"""smoe: Mixture-of-Experts language models that do not fit in fast memory, exactly, inside a fixed budget.
+"""smoe: runs Mixture-of-Experts language models that do not fit in fast memory, exactly, inside a fixed memory budget.
 
     from smoe import from_pretrained
     model = from_pretrained("demo", memory="24MiB")
 
-Importing this package loads nothing heavy; torch and transformers come with the first call.
+Importing this package does not import torch and transformers; the first call does.
 """
 
 import sys

@@ -13,7 +13,7 @@ from smoe.safe_path import drop_current_folder
 def main() -> None:
     """Run the command line."""
     drop_current_folder()
-    atexit.register(gc.freeze)  # else Python looks for garbage among all objects when it ends: a second with torch
+    atexit.register(gc.freeze)  # otherwise Python searches all objects for garbage when it ends: a second with torch
     os.environ["USE_HUB_KERNELS"] = "NO"  # transformers, which reads this when imported, then downloads no kernel code
     leave_on_interrupt()  # has an effect only if the program was not started by its name
     from smoe.cli import main as run

@@ -1,22 +1,22 @@
-"""Names and bounds of settings that several modules use."""
+"""Names, limits and default values of settings that several modules use."""
 
 from __future__ import annotations
 
 MOST_THREADS = 1024
-"""The limit of computing threads. The largest machines have fewer cores, and torch ends the process if it cannot start
-its threads."""
+"""The largest number of computing threads. The largest machines have fewer cores, and torch ends the process if it
+cannot start its threads."""
 MOST_IO_THREADS = 64
-"""The limit of reading threads; two saturate a disk."""
+"""The largest number of reading threads; two saturate a disk."""
 MOST_PREFETCH_DEPTH = 16
-"""The limit of layers to predict in advance; the papers use up to three."""
+"""The largest number of later layers to predict; the papers use up to three."""
 DEFAULT_PREFETCH_DEPTH = 2
 MOST_CORRECTED_LAYERS = 4
-"""The number of layers in advance for which corrections are learned."""
+"""The number of later layers for which corrections are learned (predictor `corrected-gates`)."""
 DEFAULT_DRAFT = "int4"
 """The default precision of the draft model."""
 DEPARTURE = ("at-once", "late")
-"""When the draft model begins the next token: at once, from its own prediction, or late, once the model has sampled
-it."""
+"""When the draft model begins the next token. at-once: from its own prediction of the token; late: when the model has
+sampled the token."""
 MOST_DRAFT_EXTRA = 64
 EMULATED = "emulated"
 """The device that is emulated on the CPU (`memory/emulation.py`)."""

@@ -1,7 +1,8 @@
 """The settings of an engine, in one immutable class that checks them.
 
-Each setting is declared once, here (`settings.py`). Rules about several settings are in `config_checks.py`. Names
-contain units. Values found at run time (free bytes, slots) are in the ledger and never written back here.
+Each setting is declared once, here, with `setting` (`settings.py`). Rules about several settings are in
+`config_checks.py`. Names contain units. Values that are found at run time, such as free bytes and the number of slots,
+are stored in the ledger and never written back here.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ DEFAULT_ALPHA = 0.3
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The settings by which a model is served."""
+    """The settings with which a model is loaded and served."""
 
     memory_bytes: int | None = setting(
         None,
@@ -77,27 +78,27 @@ class EngineConfig:
         left_out="the free memory less a margin",
         panel=MEMORY,
     )
-    """The bytes of device memory for weights, workspace, KV cache, staging and slots. None: the free memory less a
+    """The bytes of device memory for weights, workspace, KV cache and expert slots. None: the free memory less a
     margin."""
     count: str = setting(
         "budget",
         OneOf("budget", "process"),
-        "Instead: the most that the whole process takes, interpreter and libraries included.",
+        "Instead of --memory: the most that the whole process may use, interpreter and libraries included.",
         option="--process-memory",
         panel=MEMORY,
     )
-    """What `memory_bytes` limits: budget: the budget; process: the whole process, on a CPU. In the second case the
-    memory of interpreter and libraries is measured at the start and subtracted."""
+    """What `memory_bytes` limits. budget: the entries of the budget. process: the whole process, on a CPU; the memory
+    of the interpreter and its libraries is measured at the start and subtracted."""
     resident_share: float | None = setting(
         None,
         Share("a number above 0 and at most 1", lambda value: 0 < value <= 1),
-        "Instead of --memory: a budget that keeps this share of the experts in memory, e.g. 40%.",
+        "Instead of --memory: the share of the experts that stay in memory, e.g. 40%.",
         option="--resident",
         left_out="as `memory_bytes` has room for",
         panel=MEMORY,
     )
-    """The share of the routed experts to keep in device memory, above 0 and at most 1, from which the budget is
-    computed. It excludes `memory_bytes`."""
+    """The fraction of the routed experts that stay in device memory, above 0 and at most 1. The budget is computed from
+    it, so it excludes `memory_bytes`."""
     host_memory_bytes: int | None = setting(
         None,
         Size(),
@@ -119,19 +120,21 @@ class EngineConfig:
     max_sequences: int = setting(
         1,
         Count(),
-        "Sequences that run together. \\[default: the number of prompts; smoe serve: 4]",
+        "Sequences that run at the same time. \\[default: the number of prompts; smoe serve: 4]",
         option="--max-sequences",
         panel=MEMORY,
     )
     """The number of sequences that run together."""
     prefill_tokens: int = setting(
-        2048, Count(), "Tokens of all sequences in one step; longer prompts are read in chunks."
+        2048, Count(), "Tokens of all sequences in one step; longer prompts take several steps."
     )
     """The number of tokens, over all sequences, that one step processes. Longer prompts are processed in chunks, and
     their results have grade E1 instead of E0."""
-    lend_reserve: bool = setting(True, Switch(), "Memory that activations and positions do not use yet holds experts.")
-    """Whether experts use the memory reserved for activations and positions while it is free (on a CPU under Linux; not
-    with `resident_share`)."""
+    lend_reserve: bool = setting(
+        True, Switch(), "Let experts use memory reserved for activations and KV cache while it is free."
+    )
+    """Whether experts use the memory that is reserved for activations and KV cache while it is free (on a CPU under
+    Linux; not with `resident_share`)."""
     device: str = setting(
         "auto",
         Text(),
@@ -154,7 +157,7 @@ class EngineConfig:
     dtype: str = setting(
         "auto",
         OneOf(*DTYPES),
-        "Type to compute in: {allowed}; auto is the checkpoint's own.",
+        "Data type of weights and activations: {allowed}; auto is the checkpoint's own.",
         option="--dtype",
     )
     """The data type of weights and activations. auto: the checkpoint's."""
@@ -169,7 +172,7 @@ class EngineConfig:
     activations: str = setting(
         AUTO,
         OneOf(*ACTIVATIONS),
-        "Activations that are multiplied with quantised weights on a CPU: int8 (8 bits), dtype (the model's own type). "
+        "Activations that quantised weights multiply on a CPU: int8 (rounded to 8 bits), dtype (the model's own type). "
         "Default: the faster one; int8 only where its kernels pass a self-test.",
         option="--activations",
     )
@@ -188,14 +191,14 @@ class EngineConfig:
         "Which resident expert is evicted first: {allowed}, or a plug-in's MODULE:CLASS.",
         option="--eviction",
     )
-    """The eviction policy, which chooses the resident expert to evict. auto: the policy of several that has the fewest
-    misses at present. Or a plug-in's MODULE:CLASS."""
+    """The eviction policy, which chooses the resident expert to evict. auto: whichever of several policies has the
+    fewest misses at present. A plug-in is given as MODULE:CLASS."""
     score_window: int = setting(64, Count(0), "With --eviction score: steps over which scores are averaged.")
     """For the eviction `score`: the number of earlier steps over which scores are averaged (the papers' n)."""
     cache_weights: tuple[float, ...] | None = setting(
         None,
         NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-        "With --eviction multidimensional: lru, lfu, lhu, fld, e.g. 0.4,0.3,0.2,0.1.",
+        "With --eviction multidimensional: its weights lru, lfu, lhu, fld, e.g. 0.4,0.3,0.2,0.1.",
         left_out="as smoe tune --cache found for the model, else the usual weights",
         owner="eviction",
     )
@@ -205,7 +208,7 @@ class EngineConfig:
     cache_records: str | None = setting(
         None,
         OneOf(*CACHE_RECORDS),
-        "With --eviction multidimensional: count uses in this sequence, or all.",
+        "With --eviction multidimensional: count uses since the prompt, or since the start.",
         left_out="sequence",
         owner="eviction",
     )
@@ -214,10 +217,10 @@ class EngineConfig:
     expert_cache: str = setting(
         "budget",
         OneOf(*EXPERT_CACHE),
-        "Resident experts: as many as fit, or as one token chooses in a layer.",
+        "Experts that stay in memory: as many as fit, or as one token chooses in a layer.",
     )
-    """How many experts stay resident. budget: as many as fit; top-k: as many as one token chooses in one layer, besides
-    those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
+    """How many experts stay resident. budget: as many as fit. top-k: as many as one token chooses in one layer, in
+    addition to those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
     pools: str = setting(
         "global",
         OneOf(*POOLS),
@@ -231,9 +234,11 @@ class EngineConfig:
         "How the next experts are predicted and loaded early: {allowed}, or a plug-in's MODULE:CLASS.",
         option="--prefetch",
     )
-    """The predictor whose experts are loaded before their layer runs, in decode. auto, for experts of at least 1 MiB
-    and while measured times show a gain: next-gate on a CPU; look-ahead on a device, where the next layer's attention
-    costs little. Or a plug-in's MODULE:CLASS."""
+    """The predictor whose experts are loaded before their layer runs, in decode. A plug-in is given as MODULE:CLASS.
+
+    auto is for experts of at least 1 MiB, and only while measured times show a gain. It is next-gate on a CPU. On a
+    device, where the next layer's attention costs little, it is look-ahead.
+    """
     prefetch_trial: bool | None = setting(
         None,
         Switch(),
@@ -244,7 +249,7 @@ class EngineConfig:
     prefetch_asked: str | None = setting(
         None,
         OneOf(*ASKED),
-        "Run expert-mlp and its like before the experts, or concurrently.",
+        "When predictors such as expert-mlp run: before the experts, or concurrently.",
         left_out="before, or first-expert with --preset duoserve",
         owner="prefetch",
     )
@@ -254,12 +259,12 @@ class EngineConfig:
     prefetch_what: str = setting(
         "top-score", OneOf(*PREFETCH_WHAT), "Which predicted experts are loaded: those of top score, or all."
     )
-    """Which predicted experts are loaded. top-score: those predicted to be top-score by `alpha` (all if it is 0);
-    chosen: all that are predicted to be chosen."""
+    """Which predicted experts are loaded. top-score: those predicted to be top-score, given `alpha` (all if `alpha` is
+    0). chosen: all that are predicted to be chosen."""
     prefetch_depth: int | None = setting(
         None,
         Count(1, MOST_PREFETCH_DEPTH),
-        "With --prefetch stacked-gates, corrected-gates: layers ahead, at most.",
+        "With --prefetch stacked-gates, corrected-gates: the most layers to predict ahead.",
         left_out=str(DEFAULT_PREFETCH_DEPTH),
         owner="prefetch",
     )
@@ -308,8 +313,8 @@ class EngineConfig:
         "With a GPU: which missing experts the CPU computes: {allowed}.",
         option="--balance",
     )
-    """How to choose the missing experts that the CPU computes, on a machine with a device (SMoE's CPU-load balancer).
-    Layers that use it have results of grade E2."""
+    """Which missing experts the CPU computes, on a machine with a device (SMoE's CPU-load balancer). Layers in which
+    the CPU computes experts have results of grade E2."""
     balance_order: str = setting(
         "score", OneOf(*BALANCE_ORDER), "Which experts are loaded first where the CPU computes others."
     )
@@ -317,7 +322,7 @@ class EngineConfig:
     recent_costs: int = setting(RECENT, Count(), "How many recent loads and computations the balancer averages.")
     """The number of recent loads and CPU computations whose mean is the balancer's cost (the papers' p)."""
     prefill_balance: bool = setting(
-        True, Switch(), "Where the CPU computes missing experts: let it compute for prompts, too."
+        True, Switch(), "With --balance: whether the CPU computes missing experts of prompts, too."
     )
     """Whether the CPU also computes missing experts of prompts: those with few tokens, as long as that shortens the
     layer."""
@@ -333,16 +338,17 @@ class EngineConfig:
         option="--cluster",
         left_out="none",
     )
-    """The name of a cluster, whose workers compute experts that are not in this machine's memory (`smoe cluster`)."""
+    """The name of a cluster whose workers compute experts that are not in this machine's memory (`smoe cluster`)."""
     placement: str | None = setting(
         None,
         OneOf(*PLACEMENT),
-        "With --cluster: each expert where it finishes first, or workers in turn.",
+        "With --cluster: compute an expert where it finishes first, or on workers in turn.",
         left_out="finish",
     )
-    """For a cluster: the method that assigns experts to machines. None: finish."""
+    """For a cluster: how experts are assigned to machines. finish: each expert to the machine that finishes it first;
+    round-robin: to groups of workers in turn. None: finish."""
     cluster_workers: int = setting(
-        1, Count(0, 1000), "With --cluster: how many workers must be there before the first token."
+        1, Count(0, 1000), "With --cluster: how many workers must have connected before the first token."
     )
     """For a cluster: the number of workers that must have connected before the first token; more may connect later."""
     cluster_timeout_seconds: float = setting(
@@ -350,16 +356,16 @@ class EngineConfig:
         Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
         "With --cluster: how long to wait for workers.",
     )
-    """For a cluster: the seconds to wait for these workers."""
+    """For a cluster: how many seconds to wait until `cluster_workers` workers have connected."""
     cluster_verify: float = setting(
         0.0,
         Number("a number from 0 (none) to 1 (all), as 1/64", lambda value: 0 <= value <= 1),
         "With --cluster: the share of workers' results recomputed here, such as 1/64.",
     )
-    """For a cluster: the share of the workers' results that this machine recomputes when it has time. A worker whose
-    bits differ is excluded."""
+    """For a cluster: the fraction of the workers' results that this machine recomputes when it has time. A worker whose
+    results differ in any bit is excluded."""
     direct_io: str = setting(
-        "auto", OneOf(*DIRECT_IO), "Bypass the page cache; auto: unless free RAM holds the whole model."
+        "auto", OneOf(*DIRECT_IO), "Reads bypass the page cache; auto: unless free RAM holds the whole model."
     )
     """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
     preload: bool | None = setting(
@@ -385,7 +391,8 @@ class EngineConfig:
         left_out="as fast as this machine allows",
         owner="device",
     )
-    """The factor by which the device `emulated` runs slower than it reports. None: as much as this machine needs."""
+    """The factor by which the device `emulated` runs slower than it reports. None: the smallest factor that this
+    machine can sustain."""
     emulated_expert_bytes: int | None = setting(
         None,
         Size(),
@@ -393,8 +400,8 @@ class EngineConfig:
         left_out="the model's own",
         owner="device",
     )
-    """The size of an expert in bytes by which the device `emulated` times transfers and computation. None: its real
-    size."""
+    """The size of an expert in bytes for which the device `emulated` computes the times of transfers and kernels. None:
+    the model's real size."""
     kernels: str = setting(
         "auto",
         OneOf(*KERNELS),
@@ -420,18 +427,21 @@ class EngineConfig:
         option="--alpha",
         replaces={"alpha_as_priced": False},
     )
-    """SMoE's substitution threshold (lossy). Experts chosen with scores below (1 + alpha) times that of rank k+1 may
-    be replaced by resident ones with scores above (1 - alpha) times it. 0: never. `smoe eval` measures its quality
-    cost."""
+    """SMoE's substitution threshold (lossy). Let S be the score of rank k+1, the best expert that is not chosen. A
+    missing expert that is chosen with a score below (1 + alpha) S may be replaced by a resident expert with a score
+    above (1 - alpha) S. 0: never. `smoe eval` measures its quality cost."""
     alpha_as_priced: bool = setting(
         False, Switch(), "Use the alpha that smoe tune found for the model, where there is one."
     )
     """Whether to use the alpha whose quality cost was measured for this model (`load/priced_alpha.py`); `alpha` applies
     only without one."""
     substitutes: str = setting(
-        "replace", OneOf("replace", "drop"), "How a missing expert of low score is resolved with --alpha."
+        "replace",
+        OneOf("replace", "drop"),
+        "With --alpha: whether missing experts of low score are replaced or dropped.",
     )
-    """How a missing low-score expert is resolved: replace: by a resident expert; drop: without a replacement."""
+    """What happens to a missing low-score expert with `alpha`. replace: a resident expert replaces it. drop: its routes
+    are dropped."""
     substitute_weights: str = setting(
         "own",
         OneOf("own", "inherited"),
@@ -461,14 +471,14 @@ class EngineConfig:
         panel=LOW,
         owner="low_precision",
     )
-    """The share of the slots' bytes that holds low-precision copies."""
+    """The fraction of the slots' bytes that low-precision copies get."""
     precision_shares: tuple[float, ...] | None = setting(
         None,
         NumberTuple(
             "three numbers whose sum is 100, for own copies, low copies (above 0) and none, as 67, 30, 3",
             lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
         ),
-        "Per cent of a token's experts that are computed in full precision, in low precision, not at all; by the "
+        "Percentages of a token's experts to compute in full precision, in low precision, and not at all; by the "
         "model's profile (smoe tune --shares). With --preset hobbit 67,30,3.",
         option="--precision-shares",
         left_out="none",
@@ -477,9 +487,9 @@ class EngineConfig:
         owner="low_precision",
         replaces={"low_threshold": 1.0, "skip_threshold": 1.0},
     )
-    """The percentages of a token's choices to serve by full copies, by low-precision copies, and not at all. The
-    model's importance profile (`load/importance_profile.py`) converts them to thresholds; without one, the given
-    thresholds apply."""
+    """The percentages of a token's experts to compute with full copies, with low-precision copies, and not at all. The
+    model's importance profile (`load/importance_profile.py`) converts them to thresholds. Without a profile,
+    `low_threshold` and `skip_threshold` are used."""
     low_threshold: float = setting(
         1.0,
         Number("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
@@ -511,9 +521,9 @@ class EngineConfig:
         left_out="no bound",
         panel=LOW,
     )
-    """The increase of perplexity, as a share (0.01 is one per cent), within which every miss is resolved in the fastest
-    way. The ways are a resident substitute, a low-precision copy, a load, the CPU, or dropping the expert. Their
-    quality costs come from `smoe tune --prices`. Lossy. None: other settings decide about misses."""
+    """The increase of perplexity, as a fraction (0.01 is one per cent), within which every miss is resolved in the
+    fastest way. The ways are a resident substitute, a low-precision copy, a load, the CPU, or dropping the expert.
+    Their quality costs come from `smoe tune --prices`. Lossy. None: other settings decide about misses."""
     tpot_seconds: float | None = setting(
         None,
         Number("a number of seconds above 0", lambda value: 0 < value < math.inf),
@@ -521,8 +531,8 @@ class EngineConfig:
         left_out="no bound",
         replaces={"max_perplexity_increase": None},
     )
-    """The seconds per token within which misses are resolved at the least quality cost, otherwise as for
-    `max_perplexity_increase`."""
+    """A target in seconds per token. Within it, misses are resolved at the least quality cost, in the same ways as for
+    `max_perplexity_increase`. Lossy. None: no target."""
     low_meanwhile: bool = setting(
         False,
         Switch(),
@@ -531,8 +541,8 @@ class EngineConfig:
         panel=LOW,
         owner="low_precision",
     )
-    """Whether a low-precision copy in memory serves a missing expert that deserves its full copy, which is loaded
-    meanwhile. Lossy."""
+    """Whether an important missing expert is computed with a low-precision copy in memory while its full copy is
+    loaded. Lossy."""
     upgrade: bool = setting(
         False,
         Switch(),
@@ -541,7 +551,8 @@ class EngineConfig:
         panel=LOW,
         owner="low_precision",
     )
-    """Whether full copies of experts that low-precision copies have served are loaded while nothing else is read."""
+    """Whether full copies are loaded, while nothing else is read, for experts that were computed with low-precision
+    copies."""
     turn_timeout_seconds: float | None = setting(
         None,
         Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
@@ -556,8 +567,11 @@ class EngineConfig:
         option="--reproducible",
     )
     """Whether every run gives the same text, also if experts are substituted. Residency then never depends on timing,
-    so decode does not prefetch. Without substitution the text is the same anyway, unless `kernels` auto chooses
-    own-order by measured times; with this setting it uses torch's bits."""
+    so decode does not prefetch.
+
+    Without substitution the text is the same anyway, with one exception: `kernels` auto may choose own-order by
+    measured times. With this setting it uses kernels with torch's bits.
+    """
 
     @property
     def needs_scores(self) -> bool:
@@ -578,7 +592,8 @@ class EngineConfig:
 
     @property
     def keeps_experts(self) -> bool:
-        """Whether the coordinator keeps experts while workers are connected; with round-robin placement it does not."""
+        """Whether the coordinator has resident experts while workers are connected. With round-robin placement it has
+        none."""
         return self.placement != "round-robin"
 
     @property
@@ -588,7 +603,7 @@ class EngineConfig:
 
     @property
     def lossy(self) -> list[str]:
-        """Descriptions of the settings that change the text by more than rounding."""
+        """Phrases that describe each setting which changes the text by more than rounding."""
         low, by_shares = f"missing experts in {self.low_precision}", self.precision_shares is not None
         reasons = {
             f"alpha {self.alpha:g}": self.alpha > 0,
@@ -618,13 +633,13 @@ class EngineConfig:
 
 
 SETTINGS: dict[str, Setting] = {each.name: each.metadata["setting"] for each in fields(EngineConfig)}
-"""All settings by name."""
+"""The declaration of each setting, by name."""
 DEFAULTS = {each.name: each.default for each in fields(EngineConfig)}
-"""The default of each setting."""
+"""The default value of each setting, by name."""
 
 
 def belongs_to(name: str, value: str) -> bool:
-    """Return whether a setting has an effect if its owner has this value."""
+    """Return whether the setting `name` has an effect if its owner, another setting, has this value."""
     owner = SETTINGS[name].owner
     if owner == "device":
         return value == EMULATED
@@ -636,7 +651,8 @@ def belongs_to(name: str, value: str) -> bool:
 
 
 def owner_in_words(name: str) -> str:
-    """Return the owner of a setting with the values that the setting needs."""
+    """Return a phrase with the owner of the setting `name` and the owner's values with which the setting has an
+    effect."""
     owner = SETTINGS[name].owner
     allowed = SETTINGS[owner].allowed
     if not isinstance(allowed, ClassName):

@@ -101,8 +101,8 @@ def _check_draft(config: EngineConfig) -> None:
 
 
 def _check_low(config: EngineConfig) -> None:
-    """Raise `ConfigError` for settings of low-precision copies without such copies, for copies that do not have
-    fewer bits, or if T1 is above T2."""
+    """Raise `ConfigError` if low-precision copies do not have fewer bits than the experts, or if T1 (`low_threshold`)
+    is above T2 (`skip_threshold`)."""
     _check_answers(config)
     if not config.has_low:
         return

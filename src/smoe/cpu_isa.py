@@ -1,4 +1,4 @@
-"""The instruction sets that smoe's own CPU kernels may use, limited by the environment variable SMOE_MAX_CPU_ISA."""
+"""The instruction sets that smoe's own CPU kernels may use. The environment variable SMOE_MAX_CPU_ISA limits them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _LEVELS = {
 
 
 def family_of(machine: str, is_wide: bool = True) -> str:
-    """Return the processor family, `X86` or `AARCH64`, for `platform.machine()`'s name of a machine. Machines that are
-    unknown, or not `is_wide` (64 bits), count as `X86`, where no instruction set will then be found."""
+    """Return the processor family, `X86` or `AARCH64`, for `machine`, the name that `platform.machine()` returns.
+    Unknown machines, and those that are not `is_wide` (64 bits), count as `X86`; no instruction set will be found
+    there."""
     return AARCH64 if is_wide and machine.lower() in ("aarch64", "arm64") else X86
 
 
 FAMILY = family_of(platform.machine(), sys.maxsize > 1 << 32)
 CPU_ISA = _LEVELS[FAMILY]
-"""The values of `SMOE_MAX_CPU_ISA` for this machine, ascending: each includes the instruction sets of those before
-it."""
+"""The values of `SMOE_MAX_CPU_ISA` on this machine, ascending. Each value includes the instruction sets of the values
+before it."""
 
 
 def max_cpu_isa() -> str:
-    """Return the highest instruction set that smoe's own CPU kernels may use: the environment's `SMOE_MAX_CPU_ISA`,
-    else "all".
+    """Return the highest instruction set that smoe's own CPU kernels may use: the value of the environment variable
+    `SMOE_MAX_CPU_ISA`, or "all". Raise `ConfigError` if the value is not in `CPU_ISA`.
 
-    The limit is for comparisons and tests; torch, oneDNN and MKL have limits of their own. Raises `ConfigError` for a
-    value that is not in `CPU_ISA`.
+    The limit is for comparisons and tests; torch, oneDNN and MKL have limits of their own.
     """
     value = os.environ.get("SMOE_MAX_CPU_ISA", "").strip().lower() or "all"
     if value not in CPU_ISA:

@@ -65,7 +65,8 @@ class ConfigError(SmoeError, ValueError):
 
     @classmethod
     def out_of_bounds(cls, setting: str, given: object, allowed: str) -> ConfigError:
-        """Return the error for a setting whose value is not `allowed`, a description that completes "it must be"."""
+        """Return the error for a setting with a value that is not allowed. `allowed`: a phrase that completes "it must
+        be"."""
         return cls(f"`{setting}` is {given!r}; it must be {allowed}", setting=setting, given=given, allowed=allowed)
 
     @classmethod
@@ -76,14 +77,14 @@ class ConfigError(SmoeError, ValueError):
 
     @classmethod
     def too_few_tokens(cls, setting: str, tokens: int, least: int, purpose: str) -> ConfigError:
-        """Return the error for a text or trace that has only `tokens` tokens. `setting`: its argument; `least`: the
-        required number; `purpose`: completes "are needed"."""
+        """Return the error for a text or trace that has only `tokens` tokens. `setting`: the name of the argument;
+        `least`: the required number; `purpose`: a phrase that completes "are needed"."""
         message = f"`{setting}` has {tokens} tokens, and at least {least} are needed {purpose}: give a longer one"
         return cls(message, setting=setting, given=tokens, allowed=f"at least {least} tokens")
 
     @classmethod
     def idle(cls, setting: str, given: object, owner: str) -> ConfigError:
-        """Return the error for a setting that has no effect, because it belongs to `owner`, a setting that was not
+        """Return the error for a setting that has no effect because `owner`, the setting that it belongs to, was not
         given."""
         message = f"`{setting}` belongs to {owner}; add that, or leave it out"
         return cls(message, setting=setting, given=given, allowed=f"only with {owner}")
@@ -152,8 +153,8 @@ class TraceError(SmoeError, ValueError):
 
 
 class ClusterError(SmoeError, ValueError):
-    """A cluster is unknown or damaged, an invitation is invalid, or no worker has connected. A worker that fails later
-    raises nothing."""
+    """A cluster is unknown or damaged, an invitation is invalid, or no worker has connected. No error is raised for a
+    worker that fails later."""
 
 
 class WorkerRefusedError(ClusterError):
@@ -162,7 +163,7 @@ class WorkerRefusedError(ClusterError):
 
 
 class EngineStateError(SmoeError, RuntimeError):
-    """The engine was closed or forked, was given a foreign cache, or cannot do this to a loaded model."""
+    """The engine was closed or forked, was given another engine's cache, or cannot do this to a loaded model."""
 
 
 class EngineBusyError(SmoeError, TimeoutError):

@@ -1,6 +1,7 @@
 """The key that identifies an expert throughout the program.
 
-Weights never change, so an expert in a faster tier is a copy, and evicting it means dropping the copy.
+Weights never change. An expert in a faster tier (host or device memory) is therefore a copy, and evicting it means
+dropping the copy.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from typing import TypeAlias
 
 ExpertKey: TypeAlias = tuple[int, int, int]
-"""(layer, expert, format): the key of one expert's weights in one format, for tables, plans and loads.
+"""(layer, expert, format): the key of one expert's weights in one format, in tables, plans and loads.
 
-It is a plain tuple because every layer of every step makes and compares dozens.
+It is a plain tuple because dozens are created and compared in every layer of every step.
 """
 
 EXACT = 0

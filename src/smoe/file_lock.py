@@ -1,8 +1,8 @@
 """Locks that let only one process at a time write a file or folder.
 
-POSIX: `flock` on the file or folder itself. Windows: a locked byte of a lock file, because folders cannot be opened
-there and other processes cannot read a locked byte. The lock file lies next to a file, or in a folder, and is deleted
-afterwards.
+On POSIX systems the lock is `flock` on the file or folder itself. On Windows it is a locked byte of a separate lock
+file, because folders cannot be opened there and other processes cannot read a locked byte. The lock file lies next to a
+file, or in a folder, and is deleted afterwards.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _HELD = (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
 
 
 class FileLock:
-    """A lock on a file or folder, held by this process until `close` or until the process ends. A missing file is
-    created.
+    """A lock on a file or folder, which this process holds until `close` or until it ends. A missing file is created.
 
-    Raises `BlockingIOError` if another process holds the lock, and `OSError` for other failures.
+    Raise `BlockingIOError` if another process holds the lock, and `OSError` for other failures.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,8 +38,8 @@ class FileLock:
             raise
 
     def close(self, ours: bool = True) -> None:
-        """Release the lock; a second call does nothing. `ours`: whether this process held it, so that its lock file is
-        deleted."""
+        """Release the lock; a second call does nothing. `ours`: whether this process held the lock, so that the lock
+        file is deleted."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,5 @@
-"""Keep Python's garbage collection away from objects that are not garbage: while many are created, and afterwards."""
+"""Prevents Python's garbage collector from searching objects that are not garbage: while many are created, and
+afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Disable the collection of reference cycles for the whole process; afterwards restore the previous state."""
+    """Disable the collection of reference cycles in the whole process during the `with` block. Afterwards restore the
+    previous state."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -21,7 +23,7 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def present_objects_excluded() -> Iterator[None]:
-    """Inside, collections skip the objects that exist at the beginning.
+    """Exclude all objects that exist now from garbage collection during the `with` block.
 
     With the libraries and a model loaded, a full collection takes 0.2 to 0.3 s, in the middle of a prompt or an answer.
     """
@@ -30,5 +32,5 @@ def present_objects_excluded() -> Iterator[None]:
     try:
         yield
     finally:
-        if is_first:  # else what was excluded before would be collected as well
+        if is_first:  # otherwise objects that an outer block excludes would be collected
             gc.unfreeze()

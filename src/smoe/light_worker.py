@@ -1,8 +1,9 @@
-"""The process of a cluster worker that runs without torch: `main`, in a fresh Python, reads its task from an open file.
+"""The process of a cluster worker that runs without torch. `main` runs in a new Python process and reads its task from
+an open file.
 
-`smoe cluster join --no-torch` replaces itself by this process once it has parsed its options, because the command
-line's modules take 25 MiB that a worker does not need. It uses a single heap, since every thread's own heap would stay
-at its peak size, and returns free memory to the system.
+`smoe cluster join --no-torch` parses its options and then replaces itself by this process, because the command line's
+modules take 25 MiB that a worker does not need. The process uses a single heap, because each thread's own heap would
+stay at its largest size, and returns free memory to the system.
 
     smoe cluster join ...   options, keys --exec--> this process: asks the coordinator for the experts' description,
                                                       opens the experts, serves
@@ -30,7 +31,7 @@ _INTERRUPTED, _TERMINATED, _REFUSED = 130, 143, 3
 
 
 class Task(NamedTuple):
-    """The task of a worker without torch."""
+    """What a worker without torch should do: which model to open, with how much memory."""
 
     place: str
     """The path of the model's folder."""
@@ -41,8 +42,8 @@ class Task(NamedTuple):
 
 
 def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
-    """Run the worker as a new program in place of this process, so that this call does not return. If the kernels'
-    machine code is not available here, the worker runs in this process, and the call returns."""
+    """Replace this process by a new program that runs the worker, so that this call does not return. If the kernels'
+    machine code is not available here, run the worker in this process and return."""
     if not machine_code.is_known():
         run(me, task, say, lambda end: None)
         return
@@ -60,9 +61,9 @@ def become(me: Worker, task: Task, say: Callable[[str], None]) -> None:
 
 
 def run(me: Worker, task: Task, say: Callable[[str], None], serving: Callable[[Callable[[], None]], None]) -> None:
-    """Run the worker until Ctrl-C or until the coordinator refuses it. `say` receives progress messages. `serving`
-    receives the function that ends the worker: an exception raised meanwhile could be swallowed in a library's
-    callback."""
+    """Run the worker until Ctrl-C, or until the coordinator refuses it. `say` is called with progress messages.
+    `serving` is called with the function that ends the worker, since an exception that a signal handler raises could be
+    lost in a library's callback."""
     from smoe.cluster.described import ask
     from smoe.cluster.worker import WorkerProcess
     from smoe.load.light_experts import fields_of, open_described

@@ -1,12 +1,13 @@
-"""Finding a class by name: a built-in one, one of an installed package, or any that is given as MODULE:CLASS.
+"""Finds the class that a setting names: a built-in one, one of an installed package, or one that is given as
+MODULE:CLASS.
 
     lru                a built-in class
     NAME               an entry point of the group, such as `smoe.evictions`, of an installed package
     MODULE:CLASS       a class of a module that Python can import
     FILE.py:CLASS      a class of a file
 
-Only the class that was named is imported: neither the built-in ones nor other packages' entry points are. A plug-in
-cannot take a built-in name.
+Only the class that was named is imported. Other built-in classes, and entry points of other packages, are not. A
+plug-in cannot have the name of a built-in class.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PLACE = "MODULE:CLASS"
-"""The form in which a class without a name is given."""
+"""How users write a class that has no name."""
 
 
 @dataclass(frozen=True)
 class Catalogue(Generic[T]):
-    """The classes that are the values of one setting."""
+    """The classes that one setting can name."""
 
     setting: str
     group: str
     """The group of entry points by which packages offer further classes."""
     base: type
-    """The class that all of them inherit."""
+    """The class from which all of them are derived."""
     built_in: Mapping[str, str]
-    """MODULE:CLASS by name."""
+    """{name: MODULE:CLASS} of the built-in classes."""
 
     def find(self, name: str) -> type[T]:
-        """Return the class of this name; raise `ConfigError` if there is none, or if it cannot be used."""
+        """Return the class of this name. Raise `ConfigError` if there is none, or if the class cannot be used."""
         if name in self.built_in:
             found: type[T] = _attribute(self.built_in[name])
             return found
@@ -55,19 +56,20 @@ class Catalogue(Generic[T]):
         return self._checked(name, self._of_package(name))
 
     def refusal(self, name: object, why: str, allowed: str | None = None) -> ConfigError:
-        """Return the error for the value `name`, with the reason `why`."""
+        """Return the error for the value `name` of the setting. `why`: the reason, a phrase that follows "it is
+        ...;"."""
         return ConfigError(
             f"`{self.setting}` is {name!r}; {why}", setting=self.setting, given=name, allowed=allowed or self.allowed
         )
 
     @property
     def allowed(self) -> str:
-        """The allowed values in words."""
+        """A phrase that lists the allowed values."""
         return ", ".join((*self.built_in, *sorted({point.name for point in self._installed()}), PLACE))
 
     def _installed(self) -> Sequence[EntryPoint]:
-        """Return the entry points of installed packages; imports nothing. Two packages may use one name."""
-        from importlib.metadata import entry_points  # 30 modules that a start with built-in names does without
+        """Return the entry points of installed packages without importing them. Two packages may use the same name."""
+        from importlib.metadata import entry_points  # imports 30 modules, which built-in names do not need
 
         return [point for point in entry_points(group=self.group) if point.name not in self.built_in]
 
@@ -86,7 +88,7 @@ class Catalogue(Generic[T]):
             place = _of_file(module) if module.endswith(".py") else import_module(module)
         except FileNotFoundError:
             raise self.refusal(name, f"there is no file {module}", "a file that exists") from None
-        except Exception as error:  # a module of others may raise anything
+        except Exception as error:  # a plug-in's module may raise any exception
             if isinstance(error, ModuleNotFoundError) and error.name in _prefixes(module):
                 raise self.refusal(
                     name,
@@ -129,14 +131,15 @@ def _attribute(place: str) -> Any:
 
 
 def _prefixes(module: str) -> set[str]:
-    """`a.b.c` -> a, a.b, a.b.c."""
+    """Return a module's name and the names of the packages that contain it: a, a.b and a.b.c for `a.b.c`."""
     parts = module.split(".")
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
 @cache
 def _of_file(path: str) -> ModuleType:
-    """Run a file, once in a process. Its classes can be pickled within the process."""
+    """Run a file as a module, once in each process, and return the module. Its classes can be pickled within the
+    process."""
     name = "smoe_plug_in_" + "".join(letter if letter.isalnum() else "_" for letter in path.removesuffix(".py"))
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path

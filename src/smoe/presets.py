@@ -1,4 +1,4 @@
-"""Named combinations of settings (papers and baselines), and `configure`, which makes an `EngineConfig`."""
+"""Named combinations of settings, from papers or as baselines, and `configure`, which makes an `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ LOW_COPIES = (
     "low_meanwhile",
     "upgrade",
 )
-"""The settings by which missing experts of little importance are served in fewer bits, or dropped."""
+"""The settings that decide which missing experts are computed in fewer bits, or dropped."""
 
 
 def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
-    """Return the configuration of a preset with some settings replaced; a setting that is None keeps the preset's
-    value.
+    """Return the configuration of a preset, with the settings in `switches` in place of the preset's. A setting that is
+    None stays as in the preset. Raise `ConfigError` for unknown names and values.
 
     A given `alpha` or threshold takes precedence over values measured for the model. Given `precision_shares` need an
-    importance profile of the model. Raises `ConfigError`.
+    importance profile of the model.
     """
     max_cpu_isa()  # an invalid SMOE_MAX_CPU_ISA is refused even if nothing uses it
     if preset not in PRESETS:
@@ -128,7 +128,8 @@ def configure(preset: str = "exact", **switches: Any) -> EngineConfig:
 
 
 def _is_idle(setting: str, owner: str, value: Any) -> bool:
-    """Return whether a preset's setting has no effect if its owner is given with this value."""
+    """Return whether a preset's setting has no effect, because `owner`, the setting that it belongs to, is given with
+    `value`."""
     is_owned = SETTINGS[setting].owner == owner and owner in ("eviction", "prefetch")
     return is_owned and not belongs_to(setting, value)
 

@@ -16,15 +16,16 @@ from itertools import islice
 from typing import NamedTuple
 
 LAST_TOKENS = 32
-"""The number of last prompt tokens, over all prompts of a batch, that decide which experts stay after prefill.
+"""The number of last prompt tokens that decide which experts stay resident after a prefill; all prompts of a batch
+share it.
 
-Sharing this number among the prompts hits slightly more than using as many of each prompt (docs/log/prefill.md), and
-the cost does not depend on the batch size.
+Sharing this number gives slightly more hits than using as many tokens of each prompt (docs/log/prefill.md), and the
+cost does not depend on the batch size.
 """
 
 
 class Phase(Enum):
-    """The two phases of generation; they have nothing in common but the slots."""
+    """The two phases of generation, which are planned by different rules."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -36,18 +37,19 @@ class Routing(NamedTuple):
     layer: int
     phase: Phase
     experts: int
-    """E: the number of the layer's routed experts. An index equal to E marks a padding route."""
+    """E: the number of the layer's routed experts. The index E marks a padding route."""
     top_k_index: Sequence[Sequence[int]]
-    """[T, K] indices of the experts that the model's router chose."""
+    """[T, K] the experts that the model's router chose."""
     scores: Sequence[Sequence[float]] | None = None
-    """[T, E] selection scores of all experts: after softmax or sigmoid and the selection bias, minus infinity for
-    masked experts. A prefill has only the rows of `last_rows`. None if no policy needs scores."""
+    """[T, E] the scores by which experts are chosen: after softmax or sigmoid, with the selection bias, and minus
+    infinity for masked experts. A prefill has only the rows of `last_rows`. None if no policy needs scores."""
     sequences: int = 1
-    """The number of sequences. The rows hold them one after another, with equal length including padding."""
+    """The number of sequences. The rows of one sequence follow those of another; all have the same number of rows, with
+    padding."""
     weights: Sequence[Sequence[float]] | None = None
     """[T, K] routing weights of the chosen experts, each row scaled to sum 1. None if no policy needs them."""
     low: frozenset[int] = frozenset()
-    """The experts for which a low-precision copy suffices in this step by their importance (`policy/importance.py`),
+    """The experts that are so unimportant in this step that a low-precision copy suffices (`policy/importance.py`),
     whether resident or not."""
 
 
@@ -62,17 +64,18 @@ def observation(routing: Routing) -> Routing:
 
 
 def real_rows(routing: Routing) -> list[int] | None:
-    """Return the rows that are neither padding nor of a finished sequence, or None if that is all rows."""
+    """Return the rows that need experts, which are neither padding nor of a finished sequence. Return None if these are
+    all rows."""
     rows = [row for row, chosen in enumerate(routing.top_k_index) if min(chosen) != routing.experts]
     return None if len(rows) == len(routing.top_k_index) else rows
 
 
 def last_rows(routing: Routing) -> list[int]:
     """Return the rows of the last tokens of each sequence, without padding: `LAST_TOKENS` in total, but at least one
-    per sequence.
+    for each sequence.
 
-    The rows are sorted from the oldest, alternating between sequences, as if these had been decoded together. A policy
-    that prefers the newest rows, or has room for only a few, then treats all sequences alike.
+    The rows are sorted from the oldest to the newest, alternating between sequences, as if these had been decoded
+    together. So a policy that prefers the newest rows treats all sequences alike.
     """
     rows, padding = routing.top_k_index, routing.experts
     length, share = len(rows) // routing.sequences, max(1, LAST_TOKENS // routing.sequences)

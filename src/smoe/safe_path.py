@@ -3,15 +3,15 @@
 `python -m` and `python -c` put the current folder first on `sys.path`, so a file `json.py` next to a model's weights
 would be run in place of the standard library's. Python 3.11 prevents this by `-P` and PYTHONSAFEPATH; Python 3.10 has
 only `-I`, which also ignores PYTHONPATH and the user's own packages. So smoe removes the folder from `sys.path` before
-other imports (`smoe/__init__.py`). A child process gets this process's `sys.path` in its first line, and works in a
-folder of Python's own.
+other imports (`smoe/__init__.py`). A child process gets this process's `sys.path` in its first line, and runs in the
+folder of the standard library.
 
     python -m smoe     runpy and its imports | smoe/__init__.py: drop_current_folder() | all other imports
     a child            python -c "import sys; sys.path[:] = [...]; ..."
 
 Modules that Python imports before smoe's first line are not protected: `runpy`, and `site` if PYTHONPATH has an empty
-entry. The command `smoe`, and `python -P -m smoe`, have no such gap. This module imports only modules that Python has
-already loaded, so not even `__future__`.
+entry. The command `smoe`, and `python -P -m smoe`, are protected completely. This module imports only modules that
+Python has already loaded, so not even `__future__`.
 """
 
 import os
@@ -85,8 +85,8 @@ def _is_current(folder: str) -> bool:
 
 
 def _is_python_s_own(folder: str) -> bool:
-    """Return whether a folder is one of installed packages, smoe's own or the standard library's, which are imported
-    from anyway."""
+    """Return whether a folder contains installed packages, smoe itself or the standard library. Modules are imported
+    from these folders in any case."""
     name = os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119
     return name in ("site-packages", "dist-packages") or any(
         os.path.samefile(folder, own)  # noqa: PTH121

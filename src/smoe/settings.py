@@ -1,8 +1,8 @@
 """The declaration of a setting: its type and default, the allowed values, its owner, its option and its help.
 
-`EngineConfig` (`config.py`) declares each setting once, as `name: type = setting(...)` with a docstring. All else
-follows from that: the checks of the dataclass and their errors, the options of the command line (`cli/options.py`),
-`--set NAME=VALUE` and `--set help` (`cli/settings.py`), and the table of docs/settings.md.
+`EngineConfig` (`config.py`) declares each setting once, as `name: type = setting(...)` with a docstring. Everything
+else is derived from these declarations: the checks of the dataclass and their errors, the options of the command line
+(`cli/options.py`), `--set NAME=VALUE` and `--set help` (`cli/settings.py`), and the table of docs/settings.md.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from smoe.units import parse_bytes, parse_share
 MEMORY = "Memory"
 ENGINE = "Engine"
 LOW = "Low copies of missing experts (HOBBIT)"
-"""The groups of options in `--help`."""
+"""The headings of groups of options in `--help`."""
 
 _TRUTH = {"true": True, "false": False, "on": True, "off": False}
 
 
 class Allowed(ABC):
-    """The allowed values of a setting."""
+    """Which values a setting may have, and how a text on the command line is converted to one."""
 
     words: str
-    """The allowed values in words."""
+    """A phrase that describes the allowed values."""
     typed: str
-    """The form of a value on the command line, in words; it differs from `words` if a value has a unit."""
+    """A phrase that describes how a value is written on the command line. It differs from `words` if a value has a
+    unit."""
     option_type: type = str
-    """The type that the command line's parser makes of an option's value, which `parse` takes."""
+    """The type in which the command line's parser passes an option's value to `parse`."""
 
     @abstractmethod
     def admits(self, value: Any) -> bool:
-        """Return whether `value` is allowed. Whether None is allowed depends on the default."""
+        """Return whether `value` is allowed. None is allowed if it is the setting's default."""
 
     @abstractmethod
     def parse(self, name: str, text: Any) -> Any:
-        """Return the value that a text means; raise `ConfigError` if it means none. Bounds are checked elsewhere."""
+        """Return the value that `text` stands for. Raise `ConfigError` if it stands for none. Bounds are not checked
+        here."""
 
     def refusal(self, name: str, value: Any) -> ConfigError:
-        """Return the error for a value of the setting `name` that is not allowed."""
+        """Return the error for the setting `name` with a value that is not allowed."""
         return ConfigError.out_of_bounds(name, value, self.words)
 
 
@@ -61,7 +63,7 @@ class Text(Allowed):
 
 
 class OneOf(Allowed):
-    """One of some names."""
+    """One of several names."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -78,15 +80,16 @@ class OneOf(Allowed):
 
 
 class ClassName(OneOf):
-    """The name of a class, which a plug-in may add."""
+    """The name of a built-in class or of a plug-in's."""
 
     def __init__(self, names: tuple[str, ...], find: Callable[[str], type[Eviction] | type[PredictorKind]]) -> None:
         super().__init__(*names)
         self.find = find
-        """Returns the class of a name, or raises `ConfigError`."""
+        """Returns the class of a name. Raises `ConfigError` if there is none."""
 
     def admits(self, value: Any) -> bool:
-        """Raises `ConfigError` for a name of no class, which says more than this could return."""
+        """Return whether `value` is the name of a class. For a name without a class, raise `ConfigError` with the
+        reason."""
         return super().admits(value) or (isinstance(value, str) and bool(self.find(value)))
 
 
@@ -106,7 +109,7 @@ class Switch(Allowed):
 
 
 class Count(Allowed):
-    """A whole number from `least` to `most` (None: without a bound)."""
+    """An integer from `least` to `most`; if `most` is None, without an upper bound."""
 
     option_type: type = int
 
@@ -127,7 +130,7 @@ class Count(Allowed):
 
 
 class Size(Count):
-    """A number of bytes, which a text has with a unit."""
+    """A number of bytes. As a text it has a unit, such as 9MiB."""
 
     option_type: type = str
 
@@ -140,7 +143,7 @@ class Size(Count):
 
 
 class Number(Allowed):
-    """A number for which `test` is true."""
+    """A number for which `test` returns true."""
 
     option_type: type = float
 
@@ -160,12 +163,13 @@ class Number(Allowed):
 
 
 class Share(Number):
-    """A number from 0 to 1, which a text may have in per cent."""
+    """A number from 0 to 1. As a text it may have a per cent sign."""
 
     option_type: type = str
 
     def __init__(self, words: str, test: Callable[[float], bool], most_typed: float = 1.0) -> None:
-        """`most_typed`: a text with more is refused, because its per cent sign was forgotten."""
+        """`most_typed`: the largest value of a text. A larger one is refused, because a per cent sign was probably
+        forgotten."""
         super().__init__(words, test)
         self._most = most_typed
 
@@ -182,7 +186,7 @@ class Share(Number):
 
 
 class NumberTuple(Allowed):
-    """Several numbers for which `test` is true together, with commas between them in a text."""
+    """Several numbers, for which `test` returns true. In a text they are separated by commas."""
 
     def __init__(self, words: str, test: Callable[[tuple[float, ...]], bool]) -> None:
         self.words = self.typed = words
@@ -200,25 +204,25 @@ class NumberTuple(Allowed):
 
 @dataclass(frozen=True)
 class Setting:
-    """All about a setting but its type and default."""
+    """The declaration of a setting, without its type and default."""
 
     allowed: Allowed
     help: str
-    """What `--help` or `--set help` prints: the latter has room for a line."""
+    """The text of `--help` or `--set help`. For the latter it should fit on one line."""
     option: str = ""
-    """The option of the command line; empty: it is given by `--set`."""
+    """The option of the command line; empty: the setting is given by `--set`."""
     panel: str = ENGINE
-    """The option's group."""
+    """The heading under which `--help` lists the option."""
     form: str | None = None
-    """The form of the option's value, if it is not obvious."""
+    """A description of the option's value for `--help`, if it is not obvious."""
     left_out: str = ""
-    """In words, the value that stands for a default of None."""
+    """For a setting with the default None: a phrase that describes the value that is used then."""
     owner: str = ""
-    """The setting without which this one has no effect, unless it has certain values (`belongs_to`)."""
+    """Another setting, without certain values of which this one has no effect (`config.belongs_to`); empty: none."""
     replaces: Mapping[str, Any] = field(default_factory=dict)
-    """Values of other settings that replace those of a preset if this setting is given."""
+    """Values of other settings. They replace those of a preset if this setting is given."""
 
 
 def setting(default: Any, allowed: Allowed, help: str, **more: Any) -> Any:
-    """Declare a field of `EngineConfig`; `more`: further fields of `Setting`."""
+    """Return a field of the dataclass `EngineConfig` that declares a setting. `more`: further fields of `Setting`."""
     return field(default=default, metadata={"setting": Setting(allowed, help, **more)})

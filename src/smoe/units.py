@@ -1,4 +1,5 @@
-"""Parses and formats byte counts, rates, durations and shares for people, and turns their names into keys for programs.
+"""Converts byte counts, rates, durations and fractions from text and to text for people, and names to keys for
+programs.
 
 Inside the program every quantity is a plain number with its unit in its name (`capacity_bytes`, `copy_seconds`). GB and
 GiB occur only here.
@@ -20,10 +21,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int, setting: str | None = None) -> int:
-    """Return the number of bytes of a text such as "8GiB", "512M", "2GB" or "1048576"; an int is returned unchanged.
+    """Return the number of bytes of a text such as "8GiB", "512M", "2GB" or "1048576". An int is returned unchanged.
 
-    `K`, `M`, `G` and `T` alone are binary units, as in `free` and most command lines. Raises `ConfigError`, which names
-    the `setting`, for a text that is not a size, and for a number below 1024, whose unit was probably forgotten.
+    `K`, `M`, `G` and `T` alone are binary units, as in most command lines. Raise `ConfigError`, which names the
+    `setting`, if the text is not a size, or if it is a number below 1024, whose unit was probably forgotten.
     """
     if not isinstance(text, str):
         return text
@@ -38,7 +39,7 @@ def parse_bytes(text: str | int, setting: str | None = None) -> int:
 
 
 def parse_rate(text: str, setting: str | None = None) -> int:
-    """Return the bytes per second of a text such as "20MiB/s" or "20MiB". Raises `ConfigError`, which names the
+    """Return the bytes per second of a text such as "20MiB/s" or "20MiB". Raise `ConfigError`, which names the
     `setting`, unless the rate is above 0."""
     rate = parse_bytes(text.strip().removesuffix("/s"), setting)
     if rate <= 0:
@@ -50,7 +51,7 @@ _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG])bit(?:/s)?\s*", re.IGNORECASE)
 
 
 def parse_link(text: str, setting: str | None = None) -> float:
-    """Return the bytes per second of a network rate such as "1Gbit" or "100Mbit/s". Raises `ConfigError`, which names
+    """Return the bytes per second of a network rate such as "1Gbit" or "100Mbit/s". Raise `ConfigError`, which names
     the `setting`, for other texts."""
     match = _BITS.fullmatch(text)
     bits = float(match[1]) * _POWERS[match[2].upper() + "B"] if match else 0.0
@@ -111,8 +112,7 @@ def plain_duration(seconds: float) -> str:
 
 
 def plain_span(low: float, high: float) -> str:
-    """Return a range of estimated durations in words (`about a minute`, `20 seconds to 2 minutes`, `2 to 8
-    minutes`)."""
+    """Return a range of estimated durations in words (`about a minute`, `20 seconds to 2 minutes`)."""
     first, last = plain_duration(low), plain_duration(high)
     if first == last:
         return first if first.startswith("less") else f"about {first}"
@@ -150,8 +150,8 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 
 def parse_share(text: str, setting: str | None = None) -> float:
-    """Return the share, above 0 and at most 1, of a text such as "40%" or "0.4". Raises `ConfigError`, which names the
-    `setting`, for other texts."""
+    """Return the fraction, above 0 and at most 1, of a text such as "40%" or "0.4". Raise `ConfigError`, which names
+    the `setting`, for other texts."""
     match = _SHARE.fullmatch(text)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
@@ -166,7 +166,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*")
 
 
 def parse_seconds(text: str, setting: str | None = None) -> float:
-    """Return the seconds of a text such as "40ms", "0.1s" or "500us". Raises `ConfigError`, which names the `setting`,
+    """Return the seconds of a text such as "40ms", "0.1s" or "500us". Raise `ConfigError`, which names the `setting`,
     unless the time is above 0."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]] if match else 0.0

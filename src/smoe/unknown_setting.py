@@ -1,4 +1,4 @@
-"""The error for an unknown setting. It suggests a similar name, or what replaces another library's argument."""
+"""The error for an unknown setting. It suggests a similar name or, for another library's argument, what to use here."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _OTHERS = {
     "torch_dtype": "did you mean `dtype`?",
     "trust_remote_code": "leave it out; no code of a checkpoint is run.",
 }
-"""Arguments of other libraries, each with a hint what to do instead."""
+"""{argument of another library: a hint on what to do here}."""
 
 
 def unknown_setting(name: str, given: object) -> ConfigError:
-    """Return the error for an argument `name` that is no setting."""
+    """Return the error for an argument `name` that is not a setting."""
     near = get_close_matches(name, _NAMES, n=1)
     hint = _OTHERS.get(name, f"did you mean `{near[0]}`?" if near else "no setting has a similar name.")
     return ConfigError(

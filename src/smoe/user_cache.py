@@ -1,6 +1,7 @@
-"""The user's cache folder, which stores measurements between commands: machine profiles, prices and tunings.
+"""The user's cache folder, which stores measurements for later commands: machine profiles, quality costs and tuned
+values.
 
-Everything works without it: if the folder cannot be written, measurements are shown but not stored.
+The folder is optional. If it cannot be written, measurements are shown but not stored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def cache_folder() -> Path:
 
 
 def check_writable() -> None:
-    """Check that files can be stored, before minutes are spent on measurements. Raises `OSError` if not."""
+    """Raise `OSError` if no file can be stored in the cache folder. It is called before minutes are spent on
+    measurements."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -50,8 +52,8 @@ def of_model(kind: str, folder: Path) -> Path:
 
 
 def read_stored(path: Path, form: int) -> dict[str, Any] | None:
-    """Return the object stored in a file, without its key "format". Return None if the file is missing or "format" is
-    not `form`."""
+    """Return the JSON object stored in a file, without its key "format". Return None if the file is missing or if
+    "format" is not `form`."""
     try:
         stored = json.loads(path.read_text(encoding="utf8"))
     except (OSError, ValueError):
@@ -60,8 +62,8 @@ def read_stored(path: Path, form: int) -> dict[str, Any] | None:
 
 
 def keep(path: Path, content: dict[str, Any]) -> Path:
-    """Write an object to a file of the cache folder, completely or not at all, and return the path. Raises
-    `OSError`."""
+    """Write a JSON object to a file of the cache folder, completely or not at all. Return the path. Raise `OSError` on
+    failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())

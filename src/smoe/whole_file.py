@@ -22,9 +22,9 @@ def partial_of(path: Path) -> Path:
 
 
 def take_place(partial: Path, path: Path) -> None:
-    """Rename a finished, closed file to `path` in one step.
+    """Rename a complete, closed file to `path` in one step. Raise `OSError` on failure.
 
-    Windows cannot replace a file that is being read, so this waits up to a second for readers. Raises `OSError`.
+    Windows cannot replace a file that is being read, so this waits up to a second for readers.
     """
     for attempt in range(_TRIES):
         try:
@@ -38,11 +38,8 @@ def take_place(partial: Path, path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file open for writing, which becomes `path` if the block ends without an exception and is deleted
-    otherwise.
-
-    Raises `OSError`.
-    """
+    """Yield a file that is open for writing. If the `with` block ends without an exception, the file becomes `path`;
+    otherwise it is deleted. Raise `OSError` on failure."""
     partial = partial_of(path)
     try:
         with partial.open("wb") as file:
