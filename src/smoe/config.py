@@ -116,7 +116,8 @@ class EngineConfig:
         left_out="4096, or the model's own if that is fewer",
         panel=MEMORY,
     )
-    """The number of positions reserved per sequence. None: 4096, or the model's maximum if that is less."""
+    """The number of positions that are reserved for each sequence. None: 4096, or the model's maximum if that is
+    less."""
     max_sequences: int = setting(
         1,
         Count(),
@@ -124,7 +125,7 @@ class EngineConfig:
         option="--max-sequences",
         panel=MEMORY,
     )
-    """The number of sequences that run together."""
+    """The number of sequences that run at the same time."""
     prefill_tokens: int = setting(
         2048, Count(), "Tokens of all sequences in one step; longer prompts take several steps."
     )
@@ -176,8 +177,9 @@ class EngineConfig:
         "Default: the faster one; int8 only where its kernels pass a self-test.",
         option="--activations",
     )
-    """The precision of activations that quantized weights multiply on a CPU. bf16 (or dtype): not rounded; int8: 8
-    bits, with a scale per 16 to 128 values; auto: int8 if kernels for it are proven here, else bf16."""
+    """The precision of activations that are multiplied with quantized weights on a CPU. bf16 (or dtype): not rounded.
+    int8: rounded to 8 bits, with a scale for every 16 to 128 values. auto: int8 if kernels for it have passed a
+    self-test here, else bf16."""
     dense_precision: str = setting(
         "as-stored",
         OneOf("as-stored", "dtype"),
@@ -212,8 +214,8 @@ class EngineConfig:
         left_out="sequence",
         owner="eviction",
     )
-    """For the eviction `multidimensional`: whether uses are counted in this sequence (the default) or since the
-    start."""
+    """For the eviction `multidimensional`: the period over which uses are counted. sequence (the default): since the
+    start of the prompt; model: since the model was loaded."""
     expert_cache: str = setting(
         "budget",
         OneOf(*EXPERT_CACHE),
@@ -227,7 +229,7 @@ class EngineConfig:
         "One pool of slots for all layers, or one for each layer: {allowed}.",
         option="--pools",
     )
-    """Which slots a layer may use. global: all; layer: its own share."""
+    """Which slots a layer may use. global: all slots; layer: its own equal share."""
     prefetch: str = setting(
         "auto",
         ClassName(PREFETCH, predictor_kind),
@@ -318,7 +320,8 @@ class EngineConfig:
     balance_order: str = setting(
         "score", OneOf(*BALANCE_ORDER), "Which experts are loaded first where the CPU computes others."
     )
-    """Which missing experts are loaded first: those of the highest score, or of the most tokens."""
+    """Which missing experts are loaded first. score: those of the highest router score; tokens: those with most
+    tokens."""
     recent_costs: int = setting(RECENT, Count(), "How many recent loads and computations the balancer averages.")
     """The number of recent loads and CPU computations whose mean is the balancer's cost (the papers' p)."""
     prefill_balance: bool = setting(
@@ -329,8 +332,8 @@ class EngineConfig:
     prefill_keep: str = setting(
         "last-uses", OneOf(*PREFILL_KEEP), "Experts resident after a prompt: by its last tokens, or by --eviction."
     )
-    """Which experts stay in the cache after a prompt. last-uses: in each layer those that its last tokens use most;
-    eviction: those that the eviction policy prefers, over all layers."""
+    """Which experts stay resident after a prompt. last-uses: in each layer, those that the prompt's last tokens use
+    most. eviction: those that the eviction policy ranks highest, over all layers."""
     cluster: str | None = setting(
         None,
         Text(),
@@ -374,7 +377,7 @@ class EngineConfig:
         "Read every expert in the background as soon as the model is loaded.",
         left_out="true if the budget holds every expert",
     )
-    """Whether every expert is read in the background once the model is loaded, after all other reads. None: if the
+    """Whether every expert is read in the background once the model is loaded, after all other reads. None: only if the
     budget holds all experts."""
     profile: str = setting(
         "rtx-a6000",
@@ -433,8 +436,8 @@ class EngineConfig:
     alpha_as_priced: bool = setting(
         False, Switch(), "Use the alpha that smoe tune found for the model, where there is one."
     )
-    """Whether to use the alpha whose quality cost was measured for this model (`load/priced_alpha.py`); `alpha` applies
-    only without one."""
+    """Whether to use the alpha that was tuned for this model by its quality cost (`load/priced_alpha.py`). If there is
+    none, `alpha` is used."""
     substitutes: str = setting(
         "replace",
         OneOf("replace", "drop"),
@@ -447,12 +450,12 @@ class EngineConfig:
         OneOf("own", "inherited"),
         "A substitute's routing weight: by its score, or the missing expert's.",
     )
-    """The routing weight of a substitute: own: by its own score and the router's rule; inherited: that of the expert
+    """The routing weight of a substitute. own: by its own score and the router's rule; inherited: that of the expert
     that it replaces."""
     share_substitutes: bool = setting(
         True, Switch(), "In a batch, prefer substitutes that serve several of its sequences."
     )
-    """Whether a batch prefers substitutes that serve several of its sequences."""
+    """Whether, in a batch, substitutes that serve several of its sequences are preferred."""
     low_precision: str = setting(
         "none",
         OneOf(*LOW_PRECISION),
@@ -559,7 +562,7 @@ class EngineConfig:
         "How long a request waits for another thread's request to end.",
         left_out="no limit",
     )
-    """The seconds that a request waits for another thread's request to end; 0: not at all. None: without limit."""
+    """How many seconds a request waits for another thread's request to end; 0: not at all. None: without limit."""
     reproducible: bool = setting(
         False,
         Switch(),

@@ -1,4 +1,5 @@
-"""The rules about several settings of `EngineConfig`: those that exclude each other, and those that need each other.
+"""The rules about several settings of `EngineConfig`: settings that exclude each other, and settings that need each
+other.
 
 A setting that has no effect without another one is declared with its `owner` (`settings.py`).
 """
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_together(config: EngineConfig) -> None:
-    """Raise `ConfigError` for settings that exclude or need each other."""
+    """Raise `ConfigError` if settings exclude each other, or if a setting lacks another that it needs."""
     if config.memory_bytes is not None and config.resident_share is not None:
         raise ConfigError(
             f"a budget of {format_bytes(config.memory_bytes)} and {100 * config.resident_share:.3g}% of the experts "
@@ -87,7 +88,7 @@ def _check_cluster(config: EngineConfig) -> None:
 
 
 def _check_draft(config: EngineConfig) -> None:
-    """Raise `ConfigError` unless the draft model has a lower precision than the model."""
+    """Raise `ConfigError` if the draft model does not have a lower precision than the model."""
     fewer = PRECISION[PRECISION.index(config.precision) + 1 :]
     wanted = config.draft_precision or DEFAULT_DRAFT
     if config.prefetch == DRAFT and wanted not in fewer:

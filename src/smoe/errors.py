@@ -122,7 +122,7 @@ class ChatTemplateError(CheckpointError):
 
 
 class ChatTemplateLimitError(ChatTemplateError):
-    """The chat template exceeds its limits of time or memory."""
+    """Rendering the chat template takes more time or memory than it may."""
 
 
 class ContextError(SmoeError, ValueError):

@@ -1,4 +1,4 @@
-"""Counters of a running engine (explained in `docs/metrics.md`)."""
+"""The counters of a running engine. `docs/metrics.md` explains them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Counters:
     """The number of loads of full copies for experts that were computed with low-precision copies."""
     prefetches: int = 0
     prefetches_used: int = 0
-    """The number of prefetched experts that their layer then used."""
+    """The number of prefetched experts that their layer has used."""
     prefetches_top_score: int = 0
     """The number of prefetched experts that were top-score in their layer; counted only if the substitution threshold
     is applied."""

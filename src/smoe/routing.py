@@ -54,8 +54,8 @@ class Routing(NamedTuple):
 
 
 def observation(routing: Routing) -> Routing:
-    """Return the part of a step's routing that an eviction policy observes: all of a decode step, the last tokens of a
-    prefill."""
+    """Return the part of a step's routing that an eviction policy observes: a decode step completely, and of a prefill
+    only the last tokens."""
     if routing.phase is Phase.DECODE:
         return routing
     last = last_rows(routing)

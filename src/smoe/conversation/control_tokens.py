@@ -123,7 +123,7 @@ def _first_of(texts: Iterable[str]) -> str:
 def _pattern(tree: dict[str, Any]) -> str:
     """Return a regular expression for any text of a prefix tree. It compares each character once."""
     if "" in tree:
-        return ""  # the shorter text is there, whatever follows
+        return ""  # a shorter text ends here, whatever follows
     branches = []
     for character, branch in tree.items():
         text = re.escape(character)

@@ -44,7 +44,7 @@ def evictions_of(model: PreTrainedModel, spec: LibrarySpec) -> tuple[dict[str, E
     for name in ONLINE_EVICTION:
         try:
             found[name] = _settings(name, model, spec)
-        except (SmoeError, OSError) as error:  # an unreadable folder excludes the policies that need it
+        except (SmoeError, OSError) as error:  # if a folder cannot be read, policies that need it are left out
             refused[name] = refused_by(error)
     return found, refused
 

@@ -66,7 +66,7 @@ def numbers_of(config: EngineConfig) -> Numbers:
     parts += [name for name in ("low_meanwhile", "upgrade") if getattr(config, name)]
     if config.skip_threshold < 1:
         parts.append(f"none above {config.skip_threshold:g}")
-    rounded = INT8 if config.activations == INT8 else BF16  # auto equals the model itself, up to rounding
+    rounded = INT8 if config.activations == INT8 else BF16  # auto: as the exact model, up to rounding
     return Numbers(config.precision, rounded, ", ".join(parts))
 
 

@@ -352,7 +352,9 @@ def _finish(
         if number >= ROUNDS and is_decided(measured, baseline):
             turns.tick((MOST_ROUNDS - number) * len(finalists) * (TURN_WARM + TURN_TIMED))
             break
-        for entrant in finalists if number % 2 == 0 else finalists[::-1]:  # a drift of the machine affects all
+        for entrant in (
+            finalists if number % 2 == 0 else finalists[::-1]
+        ):  # alternate the order: if the machine becomes slower, all are affected
             turns.set_up(entrant.name)
             took[entrant.name].append(_turn(turns.model, turns.ids, number, turns.tick))
         measured = [replace(entrant, measured_seconds=tuple(took[entrant.name])) for entrant in finalists]

@@ -168,7 +168,9 @@ def generate_batch(
     finally:
         loop.give_up()
     ended, after = engine.now(), engine.stats()
-    waited = None if waited_before is None or engine.pacing.is_emulated else waited_seconds()  # not when emulated
+    waited = (
+        None if waited_before is None or engine.pacing.is_emulated else waited_seconds()
+    )  # meaningless on an emulated device
     collector.raise_first()
     _log.info(
         "%d new tokens for %d in the prompts of %d sequences in %.3f s%s",

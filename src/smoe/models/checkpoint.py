@@ -29,8 +29,8 @@ class Checkpoint(Described, Protocol):
         `shell` is the model without weights. The list is empty if the weight files are missing."""
 
     def load_dense(self, spec: LibrarySpec, device: torch.device) -> PreTrainedModel:
-        """Build the transformers model with all weights except the experts'. No file stays memory-mapped. Weights named
-        in `spec.dense` stay quantized (`quantised_linear.py`)."""
+        """Return the transformers model with all weights except the experts'. No file stays memory-mapped. Weights
+        named in `spec.dense` stay quantized (`quantised_linear.py`)."""
 
     def tokenizer(self) -> Any:
         """Return the transformers tokenizer, with the chat template if the files have one."""

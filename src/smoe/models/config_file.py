@@ -1,6 +1,7 @@
-"""Checks of a checkpoint's config.json before transformers builds a model from it.
+"""Checks a checkpoint's config.json before transformers builds a model from it.
 
-transformers does not check sizes: from a damaged file it would build a billion layers before any later check could run.
+transformers does not check sizes. From a damaged file it would build a billion layers, before any later check could
+run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from smoe.memory.checkpoint_json import read_object
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 2**16
-"""Limits several times as large as the largest known models; a larger value means that the file is damaged."""
+"""Limits that are several times as large as the largest known models. A larger value means that the file is damaged."""
 _SIZES = r"hidden_size|vocab_size|(\w+_)?intermediate_size|(\w+_)?head_dim|num_(\w+_)?(heads|per_tok)"
 _BOUNDS = (
     (re.compile(r"n(um)?_(\w+_)?layers?"), MAX_LAYERS),
@@ -63,8 +64,8 @@ def check_sizes(value: Any, path: Path, depth: int = 0) -> None:
 
 
 def check_number(key: str, value: Any, path: Path) -> None:
-    """Raise `CheckpointError` if the value is NaN, is infinite (allowed for limits only), or is a boolean where a
-    number is required."""
+    """Raise `CheckpointError` if `value` is NaN, is infinite (allowed for limits only), or is a boolean although the
+    field `key` is a number."""
     is_odd = isinstance(value, float) and not math.isfinite(value)
     if is_odd and (math.isnan(value) or "limit" not in key):
         raise CheckpointError(f"{path}: {key!r} is {value!r}, it must be a finite number; download it again")

@@ -25,7 +25,7 @@ class StackedExperts(library.DbrxExperts):
     """DBRX's experts with the parameters `gate_up_proj` [E, 2I, H] and `down_proj` [E, I, H]."""
 
     transposed_parts = ("down_proj",)
-    """Parts stored as [inputs, outputs], although the class itself is not marked as transposed."""
+    """The parts that are stored as [inputs, outputs], although the class itself is not marked as transposed."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -38,7 +38,8 @@ class StackedExperts(library.DbrxExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute [T, H], [T, K], [T, K] -> [T, H] by transformers' own loop, with the matrices under its names."""
+        """Return the experts' output [T, H] for hidden states [T, H], chosen experts [T, K] and weights [T, K].
+        transformers' own loop computes it, with the matrices under its names."""
         gate, up = self.gate_up_proj.chunk(2, dim=1)
         self.mlp.w1, self.mlp.v1, self.mlp.w2 = (each.flatten(0, 1) for each in (gate, up, self.down_proj))
         try:
@@ -57,7 +58,7 @@ class DbrxChoosingRouter(library.DbrxRouter):
         self.moe_normalize_expert_weights = config.moe_normalize_expert_weights
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map hidden states [T, H] to logits [T, E], weights [T, K] and indices [T, K]."""
+        """Return (logits [T, E], weights [T, K], chosen experts [T, K]) for hidden states [T, H]."""
         router_logits = super().forward(hidden_states)
         return router_logits, *library.DbrxFFN.route_tokens_to_experts(self, router_logits)
 
@@ -71,7 +72,7 @@ class ChoosingFFN(library.DbrxFFN):
         self.experts = StackedExperts(config.ffn_config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [B, S, H] to outputs [B, S, H]."""
+        """Return the block's output [B, S, H] for hidden states [B, S, H]: B sequences of S tokens."""
         tokens = hidden_states.flatten(0, -2)
         _, top_k_weights, top_k_index = self.router(tokens)
         output: torch.Tensor = self.experts(tokens, top_k_index, top_k_weights)
@@ -79,11 +80,11 @@ class ChoosingFFN(library.DbrxFFN):
 
 
 class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
-    """The DBRX language model whose experts receive the router's choice through the experts interface."""
+    """The DBRX language model with experts that other code can compute, given the router's choice."""
 
     @classmethod
     def from_config(cls, config: DbrxConfig, **options: Any) -> ChoosingDbrxForCausalLM:
-        """Build the model, as an Auto class does."""
+        """Return the model without trained weights, as transformers' Auto classes do."""
         made: ChoosingDbrxForCausalLM = cls._from_config(config, **options)
         return made
 
@@ -103,7 +104,7 @@ class ChoosingDbrxForCausalLM(library.DbrxForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True always: transformers would look for its decorator in the source file of the class."""
+        """Return True always, because transformers would look for its decorator in the source file of the class."""
         return True
 
 

@@ -76,7 +76,7 @@ class DeepseekMoeBlock(nn.Module):
         self.shared_experts = shared_experts(config, config.n_shared_experts)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [B, S, H] to outputs [B, S, H]."""
+        """Return the block's output [B, S, H] for hidden states [B, S, H]: B sequences of S tokens."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         _, routing_weights, top_k_index = self.gate(tokens)  # [T, K] both
         output: torch.Tensor = self.experts(tokens, top_k_index, routing_weights)  # [T, H]
@@ -137,6 +137,6 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, LlamaForCausalLM):
 
 
 def register() -> None:
-    """Register `model_type: deepseek` with the Auto classes. Idempotent; call it before
-    `AutoConfig.from_pretrained`."""
+    """Register `model_type: deepseek` with the Auto classes. It must be called before `AutoConfig.from_pretrained`;
+    further calls have no effect."""
     register_family(DeepseekConfig, DeepseekForCausalLM)

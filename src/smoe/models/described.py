@@ -27,7 +27,7 @@ class Described(Protocol):
         """The folder of the model, or its GGUF file (the first one of a split model)."""
 
     def fields(self) -> tuple[str, dict[str, Any]]:
-        """Return the model family by transformers' name, and the fields of its configuration."""
+        """Return (the model family, named as in transformers; the fields of its configuration)."""
 
     @property
     def config_place(self) -> Path:
@@ -41,11 +41,11 @@ class Described(Protocol):
 
     def experts(self, spec: ModelSpec) -> dict[int, StoredLayer]:
         """Return the location of every layer's routed experts, in the precision of `spec`. The names, shapes and types
-        of all other weights are checked against `spec` too."""
+        of all other weights are compared with `spec` too."""
 
     def quantised_bytes(self, spec: ModelSpec) -> Mapping[int, int] | None:
-        """Return the bytes of one quantized expert of every layer, or None if the experts are not quantized. Raises
-        `ConfigError` if the files do not allow the precision of `spec`."""
+        """Return {layer: bytes of one quantized expert}, or None if the experts are not quantized. Raise `ConfigError`
+        if the files do not allow the precision of `spec`."""
 
     def quantised_dense(self, spec: ModelSpec) -> Mapping[str, StoredTensor]:
         """Return the non-expert weights that can stay quantized, by their transformers names. If there are no weight
@@ -65,7 +65,7 @@ class Described(Protocol):
         pack`."""
 
     def check_gatherable(self) -> None:
-        """Raise `ConfigError` if packing the experts in their own precision would gain nothing."""
+        """Raise `ConfigError` if packing the experts in their own precision would have no benefit."""
 
 
 def described_at(place: Path) -> Described:

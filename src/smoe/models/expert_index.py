@@ -26,7 +26,7 @@ from smoe.models.released_schemes import METHODS
 
 _MERGING = {"MergeModulelist", "Concatenate", "ExpertsOfRows"}
 _TURNING = {"Transpose"}
-"""Conversions that transpose fused tensors. Such tensors are used as stored if the products have the same bits
+"""Conversions that transpose fused tensors. Such tensors are used as they are stored if the products have the same bits
 (`load/selftest.py`)."""
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
@@ -34,10 +34,11 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 def index_experts(
     folder: Path, model: PreTrainedModel, sites: Sequence[ExpertsSite], tensors: Mapping[str, StoredTensor]
 ) -> dict[int, StoredLayer]:
-    """Return the stored tensors of every expert by layer. `model` may be on the meta device and must have its experts.
+    """Return the stored tensors of every expert, by layer. `model` may be on the meta device, and must have its
+    experts.
 
-    Raises `CheckpointError` if names or shapes of the checkpoint and the model differ, experts and other weights alike.
-    transformers would instead allocate and initialize whatever is missing.
+    Raise `CheckpointError` if names or shapes in the checkpoint differ from the model's, for experts and for other
+    weights. transformers itself would allocate and initialize what is missing.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -77,7 +78,7 @@ def index_experts(
 
 
 def stored_as(model: PreTrainedModel, name: str, tensors: Mapping[str, StoredTensor]) -> str:
-    """Return file and key of the parameter `name` for a message, or the quoted name if no key matches."""
+    """Return file and key of the parameter `name`, for messages. If no key belongs to it, return the quoted name."""
     key = next((key for key, target in parameter_names(model, tensors).items() if target == name), None)
     return repr(name) if key is None else f"{key!r} in {tensors[key].path}"
 

@@ -68,7 +68,7 @@ def layers_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> dict
 
 
 def sorted_by_keys(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Sorted:
-    """Divide the tensors into those of each expert and others, by the key patterns of the family."""
+    """Return the tensors, divided into those of each expert and others by the key patterns of the family."""
     family, modules = FAMILIES[spec.config.model_type], {site.name: site for site in spec.sites}
     experts: dict[tuple[str, int], Pieces] = {}
     others: dict[str, StoredTensor] = {}

@@ -28,7 +28,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model without weights (on the meta device), with experts in eager form.
+    """Return the model without weights (on the meta device), with experts in transformers' eager form.
 
     Weights that some families store in float32 in a model of another dtype are float32 here too.
     """
@@ -39,10 +39,11 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class that builds a language model from a configuration.
+    """Return the class that builds a language model from a configuration. Raise `UnsupportedModelError` if there is
+    none.
 
-    This is a class of ours, a causal language model of transformers, or else a model for images and text, which also
-    works without images. Raises `UnsupportedModelError` if there is none.
+    It is a class of ours if there is one for the family. Otherwise it is transformers' class for causal language
+    models, or its class for images and text, which also works without images.
     """
     opened = opened_family(config.model_type)
     if opened is not None:

@@ -20,7 +20,8 @@ class Family:
     """The structure of the models of one family."""
 
     layer: Callable[[str, PlainConfig, int], Weights]
-    """Yields the weights of one layer, given the layer's name, the configuration and the layer's number."""
+    """A function that yields the weights of one layer, given the layer's name, the configuration and the layer's
+    number."""
     defaults: Mapping[str, Any]
     """Every field that determines a size, with its default value in transformers."""
     top_k: str = "num_experts_per_tok"

@@ -124,7 +124,7 @@ def _remark_companions(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def _no_folder(path: Path) -> str:
-    """Return the error message for a path that is no folder."""
+    """Return the error message for a path that is not a folder."""
     if path.is_symlink() and not path.exists():
         return f"{path} is a link that leads nowhere; {_GIVE}"
     return f"{path} is a file, not a model folder; {_reads(path)}"
@@ -154,7 +154,7 @@ def _near(path: Path) -> str:
 
 
 def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
-    """Return `local_place(model)`; raises `ConfigError` if a revision is given for a model on disk."""
+    """Return `local_place(model)`. Raise `ConfigError` if a revision is given for a model on disk."""
     place = local_place(model)
     if place is not None and revision is not None:
         raise ConfigError(

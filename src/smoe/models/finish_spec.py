@@ -41,7 +41,7 @@ def with_experts_of(spec: _Spec, checkpoint: Described, config: EngineConfig) ->
 
 
 def _low_copies(spec: _Spec, checkpoint: Described, config: EngineConfig) -> _Spec:
-    """Return the spec of the low copies; raises `ConfigError` if they would not be smaller than the experts."""
+    """Return the spec of the low copies. Raise `ConfigError` if they would not be smaller than the experts."""
     low = replace(spec, precision=config.low_precision, form=LOW)
     low = replace(low, stored_bytes=checkpoint.quantised_bytes(low))
     if low.expert_bytes >= spec.expert_bytes:

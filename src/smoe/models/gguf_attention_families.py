@@ -114,8 +114,8 @@ def _hy_v3(entries: Entries, fields: dict[str, Any]) -> None:
 
 
 def _llama4(entries: Entries, fields: dict[str, Any]) -> None:
-    """Add the fields that files lack, by the two published models: Scout (16 experts, scaled positions) and Maverick
-    (128 experts)."""
+    """Add the fields that files lack. They are known for the two published models: Scout (16 experts, scaled positions)
+    and Maverick (128 experts)."""
     fields["use_qk_norm"] = fields["num_local_experts"] != 128
     if "rope_freqs.weight" in entries.tensors:
         fields["rope_parameters"] |= {

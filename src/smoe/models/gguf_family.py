@@ -83,9 +83,9 @@ class GgufFamily:
     """An architecture of GGUF files and the transformers family that computes the same."""
 
     model_type: str
-    """transformers' name of the family."""
+    """The name of the family in transformers."""
     sizes: Mapping[str, str]
-    """transformers fields by metadata entry, in addition to the entries of all families."""
+    """{metadata entry: transformers field}, in addition to those of all families."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that no file contains, with their values."""
     fixed_yarn: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class GgufFamily:
     complete: Callable[[Entries, dict[str, Any]], None] | None = None
     """A function that adds the fields that must be computed to the configuration."""
     from_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Boolean fields that are true if a file has the tensor of this name."""
+    """{boolean field: name of a tensor}. The field is true if the file has the tensor."""
     has_partial_rotary: bool = False
     """Whether files contain the fraction of a head that rotary embeddings rotate."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +107,8 @@ class GgufFamily:
     named_as: str = ""
     """For an architecture that the gguf package lacks: another architecture with the same tensor names."""
     arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
-    """Arrangements by transformers' name within a layer, or by the full name outside of layers."""
+    """{transformers' name of a weight: arrangement}. The name is relative to the layer; outside of layers it is
+    complete."""
     unread: str = "$^"
     """A regular expression for tensors that transformers' model lacks and that text generation does not need."""
     implied: Mapping[str, Callable[[Any], Sequence[float]]] = field(default_factory=dict)

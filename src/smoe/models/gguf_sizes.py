@@ -40,7 +40,7 @@ class GgufSizes:
         """The locations of the experts for the last outline, because a plan needs them several times."""
 
     def fields(self) -> tuple[str, dict[str, Any]]:
-        """Return transformers' family name and the fields of its configuration."""
+        """Return (the model family, named as in transformers; the fields of its configuration)."""
         architecture_of(self._headers[0])  # refuse an unsupported architecture before any other check of the file
         return gguf_fields(self._headers[0], self._family, self._entries)
 

@@ -57,7 +57,7 @@ class WeightSource(NamedTuple):
 
 
 def _fit(parts: list[int], whole: int, is_part: bool) -> bool:
-    """Return whether tensors with these element counts form a weight with `whole` elements."""
+    """Return whether tensors with these numbers of elements can form a weight with `whole` elements."""
     return sum(parts) == whole or (is_part and sum(parts) > whole)
 
 
@@ -80,7 +80,7 @@ def _source(family: GgufFamily, entries: Entries, name: str, table: TensorNameMa
 
 
 def _own_key(family: GgufFamily, prefix: str, rest: str, name: str, table: TensorNameMap | None) -> str | None:
-    """Return the key that a weight's name translates to, or None if there is no translation."""
+    """Return the key in the file for a weight's name, or None if the name cannot be translated."""
     if rest in family.names:
         return prefix + family.names[rest]
     if prefix and _CORRECTION.fullmatch(rest):

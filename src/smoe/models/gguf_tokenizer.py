@@ -77,7 +77,7 @@ def _backend(vocabulary: Vocabulary, split: Split | None) -> Tokenizer:
 
 
 def _split_of(vocabulary: Vocabulary) -> Split:
-    """Return the pre-tokenizer of a byte-level vocabulary: the one that the file names, else its family's."""
+    """Return the pre-tokenizer of a byte-level vocabulary: the one that the file names, otherwise its family's."""
     path, name = vocabulary.header.path, vocabulary.entry("pre")
     usual = FAMILIES[architecture_of(vocabulary.header)].split if name is None else None
     if usual is not None:
@@ -98,7 +98,7 @@ def _split_of(vocabulary: Vocabulary) -> Split:
 
 
 def _special_numbers(vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the ids of the special tokens by transformers' names."""
+    """Return {transformers' name of a special token: its id}."""
     count = len(vocabulary.tokens)
     usual = {key: n for key, n in _OF_SCORES.items() if n < count} if vocabulary.model == "llama" else {}
     found: dict[str, int] = {}

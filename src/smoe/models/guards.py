@@ -60,7 +60,7 @@ def without_backward(output: Any) -> Any:
 
 
 class _WithoutBackward(Function):
-    """Returns its input unchanged and raises an error in backward. The second input makes autograd call backward."""
+    """Returns its input unchanged, and raises an error in backward. The second input makes autograd call backward."""
 
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, wanting: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,8 @@ def _say_uncompiled() -> None:
 
 
 def _unchanged(module: nn.Module) -> Callable[..., nn.Module]:
-    """Return a replacement for `_apply`, through which `.to()`, `.float()`, `.cuda()` and similar methods change
-    weights."""
+    """Return a replacement for a module's `_apply`, which `.to()`, `.float()`, `.cuda()` and similar methods call. It
+    raises an error if the call would change the dtype or device of the weights, and otherwise does nothing."""
 
     def apply(change: Callable[[torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> nn.Module:
         tensors = itertools.chain(module.parameters(), module.buffers())

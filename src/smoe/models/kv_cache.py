@@ -233,7 +233,7 @@ class RowCache(DynamicCache):
 
     @property
     def position_bytes(self) -> int:
-        """The size in bytes of one position's keys and values in all layers and rows; 0 before the first write."""
+        """The bytes of the keys and values of one position in all layers and rows; 0 before the first write."""
         ones = [each[:, :, :1] for store in self._stores for each in store]
         return sum(each.numel() * each.element_size() for each in ones)
 
@@ -298,7 +298,8 @@ class _Storage:
     _store: tuple[torch.Tensor, torch.Tensor] | None
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Write [rows, heads, q, d] at the owner's positions; return the storages and the end index."""
+        """Write keys and values [rows, heads, new positions, head size] at the owner's positions. Return the storages
+        and the end index."""
         owner = self._owner
         owner.check_alive()  # a cache retired during the pass would otherwise continue with zeros
         stored_keys, stored_values = self._reserved((keys, values))
@@ -317,7 +318,7 @@ class _Storage:
         return self._store
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Copy row `beam_idx[b]` to row b, for beam search."""
+        """Copy row `beam_idx[b]` to row b, for every b (beam search)."""
         if self._store is not None:
             for tensor in self._store:
                 used = tensor[:, :, : self._owner.length]  # without an offset: beam search uses no windows
@@ -391,7 +392,7 @@ def _zeros(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _let_go(strip: torch.Tensor) -> None:
-    """Return whole pages of contiguous memory to the system; they read as zeros afterwards."""
+    """Return whole pages of contiguous memory to the system. They are read as zeros afterwards."""
     begin = page_ceil(strip.data_ptr())
     end = (strip.data_ptr() + strip.numel() * strip.element_size()) // PAGE * PAGE
     if begin < end:
@@ -409,5 +410,5 @@ def _positioned(layer: Any, owner: RowCache) -> Any:
 
 
 def _count(query_length: Any) -> int:
-    """Return the number of queries; some versions of transformers pass the positions themselves."""
+    """Return the number of queries of a pass. Some versions of transformers pass the positions in its place."""
     return int(query_length.shape[0]) if isinstance(query_length, torch.Tensor) else int(query_length)

@@ -35,7 +35,7 @@ def family_by_architecture(fields: Mapping[str, Any]) -> str | None:
 
 
 def family_doubts(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the remark that a config.json of an unknown family is read as another family."""
+    """Return the remark that a config.json of an unknown family is read as one of a known family."""
     family = family_by_architecture(fields)
     return () if family is None else (read_as(fields, family),)
 

@@ -22,7 +22,7 @@ from smoe.errors import UnsupportedModelError
 
 @use_experts_implementation(is_transposed=True)
 class ChosenExperts(library.Llama4TextExperts):
-    """Llama 4's experts with the experts interface: hidden states [T, H] and a choice of experts."""
+    """Llama 4's experts, which compute a given choice [T, K] for hidden states [T, H]."""
 
     has_weighted_inputs = True
     """Whether the router's weights are already applied to the inputs."""
@@ -30,8 +30,10 @@ class ChosenExperts(library.Llama4TextExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute [T, H], [T, K], [T, K] -> [T, H]: all experts for all tokens as in transformers, then only those
-        chosen are summed."""
+        """Return the experts' output [T, H] for hidden states [T, H], chosen experts [T, K] and weights [T, K].
+
+        All experts compute all tokens, as in transformers. Then only the outputs of the chosen ones are summed.
+        """
         of_all = super().forward(hidden_states.repeat(self.num_experts, 1)).unflatten(0, (self.num_experts, -1))
         total = torch.zeros_like(hidden_states)
         for expert, output in enumerate(of_all):
@@ -44,7 +46,7 @@ class Llama4ChoosingRouter(library.Llama4Router):
     """Llama 4's router, which also returns the chosen experts."""
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map hidden states [T, H] to logits [T, E], weights [T, K] and indices [T, K]."""
+        """Return (logits [T, E], weights [T, K], chosen experts [T, K]) for hidden states [T, H]."""
         router_logits = nn.functional.linear(hidden_states, self.weight)
         highest, top_k_index = torch.topk(router_logits, self.top_k, dim=1)
         return router_logits, torch.sigmoid(highest.float()).to(highest.dtype), top_k_index
@@ -59,7 +61,8 @@ class ChoosingMoe(library.Llama4TextMoe):
         self.router = Llama4ChoosingRouter(config)
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map hidden states [B, S, H] to outputs [T, H] and router logits [T, E]."""
+        """Return (the block's output [T, H], router logits [T, E]) for hidden states [B, S, H]: B sequences of S
+        tokens."""
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         router_logits, scores, top_k_index = self.router(hidden_states)
         out = self.shared_expert(hidden_states)
@@ -84,18 +87,19 @@ class ChoosingLlama4ForCausalLM(library.Llama4ForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return True always: transformers would look for its decorator in the source file of the class."""
+        """Return True always, because transformers would look for its decorator in the source file of the class."""
         return True
 
     @classmethod
     def from_config(cls, config: PretrainedConfig, **options: Any) -> ChoosingLlama4ForCausalLM:
-        """Build the model from a configuration of text, or of text and images, as an Auto class does."""
+        """Return the model without trained weights, from a configuration of text or of text and images, as
+        transformers' Auto classes do."""
         made: ChoosingLlama4ForCausalLM = cls._from_config(config.get_text_config(), **options)
         return made
 
     @classmethod
     def from_pretrained(cls, place: Any, *, config: PretrainedConfig, **options: Any) -> Any:
-        """Build the model with the weights of a folder."""
+        """Return the model with the weights in a folder."""
         return super().from_pretrained(place, config=config.get_text_config(), **options)
 
 

@@ -27,7 +27,8 @@ def in_decoder(module: str) -> str:
 
 
 def is_named(patterns: tuple[str, ...], module: str) -> bool:
-    """Return whether a pattern of a configuration matches a transformers module, with any prefix of the decoder."""
+    """Return whether a pattern of a configuration matches the name of a transformers module, with any prefix of the
+    decoder."""
     way = next((way for way in _WAYS if module.startswith(way)), None)
     names = {module} if way is None else {module, *(other + module.removeprefix(way) for other in _WAYS)}
     plain, others = _by_kind(patterns)
@@ -35,7 +36,7 @@ def is_named(patterns: tuple[str, ...], module: str) -> bool:
 
 
 def _parts(module: str) -> set[str]:
-    """Return all contiguous sequences of a name's components."""
+    """Return all sequences of consecutive components of a name."""
     parts = module.split(".")
     return {".".join(parts[begin:end]) for end in range(1, len(parts) + 1) for begin in range(end)}
 

@@ -86,7 +86,7 @@ class Outline:
     embedding: str | None = None
     """The name of the input embedding; None if it is also the output matrix."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """For each tied name, the name of the weight that it shares."""
+    """{tied name: name of the weight that it shares}."""
     optional: str = ""
     """A regular expression for names of weights that a checkpoint may lack."""
 
@@ -97,7 +97,7 @@ class Outline:
 
     @property
     def stored(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of all tensors in a checkpoint: parameters (tied ones once) and stored buffers."""
+        """{name: shape} of all tensors in a checkpoint: parameters (tied ones once) and stored buffers."""
         stored = {name: buffer.shape for name, buffer in self.buffers.items() if buffer.is_stored}
         return {name: weight.shape for name, weight in self.weights.items()} | stored
 

@@ -135,7 +135,8 @@ class Contents:
         return f"experts.{self.name.lower()}.smoe"
 
     def header(self, place: Path) -> dict[str, Any]:
-        """Return the fields that are known before packing and must be equal when the file is read."""
+        """Return the fields of the header that are known before packing, and that must be equal when the file is
+        read."""
         layout = [
             [site.layer, site.experts, [[each.part.name, each.kind, list(each.part.stored_shape)] for each in parts]]
             for site in self.sites
@@ -185,9 +186,9 @@ def contents_in_dtype(sites: Sequence[ExpertsSite], dtype: str) -> Contents:
 
 
 def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_type: str, dtype: Dtype) -> Contents:
-    """Return contents with quantized matrices, and biases in `dtype` (in a file, the checkpoint's own).
+    """Return contents with quantized matrices. Biases have `dtype`; in a file that is the checkpoint's own.
 
-    Raises `UnsupportedModelError` for weights that no format of the precision fits.
+    Raise `UnsupportedModelError` for weights that no format of the precision fits.
     """
     plain = dtype.stored
     parts = {}
@@ -203,7 +204,8 @@ def contents_in_precision(sites: Sequence[ExpertsSite], precision: str, model_ty
 
 
 def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> PackedPart:
-    """Return a matrix in the precision's format with one output per row, or a bias in the plain dtype."""
+    """Return the packed form of a part: a matrix in the precision's format with one output per row, or a bias in
+    `plain`."""
     if len(part.shape) == 1:
         return PackedPart(part, plain)
     turned = replace(part, is_turned=part.name in site.transposed)
@@ -217,7 +219,7 @@ def _in_precision(precision: str, part: Part, site: ExpertsSite, plain: str) -> 
 
 
 def check_takes_less(contents: Contents, spec: ModelSpec) -> None:
-    """Raise `ConfigError` if the experts in these contents would be no smaller than in a quantized checkpoint."""
+    """Raise `ConfigError` if the experts in these contents would not be smaller than in the quantized checkpoint."""
     if contents.nbytes >= spec.experts_bytes:
         raise ConfigError(
             f"`precision` {contents.name}: the experts would take {format_bytes(contents.nbytes)}, and as they are "

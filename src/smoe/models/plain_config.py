@@ -13,7 +13,7 @@ from typing import Any
 _ROTARY = {"default": False, "linear": True, "dynamic": True, "yarn": True, "llama3": True, "longrope": False}
 """Types of rotary embeddings, and whether they need a factor."""
 _WITH_ORIGINAL = ("yarn", "llama3", "longrope")
-"""Types that state the original context length."""
+"""Types of rotary embeddings whose parameters contain the original context length."""
 _MAY_LACK = ("pad_token_id", "q_lora_rank", "n_shared_experts", "num_shared_experts")
 """Fields that may be null although their default is a number."""
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -33,11 +33,9 @@ class PlainConfig:
         defaults: Mapping[str, Any],
         aliases: Mapping[str, str],
     ) -> None:
-        """Combine the `stated` fields of a config.json with the family's `defaults` for every field that determines a
-        size.
-
-        `aliases` maps further names of fields. Raises `UndescribedError` for a value of another type.
-        """
+        """`stated`: the fields of a config.json. `defaults`: the family's default for every field that determines a
+        size. `aliases`: {other name of a field: its name}. Raise `UndescribedError` if a value has another type than
+        its default."""
         fields = {aliases.get(key, key): value for key, value in stated.items()}
         for key, usual in defaults.items():
             fields[key] = _checked(key, fields.get(key, usual), usual)
@@ -66,7 +64,7 @@ class PlainConfig:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of the weights, by torch's name."""
+        """The dtype of the weights, named as in torch; None if there is none."""
         named = self._fields.get("dtype") or self._fields.get("torch_dtype")
         if named is not None and named not in _DTYPES:
             raise UndescribedError(f"dtype {named!r}")
@@ -74,7 +72,7 @@ class PlainConfig:
 
 
 def _checked(key: str, value: Any, usual: Any) -> Any:
-    """Return `value` if it has the type of the default; raises `UndescribedError` otherwise."""
+    """Return `value` if it has the type of the default. Raise `UndescribedError` otherwise."""
     if value is None and (usual is None or key in _MAY_LACK):
         return None
     if isinstance(usual, dict) or key == "rope_parameters":

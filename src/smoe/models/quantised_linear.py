@@ -79,7 +79,7 @@ class QuantisedLinear(QuantisedWeight):
         self._matrix_of: dict[str, Matrix] = {}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map [..., in_features] to [..., out_features]."""
+        """Return [..., out_features] for an input [..., in_features]."""
         if self.shared is not None:
             return self.shared.output(self, input)
         return self.alone(input)
@@ -97,7 +97,7 @@ class QuantisedLinear(QuantisedWeight):
         return out.view(*input.shape[:-1], self.out_features)
 
     def takes(self, input: torch.Tensor) -> bool:
-        """Return whether our kernel multiplies these rows in 8 bits."""
+        """Return whether our kernel multiplies the rows of `input` in 8 bits."""
         is_known = self.pool is not None and input.dtype is torch.bfloat16 and self.has_byte_products
         return is_known and input.numel() <= MOST_BYTE_ROWS * self.in_features
 
@@ -156,7 +156,7 @@ class SharedInput:
             layer.shared = self
 
     def output(self, layer: QuantisedLinear, input: torch.Tensor) -> torch.Tensor:
-        """Return the output of `layer` for `input`."""
+        """Return the output of `layer` for `input`, which may have been computed with that of another layer."""
         if layer is self.layers[0]:
             return self._all(input) if layer.takes(input) else layer.alone(input)
         found = self._outputs.pop(layer, None) if input is self._input else None
@@ -181,7 +181,8 @@ class SharedInput:
 
 
 def share_inputs(model: nn.Module) -> None:
-    """Group sibling layers with equal input sizes, so that they share the products of their common input."""
+    """Group the layers of each module that have equal input sizes, so that products with the same input are computed
+    together."""
     for module in model.modules():
         alike: dict[int, list[QuantisedLinear]] = {}
         for child in module.children():
@@ -201,7 +202,7 @@ class QuantisedEmbedding(QuantisedWeight):
         self.num_embeddings, self.embedding_dim = self.shape
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map token ids [...] to embeddings [..., embedding_dim]."""
+        """Return embeddings [..., embedding_dim] for token ids [...]."""
         ids = input.reshape(-1)
         if self.pool is None or len(ids) > MOST_ROWS:
             return unpacked(self.form, self.codes[ids], self.dtype).view(*input.shape, self.embedding_dim)
@@ -229,7 +230,7 @@ class StoredEmbedding(nn.Module):
         return self._numbers(range(self.num_embeddings))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map token ids [...] to embeddings [..., embedding_dim]."""
+        """Return embeddings [..., embedding_dim] for token ids [...]."""
         ids: list[int] = input.reshape(-1).tolist()
         places = {token: n for n, token in enumerate(dict.fromkeys(ids))}
         out = self._numbers(list(places))

@@ -24,7 +24,7 @@ from smoe.models.released_schemes import METHODS
 
 
 def reference_parameters(experts: StoredLayer, chosen: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the fused parameters [len(chosen), ...] of one layer, by part name."""
+    """Return {part name: parameters [len(chosen), ...]} of the experts `chosen` of one layer."""
     parameters: dict[str, torch.Tensor] = {}
     for part in experts.parts:
         rows = [

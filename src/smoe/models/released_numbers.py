@@ -41,7 +41,8 @@ def released_numbers(matrix: StoredTensor, read: Callable[[StoredTensor], torch.
 def _float4(
     codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None = None, *, is_divided: bool
 ) -> torch.Tensor:
-    """Dequantize codes [N, K / 2] with scales [N, groups]: E4M3 and a factor for the matrix, or exponents."""
+    """Return the values of codes [N, K / 2] with scales [N, groups]. The scales are E4M3 with a factor for the whole
+    matrix, or exponents."""
     codes = codes.view(torch.uint8)
     meant = torch.tensor(E2M1)[torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()]
     if factor is None:
@@ -92,6 +93,6 @@ def _everywhere(gains: torch.Tensor, shape: Sequence[int], scales: StoredScales)
 
 
 def _words(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
-    """Unpack int32 words [a, b] to codes [a, b, codes per word]."""
+    """Return the codes [a, b, codes per word] that are packed in int32 words [a, b]."""
     shifts = torch.tensor(places or range(0, 32, bits), dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)

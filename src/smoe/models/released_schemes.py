@@ -32,7 +32,7 @@ _GROUPS = (128, 64, 32)
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3")
 """The spellings of E4M3, the only supported 8-bit float format."""
 _FLOAT4 = {"nvfp4-pack-quantized": NVFP4_GROUP, "mxfp4-pack-quantized": MXFP4_PAIRS.numbers}
-"""compressed-tensors' 4-bit float formats, and their number of columns per scale."""
+"""{4-bit float format of compressed-tensors: the number of columns for each scale}."""
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")
 """modelopt's names of weights in NVFP4, with quantized activations and without. Both store weights in the same way."""
 _TAKE = "take another release of the model: unquantised, in one of the forms that docs/formats.md lists, or a GGUF file"
@@ -43,7 +43,7 @@ class Scheme:
     """The quantization scheme in a config.json."""
 
     method: str
-    """One of `METHODS`."""
+    """The quantization method, one of `METHODS`."""
     bits: int = 8
     is_float: bool = False
     """Whether codes are floats: E4M3 with eight bits, E2M1 with four."""
@@ -128,7 +128,7 @@ def read_scheme(stated: Stated | None) -> Scheme | None:
 
 
 def scheme_of(config: Mapping[str, Any], place: Path) -> Scheme | None:
-    """Return the scheme that a configuration states, as `read_scheme` does."""
+    """Return the quantization scheme in a configuration, as `read_scheme` does."""
     return read_scheme(stated_in(config, place))
 
 

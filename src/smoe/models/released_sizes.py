@@ -31,9 +31,9 @@ def expected_layers(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[str, S
 
 
 def released_expert_bytes(spec: ModelSpec, scheme: Scheme, place: Path) -> dict[int, int] | None:
-    """Return the bytes of an expert in a slot, by layer, as config.json states; None if all experts are unquantized.
+    """Return {layer: bytes of an expert in a slot}, from config.json. Return None if no experts are quantized.
 
-    Raises `UnsupportedModelError` if only some layers' experts are quantized.
+    Raise `UnsupportedModelError` if only some layers' experts are quantized.
     """
     kinds = {site.name: scheme.of_experts(site.name) for site in spec.sites}
     in_full = [name for name, kind in kinds.items() if kind is None]

@@ -112,7 +112,7 @@ def _names_of(scheme: Scheme) -> _Names:
 
 
 def _scales_by_their_name(key: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) -> str:
-    """Return the key, with DeepSeek-V4's short name of scales replaced by the usual one."""
+    """Return the key of a tensor. DeepSeek-V4's short name of scales is replaced by the usual one."""
     stem = key.removesuffix(".scale")
     is_short = scheme.method == "fp8" and stem != key and f"{stem}.weight" in tensors
     return f"{stem}.weight_scale_inv" if is_short else key

@@ -56,8 +56,8 @@ class RotaryLengths:
 
 
 class _ByRow:
-    """The forward function of one rotary embedding: positions [..., rows, tokens] -> cos and sin [..., rows, tokens,
-    D]."""
+    """The forward function of one rotary embedding. It takes positions [..., rows, tokens], and returns cosines and
+    sines [..., rows, tokens, D]."""
 
     def __init__(self, library: Callable[..., Any], rule: LengthRule, lengths: RotaryLengths) -> None:
         self._library, self._rule, self._lengths = library, rule, lengths

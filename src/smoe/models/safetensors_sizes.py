@@ -28,7 +28,7 @@ from smoe.models.stated_quantisation import Stated, stated_quantisation
 from smoe.models.stored_experts import stored_expert_bytes
 
 _PUBLISHED_AS = {"kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3")}
-"""Families published under a name of their own: the transformers class that computes them, and its family."""
+"""{name under which a family is published: (the transformers class that computes it, the family of that class)}."""
 
 
 class SafetensorsSizes:
@@ -144,7 +144,7 @@ class SafetensorsSizes:
 
 
 def _published_as(stated: Mapping[str, Any]) -> str | None:
-    """Return the transformers family of a model published under another name, or None for other models."""
+    """Return the transformers family of a model that is published under another name, otherwise None."""
     named, family = _PUBLISHED_AS.get(str(stated.get("model_type")), ("", None))
     architectures = stated.get("architectures")
     is_stated = bool(stated.get("auto_map")) and isinstance(architectures, list) and named in architectures

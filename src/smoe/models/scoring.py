@@ -45,7 +45,7 @@ class Groups:
     count: int
     retained: int
     best: int
-    """The number of best experts whose scores are summed to rank a group."""
+    """A group is ranked by the sum of its best scores; this is the number of scores in the sum."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class ScoringRule:
 
 
 def find_rule(router: nn.Module, block: nn.Module, hidden: int, experts: int, top_k: int, layer: int) -> ScoringRule:
-    """Return the rule of one router; raises `UnsupportedModelError` if no known rule matches.
+    """Return the scoring rule of one router. Raise `UnsupportedModelError` if no known rule matches.
 
-    `block` is the module around the router: some families store the bias there and pass it on.
+    `block`: the module around the router, because some families store the bias there and pass it to the router.
     """
     parameter = next(router.parameters())
     generator = torch.Generator().manual_seed(layer)
@@ -152,9 +152,10 @@ def check_weighs_outputs(experts: nn.Module) -> None:
 
 
 def in_order(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a router's output as (logits, weights, index); granitemoe in transformers 5.17 returns the reverse order.
+    """Return a router's output as (logits, weights, chosen experts). granitemoe in transformers 5.17 returns the
+    reverse order.
 
-    Raises `UnsupportedModelError` if there are not three values.
+    Raise `UnsupportedModelError` if there are not three values.
     """
     if len(output) != 3:
         raise UnsupportedModelError(

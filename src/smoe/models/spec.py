@@ -64,7 +64,7 @@ class ModelSpec:
     precision: str = "auto"
     """The precision of the routed experts (`EngineConfig.precision`)."""
     stored_bytes: Mapping[int, int] | None = None
-    """The size in bytes of a quantized expert by layer; None if the experts have the model's dtype."""
+    """{layer: bytes of a quantized expert}; None if the experts have the model's dtype."""
     low: ModelSpec | None = None
     """The spec of the experts' low copies; None without low copies."""
     form: int = EXACT
@@ -106,7 +106,7 @@ class ModelSpec:
 
     @property
     def embedding(self) -> str | None:
-        """The name of an input embedding that can stay on disk, or None.
+        """The name of the input embedding if it can stay on disk, otherwise None.
 
         It must be quantized, untied, and stored row by row in the form in which it is used.
         """
@@ -132,7 +132,7 @@ class ModelSpec:
 
     @property
     def unpacked_bytes(self) -> int:
-        """The number of bytes for the quantized weights that are dequantized at a time, in the model's dtype."""
+        """The bytes of the quantized weights that are dequantized at once, in the model's dtype."""
         largest = max(math.prod(part.shape) for site in self.sites for part in site.parts)
         is_unpacked = self.stored_bytes is not None or self.low is not None
         elements = (largest if is_unpacked else 0) + (PIECE_ELEMENTS if self.dense else 0)
@@ -163,7 +163,7 @@ class ModelSpec:
         return sum(math.prod(part.shape) for part in site.parts) * self.dtype.itemsize
 
     def least_slot_bytes(self) -> dict[int, int]:
-        """Return the bytes of a slot by layer, without padding for the alignment of reads."""
+        """Return {layer: bytes of a slot}, without padding for the alignment of reads."""
         return {site.layer: page_ceil(self._expert_bytes(site)) for site in self.sites}
 
     def _slot_classes(self, slot_bytes: Mapping[int, int] | None) -> tuple[SlotClass, ...]:

@@ -45,7 +45,7 @@ def stated_quantisation(config_place: Path) -> Stated | None:
 
 
 def stated_in(config: Mapping[str, Any], place: Path) -> Stated | None:
-    """Return the settings in a configuration itself, or None."""
+    """Return the quantization settings in a configuration itself, or None if there are none."""
     texts = [config[key] for key in _TEXT_CONFIGS if isinstance(config.get(key), dict)]
     for each_config in (config, *texts):
         fields = next(
@@ -70,5 +70,5 @@ def _of_modelopt(place: Path) -> Stated | None:
 
 
 def _states_nothing(fields: Mapping[str, Any]) -> bool:
-    """Return whether modelopt's settings quantize no weights; they may only quantize the KV cache."""
+    """Return whether modelopt's settings leave all weights unquantized; they may quantize only the KV cache."""
     return fields.get("quant_method") == "modelopt" and "quant_algo" in fields and fields["quant_algo"] is None

@@ -34,7 +34,7 @@ def stored_apart(shell: PreTrainedModel, tensors: Mapping[str, StoredTensor], dt
 
 
 def separate(shell: PreTrainedModel, names: list[str]) -> None:
-    """Untie these weights of a model without weights."""
+    """Untie the weights `names` of `shell`, a model without weights."""
     for name in names:
         owner, _, key = name.rpartition(".")
         shared = shell.get_parameter(name)

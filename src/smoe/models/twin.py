@@ -19,7 +19,7 @@ from smoe.models.quantised_linear import QuantisedWeight, StoredEmbedding
 
 
 class ModelPart(NamedTuple):
-    """A module that is compared as a whole."""
+    """A module whose output is compared as a whole."""
 
     layer: int | None
     """The decoder layer that contains the module; None for the embedding, the last norm and the output head."""

@@ -27,10 +27,10 @@ _LEAST_SAMPLES = 64
 
 
 def checksum(place: Path) -> str:
-    """Return the SHA-256 of the names, sizes, headers and samples of a folder's safetensors files or a GGUF file's
+    """Return the SHA-256 of the names, sizes, headers and samples of a folder's safetensors files, or of a GGUF file's
     parts.
 
-    Raises `CheckpointError` if a file is missing or is no GGUF file.
+    Raise `CheckpointError` if a file is missing or is not a GGUF file.
     """
     if place.is_dir():
         begins = [(path, _header_end(path)) for path in shard_paths(place)]

@@ -22,10 +22,11 @@ _FLOOR_BYTES = 1 << 20
 PIECE_ELEMENTS = 2**22
 """The number of elements of quantized non-expert weights that are dequantized at once (`quantised_linear.py`)."""
 KERNEL_CACHE_BYTES = 128 * 2**20
-"""Memory that the CPU library uses for compiled kernels and scratch, by shape (docs/log/memory.md).
+"""The memory that the CPU library uses for compiled kernels and temporary data, which depends on shapes
+(docs/log/memory.md).
 
-Models of 4 GiB and more reserve it completely. For small models the rest counts as process memory outside the budget
-(`machine/process_memory.py`).
+The budgets of models of 4 GiB and more include all of it. For small models, the rest counts as memory of the process
+outside the budget (`machine/process_memory.py`).
 """
 
 
@@ -71,8 +72,8 @@ def workspace_of(
 
 
 def reserved_kernel_bytes(experts_bytes: int) -> int:
-    """Return the part of `KERNEL_CACHE_BYTES` that the budget reserves for a model with so many bytes of routed
-    experts."""
+    """Return the part of `KERNEL_CACHE_BYTES` that the budget includes, for a model whose routed experts take
+    `experts_bytes`."""
     return min(KERNEL_CACHE_BYTES, experts_bytes // 32)
 
 

@@ -59,7 +59,7 @@ class XverseConfig(LlamaConfig):
     norm_topk_prob: bool = True
 
     def is_sparse_layer(self, layer_index: int) -> bool:
-        """Return True: every layer of an XVERSE MoE model has experts."""
+        """Return True always: every layer of an XVERSE MoE model has experts."""
         return True
 
 
@@ -78,7 +78,8 @@ class XverseTopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size, dtype=torch.float32))
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map hidden states [T, H] to router logits [T, E] in fp32, routing weights [T, K] and indices [T, K]."""
+        """Return (router logits [T, E] in fp32, routing weights [T, K], chosen experts [T, K]) for hidden states [T,
+        H]."""
         router_logits = nn.functional.linear(hidden_states.float(), self.weight.float())
         routing_weights, top_k_index = torch.topk(router_logits.softmax(dim=-1), self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -96,7 +97,7 @@ class XverseMoeBlock(nn.Module):
         self.shared_experts = shared_experts(config, config.num_shared_experts)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [B, S, H] to outputs [B, S, H]."""
+        """Return the block's output [B, S, H] for hidden states [B, S, H]: B sequences of S tokens."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         _, routing_weights, top_k_index = self.router(tokens)  # [T, K] both
         output: torch.Tensor = self.experts(tokens, top_k_index, routing_weights)  # [T, H]
@@ -126,5 +127,6 @@ class XverseForCausalLM(XversePreTrainedModel, DeepseekForCausalLM):
 
 
 def register() -> None:
-    """Register `model_type: xverse` with the Auto classes. Idempotent; call it before `AutoConfig.from_pretrained`."""
+    """Register `model_type: xverse` with the Auto classes. It must be called before `AutoConfig.from_pretrained`;
+    further calls have no effect."""
     register_family(XverseConfig, XverseForCausalLM)

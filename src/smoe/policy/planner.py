@@ -90,7 +90,7 @@ def routes_by_key(routing: Routing, low: Container[int] = ()) -> dict[ExpertKey,
         alone: dict[ExpertKey, tuple[int, ...]] = {
             (layer, row[k], LOW if row[k] in low else EXACT): (k,) for k in order if row[k] != routing.experts
         }
-        if len(alone) == len(row):  # otherwise one is padding, or is chosen twice
+        if len(alone) == len(row):  # otherwise an expert is padding, or is chosen twice
             return alone
     found: dict[int, list[int]] = {}
     width = len(rows[0])

@@ -164,7 +164,7 @@ class _OurDecoding:
         self._run.loads = {unit: machine.loads for unit, machine in self._machines.items()}
         return self._run
 
-    # -- what coordinator knows ----------------------------------------------------------------------------------------
+    # -- what the coordinator knows ------------------------------------------------------------------------------------
 
     def _views(self) -> list[WorkerView]:
         return [self._view(unit, worker) for unit, worker in self._workers.items()]

@@ -58,7 +58,7 @@ def sweep(
             tick(1)
         return [found[number] for number in range(len(settings))]
     spawn = get_context("spawn")  # a fork would copy threads of the libraries
-    with _in_python_s_folder() as folder:  # also for the pool's process that tracks locks
+    with _in_python_s_folder() as folder:  # the pool also starts a process that tracks locks
         pool = ProcessPoolExecutor(most, spawn, initializer=_follow_parent, initargs=(folder,))
     with pool:
         try:

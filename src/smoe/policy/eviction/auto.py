@@ -247,7 +247,7 @@ class _Trial:
             if not missing:
                 continue
             self.misses[rule] += missing
-            shadow[used] = False  # so that they do not evict each other
+            shadow[used] = False  # so that the used experts do not evict each other
             others = self._slots - (len(used) - missing)
             surplus = min(others, others + len(used) - self._slots)
             if surplus > 0:
