@@ -73,7 +73,7 @@ class EngineConfig:
     memory_bytes: int | None = setting(
         None,
         Size(),
-        "The memory budget, e.g. 8GiB. Default: the free memory less a margin.",
+        "Memory budget for the model, e.g. 8GiB. Default: the free memory less a margin.",
         option="--memory",
         left_out="the free memory less a margin",
         panel=MEMORY,
@@ -83,7 +83,7 @@ class EngineConfig:
     count: str = setting(
         "budget",
         OneOf("budget", "process"),
-        "Instead of --memory: the most that the whole process may use, interpreter and libraries included.",
+        "Instead of --memory: a limit for the whole process, interpreter and libraries included.",
         option="--process-memory",
         panel=MEMORY,
     )
@@ -92,7 +92,7 @@ class EngineConfig:
     resident_share: float | None = setting(
         None,
         Share("a number above 0 and at most 1", lambda value: 0 < value <= 1),
-        "Instead of --memory: the share of the experts that stay in memory, e.g. 40%.",
+        "Instead of --memory: a budget that has room for this share of the experts, e.g. 40%.",
         option="--resident",
         left_out="as `memory_bytes` has room for",
         panel=MEMORY,
@@ -102,7 +102,7 @@ class EngineConfig:
     host_memory_bytes: int | None = setting(
         None,
         Size(),
-        "Pinned host memory on a GPU machine, e.g. 16GiB.",
+        "With a GPU: pinned host memory for experts, e.g. 16GiB. Default: the free memory less a margin.",
         option="--host-memory",
         left_out="the free memory less a margin",
         panel=MEMORY,
@@ -111,9 +111,10 @@ class EngineConfig:
     context_tokens: int | None = setting(
         None,
         Count(),
-        "Positions reserved for every sequence. \\[default: 4096, or the model's own]",
+        "Tokens of prompt and answer for which memory is reserved, for every sequence. \\[default: 4096, or the "
+        "model's maximum if that is less]",
         option="--context",
-        left_out="4096, or the model's own if that is fewer",
+        left_out="4096, or the model's maximum if that is less",
         panel=MEMORY,
     )
     """The number of positions that are reserved for each sequence. None: 4096, or the model's maximum if that is
@@ -121,25 +122,24 @@ class EngineConfig:
     max_sequences: int = setting(
         1,
         Count(),
-        "Sequences that run at the same time. \\[default: the number of prompts; smoe serve: 4]",
+        "How many sequences run at the same time. \\[default: the number of prompts; smoe serve: 4]",
         option="--max-sequences",
         panel=MEMORY,
     )
     """The number of sequences that run at the same time."""
-    prefill_tokens: int = setting(
-        2048, Count(), "Tokens of all sequences in one step; longer prompts take several steps."
-    )
+    prefill_tokens: int = setting(2048, Count(), "Most tokens of one step; longer prompts are processed in chunks.")
     """The number of tokens, over all sequences, that one step processes. Longer prompts are processed in chunks, and
     their results have grade E1 instead of E0."""
     lend_reserve: bool = setting(
-        True, Switch(), "Let experts use memory reserved for activations and KV cache while it is free."
+        True, Switch(), "Let experts use memory reserved for activations and positions while free."
     )
     """Whether experts use the memory that is reserved for activations and KV cache while it is free (on a CPU under
     Linux; not with `resident_share`)."""
     device: str = setting(
         "auto",
         Text(),
-        "cpu, cuda, cuda:1, emulated (for tests of schedules). \\[default: the first GPU]",
+        "Device that computes: cpu, cuda, cuda:1, or emulated (to compare settings for a GPU without one). "
+        "\\[default: the first GPU, else cpu]",
         option="--device",
     )
     """`cpu`, `cuda`, `cuda:1` and so on. auto: the first GPU, else the CPU. `emulated`: the CPU, with the timing of the
@@ -147,25 +147,28 @@ class EngineConfig:
     threads: int | None = setting(
         None,
         Count(1, MOST_THREADS),
-        "Compute threads.",
+        "Number of threads that compute.",
         option="--threads",
-        left_out="torch's number, at most the CPUs of the process",
+        left_out="as many as torch uses, at most the CPUs of the process",
     )
     """The number of computing threads per request. None: torch's number, limited to the CPUs that the process may
     use."""
-    io_threads: int = setting(2, Count(1, MOST_IO_THREADS), "Reading threads; one or two saturate a disk.")
+    io_threads: int = setting(
+        2, Count(1, MOST_IO_THREADS), "Number of threads that read from disk; one or two saturate a disk."
+    )
     """The number of reading threads; two saturate a disk with requests of 4 MB. On a single CPU the default is one."""
     dtype: str = setting(
         "auto",
         OneOf(*DTYPES),
-        "Data type of weights and activations: {allowed}; auto is the checkpoint's own.",
+        "Data type of the computation: {allowed}; auto is the checkpoint's own.",
         option="--dtype",
     )
     """The data type of weights and activations. auto: the checkpoint's."""
     precision: str = setting(
         "auto",
         OneOf(*PRECISION),
-        "LOSSY: the experts in fewer bits, as smoe pack --precision wrote them: int8, int4, int3, int2.",
+        "LOSSY: use a copy of all experts in fewer bits, which smoe pack --precision has written: int8, int4, int3, "
+        "int2.",
         option="--precision",
     )
     """The precision of the routed experts, from a file that `smoe pack --precision` wrote (lossy). auto: the
@@ -173,8 +176,8 @@ class EngineConfig:
     activations: str = setting(
         AUTO,
         OneOf(*ACTIVATIONS),
-        "Activations that quantised weights multiply on a CPU: int8 (rounded to 8 bits), dtype (the model's own type). "
-        "Default: the faster one; int8 only where its kernels pass a self-test.",
+        "On a CPU: the type of activations that are multiplied with quantised weights: int8 (8 bits), or dtype (the "
+        "model's own type). Default: int8 if its kernels pass a self-test and are faster, else dtype.",
         option="--activations",
     )
     """The precision of activations that are multiplied with quantized weights on a CPU. bf16 (or dtype): not rounded.
@@ -195,45 +198,47 @@ class EngineConfig:
     )
     """The eviction policy, which chooses the resident expert to evict. auto: whichever of several policies has the
     fewest misses at present. A plug-in is given as MODULE:CLASS."""
-    score_window: int = setting(64, Count(0), "With --eviction score: steps over which scores are averaged.")
-    """For the eviction `score`: the number of earlier steps over which scores are averaged (the papers' n)."""
+    score_window: int = setting(
+        64, Count(0), "With --eviction score: the number of steps over which scores are averaged."
+    )
+    """With `eviction` score: the number of earlier steps over which scores are averaged (the papers' n)."""
     cache_weights: tuple[float, ...] | None = setting(
         None,
         NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-        "With --eviction multidimensional: its weights lru, lfu, lhu, fld, e.g. 0.4,0.3,0.2,0.1.",
+        "With --eviction multidimensional: weights of lru, lfu, lhu, fld (sum 1).",
         left_out="as smoe tune --cache found for the model, else the usual weights",
         owner="eviction",
     )
-    """For the eviction `multidimensional`: the weights of the last use (lru), the uses (lfu), the uses in high
+    """With `eviction` multidimensional: the weights of the last use (lru), the uses (lfu), the uses in high
     precision (lhu) and the distance to the layer (fld). None: those that `smoe tune --cache` found for this model, else
     the usual ones."""
     cache_records: str | None = setting(
         None,
         OneOf(*CACHE_RECORDS),
-        "With --eviction multidimensional: count uses since the prompt, or since the start.",
+        "With --eviction multidimensional: count uses of the sequence, or of the run.",
         left_out="sequence",
         owner="eviction",
     )
-    """For the eviction `multidimensional`: the period over which uses are counted. sequence (the default): since the
+    """With `eviction` multidimensional: the period over which uses are counted. sequence (the default): since the
     start of the prompt; model: since the model was loaded."""
     expert_cache: str = setting(
         "budget",
         OneOf(*EXPERT_CACHE),
-        "Experts that stay in memory: as many as fit, or as one token chooses in a layer.",
+        "Experts in memory: all that fit, or only as many as a token uses in a layer.",
     )
     """How many experts stay resident. budget: as many as fit. top-k: as many as one token chooses in one layer, in
     addition to those in flight, whatever the budget (DuoServe-MoE, section 5.1)."""
     pools: str = setting(
         "global",
         OneOf(*POOLS),
-        "One pool of slots for all layers, or one for each layer: {allowed}.",
+        "Whether all layers share the memory for experts, or each has a fixed part: {allowed}.",
         option="--pools",
     )
     """Which slots a layer may use. global: all slots; layer: its own equal share."""
     prefetch: str = setting(
         "auto",
         ClassName(PREFETCH, predictor_kind),
-        "How the next experts are predicted and loaded early: {allowed}, or a plug-in's MODULE:CLASS.",
+        "How the next experts are predicted, to load them early: {allowed}, or a plug-in's MODULE:CLASS.",
         option="--prefetch",
     )
     """The predictor whose experts are loaded before their layer runs, in decode. A plug-in is given as MODULE:CLASS.
@@ -244,14 +249,14 @@ class EngineConfig:
     prefetch_trial: bool | None = setting(
         None,
         Switch(),
-        "Prefetch only while measured times show a gain.",
+        "Prefetch only while measured times show that it saves time.",
         left_out="true with --prefetch auto, else false",
     )
     """Whether to prefetch in decode only while measured times show a gain. None: only if `prefetch` is auto."""
     prefetch_asked: str | None = setting(
         None,
         OneOf(*ASKED),
-        "When predictors such as expert-mlp run: before the experts, or concurrently.",
+        "Run a predictor that needs only routing before the experts, or concurrently.",
         left_out="before, or first-expert with --preset duoserve",
         owner="prefetch",
     )
@@ -259,14 +264,14 @@ class EngineConfig:
     concurrent: on another thread, while experts are computed; first-expert: likewise, but its loads begin when the
     first expert is done (DuoServe-MoE, section 5.3)."""
     prefetch_what: str = setting(
-        "top-score", OneOf(*PREFETCH_WHAT), "Which predicted experts are loaded: those of top score, or all."
+        "top-score", OneOf(*PREFETCH_WHAT), "With --alpha: of the predicted experts, load only top-score ones, or all."
     )
     """Which predicted experts are loaded. top-score: those predicted to be top-score, given `alpha` (all if `alpha` is
     0). chosen: all that are predicted to be chosen."""
     prefetch_depth: int | None = setting(
         None,
         Count(1, MOST_PREFETCH_DEPTH),
-        "With --prefetch stacked-gates, corrected-gates: the most layers to predict ahead.",
+        "With --prefetch stacked-gates, corrected-gates: most layers predicted ahead.",
         left_out=str(DEFAULT_PREFETCH_DEPTH),
         owner="prefetch",
     )
@@ -280,64 +285,66 @@ class EngineConfig:
         left_out=DEFAULT_DRAFT,
         owner="prefetch",
     )
-    """For the prefetch `draft`: the precision of the draft model, whose experts are in a file that `smoe pack
+    """With `prefetch` draft-model: the precision of the draft model, whose experts are in a file that `smoe pack
     --precision` wrote. None: int4."""
     draft_start: str | None = setting(
         None,
         OneOf(*DEPARTURE),
-        "With --prefetch draft-model: begin a token at once, or wait for it.",
+        "With --prefetch draft-model: begin a token from a guess, or wait for it.",
         left_out=DEPARTURE[0],
         owner="prefetch",
     )
-    """For the prefetch `draft`: whether the draft model begins the next token from its own prediction (at-once, the
+    """With `prefetch` draft-model: whether the draft model begins the next token from its own prediction (at-once, the
     default) or once the model has sampled it (late: OD-MoE, section 3.2)."""
     draft_on: str | None = setting(
         None,
         OneOf("coordinator", "cluster"),
-        "With --prefetch draft-model: on the coordinator or in the cluster.",
+        "With --prefetch draft-model: run it on the coordinator or another machine.",
         left_out="cluster if it has a draft model, else coordinator",
         owner="prefetch",
     )
-    """For the prefetch `draft`: whether the draft model runs on a thread of the coordinator or on a machine of
+    """With `prefetch` draft-model: whether the draft model runs on a thread of the coordinator or on a machine of
     the `cluster`. None: in the cluster if one of its machines has a draft model, else on the coordinator."""
     draft_extra: int | None = setting(
         None,
         Count(0, MOST_DRAFT_EXTRA),
-        "With --prefetch draft-model: experts predicted in addition, for each layer.",
+        "With --prefetch draft-model: extra experts that it predicts for each layer.",
         left_out="0",
         owner="prefetch",
     )
-    """For the prefetch `draft`: the number of experts predicted per layer in addition to those that the draft model
+    """With `prefetch` draft-model: the number of experts predicted per layer in addition to those that the draft model
     chooses. None: 0."""
     balance: str = setting(
         "none",
         OneOf(*BALANCE),
-        "With a GPU: which missing experts the CPU computes: {allowed}.",
+        "With a GPU: the rule that chooses which missing experts the CPU computes: {allowed}.",
         option="--balance",
     )
     """Which missing experts the CPU computes, on a machine with a device (SMoE's CPU-load balancer). Layers in which
     the CPU computes experts have results of grade E2."""
     balance_order: str = setting(
-        "score", OneOf(*BALANCE_ORDER), "Which experts are loaded first where the CPU computes others."
+        "score", OneOf(*BALANCE_ORDER), "With --balance: first load missing experts of high score, or of many tokens."
     )
     """Which missing experts are loaded first. score: those of the highest router score; tokens: those with most
     tokens."""
-    recent_costs: int = setting(RECENT, Count(), "How many recent loads and computations the balancer averages.")
+    recent_costs: int = setting(
+        RECENT, Count(), "With --balance: over how many recent loads and computations times average."
+    )
     """The number of recent loads and CPU computations whose mean is the balancer's cost (the papers' p)."""
     prefill_balance: bool = setting(
-        True, Switch(), "With --balance: whether the CPU computes missing experts of prompts, too."
+        True, Switch(), "With --balance: let the CPU compute missing experts for prompts, too."
     )
     """Whether the CPU also computes missing experts of prompts: those with few tokens, as long as that shortens the
     layer."""
     prefill_keep: str = setting(
-        "last-uses", OneOf(*PREFILL_KEEP), "Experts resident after a prompt: by its last tokens, or by --eviction."
+        "last-uses", OneOf(*PREFILL_KEEP), "Which experts stay after a prompt: its last tokens' ones, or by --eviction."
     )
     """Which experts stay resident after a prompt. last-uses: in each layer, those that the prompt's last tokens use
     most. eviction: those that the eviction policy ranks highest, over all layers."""
     cluster: str | None = setting(
         None,
         Text(),
-        "Name of a cluster (smoe cluster up) whose workers compute the experts missing on this machine.",
+        "Name of a cluster (smoe cluster up); its workers compute experts that are not in this machine's memory.",
         option="--cluster",
         left_out="none",
     )
@@ -345,7 +352,7 @@ class EngineConfig:
     placement: str | None = setting(
         None,
         OneOf(*PLACEMENT),
-        "With --cluster: compute an expert where it finishes first, or on workers in turn.",
+        "With --cluster: where each expert finishes first, or workers in turn.",
         left_out="finish",
     )
     """For a cluster: how experts are assigned to machines. finish: each expert to the machine that finishes it first;
@@ -357,18 +364,18 @@ class EngineConfig:
     cluster_timeout_seconds: float = setting(
         60.0,
         Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
-        "With --cluster: how long to wait for workers.",
+        "With --cluster: how many seconds to wait for these workers.",
     )
     """For a cluster: how many seconds to wait until `cluster_workers` workers have connected."""
     cluster_verify: float = setting(
         0.0,
         Number("a number from 0 (none) to 1 (all), as 1/64", lambda value: 0 <= value <= 1),
-        "With --cluster: the share of workers' results recomputed here, such as 1/64.",
+        "With --cluster: share of workers' results to verify here, such as 1/64.",
     )
     """For a cluster: the fraction of the workers' results that this machine recomputes when it has time. A worker whose
     results differ in any bit is excluded."""
     direct_io: str = setting(
-        "auto", OneOf(*DIRECT_IO), "Reads bypass the page cache; auto: unless free RAM holds the whole model."
+        "auto", OneOf(*DIRECT_IO), "Whether reads bypass the page cache; auto: on, unless RAM holds the model."
     )
     """Whether reads bypass the page cache. auto: on, unless free RAM outside the budget holds the whole model."""
     preload: bool | None = setting(
@@ -382,15 +389,15 @@ class EngineConfig:
     profile: str = setting(
         "rtx-a6000",
         Text(),
-        "With --device emulated: the device whose times are emulated (rtx-a6000, rtx-4060-ti, ... or a JSON file). "
-        "With smoe plan: the machine to forecast for.",
+        "Description of a machine: rtx-a6000, rtx-4060-ti, laptop-cpu, ... or a JSON file. With smoe plan: the machine "
+        "to forecast for. With --device emulated: the machine whose times are emulated.",
         option="--profile",
     )
     """The profile of the device `emulated`: the name of a built-in one, or a JSON file."""
     dilation: float | None = setting(
         None,
         Number("a number of at least 1", lambda value: value >= 1),
-        "With --device emulated: how many times slower than reported it runs.",
+        "With --device emulated: how many times slower than reported it really runs.",
         left_out="as fast as this machine allows",
         owner="device",
     )
@@ -399,7 +406,7 @@ class EngineConfig:
     emulated_expert_bytes: int | None = setting(
         None,
         Size(),
-        "With --device emulated: use the times of experts of this size.",
+        "With --device emulated: pretend that experts have this size, for all times.",
         left_out="the model's own",
         owner="device",
     )
@@ -408,8 +415,9 @@ class EngineConfig:
     kernels: str = setting(
         "auto",
         OneOf(*KERNELS),
-        "Kernels for products of few rows and attention of one token: {allowed}. native gives torch's bits; own-order "
-        "adds in another order: equal up to rounding, and faster in RAM.",
+        "Code that computes matrix products and attention for few tokens: {allowed}. native: smoe's kernels, with "
+        "the same bits as torch. own-order: smoe's kernels, equal up to rounding, faster if the model is in RAM. auto: "
+        "the fastest with torch's bits where this is possible.",
         option="--kernels",
     )
     """The kernels for matrix products with few rows and for attention of one token, on a CPU in bf16.
@@ -424,9 +432,10 @@ class EngineConfig:
     alpha: float = setting(
         0.0,
         Number("a number from 0 (exact) to 1", lambda value: 0 <= value <= 1),
-        "LOSSY above 0: replace missing experts of low score by resident ones (0.3 is usual). Without a preset it "
-        "means --preset smoe with this alpha. Default of --preset smoe: the alpha that smoe tune found for the model, "
-        "else 0.3.",
+        "LOSSY above 0: replace missing experts by resident ones of similar router score; 0.3 is usual, higher "
+        "replaces "
+        "more. Without --preset it implies --preset smoe. Default of --preset smoe: the alpha that smoe tune found for "
+        "the model, else 0.3.",
         option="--alpha",
         replaces={"alpha_as_priced": False},
     )
@@ -434,33 +443,33 @@ class EngineConfig:
     missing expert that is chosen with a score below (1 + alpha) S may be replaced by a resident expert with a score
     above (1 - alpha) S. 0: never. `smoe eval` measures its quality cost."""
     alpha_as_priced: bool = setting(
-        False, Switch(), "Use the alpha that smoe tune found for the model, where there is one."
+        False, Switch(), "Use the alpha that smoe tune has found for the model, if there is one."
     )
     """Whether to use the alpha that was tuned for this model by its quality cost (`load/priced_alpha.py`). If there is
     none, `alpha` is used."""
     substitutes: str = setting(
         "replace",
         OneOf("replace", "drop"),
-        "With --alpha: whether missing experts of low score are replaced or dropped.",
+        "With --alpha: replace a missing expert of low score, or drop it.",
     )
     """What happens to a missing low-score expert with `alpha`. replace: a resident expert replaces it. drop: its routes
     are dropped."""
     substitute_weights: str = setting(
         "own",
         OneOf("own", "inherited"),
-        "A substitute's routing weight: by its score, or the missing expert's.",
+        "With --alpha: a substitute's weight: by its own score, or the missing one's.",
     )
     """The routing weight of a substitute. own: by its own score and the router's rule; inherited: that of the expert
     that it replaces."""
     share_substitutes: bool = setting(
-        True, Switch(), "In a batch, prefer substitutes that serve several of its sequences."
+        True, Switch(), "With --alpha: in a batch, prefer substitutes that serve several sequences."
     )
     """Whether, in a batch, substitutes that serve several of its sequences are preferred."""
     low_precision: str = setting(
         "none",
         OneOf(*LOW_PRECISION),
-        "LOSSY: missing experts of little importance are loaded in fewer bits, as smoe pack --precision wrote them: "
-        "int8, int4, int3, int2. Without a preset it means --preset hobbit with this precision.",
+        "LOSSY: load missing experts that matter little to a token in fewer bits, from a copy that smoe pack "
+        "--precision has written: int8, int4, int3, int2. Without --preset it implies --preset hobbit.",
         option="--low-precision",
         panel=LOW,
     )
@@ -469,7 +478,7 @@ class EngineConfig:
     low_share: float = setting(
         0.15,
         Share("a number above 0 and below 1", lambda value: 0 < value < 1),
-        "Share of the slots' bytes for low-precision copies. \\[default: 15%]",
+        "Share of the memory for experts that holds low-precision copies. \\[default: 15%]",
         option="--low-share",
         panel=LOW,
         owner="low_precision",
@@ -481,8 +490,9 @@ class EngineConfig:
             "three numbers whose sum is 100, for own copies, low copies (above 0) and none, as 67, 30, 3",
             lambda value: len(value) == 3 and min(value) >= 0 < value[1] and math.isclose(sum(value), 100),
         ),
-        "Percentages of a token's experts to compute in full precision, in low precision, and not at all; by the "
-        "model's profile (smoe tune --shares). With --preset hobbit 67,30,3.",
+        "Which per cent of the chosen experts are computed in full precision, in low precision, and not at all; "
+        "needs a "
+        "profile of the model (smoe tune --shares). --preset hobbit uses 67,30,3.",
         option="--precision-shares",
         left_out="none",
         panel=LOW,
@@ -496,7 +506,8 @@ class EngineConfig:
     low_threshold: float = setting(
         1.0,
         Number("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
-        "Instead of --precision-shares: use a low-precision copy above this unimportance (T1), 0 to 1.",
+        "Instead of --precision-shares: use a low-precision copy of a missing expert if the larger routing weights of "
+        "the token sum to more than this (HOBBIT's T1), from 0 to 1.",
         option="--low-threshold",
         panel=LOW,
         owner="low_precision",
@@ -507,7 +518,8 @@ class EngineConfig:
     skip_threshold: float = setting(
         1.0,
         Number("a number from 0 to 1 (exact)", lambda value: 0 <= value <= 1),
-        "LOSSY: drop a missing expert above this unimportance (T2).",
+        "LOSSY: drop a missing expert if the larger routing weights of the token sum to more than this (HOBBIT's T2), "
+        "from 0 to 1.",
         option="--skip-threshold",
         panel=LOW,
         replaces={"precision_shares": None},
@@ -517,9 +529,9 @@ class EngineConfig:
     max_perplexity_increase: float | None = setting(
         None,
         Share("a number above 0 and at most 1 (0.01 is 1 %)", lambda value: 0 < value <= 1, most_typed=0.5),
-        "LOSSY: resolve every miss in the cheapest way within this quality cost, such as 1%: a substitute, a "
-        "low-precision copy, the CPU, loading the expert, dropping it (needs smoe tune --prices). With smoe tune: the "
-        "bound for alpha.",
+        "LOSSY: resolve each miss in the fastest way (a substitute, a low-precision copy, the CPU, a load, or dropping "
+        "the expert) within this increase of perplexity, e.g. 1%; needs smoe tune --prices. With smoe tune: the bound "
+        "for alpha.",
         option="--max-perplexity-increase",
         left_out="no bound",
         panel=LOW,
@@ -530,7 +542,7 @@ class EngineConfig:
     tpot_seconds: float | None = setting(
         None,
         Number("a number of seconds above 0", lambda value: 0 < value < math.inf),
-        "Resolve misses within this many seconds a token (generate: --tpot).",
+        "LOSSY: resolve misses to meet this time per token (generate: --tpot).",
         left_out="no bound",
         replaces={"max_perplexity_increase": None},
     )
@@ -539,7 +551,8 @@ class EngineConfig:
     low_meanwhile: bool = setting(
         False,
         Switch(),
-        "Use a low-precision copy in memory for important experts, too, while the full ones are read.",
+        "LOSSY: if the low-precision copy of a missing expert is in memory, compute that copy, even of an important "
+        "expert, while the full copy is loaded.",
         option="--low-meanwhile",
         panel=LOW,
         owner="low_precision",
@@ -549,7 +562,7 @@ class EngineConfig:
     upgrade: bool = setting(
         False,
         Switch(),
-        "While the disk is idle, load the full copies of experts that were computed in low precision.",
+        "Load the full copies of experts that were computed in low precision, while the disk is idle.",
         option="--upgrade",
         panel=LOW,
         owner="low_precision",
@@ -559,14 +572,14 @@ class EngineConfig:
     turn_timeout_seconds: float | None = setting(
         None,
         Number("a number of seconds of at least 0", lambda value: 0 <= value < math.inf),
-        "How long a request waits for another thread's request to end.",
+        "Seconds that a request waits until another thread's request has ended.",
         left_out="no limit",
     )
     """How many seconds a request waits for another thread's request to end; 0: not at all. None: without limit."""
     reproducible: bool = setting(
         False,
         Switch(),
-        "Write the same text every time, also with --alpha; impossible with --preset balanced.",
+        "Write the same text in every run, also with --alpha. It excludes --preset balanced.",
         option="--reproducible",
     )
     """Whether every run gives the same text, also if experts are substituted. Residency then never depends on timing,

@@ -19,7 +19,7 @@ def test_bench_ends_with_one_line_of_json(run, checkpoint):
     for cell in value["cells"]:
         assert cell.keys() >= {"ttft_seconds", "tpot_seconds", "tokens_per_second", "hit_ratio", "floor_share"}
         assert cell["floor_share"] > 0
-    assert "Prefill" in ran.err and "TPOT" in ran.err
+    assert "(prefill)" in ran.err and "TPOT" in ran.err
 
 
 def test_bench_leaves_out_what_the_context_cannot_hold(run, checkpoint, monkeypatch):

@@ -46,10 +46,16 @@ def test_a_template_of_the_user_replaces_the_models(say, checkpoint, tmp_path):
     assert ran.code == 2 and f"--chat-template {tmp_path} cannot be read: Is a directory" in ran.err
 
 
+def test_the_demo_is_called_a_toy(say, checkpoint):
+    """Would catch a stranger who takes the demo's children's stories for answers."""
+    assert "trained on children's stories" in " ".join(say("demo", "/quit").err.split())
+    assert "children's stories" not in say(checkpoint, "/quit").err
+
+
 def test_reset_forgets(say, checkpoint):
     ran = say(checkpoint, "One", "/reset", "One", "/quit")
     first, second = ran.out.splitlines()[0], ran.out.splitlines()[-1]
-    assert ran.err.count("0 of 3 tokens were in the KV cache") == 2 and "forgotten" in ran.err
+    assert ran.err.count("0 of 3 tokens were in the KV cache") == 2 and "the conversation is deleted" in ran.err
     assert first == second
 
 

@@ -38,7 +38,7 @@ def test_every_layer_is_equal(run, checkpoint):
     [
         (("--tokens", 99), "a prompt of 99 tokens and 2 after it do not fit in the context of 64; give fewer --tokens"),
         (("--tokens", 63), "a prompt of 63 tokens"),
-        (("--alpha", 0.3), "alpha is 0.3, which replaces experts"),
+        (("--alpha", 0.3), "alpha is 0.3, with which experts are replaced"),
         (("--preset", "smoe"), "--preset smoe-exact instead of smoe"),
     ],
 )
@@ -92,7 +92,7 @@ def test_nan_in_an_expert_is_named(run, tmp_path):
     weights["model.layers.1.mlp.experts.4.down_proj.weight"][0, 0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     ran = run("verify", folder, "--memory", "64MiB")
-    assert ran.code == 2 and "layer    0  decode      1 tokens after    0  equal  (input_layernorm" in ran.out
+    assert ran.code == 2 and "layer    0  decode      1 tokens from position    0  equal  (" in ran.out
     assert "NaN" in ran.err and "model.layers.1.mlp.experts.4.down_proj.weight" in ran.err
     assert str(folder / "model.safetensors") in ran.err.replace("\n", "")
 

@@ -1,4 +1,4 @@
-"""The command line. Importing it loads neither torch nor transformers, so `smoe --help` answers at once."""
+"""The command line `smoe`. Importing this module imports neither torch nor transformers, so `smoe --help` is fast."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ smoe plan Qwen/Qwen3-30B-A3B --memory 8GiB
 
 smoe generate ./my-moe --memory 8GiB -p "The capital of France is"
 
-Every command explains itself: smoe COMMAND --help
+Help for a command: smoe COMMAND --help
 
-Exit codes: 0 done, 1 not exact (smoe verify), 2 an error, 3 a worker that its
-coordinator refuses, 130 after Ctrl-C, 143 after SIGTERM, 129 where the
-terminal was closed (SIGHUP); results so far are printed and stored.
+Exit codes: 0 success; 1 results are not exact (smoe verify); 2 an error;
+3 the coordinator refuses this worker (smoe cluster join); 130 after Ctrl-C,
+143 after SIGTERM, 129 after the terminal was closed (SIGHUP). After a signal,
+the results so far are printed and stored.
 """
 
 _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub")
@@ -53,13 +54,13 @@ _NOT_OF_WORKERS = ("torch", "transformers", "safetensors", "gguf", "huggingface_
 
 
 def _paragraphs(text: str | None) -> str:
-    """Return a docstring without line breaks inside paragraphs, because terminals have different widths."""
+    """Return a docstring whose paragraphs have no line breaks: the terminal wraps them at its own width."""
     return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
 
 
 app = typer.Typer(
     name="smoe",
-    help="Run Mixture-of-Experts language models that do not fit in fast memory: exactly, inside a memory budget.",
+    help="Run Mixture-of-Experts language models that do not fit in fast memory, within a memory budget that you set.",
     epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -72,7 +73,7 @@ for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, r
         name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
     )(with_options(_module.command))
 _trace = typer.Typer(
-    help="Draw pictures of recorded runs: smoe trace plot.",
+    help="Draw pictures of the routing of a recorded run: smoe trace plot.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -95,12 +96,12 @@ def _global(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """The options before the command."""
+    """The options that are given before the command."""
 
 
 def main() -> None:
-    """The `smoe` command. An expected error is one message on stderr and exit code 2; with --json, also an object on
-    stdout."""
+    """Run the command `smoe`. An expected error prints one message on stderr and ends with exit code 2; with --json,
+    stdout gets an object that describes the error, too."""
     _open_missing_streams()
     as_json = "--json" in sys.argv[1:]
     try:
@@ -131,7 +132,12 @@ def _explain(error: Exception) -> int:
         _let_go_of_stdout()  # its buffer may be what failed
         print(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and error.name in _NOT_OF_WORKERS:
-        print(f"error: {error.name} is not installed; without it a machine can only be a worker", file=sys.stderr)
+        print(
+            f"error: the package {error.name} is not installed; without it this machine can only be a worker of a "
+            "cluster "
+            f"(smoe cluster join); to run other commands: pip install {error.name}",
+            file=sys.stderr,
+        )
     elif hasattr(error, "exit_code") and hasattr(error, "show"):  # a mistyped command line
         error.show()
         return int(error.exit_code)

@@ -1,4 +1,4 @@
-"""`smoe tune --prices`: measures the quality cost of each resolution of a miss for a model."""
+"""`smoe tune --prices`: measures the quality cost of a substitute, of a low-precision copy and of a dropped expert."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def price_answers(model: str, options: EngineOptions, text: Path | None, tokens: int | None, as_json: bool) -> None:
-    """Measure the quality costs on at most `tokens` tokens, store them and print them."""
+    """Measure the quality cost of each way to resolve a miss on at most `tokens` tokens of text; store and print the
+    costs."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
     from smoe.cli.session import loaded
@@ -71,6 +72,9 @@ def _print_table(priced: PricedAnswers) -> None:
         table.add_row(str(layer), *(shown if priced.low_precision != "none" else ["-", "-", *shown[2:]]))
     output().print(table)
     note(
-        "nats for a route with all of its token's routing weight; it falls with the weight's square, and a "
-        "substitute of equal score costs twice as much as one of score 0; +/-: standard error"
+        "quality cost, in nats, of one miss if the expert has all of its token's routing weight; the cost falls with "
+        "the "
+        "square of the weight; a substitute with the missing expert's score costs twice as much as one of score 0; "
+        "+/-: "
+        "standard error"
     )

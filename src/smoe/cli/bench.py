@@ -1,4 +1,4 @@
-"""`smoe bench`: how fast is this model, on this machine, inside this budget?"""
+"""`smoe bench`: measures the speed of a model on this machine, within a memory budget."""
 
 from __future__ import annotations
 
@@ -25,43 +25,59 @@ smoe bench ./my-moe --memory 8GiB
 
 smoe bench ./my-moe --memory 8GiB --eviction lfu > lfu.json
 
-smoe bench ./my-moe --memory 8GiB --ablation smoe     (what each mechanism of the paper brings)
+smoe bench ./my-moe --memory 8GiB --ablation smoe     (the gain of each mechanism of the paper)
 
 smoe bench ./my-moe --memory 8GiB --share     (a short block to post)
 
 smoe bench ./my-moe --memory 8GiB --ablation smoe --device emulated --profile rtx-4060-ti
 
-The table goes to stderr; one line of JSON to stdout, unless that is a
-terminal (--json: always). Quote it with its machine and budget.
+The table goes to stderr. If stdout is not a terminal, or with --json, one
+line of JSON goes to stdout. When you quote a figure, name the machine and
+the budget.
 """
 
-_PHYSICS = """Prefill loads every expert of a layer once for all prompt tokens: bound by arithmetic, or by the disk.
-Decode reads top-k experts a layer for each token: bound by the disk for those missing, by memory for the others.
-The limit is the slower of the two; "limit" below says how much of it was reached (docs/metrics.md)."""
+_PHYSICS = """A prompt (prefill) loads every expert of a layer once: arithmetic or the disk limits its speed.
+A new token (decode) uses top-k experts of each layer: the disk limits it for missing experts, else memory does.
+The column "limit" shows which share of the speed of the slowest part was reached (docs/metrics.md)."""
 
 
 def command(
     engine: EngineOptions,
     model: Model = "demo",
-    quick: Annotated[bool, typer.Option("--quick", help="Only 16 prompt and 64 new tokens, batch 1 and 3.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only 16 prompt and 64 new tokens, batch 1 and 3.")
+    ] = False,
     share: Annotated[
-        bool, typer.Option("--share", help="Only 128 prompt and 64 new tokens; print a short block to post.")
+        bool, typer.Option("--share", help="Measure only 128 prompt and 64 new tokens; print a short block to post.")
     ] = False,
     ablation: Annotated[
-        str | None, typer.Option(help="Measure the mechanisms of a paper one by one instead: smoe.")
+        str | None,
+        typer.Option(
+            help="Instead: switch on the mechanisms of a paper one after the other, and measure each step: smoe."
+        ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="For --ablation: the text to measure on. Default: stories.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="For --ablation: rounds for every step. \\[default: 2]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="For --ablation: draw it into this file (.png, .svg).")] = None,
-    batch: Annotated[int | None, typer.Option(help="For --ablation: sequences together. \\[default: 1]")] = None,
-    tokens: Annotated[int | None, typer.Option(help="For --ablation: tokens timed in a round. \\[default: 64]")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="With --ablation: file with the text to measure on. Default: stories.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="With --ablation: how often each step is measured. \\[default: 2]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed from which the prompts are drawn.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --ablation: draw the result into this file (.png, .svg).")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="With --ablation: number of sequences that run together. \\[default: 1]")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="With --ablation: number of tokens that are timed in a round. \\[default: 64]")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure speed with the papers' cells: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3.
+    """Measure the speed of a model: 16 or 128 prompt tokens, 64 or 256 new ones, batch 1 and 3, as in the papers.
 
-    The JSON contains machine, versions, model, budget, and the figures of every cell.
+    The JSON contains machine, versions, model, budget, and the figures of every measurement.
     """
     from smoe.benchmark.cells import CELLS, QUICK_CELLS, fitting
     from smoe.benchmark.shared_block import SHARED_CELL
@@ -123,7 +139,7 @@ def _no_cell(context_tokens: int, cells: list[TableCell]) -> ConfigError:
 
 
 def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool, preset: str) -> None:
-    """Raise `ConfigError` for options that would have no effect."""
+    """Raise `ConfigError` for options that would have no effect together."""
     for name, value in given.items():
         if ablation is None and value is not None:
             raise ConfigError.idle(name, value if isinstance(value, int) else str(value), "`ablation` smoe")
@@ -143,7 +159,8 @@ def _check(given: dict[str, Any], ablation: str | None, quick: bool, share: bool
 
 
 def _config(model: str, engine: EngineOptions, cells: list[TableCell]) -> EngineConfig:
-    """Return a configuration whose context just fits the cells, unless one is given: the rest is left for experts."""
+    """Return the settings. If no context is given, it is just long enough for the measurements, so that experts get the
+    rest of the memory."""
     from dataclasses import replace
 
     from smoe.models.checkpoint import described_checkpoint

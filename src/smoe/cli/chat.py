@@ -32,8 +32,11 @@ Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
 _QUIT = "/quit"
+_TOY = (
+    "demo is a toy that was trained on children's stories only: it cannot answer questions; give a chat model for that"
+)
 _LEAVING = (_QUIT, "/exit", "/bye")
-"""Words that end a chat in similar programs."""
+"""Messages that end a chat, here and in similar programs."""
 _COMMANDS = {
     "/help": "lists these commands",
     "/settings": "shows how tokens are chosen, and how much of the context is used",
@@ -78,10 +81,13 @@ def command(
         chosen = _sampling(sampling, ready)
         tokenizer = load_tokenizer(model, engine.revision, template)
         chat = Chat(ready, tokenizer, chosen, parses_control_tokens=parse_control_tokens)
+        if model == "demo":
+            note(_TOY)
         if not chat.has_template:
             note(
-                "this model has no chat template, so it continues your text instead of answering; give a template "
-                "with --chat-template FILE"
+                "this model has no chat template, so it continues your text instead of answering; to use a template, "
+                "give "
+                "--chat-template FILE"
             )
         _help()
         while not was_terminated() and (message := _ask()) not in (None, *_LEAVING):
@@ -91,7 +97,7 @@ def command(
                 _show_settings(ready, chat, chosen, sampling)
             elif message == "/reset":
                 chat.reset()
-                note("forgotten", is_asked=True)
+                note("the conversation is deleted; your next message begins a new one", is_asked=True)
             elif message.startswith("/") and " " not in message:
                 note(f"unknown command {message}; /help lists the commands", is_asked=True)
             elif message:
@@ -101,7 +107,7 @@ def command(
 
 
 def _sampling(options: ChatSamplingOptions, model: PreTrainedModel | None) -> Sampling:
-    """Return the sampling; options that were left out have the model's values."""
+    """Return the sampling settings: the given options, and the model's own values for the others."""
     import secrets
 
     from smoe.generation.sampling import Sampling
@@ -127,7 +133,7 @@ def _help(*, is_asked: bool = False) -> None:
 
 
 def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, options: ChatSamplingOptions) -> None:
-    """Print the sampling settings with their origins, and the memory of the conversation."""
+    """Print the sampling settings, where each comes from, and how much of the context the conversation uses."""
     from smoe.cli.console import note
     from smoe.generation.choices import choices_of
 
@@ -144,7 +150,7 @@ def _show_settings(model: PreTrainedModel, chat: Chat, sampling: Sampling, optio
 
 
 def _ask() -> str | None:
-    """Return the next line; None at the end of the input."""
+    """Return the user's next line; None at the end of the input."""
     from smoe.cli.console import complain, note
     from smoe.cli.interrupts import was_terminated
 

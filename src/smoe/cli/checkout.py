@@ -1,4 +1,4 @@
-"""Programs of the repository's `bench` folder, which the installed package does not contain."""
+"""Imports programs of the repository's folder `bench`, which the installed package does not contain."""
 
 from __future__ import annotations
 

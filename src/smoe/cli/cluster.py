@@ -29,17 +29,19 @@ DEFAULT_NAME = "local"
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
 Memory = Annotated[
     str | None,
-    typer.Option("--worker-memory", help="Memory of each worker for experts.", show_default=DEFAULT_WORKER_MEMORY),
+    typer.Option("--worker-memory", help="Memory for experts in each worker.", show_default=DEFAULT_WORKER_MEMORY),
 ]
 Slots = Annotated[
     int | None,
     typer.Option(
-        help="Instead of --worker-memory: how many experts fit; 1: no cache, 2: no cache, and one expert is read "
-        "while another is computed.",
+        help="Instead of --worker-memory: how many experts a worker holds. 1: it reads an expert, then computes it. 2: "
+        "it reads an expert while it computes another.",
         min=1,
     ),
 ]
-Threads = Annotated[int | None, typer.Option(help="Compute threads of a worker.", min=1, max=MOST_THREADS)]
+Threads = Annotated[
+    int | None, typer.Option(help="Number of threads that compute in a worker.", min=1, max=MOST_THREADS)
+]
 Precision = Annotated[
     str, typer.Option(help=f"Precision of the experts, the same as on the coordinator: {', '.join(PRECISION)}.")
 ]
@@ -115,13 +117,14 @@ def up(
 def invite(
     name: Name = "home",
     address: Annotated[
-        str | None, typer.Option(help="This machine's address in your network, HOST or tcp://HOST:PORT.")
+        str | None,
+        typer.Option(help="This machine's address in your network, to which workers connect: HOST or tcp://HOST:PORT."),
     ] = None,
     every_interface: Annotated[
         bool | None,
         typer.Option(
             "--every-interface/--one-interface",
-            help="Listen on all interfaces of this machine, or on --address only.",
+            help="Whether the coordinator listens on all network interfaces of this machine, or on --address only.",
         ),
     ] = None,
     json: Json = False,
@@ -181,14 +184,17 @@ def invite(
 def join(
     invitation: Annotated[
         str,
-        typer.Argument(help="The line that smoe cluster invite prints, in quotes; or the cluster's NAME, once joined."),
+        typer.Argument(
+            help="The line that smoe cluster invite has printed, in quotes; or the cluster's name, if this machine has "
+            "joined it before."
+        ),
     ],
     model: Model = "demo",
     fetch: Fetch = None,
     rate: Rate = None,
     worker_memory: Memory = None,
     slots: Slots = None,
-    worker: Annotated[str | None, typer.Option(help="Name of this worker. \\[default: the host's name]")] = None,
+    worker: Annotated[str | None, typer.Option(help="Name that this worker gets. \\[default: the host's name]")] = None,
     threads: Threads = None,
     precision: Precision = "auto",
     torch: Torch = None,

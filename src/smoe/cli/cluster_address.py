@@ -1,4 +1,4 @@
-"""Changes of a cluster's address by commands."""
+"""Changes the address of a cluster when a command gives another one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def moved_to(coordinator: Coordinator, address: str) -> Coordinator:
-    """Return the cluster with this address of this machine, and warn about workers that know another one. Raises
-    `ClusterError`."""
+    """Return the cluster with its new address on this machine. Warn about workers that know only the old address.
+
+    Raises `ClusterError` for an address on which this machine cannot listen.
+    """
     from smoe.cli.console import warn
     from smoe.cluster.address import check_own, checked_address
 

@@ -1,5 +1,5 @@
-"""Runs a cluster's draft model: `smoe cluster join --draft`, and that of `smoe cluster up --draft`; and describes one
-in a line."""
+"""Runs a cluster's draft model (`smoe cluster join --draft`, or one process of `smoe cluster up --draft`), and
+describes the state of a draft model in one line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Draft = Annotated[
     bool,
     typer.Option(
         "--draft",
-        help="Run a draft model (with up: start one as well): a quantised copy of the model that runs ahead and "
-        "predicts the next experts (on the coordinator: --preset cluster or od-moe).",
+        help="Run a draft model instead of a worker (smoe cluster up: in addition to the workers). A draft model is a "
+        "quantised copy of the model that runs one token ahead and predicts the experts; the coordinator uses it with "
+        "--preset cluster or od-moe.",
     ),
 ]
 

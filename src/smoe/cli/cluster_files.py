@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 Fetch = Annotated[
     Path | None,
-    typer.Option(help="Instead of MODEL: download the coordinator's model files into this folder."),
+    typer.Option(help="Instead of MODEL: a folder into which the worker downloads the coordinator's model."),
 ]
-Rate = Annotated[str | None, typer.Option(help="With --fetch: the download rate at most, e.g. 20MiB/s.")]
+Rate = Annotated[str | None, typer.Option(help="With --fetch: the highest download rate, e.g. 20MiB/s.")]
 
 
 def send(
@@ -29,7 +29,7 @@ def send(
         str, typer.Option(help=f"Precision of the experts, the same as on the coordinator: {', '.join(PRECISION)}.")
     ] = "auto",
     rate: Annotated[
-        str | None, typer.Option(help="The upload rate to all workers together at most, e.g. 20MiB/s.")
+        str | None, typer.Option(help="The highest upload rate, to all workers together, e.g. 20MiB/s.")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -70,7 +70,7 @@ def send(
 
 
 def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
-    """Raise `ConfigError` for options that exclude each other or are invalid."""
+    """Raise `ConfigError` for options of --fetch that exclude each other or are invalid."""
     if fetch is not None and model != "demo":
         raise ConfigError(
             f"`fetch` {fetch} downloads the coordinator's model, so {model} has no effect; leave out one of the two",
@@ -87,7 +87,8 @@ def check_fetch(model: str, fetch: Path | None, rate: str | None) -> None:
 
 
 def fetched(me: Worker, folder: Path, precision: str, rate: str | None) -> Worker:
-    """Download all files into the folder. Return the worker, which then has no invitation code."""
+    """Download all files of the model into the folder. Return the worker without its invitation code, which is used
+    up."""
     from smoe.cli.console import note, progress
     from smoe.cluster.fetching import Course, Fetcher
     from smoe.cluster.identity import keep_worker

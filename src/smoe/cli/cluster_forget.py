@@ -13,7 +13,7 @@ def forget(
     name: Annotated[str, typer.Option("--name", help="The cluster's name.")],
     worker: Annotated[
         str | None,
-        typer.Option(help="Only this worker of the cluster. \\[default: the whole cluster]", show_default=False),
+        typer.Option(help="Delete only this worker of the cluster. \\[default: the whole cluster]", show_default=False),
     ] = None,
     json: Json = False,
     debug: Debug = False,

@@ -25,7 +25,7 @@ _PANEL = "On Ray"
 Room = tuple[int | None, int | None, str]
 """A worker's memory in bytes or number of experts, and their precision."""
 _TURN_SECONDS = 0.5
-"""The longest delay of a signal, in seconds."""
+"""The longest time, in seconds, until a signal has an effect."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RayOptions:
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Start the workers on the nodes of this Ray cluster, not here: HOST:PORT of its head, or auto.",
+            help="Start the workers on the nodes of a Ray cluster: HOST:PORT of its head, or auto to find it.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -58,12 +58,18 @@ class RayOptions:
     ] = None
     allow_open_ray: Annotated[
         bool,
-        typer.Option("--allow-open-ray", help="Allow a Ray cluster that requires no token.", rich_help_panel=_PANEL),
+        typer.Option(
+            "--allow-open-ray",
+            help="Accept a Ray cluster that requires no token, on which anyone in the network can run programs.",
+            rich_help_panel=_PANEL,
+        ),
     ] = False
 
     def are_given(self, local: int | None) -> bool:
-        """Return whether workers run on Ray. Raises `ConfigError` for options that exclude each other, and without the
-        package ray."""
+        """Return whether the options request workers on Ray.
+
+        Raises `ConfigError` for options that exclude each other, and if the package ray is missing.
+        """
         from smoe.cluster.on_ray import check_ray
 
         if self.ray is None:
@@ -84,7 +90,7 @@ class RayOptions:
 
 
 def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, room: Room) -> None:
-    """Start the workers, and supervise them until Ctrl-C."""
+    """Start the workers on Ray's nodes, and restart those that end, until Ctrl-C."""
     from smoe.cli.console import note, warn
     from smoe.cluster.on_ray import OnRay, join_ray
 
@@ -116,7 +122,8 @@ def up_on_ray(on_ray: RayOptions, name: str, threads: int | None, model: str, ro
 
 
 def opened(model: str, memory_bytes: int | None, slots: int | None, precision: str) -> Served:
-    """Open the experts, on the node that computes them. Importing this module does not load torch."""
+    """Open the experts of a worker; called on the node that computes them. Importing this module does not import
+    torch."""
     from smoe.load.worker_experts import open_experts
     from smoe.presets import configure
 
@@ -124,7 +131,8 @@ def opened(model: str, memory_bytes: int | None, slots: int | None, precision: s
 
 
 def token_file() -> Path | None:
-    """Return the file with Ray's token, if other users can read it there: Ray writes it readable for everyone."""
+    """Return the path of the file with Ray's token if other users can read it, else None. Ray itself makes it readable
+    for all users."""
     if os.name != "posix" or os.environ.get("RAY_AUTH_TOKEN"):
         return None
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

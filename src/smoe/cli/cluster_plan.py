@@ -32,7 +32,7 @@ class WorkerOptions:
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers at most. \\[default: 8, or those of --name]",
+            help="Largest number of workers to forecast. \\[default: 8; with --name: those of the cluster]",
             min=1,
             max=MOST_WORKERS,
             show_default=False,
@@ -40,21 +40,23 @@ class WorkerOptions:
     ] = None
     name: Annotated[
         str | None,
-        typer.Option("--name", help="An existing cluster: use its workers' times, as the coordinator measured them."),
+        typer.Option("--name", help="Name of an existing cluster, whose workers' measured times are used."),
     ] = None
     worker_profile: Annotated[
         str | None,
         typer.Option(
-            help="Machine profile of the workers: raspberry-pi-5, laptop-cpu, ... \\[default: the coordinator's]"
+            help="Profile of the workers' machines: raspberry-pi-5, laptop-cpu, ... \\[default: the coordinator's]"
         ),
     ] = None
     worker_memory: Annotated[
-        str | None, typer.Option(help="Memory of each worker for experts.", show_default=_WORKER_MEMORY)
+        str | None, typer.Option(help="Memory for experts in each worker.", show_default=_WORKER_MEMORY)
     ] = None
-    slots: Annotated[int | None, typer.Option(help="Instead of --worker-memory: how many experts fit.", min=1)] = None
+    slots: Annotated[
+        int | None, typer.Option(help="Instead of --worker-memory: how many experts a worker holds.", min=1)
+    ] = None
 
     def check(self) -> None:
-        """Raise `ConfigError` for options that describe the same thing twice."""
+        """Raise `ConfigError` for two options that set the same property of workers."""
         of_plan = {"worker_profile": self.worker_profile, "worker_memory": self.worker_memory, "slots": self.slots}
         given = [what for what, value in of_plan.items() if value is not None]
         if self.name is not None and given:
@@ -74,7 +76,7 @@ class WorkerOptions:
             )
 
     def wanted(self) -> Wanted:
-        """Return the cluster to forecast."""
+        """Return the description of the cluster to forecast, from these options."""
         worker_bytes = parse_bytes(self.worker_memory or _WORKER_MEMORY, "worker_memory")
         from smoe.report.cluster_outlook import Wanted
 
@@ -87,10 +89,10 @@ def plan(
     engine: MachineOptions,
     workers: WorkerOptions,
     model: Model = "demo",
-    link: Annotated[str, typer.Option(help="The coordinator's network: 100Mbit, 1Gbit, 2.5Gbit, ...")] = _LINK,
+    link: Annotated[str, typer.Option(help="Rate of the coordinator's network: 100Mbit, 1Gbit, 2.5Gbit, ...")] = _LINK,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A run of the model recorded with smoe record; without it, routing is simulated."),
+        typer.Option(help="Trace of the model, written by smoe record. \\[default: simulated routing]"),
     ] = None,
     json: Json = False,
     debug: Debug = False,
@@ -123,7 +125,7 @@ def plan(
 
 
 def _profile(name: str) -> DeviceProfile:
-    """Return a worker's profile, as `read_profile` does."""
+    """Return the profile of the workers' machine, read by `read_profile`."""
     from smoe.memory.emulation import read_profile
 
     try:
@@ -134,8 +136,10 @@ def _profile(name: str) -> DeviceProfile:
 
 
 def _measured(name: str) -> list[MeasuredWorker]:
-    """Return the workers of a cluster as its coordinator measured them last. Raises `ClusterError` where it has
-    measured nothing."""
+    """Return the workers of a cluster with the times that its coordinator measured last.
+
+    Raises `ClusterError` if the coordinator has not measured any.
+    """
     from smoe.load.check_zmq import check_zmq
     from smoe.simulator.cluster_forecast import MeasuredWorker
 
@@ -208,7 +212,7 @@ def _print(found: ClusterOutlook, link: str) -> None:
 
 
 def _span(values: Sequence[Any], words: Callable[[Any], str]) -> str:
-    """Return the range of values in words; one value where all are equal."""
+    """Return the smallest and the largest value in words, or one value if all are equal."""
     least, most = words(min(values)), words(max(values))
     return least if least == most else f"{least} to {most}"
 
@@ -224,7 +228,7 @@ def _enough(found: ClusterOutlook, schedule: str) -> str:
 
 
 def _waits(case: ClusterCase) -> str:
-    """Return the largest part of a token's time, in words."""
+    """Return in words what takes the largest part of a token's time."""
     return f"{case.waits_for} {max(case.waits) / case.seconds_per_token:.0%}"
 
 

@@ -25,7 +25,8 @@ def status(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the workers of a cluster and its draft model: their state, what each has computed, and how long it takes."""
+    """Show the workers of a cluster and its draft model: the state of each, how many experts it has computed, and its
+    times."""
     from smoe.load.check_zmq import check_zmq
 
     check_zmq()
@@ -54,7 +55,7 @@ def status(
 
 
 def _only_cluster() -> str:
-    """Return the name of this machine's only cluster. Raises `ClusterError` where there are several, or none."""
+    """Return the name of the only cluster on this machine. Raises `ClusterError` if there is none, or more than one."""
     from smoe.cluster.identity import clusters
 
     known = clusters()
@@ -68,7 +69,7 @@ def _only_cluster() -> str:
 
 
 def _state_of(coordinator: Coordinator) -> dict[str, Any]:
-    """Return the coordinator's last state, and whether it still runs."""
+    """Return the state that the coordinator stored last, and whether the coordinator still runs."""
     from smoe.cluster.identity import read_status
     from smoe.cluster.running import coordinator_process
 

@@ -18,9 +18,9 @@ Torch = Annotated[
     bool | None,
     typer.Option(
         "--torch/--no-torch",
-        help="Without torch, smoe's own kernels compute the experts in a tenth of the memory; bf16 experts on Linux "
-        "only.",
-        show_default="with torch where it is installed",
+        help="Whether torch or smoe's own kernels compute the experts. Without torch a worker needs a tenth of the "
+        "memory, but works only for bf16 experts on Linux.",
+        show_default="with torch if it is installed",
     ),
 ]
 
@@ -53,7 +53,7 @@ class WorkerRoom(NamedTuple):
 
 
 def check(model: str, room: WorkerRoom, precision: str, torch: bool | None) -> None:
-    """Raise the errors for which a worker would be refused, before any worker is started."""
+    """Raise the errors that a worker would raise at its start, before any worker is started."""
     from smoe.presets import configure
 
     config = configure(precision=precision)
@@ -92,7 +92,7 @@ def be_worker(
 
 
 def _has_torch(torch: bool | None) -> bool:
-    """Return whether to use torch: as requested, or whether it is installed."""
+    """Return whether the worker uses torch: as the option says, else whether torch is installed."""
     from importlib.util import find_spec
 
     return find_spec("torch") is not None if torch is None else torch
@@ -126,8 +126,8 @@ def _serve(me: Worker, model: str, room: WorkerRoom, threads: int | None, precis
 
 
 def serve_until_signal(talking: Talking) -> None:
-    """Serve until a signal, which ends the loop between two turns: within a turn, a library's callback might swallow
-    the exception. A second signal raises `KeyboardInterrupt` at once."""
+    """Run `serve` until a signal. The first signal ends the loop between two turns, because a library's callback might
+    swallow an exception within a turn. A second signal raises `KeyboardInterrupt` at once."""
     from smoe.cli.interrupts import answered_by, check
 
     def on_signal(_: int) -> None:

@@ -1,4 +1,4 @@
-"""The workers of `smoe cluster up`: processes on this machine, which are started, and restarted when they end."""
+"""Starts the workers of `smoe cluster up` as processes on this machine, and restarts workers that end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from smoe.cluster.identity import Coordinator
 
 _ENDING_SECONDS = 10.0
-"""Seconds for a worker to end in order."""
+"""How many seconds a worker gets to end in an orderly way."""
 _LEAST_RUN_SECONDS = 5.0
 """A worker that ends sooner than this is not restarted."""
 

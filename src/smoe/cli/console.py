@@ -1,7 +1,5 @@
-"""The output for people: everything but a command's result goes to stderr; colours only on a terminal.
-
-A quiet command prints its result, warnings and errors, and nothing else.
-"""
+"""Output for the user. The result of a command goes to stdout, all other output to stderr, with colours only on a
+terminal. A quiet command (--quiet) prints its result, warnings and errors only."""
 
 from __future__ import annotations
 
@@ -71,14 +69,14 @@ def print_json(value: Any) -> None:
 
 
 def print_json_error(error: BaseException) -> None:
-    """Print an error as JSON, with details where it is about a setting."""
+    """Print an error as a JSON object; an error about a setting has the setting, its value and the allowed values."""
     facts = error.facts if isinstance(error, SmoeError) else _facts_of_a_mistyped_line(error)
     in_words = {name: as_options(fact) for name, fact in facts.items() if name == "allowed" and isinstance(fact, str)}
     print_json({"error": {"type": type(error).__name__, "message": words_of(error)} | facts | in_words})
 
 
 def _facts_of_a_mistyped_line(error: BaseException) -> dict[str, object]:
-    """Return the details of a parameter that the command line's parser refused."""
+    """Return the details for JSON of a parameter that the parser of the command line refused."""
     parameter = getattr(error, "param", None)
     if parameter is None:
         return {}
@@ -102,10 +100,8 @@ def typed_value(options: Sequence[str]) -> str | None:
 
 
 def stdin() -> TextIO | None:
-    """Return stdin, or None where it is closed. Bytes that are not text become surrogates, which `check_text` refuses.
-
-    On Windows, files and pipes are UTF-8, unless PYTHONIOENCODING is set.
-    """
+    """Return stdin, or None if it is closed. Bytes that are not UTF-8 become surrogates, which `check_text` refuses. On
+    Windows, files and pipes are read as UTF-8, unless PYTHONIOENCODING is set."""
     if sys.stdin is None or sys.stdin.closed:
         return None
     if hasattr(sys.stdin, "reconfigure"):
@@ -115,8 +111,8 @@ def stdin() -> TextIO | None:
 
 
 def gives_json(is_asked: bool) -> bool:
-    """Return whether a command whose tables go to stderr prints JSON: always into files and pipes, into a terminal on
-    request."""
+    """Return whether a command whose tables go to stderr prints JSON on stdout: always if stdout is no terminal, on a
+    terminal only with --json."""
     return is_asked or not sys.stdout.isatty()
 
 
@@ -132,7 +128,7 @@ def warn(text: str) -> None:
 
 
 def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
-    """Print an error, with hints and with commands that prepare what is missing, if there are any."""
+    """Print an error, then hints, then the commands that prepare what is missing (if there are any)."""
     console = errors()
     console.print(f"[bold red]error:[/bold red] {escape(words_of(error))}", soft_wrap=True)
     model = "MODEL" if error.model is None else shlex.quote(error.model)
@@ -150,7 +146,7 @@ def complain(error: SmoeError, commands: Sequence[str] = ()) -> None:
 
 
 def _of_preset(error: SmoeError) -> list[str]:
-    """Return a hint that the refused setting comes from the preset, if it was not typed."""
+    """Return a hint that the refused setting comes from a preset; empty if the user typed the setting."""
     preset, setting = typed_value(["--preset"]) or "", error.setting or ""
     value = PRESETS.get(preset, {}).get(setting)
     option = option_of(setting)
@@ -161,14 +157,15 @@ def _of_preset(error: SmoeError) -> list[str]:
 
 
 def _sequences_typed() -> str:
-    """Return the option for `smoe plan` to plan for a server, which reserves memory for several texts."""
+    """Return the option --max-sequences for a printed `smoe plan`, if the failed command serves several texts; else an
+    empty text."""
     if sys.argv[1:2] != ["serve"]:
         return ""
     return f" --max-sequences {typed_value(['--max-sequences']) or SERVED_SEQUENCES}"
 
 
 def _not_of_plans() -> list[str]:
-    """Return the typed options that `smoe plan` refuses, and --memory, which it chooses."""
+    """Return the typed options that must be left out of a printed `smoe plan`: those that it refuses, and --memory."""
     typed = {option: typed_value([option]) for option in ("--cluster", "--preset", "--prefetch")}
     refused = {"--preset": ("cluster", "od-moe"), "--prefetch": (DRAFT,)}
     return ["--memory"] + [
@@ -184,11 +181,11 @@ def _in_words(names: Sequence[str]) -> str:
 
 @contextmanager
 def progress(command: str = "", unit: str = "", clock: Callable[[], float] = monotonic) -> Iterator[Progress]:
-    """Show progress bars on stderr that disappear when done; if stderr is not a terminal, print a line now and then
-    instead.
+    """Show progress bars on stderr, which disappear at the end of the `with` block. If stderr is no terminal, print a
+    line now and then instead.
 
-    Both show the time left. Lines begin with the command and count in `unit`, unless the task has an `amount`. A task's
-    field `skipped` is the part of `completed` that was done before, which does not count for the speed.
+    Both show the time left. Lines begin with the name of the command. A task counts in `unit` unless it has an
+    `amount`. The part `skipped` of `completed` was done in an earlier run and does not count for the speed.
     """
     console = errors()
     if _is_quiet:
@@ -204,7 +201,7 @@ def progress(command: str = "", unit: str = "", clock: Callable[[], float] = mon
 
 
 def _seconds_left(task: Task, elapsed: float) -> float | None:
-    """Return the seconds that a task still needs, if `elapsed` seconds were needed so far; None: unknown."""
+    """Return how many seconds a task still needs, from its speed so far; None if that is unknown."""
     done = task.completed - task.fields.get("skipped", 0)
     if task.total is None or done <= 0 or task.completed >= task.total:
         return None
@@ -212,7 +209,8 @@ def _seconds_left(task: Task, elapsed: float) -> float | None:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left in a bar's line: estimated at every advance, and counted down in between."""
+    """The column of a progress bar with the time left: estimated at every advance, and counted down between two
+    advances."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,9 +255,9 @@ class _Lines(Progress):
 
 
 class Patience:
-    """A bar on stderr that appears when something takes longer than a second, and disappears when it ends.
+    """A progress bar on stderr that appears if something takes longer than a second, and disappears when it ends.
 
-    `amount()` returns (done, all) in bytes; without it the bar only shows activity.
+    `amount()` returns (bytes done, all bytes); without it the bar shows only that the program works.
     """
 
     def __init__(self, title: str, amount: Callable[[], tuple[int, int]] | None = None) -> None:
@@ -303,5 +301,5 @@ def words_of(error: BaseException) -> str:
 
 
 def as_options(text: str) -> str:
-    """Return a message of the library with options of the command line instead of settings."""
+    """Return a message of the library in which names of settings are replaced by options of the command line."""
     return _SETTING.sub(lambda found: option_of(found[1]), text)

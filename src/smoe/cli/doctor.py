@@ -35,18 +35,20 @@ _MARKS = {"good": "[green]ok  [/green]", "better": "[yellow]hint[/yellow]", "bad
 def command(
     folder: Annotated[
         Path | None,
-        typer.Option(help="A folder on the disk to measure, where models are stored. \\[default: the hub's cache]"),
+        typer.Option(help="Folder with models; its disk is measured. \\[default: the hub's cache]"),
     ] = None,
-    expert_size: Annotated[str, typer.Option(help="Size of one read, such as the size of an expert.")] = "8MiB",
+    expert_size: Annotated[
+        str, typer.Option(help="Size of one read from the disk; give the size of an expert of your model.")
+    ] = "8MiB",
     threads: Annotated[
-        int | None, typer.Option(help="Compute threads to measure with.", min=1, max=MOST_THREADS)
+        int | None, typer.Option(help="Number of threads that compute in the measurement.", min=1, max=MOST_THREADS)
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure memory, disk, link and expert arithmetic, store the profile, and give advice.
+    """Measure this machine: memory, disk, link to the GPU, and arithmetic of experts. Store the rates, and give advice.
 
-    Lower bounds of the time per token (smoe plan, summaries, smoe bench) are computed from this profile.
+    smoe plan, smoe bench and the summaries of runs compute the shortest possible time per token from the stored rates.
     """
     read_bytes = parse_bytes(expert_size, "expert_size")
     if not _LEAST_BYTES <= read_bytes <= _MOST_BYTES:
@@ -104,7 +106,7 @@ def _print(profile: Profile, findings: list[Finding], outside: dict[str, int]) -
 
 
 def _outside_line(outside: dict[str, int]) -> str:
-    """Return the memory of a process with a model on the CPU outside the budget, in words."""
+    """Return in words how much memory a process takes in addition to the budget, if a model runs on the CPU."""
     from smoe.units import format_bytes
 
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in outside.items()) + " at most"

@@ -1,4 +1,4 @@
-"""`smoe eval`: what does a lossy option cost, and what does it buy?"""
+"""`smoe eval`: measures the quality cost and the speed of lossy options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ smoe eval ./my-moe --memory 8GiB --tasks arc_easy,piqa --most-questions 50
 
 smoe eval ./my-moe --recall --draft int8,int4 --periods 0,1,16     (after: smoe pack ./my-moe --precision int8,int4)
 
-A line of questions, by how the answer is scored ("short" is the default):
+A file of questions has one JSON object per line. "format" says how an answer
+is scored ("short" is the default):
 
 {"prompt": "The sky is", "answer": "blue"} - the first line of the output
 
@@ -44,15 +45,17 @@ A line of questions, by how the answer is scored ("short" is the default):
 
 {"prompt": "Who?", "choices": ["he", "she"], "answer": "B"} - likeliest choice
 
-With "format": "cloze" the likeliest per character; with a "suffix" beside
-the choices, the one that makes the suffix likeliest. A is the first choice.
+With choices, the answer is a letter, and A is the first choice. With
+"format": "cloze", the choice with the highest probability per character
+counts; if the line also has a "suffix", the choice counts that makes the
+suffix most probable.
 
-The table goes to stderr; one line of JSON to stdout, unless that is a
-terminal (--json: always). Alpha 0 is the model itself, unless --precision
-puts its experts in fewer bits (int4), --low-precision those that are missing
-and matter little (+int4), or --activations what they multiply (x int8): then
-the model itself is measured, too. Ctrl-C and SIGTERM keep the thresholds that
-are done, and say where.
+The table goes to stderr. If stdout is not a terminal, or with --json, one
+line of JSON goes to stdout. Each setting is compared with the exact model:
+alpha 0. If --precision, --low-precision or --activations changes the model
+even with alpha 0, the exact model is measured in addition; the table calls
+the changed model int4, +int4 or x int8. After Ctrl-C or SIGTERM the finished
+results stay, and a message says where they are.
 """
 
 TOKENS, MOST_QUESTIONS = 2000, 100
@@ -65,51 +68,64 @@ def command(
     model: Model = "demo",
     alphas: Annotated[
         str | None,
-        typer.Option(help="Thresholds, separated by commas. \\[default: 0,0.1, ... 0.6; 0 with low copies]"),
+        typer.Option(
+            help="Values of --alpha to measure, separated by commas. \\[default: 0,0.1, ... 0.6; with "
+            "--low-precision: 0]"
+        ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="What to predict: .txt, or .jsonl with 'text'. Default: stories.")
+        Path | None,
+        typer.Option(help="File with the text to measure on: .txt, or .jsonl with 'text'. Default: stories."),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of the text, at most; with --recall, decoded after each prompt. \\[default: 2000, or 256]"
+            help="Most tokens of the text that are measured; with --recall: tokens decoded after each prompt. "
+            "\\[default: 2000; with --recall: 256]"
         ),
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
-            help="Questions: .jsonl with 'prompt', 'answer', 'choices' (below). Default for the demo: its own."
+            help="File of questions, .jsonl, described below. Default: questions of the demo for the demo, else none."
         ),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="Tasks of lm_eval in place of questions, separated by commas (pip install 'smoe\\[lm-eval]')."
+            help="Tasks of lm_eval to ask instead of --questions, separated by commas (pip install 'smoe\\[lm-eval]')."
         ),
     ] = None,
-    task_folder: Annotated[Path | None, typer.Option(help="Folder of your own lm_eval tasks.")] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(help="With --tasks: a folder with lm_eval tasks of your own.")
+    ] = None,
     most_questions: Annotated[
         int | None,
-        typer.Option("--most-questions", help="Questions of each task, at most; 0: none. \\[default: 100]"),
+        typer.Option(
+            "--most-questions",
+            help="Most questions that are asked, of each task with --tasks; 0: none. \\[default: 100]",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Store results in this folder, and continue from those in it.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw quality and time against alpha: .png, .svg or .pdf; with --recall a folder."),
+        typer.Option(
+            help="File for a picture of quality and time by alpha: .png, .svg or .pdf; with --recall: a folder."
+        ),
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the quality cost of expert substitution: perplexity, divergence, accuracy and time by threshold.
+    """Measure the quality cost of expert substitution: perplexity, divergence, accuracy and time for each alpha.
 
-    Text is read token by token, as in generation, with the cache in the state that it would have. Every threshold reads
-    the same tokens; differences from the exact model have intervals of 95 %.
+    Text is read token by token, with experts in memory as they would be in generation. Every alpha reads the same
+    tokens. Differences from the exact model have intervals of 95 %.
 
-    With --recall: measure how well draft models (copies in fewer bits, decoding alongside) predict the next experts, by
-    precision and by how often they are aligned, compared with predictors that need no copy, on the same exact runs.
+    With --recall: measure how many of the next experts draft models predict. Draft models are copies of the model in
+    fewer bits that decode the same text. The table compares precisions, how often a draft model takes over the model's
+    tokens, and predictors that need no copy.
     """
     if drafts.recall:
         _refuse_prices(alphas=alphas, questions=questions, tasks=tasks, task_folder=task_folder, out=out)
@@ -132,7 +148,7 @@ def _material(
     tasks: str | None,
     task_folder: Path | None,
 ) -> Material:
-    """Return the texts and questions, with defaults for what the user left out."""
+    """Return the texts and questions to measure on: those given, or the defaults."""
     from smoe.cli.prices import Material
 
     most = MOST_QUESTIONS if most_questions is None else most_questions
@@ -169,7 +185,7 @@ def _price(
 
 
 def _refuse_prices(**given: object) -> None:
-    """Raise `ConfigError` for options of quality costs, which were not requested."""
+    """Raise `ConfigError` for options that belong to quality costs, in a command that does not measure these."""
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
@@ -183,8 +199,10 @@ def _refuse_prices(**given: object) -> None:
 def _task_names(
     tasks: str | None, task_folder: Path | None, questions: Path | None, most_questions: int
 ) -> tuple[str, ...]:
-    """Return the tasks of lm_eval; empty where none are requested. Raises `ConfigError` for options that exclude each
-    other."""
+    """Return the names of the tasks of lm_eval; empty if none are requested.
+
+    Raises `ConfigError` for options that exclude each other.
+    """
     if tasks is not None and questions is not None:
         message = "--tasks and --questions both choose the questions; give one of them"
         raise ConfigError(message, setting="tasks", given=tasks, allowed="only without `questions`")

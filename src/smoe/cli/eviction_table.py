@@ -1,4 +1,4 @@
-"""The table of a tuning of eviction policies: the cost of each on the training traces, and on others."""
+"""Prints how many misses each eviction policy has on the traces that it was fitted to, and on other traces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from smoe.cli.console import output
 def print_evictions(
     heading: str, unit: str, usual: str, figures: Mapping[str, float], held_out: Mapping[str, float] | None
 ) -> None:
-    """Print a heading, then a row for each policy: its figure in `unit`, and the difference from the `usual`
-    policy's."""
+    """Print a heading, then one line for each policy: its figure in `unit`, and the difference from the policy
+    `usual`."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("eviction")
     columns = {unit: figures} | ({"held out": held_out} if held_out else {})

@@ -1,5 +1,5 @@
-"""The commands to type first where settings need something that does not exist yet: a pack, quality costs, a trained
-predictor, workers, a device."""
+"""Finds the commands to type first if settings need something that does not exist yet: a pack, measured quality costs,
+a trained predictor, workers, or a device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from smoe.policy.registry import EXPERT_MLP
 from smoe.presets import PRESETS
 
 TRIED_TOKENS = 100
-"""The tokens for a trial training of a predictor: half a minute for the embedded model, instead of a quarter of an hour
-by default."""
+"""How many tokens the printed command trains a predictor on: half a minute for the demo, instead of a quarter of an
+hour."""
 _TERMINAL = "  # in another terminal, until Ctrl-C"
 
 
 class Preparation(NamedTuple):
-    """Commands with `MODEL` as a placeholder, and options to add to the refused command."""
+    """What to type before the refused command: commands, with `MODEL` as a placeholder, and options to add to the
+    refused command."""
 
     commands: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
 
 def commands_for(error: UnpreparedError) -> list[str]:
-    """Return commands to type in order, the last of which is the refused command; empty where the error is about no
+    """Return the commands to type, in order; the last one is the refused command. Empty if the error is not about a
     model."""
     if error.model is None:
         return []
@@ -52,8 +53,8 @@ def _preparation(error: UnpreparedError) -> Preparation:
 
 
 def _workers(draft_precision: str | None) -> Preparation:
-    """Return the commands for two workers on this machine, and a draft model if the preset uses one; running workers
-    are not started again."""
+    """Return the commands that start two workers on this machine, and a draft model if `draft_precision` is given, and
+    the options to add to the refused command. Commands for workers that already run are left out."""
     has_draft, has_zmq = draft_precision is not None, find_spec("zmq") is not None
     up = f"smoe cluster up MODEL --local 2{' --draft' if has_draft else ''} {_TERMINAL}"
     commands = () if has_zmq and _are_running(has_draft) else (up,)
@@ -66,7 +67,7 @@ def _workers(draft_precision: str | None) -> Preparation:
 
 
 def _are_running(with_draft: bool) -> bool:
-    """Return whether the workers of the cluster on this machine already run."""
+    """Return whether workers of the default cluster already run on this machine."""
     from smoe.cluster.identity import clusters, read_coordinator
     from smoe.cluster.running import keeper_process
 
@@ -76,6 +77,6 @@ def _are_running(with_draft: bool) -> bool:
 
 
 def _of_preset(setting: str) -> str | None:
-    """Return the typed preset's value of a setting; None where it has none."""
+    """Return the value that the typed preset gives to a setting; None if it gives none."""
     value = PRESETS.get(typed_value(["--preset"]) or "", {}).get(setting)
     return None if value is None else str(value)

@@ -36,8 +36,8 @@ cat question.txt | smoe generate mistralai/Mixtral-8x7B-v0.1 --memory 12GiB --st
 
 smoe generate -p "One day" -p "In the garden" --json
 
-The text goes to stdout, all else to stderr (--quiet: only warnings). Ctrl-C
-and SIGTERM end the text early and still print the summary.
+The text goes to stdout, all other output to stderr (--quiet: only
+warnings). Ctrl-C and SIGTERM end the text early and still print the summary.
 """
 
 DEMO_PROMPT = "Once upon a time"
@@ -53,23 +53,26 @@ def command(
     model: Model = "demo",
     tpot: Annotated[
         str | None,
-        typer.Option(help="LOSSY: the least substitution that meets this time per token (80ms); needs smoe tune."),
+        typer.Option(
+            help="LOSSY: use the smallest alpha that meets this time per token, e.g. 80ms; needs smoe tune --tpot."
+        ),
     ] = None,
     watch: Annotated[
         bool,
         typer.Option(
             "--watch",
-            help="Show the run on a web page of this machine: where experts are, what is read, what is waited for. "
-            "Generation begins when the page is opened, or after a minute.",
+            help="Show the run in a browser: which experts are in memory, which are read, and what the time is spent "
+            "on. "
+            "The address is printed; generation begins when it is opened, or after a minute.",
         ),
     ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Continue a prompt, inside the memory budget.
+    """Continue a prompt, within the memory budget.
 
-    The text streams to stdout. A summary on stderr shows the speed, what was read, and how close the run came to the
-    limits of this machine.
+    The text goes to stdout while it is generated. A summary on stderr shows the speed, how much was read, and how close
+    the run came to the limits of this machine.
     """
     from smoe.cli.console import is_quiet, print_json
     from smoe.cli.interrupts import exit_code
@@ -111,7 +114,7 @@ def read_prompts(options: PromptOptions, model: str) -> list[str]:
 
 
 def to_sampling(options: SamplingOptions) -> Sampling:
-    """Return the options as `Sampling`."""
+    """Return the sampling options as `Sampling`."""
     from smoe.generation.sampling import Sampling
 
     return Sampling(
@@ -124,11 +127,12 @@ def to_sampling(options: SamplingOptions) -> Sampling:
 
 
 def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
-    """Return the target time per token. It determines alpha, so an explicit alpha is refused."""
+    """Return the requested time per token in seconds, or None. A time determines alpha, so an explicit alpha is
+    refused."""
     from smoe.units import parse_seconds
 
     if tpot is not None and engine.max_perplexity_increase is not None:
-        message = "--tpot and --max-perplexity-increase are two budgets; give one of them"
+        message = "--tpot sets a time per token and --max-perplexity-increase a quality cost; give only one of them"
         raise ConfigError(message, setting="tpot", given=tpot, allowed="only without `max_perplexity_increase`")
     if tpot is not None and engine.alpha is not None:
         message = "--tpot chooses alpha; give either --tpot or --alpha"
@@ -137,8 +141,8 @@ def _seconds(tpot: str | None, engine: EngineOptions) -> float | None:
 
 
 def _meet(seconds: float, model: str, preset: str, ready: PreTrainedModel) -> None:
-    """Set the smallest alpha that meets a time per token, according to `smoe tune`, at the current read rate of the
-    disk."""
+    """Set the smallest alpha that meets a time per token, by the measurements of `smoe tune` and the disk's present
+    read rate."""
     from smoe.cli.console import note
     from smoe.eval.tune import circumstances_of, look_at_reading, recall
     from smoe.presets import PRESETS
@@ -217,7 +221,8 @@ def _identity(model: str, sampling: SamplingOptions) -> dict[str, object]:
 
 
 def _show_prompt(texts: list[str]) -> None:
-    """Print a short prompt before its continuation, on a terminal only; never on stdout, which has the text alone."""
+    """Print a short prompt before its continuation, if the output is a terminal. It goes to stderr, because stdout has
+    only the new text."""
     from smoe.cli.console import errors, is_quiet
 
     if is_quiet():
@@ -227,7 +232,7 @@ def _show_prompt(texts: list[str]) -> None:
 
 
 def _writer(prompts: int) -> OnText | None:
-    """Return a function that writes new text to stdout; None for several texts."""
+    """Return a function that writes new text to stdout; None for several texts, which are printed at the end."""
     if prompts > 1:
         return None
 
@@ -239,7 +244,7 @@ def _writer(prompts: int) -> OnText | None:
 
 
 def _after(stop: Callable[[], None], write: OnText | None, say: OnText | None) -> OnText | None:
-    """Return a function that writes text after the bar has gone, and to the page as well."""
+    """Return a function that first removes the progress bar, then writes text to stdout and to the page."""
 
     def write_after(row: int, text: str) -> None:
         if write is not None:

@@ -37,7 +37,8 @@ _BREAK = getattr(signal, "SIGBREAK", None)
 _NUMBERS = [number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP, _BREAK) if number is not None]
 _SHOW_CURSOR = "\x1b[?25h"
 _PATIENCE = 2
-"""The number of signals after which a program that ends at the first one exits at once: a key may be pressed twice."""
+"""How many signals a program that ends at the first one may receive; one more makes it exit at once. Two, because a key
+may be pressed twice."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -59,7 +60,7 @@ _state = _State()
 
 
 def was_terminated() -> bool:
-    """Return whether the whole process should end, and not only its current work."""
+    """Return whether a signal asks the whole process to end, and not only its current work (as Ctrl-C does)."""
     return _state.first not in (None, signal.SIGINT)
 
 
@@ -70,7 +71,7 @@ def exit_code() -> int:
 
 @contextmanager
 def ending_in_order(*, as_json: bool) -> Iterator[None]:
-    """End the command with a message and its exit code at an unhandled interrupt within the `with` block."""
+    """If a signal interrupts the `with` block, print a message and end the command with the signal's exit code."""
     from smoe.cli.console import print_json, warn
 
     _state.as_json = as_json
@@ -102,8 +103,8 @@ def at_the_first() -> Iterator[None]:
 
 @contextmanager
 def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
-    """Let signals call `answer` for the duration of the `with` block, in the main thread between any two instructions,
-    and raise nothing."""
+    """During the `with` block, a signal calls `answer` and raises no exception. The call comes in the main thread,
+    between any two instructions."""
     check()
     _state.answer = answer
     try:
@@ -113,7 +114,7 @@ def answered_by(answer: Callable[[int], None]) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise the `KeyboardInterrupt` of a received signal, in case a destructor or a library has swallowed it."""
+    """Raise the `KeyboardInterrupt` of a signal that a destructor or a library has swallowed."""
     if _state.received:
         raise Terminated if was_terminated() else KeyboardInterrupt
 
@@ -167,7 +168,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave(number: int) -> NoReturn:
-    """End the process at once. No library writes the message, because it may be what was interrupted."""
+    """End the process at once, after a message that is written without any library, because the signal may have
+    interrupted one."""
     if _state.is_leaving:  # another signal within this function
         os._exit(128 + number)
     _state.is_leaving, words = True, "interrupted"

@@ -1,4 +1,5 @@
-"""Stores what a command has measured. If that is impossible: a warning before the work, and the printed result."""
+"""Stores a measured result. If it cannot be stored, the user gets a warning before the measurement, and the result is
+printed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from smoe.user_cache import PLACE, cache_folder, check_writable
 
 
 class ResultDestination:
-    """The place of a result, made before a long measurement: warns at once if the result cannot be stored."""
+    """The folder of a result. It is made before a long measurement, and warns at once if the folder cannot be
+    written."""
 
     def __init__(self) -> None:
         self._is_printed = False
@@ -23,7 +25,7 @@ class ResultDestination:
             self._say("will not be", error)
 
     def keep(self, save: Callable[[], Path]) -> Path | None:
-        """Return where `save` has stored a result; None where it failed."""
+        """Store a result by calling `save`. Return the path; None if storing failed."""
         try:
             return save()
         except OSError as error:

@@ -1,5 +1,5 @@
-"""Imports the libraries that run a model, which takes seconds and makes 390,000 objects, almost none of them
-garbage."""
+"""Imports the libraries that run a model. This takes seconds and makes 390,000 objects, almost all of which stay in
+use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from smoe.garbage import collection_paused
 
 
 def import_libraries(model: str, config: EngineConfig) -> None:
-    """Import the libraries with garbage collection disabled, which saves a fifth of the time (docs/log/library.md).
-    Raises `BudgetError` before that where the budget cannot hold the model."""
+    """Import the libraries, with garbage collection off, which saves a fifth of the time (docs/log/library.md).
+
+    Raises `BudgetError` before the import if the budget cannot hold the model.
+    """
     from smoe.report.early_refusal import refuse_early
 
     with collection_paused():

@@ -1,4 +1,5 @@
-"""The package's log on stderr, on request: `-v`, `-vv`, or SMOE_LOG=info. All loggers are below `smoe`."""
+"""Prints the package's log on stderr if the user requests it: `-v`, `-vv`, or SMOE_LOG=info. All loggers are below
+`smoe`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from smoe.units import parse_bytes
 Model = Annotated[
     str,
     typer.Argument(
-        help="'demo', a folder with config.json and safetensors, a GGUF file, or a hub id (GGUF: ID:Q4_K_M)."
+        help="A folder with config.json and safetensors, a GGUF file, a hub id (for a GGUF file of the hub: "
+        "OWNER/REPO:Q4_K_M), or demo, a toy that is part of smoe."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
@@ -44,7 +45,13 @@ def _list_settings(given: list[str] | None) -> list[str] | None:
 _OWN: list[tuple[str, Any, Any]] = [
     (
         "preset",
-        Annotated[str, typer.Option(help=f"Named set of settings: {', '.join(PRESETS)}.", rich_help_panel=ENGINE)],
+        Annotated[
+            str,
+            typer.Option(
+                help=f"Named set of settings, which other options override: {', '.join(PRESETS)}.",
+                rich_help_panel=ENGINE,
+            ),
+        ],
         "exact",
     ),
     (
@@ -56,7 +63,8 @@ _OWN: list[tuple[str, Any, Any]] = [
 _SET = typer.Option(
     "--set",
     metavar="NAME=VALUE",
-    help="Any other setting, e.g. prefill_keep=eviction; --set help lists them all. Repeatable.",
+    help="A setting that has no option of its own, e.g. prefill_keep=eviction; --set help lists these settings. "
+    "Repeatable.",
     rich_help_panel=ENGINE,
     is_eager=True,  # a listing needs no other options
     callback=_list_settings,
@@ -64,7 +72,7 @@ _SET = typer.Option(
 
 
 def _attribute(option: str) -> str:
-    """Return the name of an option's value, as the command line's parser has it."""
+    """Return the name of the attribute in which the parser of the command line stores an option."""
     return option.removeprefix("--").replace("-", "_")
 
 
@@ -79,14 +87,14 @@ def _declared(each: Setting) -> tuple[str, Any, Any]:
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
-    """Return all options of the engine: those of settings, and two more before those of the panel Engine."""
+    """Return all options of the engine: those of settings, and two further ones before the panel Engine."""
     of_settings = [_declared(each) for each in SETTINGS.values() if each.option]
     first = sum(each.panel == MEMORY for each in SETTINGS.values() if each.option)
     return [*of_settings[:first], *_OWN, *of_settings[first:], ("settings", Annotated[list[str] | None, _SET], None)]
 
 
 class _Configurable:
-    """What the options of the engine mean together."""
+    """Base of the engine's options: turns all of them together into a configuration."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -129,7 +137,7 @@ class _Configurable:
 
     @property
     def _preset(self) -> str:
-        """Return the given preset, or the one that an option implies."""
+        """Return the preset: the given one, or the one that another option implies."""
         if self.preset != "exact":
             return str(self.preset)
         if self.max_perplexity_increase is not None:
@@ -155,8 +163,8 @@ else:
 
 
 def in_container(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of a process that has a container for itself, on a CPU: the container's limit is the
-    memory budget, if there is a limit and no budget was given."""
+    """Return the configuration for a command that may use the whole container, on a CPU. If the container has a memory
+    limit and no budget was given, the limit is the memory of the process."""
     from smoe.load.planned_device import planned_device
     from smoe.machine.available_memory import container_bytes
     from smoe.machine.device import CPU
@@ -169,7 +177,7 @@ def in_container(config: EngineConfig) -> EngineConfig:
 
 
 def _refuse_idle_copies(config: EngineConfig) -> None:
-    """Raise `ConfigError` for low copies that would never be used."""
+    """Raise `ConfigError` for low-precision copies that no setting would use."""
     by_thresholds = config.precision_shares is None and not config.prices_answers
     if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
         raise ConfigError(
@@ -183,9 +191,9 @@ def _refuse_idle_copies(config: EngineConfig) -> None:
 
 
 def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
-    """Return the configuration for any threshold: the smoe preset, if none is given.
+    """Return the configuration for a command that tries several alphas: with the preset smoe, if none is given.
 
-    Raises `ConfigError` for a given threshold, because the command chooses its own.
+    Raises `ConfigError` if the user gave an alpha.
     """
     if options.alpha is not None:
         message = "this command sets alpha; leave out --alpha"
@@ -197,13 +205,13 @@ def substituting(options: EngineOptions, sequences: int = 1) -> EngineConfig:
 
 
 def perplexity_share(given: str) -> float:
-    """Return a written increase of perplexity, such as 1%, as a share."""
+    """Return a typed increase of perplexity, such as 1%, as a share (0.01)."""
     share: float = SETTINGS["max_perplexity_increase"].allowed.parse("max_perplexity_increase", given)
     return share
 
 
 def check_text(text: str, source: str) -> None:
-    """Raise `ConfigError` for bytes that are not UTF-8, which an operating system may pass."""
+    """Raise `ConfigError` for text with bytes that are not UTF-8; `source` names where the text comes from."""
     try:
         text.encode("utf8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""`smoe pack`: put every expert in one piece, once, so that each is a single read; as it is, or in fewer bits."""
+"""`smoe pack`: writes a model's experts into one file, each expert in one piece, so that one read loads it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ smoe pack ./model-Q8_0.gguf --precision int2   a lower copy of experts that are 
 
 smoe pack mistralai/Mixtral-8x7B-v0.1 --dtype bfloat16
 
-The packed files are next to the weights, or in your cache where that folder
-cannot be written, and of the demo. One in a dtype is found by itself; one in
-fewer bits is used where --precision or --low-precision asks for it. Delete
-them at any time; nothing else depends on them.
+The packed file is written next to the weights, or into your cache if that
+folder cannot be written and for the demo. A file with the same bits is used
+automatically; a file in fewer bits is used with --precision or
+--low-precision. You can delete a packed file at any time.
 """
 
 CALIBRATION_TOKENS = 16384
@@ -58,13 +58,17 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     calibration_text: Annotated[
         Path | None,
-        typer.Option(help="With --precision: calibrate the quantisation on this text (.txt, .jsonl)."),
+        typer.Option(
+            help="With --precision: reduce the error of the quantisation for texts like this file (.txt, .jsonl)."
+        ),
     ] = None,
     calibration_tokens: Annotated[
         int | None,
-        typer.Option(help=f"Tokens of the calibration text, at most. \\[default: {CALIBRATION_TOKENS}]", min=1),
+        typer.Option(
+            help=f"Most tokens that are used of the calibration text. \\[default: {CALIBRATION_TOKENS}]", min=1
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Pack again even if a valid file exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write the file again even if a valid one exists.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -104,7 +108,7 @@ def command(
 
 
 def _precisions(given: str | None) -> list[str | None]:
-    """Return the requested precisions in their order; None: the dtype decides."""
+    """Return the requested precisions in their order; None: no precision is given, and the bits stay as they are."""
     from smoe.bounds import PRECISION
 
     if given is None:
@@ -124,7 +128,7 @@ def _pack(
     force: bool,
     text: _CalibrationText | None,
 ) -> dict[str, Any]:
-    """Pack what has no valid file yet, and return what exists then."""
+    """Write each requested file that does not exist or is invalid. Return the valid files."""
     from dataclasses import replace
 
     from smoe.models.checkpoint import local_checkpoint, whole_checkpoint
@@ -166,7 +170,7 @@ def _pack(
 
 
 def _as_they_are(checkpoint: Checkpoint, spec: LibrarySpec, dtype: str) -> Contents:
-    """Return the contents of a file that changes no number."""
+    """Return the description of a packed file with unchanged numbers."""
     from smoe.models.packed import contents_as_they_are
 
     checkpoint.check_gatherable()
@@ -192,7 +196,7 @@ def _same_for_every(dtype: str, what: str) -> ConfigError:
 
 
 def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one file's description, for programs."""
+    """Return the description of one packed file for JSON."""
     return {
         "file": str(path),
         "contents": contents.name,
@@ -204,7 +208,7 @@ def _entry(contents: Contents, path: Path, was_there: bool, records: list[dict[s
 
 
 def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
-    """Return the tokens for calibration; empty without a text."""
+    """Return the token ids of the calibration text; empty if no text is given."""
     from smoe.eval.calibrate import calibration_ids
     from smoe.eval.texts import read_documents
 
@@ -214,7 +218,7 @@ def _ids(checkpoint: Checkpoint, text: _CalibrationText | None) -> list[int]:
 
 
 def _mark(ids: Sequence[int]) -> str | None:
-    """Return the mark that identifies a file's calibration text."""
+    """Return the checksum of the calibration tokens, which a packed file contains."""
     from hashlib import sha256
 
     return sha256(repr(list(ids)).encode()).hexdigest() if ids else None
@@ -251,7 +255,7 @@ def _calibration(
 
 
 def _good(checkpoint: Checkpoint, contents: Contents) -> Packed | None:
-    """Return the existing packed file, if it fits the checkpoint and all its checksums are correct."""
+    """Return the existing packed file if it belongs to the checkpoint and all its checksums are correct; else None."""
     from smoe.cli.console import note, warn
     from smoe.cli.pack_check import find_damage
 

@@ -9,8 +9,8 @@ from smoe.units import format_bytes
 
 
 def find_damage(packed: Packed, contents: Contents, command: str) -> list[int]:
-    """Return the layers whose bytes differ from those that were written; `command` begins the lines where no bar is
-    shown."""
+    """Return the layers of a packed file whose bytes differ from their checksums. `command` begins the progress lines
+    if stderr is no terminal."""
     with progress(command) as bars:
         task = bars.add_task("checking the packed file", total=contents.experts * contents.stride, amount="")
 

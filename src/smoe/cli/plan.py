@@ -39,12 +39,12 @@ headers are read. Run smoe doctor once for measured rates.
 
 
 _LEAST_GAIN = 0.01
-"""The least gain of speed that is worth mentioning."""
+"""The smallest gain of speed, as a share, that a plan mentions."""
 
 
 @dataclass(frozen=True)
 class MachineOptions(EngineOptions):
-    """The engine's options for a plan: a profile alone selects the machine to plan for."""
+    """The engine's options for `smoe plan`: here --profile alone selects the machine to forecast for."""
 
     def config(self, sequences: int = 1) -> EngineConfig:
         options: Any = self
@@ -54,12 +54,11 @@ class MachineOptions(EngineOptions):
 
 
 def command(engine: MachineOptions, model: Model = "demo", json: Json = False, debug: Debug = False) -> None:
-    """Forecast what a model needs and what a memory budget achieves, from its config.json, before the weights are
-    downloaded.
+    """Forecast how a model would run on this machine, from its config.json, before its weights are downloaded.
 
-    Prints bytes by role, expert slots, the share of experts that stay in memory, and the expected speed on this machine
-    or on that of a --profile: the engine's own plans are simulated, with routing that repeats as in recorded texts.
-    Also prints what other budgets, presets, precisions and a faster disk would achieve, and the command to type.
+    Prints how the memory is divided, how many experts stay in memory, and the expected speed. The forecast simulates
+    smoe's own decisions on this machine, or on that of --profile. It also shows what other budgets, presets, precisions
+    and a faster disk would achieve, and the command to type.
     """
     from smoe.cli.console import note, output, print_json
     from smoe.report.forecast import forecast
@@ -73,8 +72,9 @@ def command(engine: MachineOptions, model: Model = "demo", json: Json = False, d
         _print(result)
         if config.max_sequences == 1 and result.ledger.resident_share < 1:
             note(
-                f"planned for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES}: add "
-                f"--max-sequences {SERVED_SEQUENCES} to plan for it"
+                f"this plan is for one sequence at a time; smoe serve reserves memory for {SERVED_SEQUENCES}: to "
+                "plan for it, "
+                f"add --max-sequences {SERVED_SEQUENCES}"
             )
         if result.outlook is not None:
             output().print(result.outlook.plainly(), soft_wrap=True, highlight=False)
@@ -140,15 +140,15 @@ def _print_expected(outlook: Outlook, console: Console) -> None:
     span = f" ({slowest} - {fastest})" if slowest != fastest else ""
     speed, first = f"{_expected(outlook, outlook.asked)} tokens/s", _first(outlook, outlook.asked)
     once = outlook.asked.first_pass_seconds
-    longer = "" if once is None else f" (of a process's first {format_seconds(once)} later)"
+    longer = "" if once is None else f" (the first prompt of a process: {format_seconds(once)} later)"
     gain = outlook.with_faster_reads.tokens_per_second / run.tokens_per_second - 1
     share = run.parts[run.bound_by] / run.seconds_per_token
     reads = "link" if outlook.machine.has_link else "disk"
     advice = f"; a {reads} twice as fast would make it {gain:.0%} faster" if gain >= _LEAST_GAIN else ""
     console.print(
         f"\n[bold]{speed}[/bold]{span if outlook.spread == (1, 1) else ''} on {outlook.machine.name}, simulated; "
-        f"{share:.0%} of the time: {run.bound_by}\n"
-        f"first token of a prompt of {PROMPT_TOKENS} after {first}{longer}{advice}",
+        f"{share:.0%} of the time goes to: {run.bound_by}\n"
+        f"first token of a prompt of {PROMPT_TOKENS} tokens after {first}{longer}{advice}",
         soft_wrap=True,
         highlight=False,
     )
@@ -182,12 +182,12 @@ def _print_others(outlook: Outlook, console: Console) -> None:
 
 
 def _lacking(outlook: Outlook) -> list[str]:
-    """Return lines about what must be made first."""
+    """Return one line for each file or measurement that these settings need and that does not exist yet."""
     return [f"missing: {line}" for line in outlook.asked.missing]
 
 
 def _expected(outlook: Outlook, case: Case) -> str:
-    """Return the expected tokens per second: one figure where a run has calibrated the forecast, else a range."""
+    """Return the expected tokens per second: one figure if a run has calibrated the forecast, else a range."""
     simulated = case.run.tokens_per_second
     if outlook.spread == (1, 1):
         return _rate(simulated)
@@ -220,19 +220,20 @@ _STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": 
 
 
 def _taken(entries: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the entries that take memory."""
+    """Return the entries of the ledger that take memory, as (name, bytes)."""
     return [(name, count) for name, count in entries.items() if count]
 
 
 def _experts(ledger: Ledger) -> str:
-    """Return how many experts stay in memory, at least and at most."""
+    """Return in words how many experts stay in memory: most of the time, and while all reserved memory is in use."""
     nbytes = format_bytes(ledger.most_experts_bytes)
     if ledger.most_slots == ledger.cache_slots:
         return f"{_slots(ledger)}, {nbytes}"
     share = ledger.most_slots / ledger.demand.total_experts
     return (
-        f"{ledger.most_slots} ({share:.0%}), {nbytes}; {_slots(ledger)} once all positions, and a prompt of "
-        f"{ledger.demand.step_tokens} tokens, need their memory"
+        f"{ledger.most_slots} ({share:.0%}), {nbytes}; {_slots(ledger)} while a prompt of "
+        f"{ledger.demand.step_tokens} tokens "
+        "is computed and the whole context is in use"
     )
 
 

@@ -11,7 +11,7 @@ from smoe.errors import ConfigError
 
 
 def check_plot(path: Path) -> None:
-    """Raise `ConfigError` for a picture that could not be drawn, before hours of work."""
+    """Raise `ConfigError` if the picture's file could not be written. Called before hours of measurements."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise _no_plot(path, "; it must end in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
@@ -23,7 +23,8 @@ def check_plot(path: Path) -> None:
 
 
 def check_folder(path: Path, setting: str = "out") -> None:
-    """Raise `ConfigError` for an unusable folder for pictures, before the work for them; it need not exist yet."""
+    """Raise `ConfigError` if the folder for pictures cannot be used. It need not exist yet. Called before the
+    measurements."""
     place = path if path.exists() else path.absolute().parent
     if not place.is_dir():
         why = (

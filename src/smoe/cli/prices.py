@@ -1,4 +1,5 @@
-"""Measures the quality costs of thresholds for a command: the text, a progress bar for each, the table."""
+"""Measures the quality cost of several alphas for a command, and shows the text, a progress bar for each alpha, and a
+table."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ _HEADS = (
     "hits\n%",
     "TPOT\nms",
 )
-_LEGEND = """change: interval of 95 % of the difference from the exact model; KL, top 1: next
-token's distribution and likeliest token against its; replaced: experts that a
-substitute or low copy computed, or that were dropped; hits: experts in memory"""
+_LEGEND = """change: 95 % interval of the difference from the exact model; KL: divergence of
+the next token's distribution from the exact model's; top 1: how often both have
+the same likeliest token; replaced: share of chosen experts that a substitute
+or low-precision copy replaced, or that were dropped; hits: share in memory"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Material:
     text: Path | None
     """The text; None: the demo's stories."""
     tokens: int
-    """The maximum number of tokens of the text."""
+    """The largest number of tokens of the text that are used."""
     questions: Path | None = None
     """The questions; None: the demo's own for the demo, none for other models."""
     most_questions: int = 0
@@ -58,16 +60,16 @@ class Material:
     task_folder: Path | None = None
     """A folder with descriptions of the user's own tasks."""
     least_tokens: int = 2
-    """The minimum number of tokens from which a result is meaningful."""
+    """The smallest number of tokens that gives a meaningful result."""
 
 
 def measured(
     engine: EngineOptions, model: str, thresholds: list[float], material: Material, out: Path | None
 ) -> tuple[list[Price], dict[str, Any]]:
-    """Return the quality cost of every threshold, and the circumstances.
+    """Return the quality cost of every alpha, and the circumstances of the measurement.
 
-    After an interrupt the results of finished thresholds remain (without `out` in a temporary folder), a message says
-    where, and the interrupt is raised again.
+    After an interrupt, the results of finished alphas remain in `out`, or in a temporary folder. A message names the
+    folder, and the interrupt is raised again.
     """
     if out is not None:
         _make_folder(out)
@@ -96,7 +98,8 @@ def _what_is_stored(folder: Path, out: Path | None) -> str:
 
 
 def _make_folder(out: Path) -> None:
-    """Create the folder, and raise `ConfigError` before hours of work where results cannot be stored."""
+    """Create the folder for results. Raises `ConfigError` if it cannot be written; called before hours of
+    measurements."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -123,7 +126,7 @@ def _measure(
         config = replace(substituting(options), alpha=max(thresholds))  # so that the router's rule is tested
     elif thresholds != [0.0]:
         raise ConfigError(
-            "within a quality budget every miss is resolved on its own, without an alpha: leave out --alphas",
+            "--max-perplexity-increase and --tpot choose how each miss is resolved, without alpha; leave out --alphas",
             setting="alphas",
             given=",".join(map(str, thresholds)),
             allowed="0 with `max_perplexity_increase`",
@@ -156,8 +159,8 @@ def _measure(
 
 
 def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[EngineConfig, list[float]]]:
-    """Return configurations with their thresholds, in order: the unmodified model first, which is the reference; then
-    one lossy choice after the other, so that the share of each is visible."""
+    """Return (configuration, alpha) for each measurement, in order: first the exact model, which is the reference; then
+    one lossy setting after the other is added, so that the table shows the effect of each."""
     if config.activations == AUTO:  # what choices cost is measured without rounding that was not asked for
         config = replace(config, activations=BF16)
     whole = replace(without_low_copies(config), max_perplexity_increase=None, tpot_seconds=None)
@@ -167,7 +170,7 @@ def _in_turn(config: EngineConfig, thresholds: list[float]) -> list[tuple[Engine
 
 
 def _circumstances(model: str, config: EngineConfig, material: Material, budget_bytes: int) -> dict[str, Any]:
-    """Return the circumstances under which results are comparable."""
+    """Return the circumstances of a measurement. Results with equal circumstances can be compared."""
     return {
         "model": model,
         "memory_budget_bytes": budget_bytes,
@@ -204,7 +207,7 @@ def _harness(material: Material) -> Exam:
 
 
 def _fitting(asked: list[Question], tokenizer: Any, context_tokens: int) -> list[Question]:
-    """Return the questions that fit the context, and warn about the others."""
+    """Return the questions that fit into the context, and warn about the others."""
     possible = fitting(asked, tokenizer, context_tokens)
     if asked and not possible:
         message = f"no question fits in the context of {context_tokens} tokens; raise --context"
@@ -234,7 +237,7 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 
 
 class _Bar:
-    """One progress bar over all thresholds; the length of answers is unknown, so it is estimated."""
+    """One progress bar for all alphas. The length of answers is unknown, so the total is estimated."""
 
     def __init__(self, numbers: Numbers, thresholds: list[float], text_tokens: int, questions: int) -> None:
         self._progress = progress("price", "tokens")
@@ -290,7 +293,8 @@ def _row(price: Price) -> list[str]:
 
 
 def _label(quality: Quality) -> str:
-    """Return the settings of a row; with low copies an alpha of 0 is omitted, to keep the table narrow."""
+    """Return the name of a table's row: its settings. With low-precision copies an alpha of 0 is left out, to keep the
+    table narrow."""
     numbers = str(quality.numbers)
     return numbers if quality.low and not quality.alpha else f"{numbers} {quality.alpha:g}".lstrip()
 
@@ -302,7 +306,8 @@ def _interval(change: Change | None, is_enough: bool) -> str:
 
 
 def _signed(value: float) -> str:
-    """Format a difference; a tenth is shown below ten only, to keep the table narrow."""
+    """Format a difference with its sign. Numbers below ten have one decimal; larger ones have none, to keep the table
+    narrow."""
     return f"{value:+.1f}" if abs(value) < 9.95 else f"{value:+.0f}"
 
 

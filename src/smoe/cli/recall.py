@@ -41,13 +41,13 @@ _HEADS = (
     "1 more:\nlayers",
     "next\n%",
 )
-_LEGEND = """token set, KV set (T, KV of --periods): after how many tokens the draft model's
-last token, and its keys and values, are set to the model's (0: never; else
-the first time at the first token after the prompt). experts: of those chosen,
-those predicted; layers: those with all experts predicted; 1 more: the same with
-one expert more predicted than a layer chooses; next: its prediction of the next
-token. Predictors answer for the layers that they can guess, the others count
-for nothing."""
+_LEGEND = """token set, KV set: after how many tokens the draft model takes over the
+model's last token, and its keys and values (T and KV of --periods; 0: never;
+else for the first time at the first token after the prompt). experts: share of
+the chosen experts that were predicted. layers: share of layers all of whose
+experts were predicted. 1 more: the same if one expert more is predicted than a
+layer chooses. next: how often the draft model predicts the next token. The
+shares of predictors leave out the first layers, which they cannot predict."""
 
 
 @dataclass(frozen=True)
@@ -58,35 +58,41 @@ class RecallOptions:
         bool,
         typer.Option(
             "--recall",
-            help="Instead of quality: how often a draft model (a quantised copy decoding alongside) predicts the "
-            "experts.",
+            help="Instead of quality, measure how many experts a draft model predicts: a quantised copy of the model "
+            "that decodes the same text.",
             rich_help_panel=_PANEL,
         ),
     ] = False
     draft: Annotated[
         str | None,
         typer.Option(
-            help=f"Precisions of the draft models, separated by commas: {', '.join(PRECISION[1:])} (as smoe pack "
-            f"--precision wrote them), {', '.join(DTYPES)}. All are in memory together. \\[default: {_DRAFTS}]",
+            help=f"Precisions of the draft models to measure, separated by commas: {', '.join(PRECISION[1:])} (which "
+            "smoe "
+            f"pack --precision must have written), {', '.join(DTYPES)}. All draft models are in memory at the same "
+            "time. "
+            f"\\[default: {_DRAFTS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
     periods: Annotated[
         str | None,
         typer.Option(
-            help="When a draft model is aligned: numbers for all pairs of them (0: never), or pairs such as "
-            f"T1KV16,T0KV0. \\[default: {_PERIODS}]",
+            help="After how many tokens a draft model takes over the model's token (T) and its keys and values (KV). "
+            "T1KV16: the token at every token, keys and values at every 16th; 0: never. Numbers such as 0,1 mean all "
+            f"pairs of them. \\[default: {_PERIODS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
     prompts: Annotated[
         int | None,
-        typer.Option(help=f"Documents of --text to continue. \\[default: {_PROMPTS}]", rich_help_panel=_PANEL),
+        typer.Option(
+            help=f"How many documents of --text are continued. \\[default: {_PROMPTS}]", rich_help_panel=_PANEL
+        ),
     ] = None
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Tokens of each document used as its prompt, at most. \\[default: {_PROMPT_TOKENS}]",
+            help=f"Most tokens of each document that are used as a prompt. \\[default: {_PROMPT_TOKENS}]",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -108,7 +114,7 @@ class RecallOptions:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """(T, KV) of every requested alignment, each once."""
+        """Each requested alignment once, as (T, KV): the periods, in tokens, of the token and of keys and values."""
         words = [word.strip() for word in (_PERIODS if self.periods is None else self.periods).split(",")]
         pairs = [re.fullmatch(r"[Tt](\d{1,7})[ _]?[Kk][Vv](\d{1,7})", word) for word in words]
         if all(pairs):
@@ -124,7 +130,7 @@ class RecallOptions:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """(number of prompts, tokens of each)."""
+        """(number of prompts, tokens of each prompt)."""
         prompts = _PROMPTS if self.prompts is None else self.prompts
         length = _PROMPT_TOKENS if self.prompt_tokens is None else self.prompt_tokens
         for name, value in (("prompts", prompts), ("prompt_tokens", length)):
@@ -142,7 +148,7 @@ def compare_drafts(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure the recall, print it, store it and draw it."""
+    """Measure the recall of draft models, print and store it, and draw it if requested."""
     from smoe.cli.console import gives_json, is_quiet, note, print_json, progress
     from smoe.cli.plot_file import check_folder
     from smoe.eval.draft_recall import compare
@@ -176,7 +182,10 @@ def compare_drafts(
 
 
 def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
-    """Return the configuration of the exact run. Raises `ConfigError` for lossy settings or a too short context."""
+    """Return the configuration of the exact run with which draft models are compared.
+
+    Raises `ConfigError` for lossy settings, or if the context is too short.
+    """
     config = engine.config()
     if config.lossy:
         raise ConfigError(
@@ -203,8 +212,8 @@ def _exact(engine: EngineOptions, needed: int) -> EngineConfig:
 def _all_loaded(
     model: str, engine: EngineOptions, config: EngineConfig, precisions: list[str]
 ) -> Iterator[tuple[PreTrainedModel, LibrarySpec, dict[str, PreTrainedModel]]]:
-    """Load the model and its draft models together: first the draft models with all experts, then the model with its
-    given budget or the remaining memory."""
+    """Yield (the model, its description, the draft models by precision). The draft models are loaded first, with all
+    experts; the model gets the given budget or the remaining memory."""
     from smoe.cli.session import loaded
     from smoe.models.read_spec import read_spec
 
@@ -218,7 +227,8 @@ def _all_loaded(
 
 
 def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> None:
-    """Raise `ConfigError` where the context is too short, in terms of the given options."""
+    """Raise `ConfigError` if prompts and new tokens do not fit the context; the message names the options that the user
+    gave."""
     from smoe.models.read_spec import read_spec
 
     try:
@@ -236,13 +246,15 @@ def _check_context(model: str, engine: EngineOptions, config: EngineConfig) -> N
 
 
 def _of_draft(config: EngineConfig, name: str) -> EngineConfig:
-    """The configuration of a draft model: the model's, in another precision, with every expert in memory."""
+    """Return the configuration of a draft model: that of the model in another precision, with every expert in
+    memory."""
     whole = replace(config, memory_bytes=None, resident_share=1.0)
     return replace(whole, precision=name) if name in PRECISION else replace(whole, dtype=name)
 
 
 def _check_room(model: str, revision: str | None, configs: dict[str, EngineConfig]) -> None:
-    """Raise `ConfigError` where a pack is missing or the draft models exceed the free memory; print their sizes."""
+    """Print the sizes of the draft models. Raises `ConfigError` if a pack is missing or the free memory is too
+    small."""
     from smoe.cli.console import note
     from smoe.load.device import choose_device
     from smoe.machine.available_memory import free_device_bytes, less_margin

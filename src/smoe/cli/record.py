@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from smoe.trace.recorder import Recorder
 
 _TOKENS = 2000
-"""The default number of tokens of a text that are read."""
+"""The default number of tokens that are read of a text."""
 EPILOG = """Examples:
 
 smoe record --out demo.trace -p "Once upon a time" --max-new-tokens 200
@@ -31,8 +31,8 @@ smoe record ./my-moe --memory 8GiB --out book.trace --text book.txt --tokens 500
 
 smoe replay demo.trace --resident 40%
 
-docs/traces.md says what is in the file and how to read it with NumPy. Ctrl-C
-and SIGTERM keep the steps that have ended.
+docs/traces.md describes the file and how to read it with NumPy. After
+Ctrl-C or SIGTERM the file has the steps that were complete.
 """
 
 
@@ -40,20 +40,25 @@ def command(
     engine: EngineOptions,
     sampling: SamplingOptions,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The file to write; for a folder, the file is named after the model.")
+        Path,
+        typer.Option("--out", "-o", help="File to write; if it is a folder, the file in it is named after the model."),
     ],
     model: Model = "demo",
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="A prompt. Repeatable: one sequence after the other.")
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="A prompt to continue. Repeatable: prompts run one after the other."),
     ] = None,
     prompt_file: Annotated[
         list[Path] | None,
         typer.Option(help="A file that is one prompt, or .jsonl with 'prompt' or 'text' in each line. Repeatable."),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Read this, token by token, instead of generating: .txt, or .jsonl with 'text'.")
+        Path | None,
+        typer.Option(help="Instead of generating, read this text token by token: .txt, or .jsonl with 'text'."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="With --text: tokens to read, at most. \\[default: 2000]")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="With --text: most tokens that are read. \\[default: 2000]")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -91,7 +96,8 @@ def command(
 
 
 def _destination(out: Path, model: str, force: bool) -> Path:
-    """Return the file to write. Raises `ConfigError` before any work where it cannot be written."""
+    """Return the path of the file to write. Raises `ConfigError` if it cannot be written; called before the model is
+    loaded."""
     from smoe.trace.file import refuse_existing
 
     path = out / f"{Path(model).name or 'model'}.trace" if out.is_dir() else out
@@ -137,7 +143,8 @@ def record(
     path: Path,
     force: bool,
 ) -> dict[str, Any]:
-    """Continue `texts`, or read at most `tokens` of them. Return what was recorded."""
+    """Record the routing while the model continues `texts`, or reads at most `tokens` of their tokens. Return the
+    counts for JSON."""
     from smoe.cli.console import Patience
     from smoe.cli.session import loaded
     from smoe.load.tokenizer import load_tokenizer
@@ -194,8 +201,8 @@ def _batches(tokenizer: Any, prompts: list[str], engine: Engine) -> list[Batch]:
 
 
 def _most_tokens(batch: Batch, sampling: Sampling, engine: Engine) -> int:
-    """Return the maximum number of rows of a layer that a batch can produce: including padding, without the last new
-    token, which is never read."""
+    """Return the largest number of rows that a batch adds to each layer of the trace: with padding, and without the
+    last new token, which the model does not read."""
     rows, width = batch.input_ids.shape
     return int(rows * (min(width + sampling.max_new_tokens, engine.context_tokens) - 1))
 
@@ -217,7 +224,7 @@ def _cut(tokenizer: Any, texts: list[str], tokens: int, context: int) -> list[li
 
 
 def _read(model: Any, documents: list[list[int]], recorder: Recorder) -> bool:
-    """Read documents token by token. Return False after an interrupt."""
+    """Let the model read documents token by token. Return False after an interrupt."""
     from smoe.generation.teacher_forcing import forced
 
     try:

@@ -1,4 +1,4 @@
-"""`smoe replay`: computes the hit ratio of a cache of any size and policy on a recorded run."""
+"""`smoe replay`: computes the hits and misses that a cache of any size and policy would have had in a recorded run."""
 
 from __future__ import annotations
 
@@ -41,25 +41,34 @@ Traces are written by smoe record. Nothing is computed and no model is needed.
 
 @dataclass(frozen=True)
 class ClockOptions:
-    """The options of a simulated time."""
+    """The options for a replay that also simulates time."""
 
     profile: Annotated[
         str | None,
-        typer.Option(help="Also simulate the time with this device: rtx-a6000, rtx-4060-ti or a JSON file."),
+        typer.Option(help="Also simulate the time per step on this machine: rtx-a6000, rtx-4060-ti or a JSON file."),
     ] = None
-    expert_size: Annotated[str | None, typer.Option(help="With --profile: size of an expert, e.g. 9MiB.")] = None
+    expert_size: Annotated[
+        str | None,
+        typer.Option(help="With --profile: size of an expert, e.g. 9MiB, from which the time of a load follows."),
+    ] = None
     balance: Annotated[
         str | None,
-        typer.Option(help="With --profile: which missing experts the CPU computes: none, optimal, paper, host."),
+        typer.Option(
+            help="With --profile: the rule that chooses which missing experts the CPU computes: none, optimal, "
+            "paper, host."
+        ),
     ] = None
     foresight: Annotated[
         float | None,
-        typer.Option(help="With --profile: prefetch by a predictor that is right with this probability, 0 to 1."),
+        typer.Option(
+            help="With --profile: simulate a prefetch whose predictions are right with this probability, 0 to 1."
+        ),
     ] = None
     prefetch: Annotated[
         str | None,
         typer.Option(
-            help="With --profile: prefetch by this predictor of routing history: previous-token, popularity, affinity, "
+            help="With --profile: prefetch by this predictor, which uses earlier routing: previous-token, "
+            "popularity, affinity, "
             f"activation-matrix, expert-mlp, or a plug-in's {PLACE}."
         ),
     ] = None
@@ -67,8 +76,12 @@ class ClockOptions:
 
 def command(
     trace: Annotated[Path, typer.Argument(help="A trace written by smoe record.")],
-    slots: Annotated[int | None, typer.Option(help="Number of experts that fit in memory.")] = None,
-    resident: Annotated[str | None, typer.Option(help="Instead of --slots: a share of all experts, e.g. 40%.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Size of the cache: the number of experts that fit in memory.")
+    ] = None,
+    resident: Annotated[
+        str | None, typer.Option(help="Instead of --slots: the size of the cache as a share of all experts, e.g. 40%.")
+    ] = None,
     eviction: Annotated[
         str,
         typer.Option(help=f"Which resident expert is evicted first: {', '.join(EVICTION)}, or a plug-in's {PLACE}."),
@@ -76,12 +89,14 @@ def command(
     alpha: Annotated[
         float,
         typer.Option(
-            help="Replace missing experts of low score; how this changes the model's later choices is not simulated."
+            help="Replace missing experts of low score by resident ones, as smoe generate does. The effect on the "
+            "model's "
+            "later choices is not simulated."
         ),
     ] = 0.0,
-    pools: Annotated[str, typer.Option(help="One pool of slots for all layers, or one for each: global, layer.")] = (
-        "global"
-    ),
+    pools: Annotated[
+        str, typer.Option(help="Whether all layers share the cache, or each has a fixed part: global, layer.")
+    ] = ("global"),
     *,
     clock: ClockOptions,
     json: Json = False,
@@ -151,7 +166,7 @@ def _check(slots: int | None, resident: str | None, eviction: str, alpha: float,
 
 
 def _check_clock(clock: ClockOptions, pools: str) -> None:
-    """Raise `ConfigError` where a simulated time lacks an option, or where an option would have no effect."""
+    """Raise `ConfigError` if a simulated time lacks an option, or if an option would have no effect."""
     from smoe.memory.emulation import read_profile
     from smoe.report.replayed import BALANCE
 
@@ -263,7 +278,8 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 
 
 def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
-    """Return a policy by name, with the future, and with what was learned of the model if it needs that."""
+    """Return an eviction policy by its name. A policy that needs them gets the future of the trace, and the parameters
+    that were learned for the model."""
     from smoe.routing import observation
 
     kind = EVICTIONS.find(name)
@@ -272,7 +288,7 @@ def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Evicti
 
 
 def _predictor(name: str, header: TraceHeader) -> Predictor | None:
-    """Return a predictor by name, with what was fitted for the trace's model if it needs that."""
+    """Return a predictor by its name, with the parameters that were fitted for the trace's model if it needs them."""
     from smoe.prediction.history import HistoryInputs
     from smoe.trace.paths import routed_layers
 
@@ -285,8 +301,10 @@ def _predictor(name: str, header: TraceHeader) -> Predictor | None:
 
 
 def next_use_for(header: TraceHeader) -> NextUse:
-    """Return the learned parameters of the eviction policy for a trace's model. Raises `ConfigError` where there are
-    none."""
+    """Return the parameters of `--eviction learned` that were trained for the trace's model.
+
+    Raises `ConfigError` if there are none.
+    """
     from smoe.load.next_use import next_use_of
 
     place = _place_of(header, "eviction", LEARNED)
@@ -294,7 +312,8 @@ def next_use_for(header: TraceHeader) -> NextUse:
 
 
 def _place_of(header: TraceHeader, setting: str, value: str) -> Path:
-    """Return the folder of a trace's model, for which `value` of a setting was learned."""
+    """Return the folder of the trace's model. `value` is the policy or predictor that needs it, for the error
+    message."""
     from smoe.models.files import local_place
 
     place = local_place(header.model)

@@ -17,7 +17,7 @@ ChatTemplate = Annotated[
     typer.Option(
         "--chat-template",
         metavar="FILE",
-        help="A Jinja template of conversations that replaces the model's own.",
+        help="File with a Jinja chat template, which replaces the model's own.",
         rich_help_panel="Conversation",
     ),
 ]
@@ -25,7 +25,9 @@ ParseControlTokens = Annotated[
     bool,
     typer.Option(
         "--parse-control-tokens",
-        help="Read the text of control tokens (<|im_end|>) in messages as those tokens. \\[default: as text]",
+        help="If a message contains the text of a control token, such as <|im_end|>, read it as that token. "
+        "\\[default: "
+        "as text]",
         rich_help_panel="Conversation",
     ),
 ]
@@ -35,18 +37,27 @@ ParseControlTokens = Annotated[
 class SamplingOptions:
     """The options for the choice of tokens."""
 
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.", rich_help_panel=_SAMPLING)] = 128
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)] = 128
     temperature: Annotated[
-        float, typer.Option(help="0: always choose the most likely token.", rich_help_panel=_SAMPLING)
+        float,
+        typer.Option(help="Randomness of sampling; 0: always choose the most likely token.", rich_help_panel=_SAMPLING),
     ] = 0.0
     top_p: Annotated[
         float,
-        typer.Option(help="Sample from the likeliest tokens of this total probability.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="Sample only from the likeliest tokens whose probabilities sum to this value.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = 1.0
-    seed: Annotated[int, typer.Option(help="Seed for sampling.", rich_help_panel=_SAMPLING)] = 0
+    seed: Annotated[
+        int, typer.Option(help="Seed for sampling; equal seeds give equal texts.", rich_help_panel=_SAMPLING)
+    ] = 0
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End the text before this string. Repeatable.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="End the text when the model writes this string, which is not printed. Repeatable.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
 
 
@@ -57,43 +68,51 @@ class ChatSamplingOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of an answer, at most. \\[default: the model's, else 512]", rich_help_panel=_SAMPLING
-        ),
+        typer.Option(help="Most tokens of an answer. \\[default: the model's, else 512]", rich_help_panel=_SAMPLING),
     ] = None
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="0: always choose the most likely token. \\[default: the model's]", rich_help_panel=_SAMPLING
+            help="Randomness of sampling; 0: always choose the most likely token. \\[default: the model's]",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Sample from the likeliest tokens of this total probability. \\[default: the model's]",
+            help="Sample only from the likeliest tokens whose probabilities sum to this value. \\[default: the "
+            "model's]",
             rich_help_panel=_SAMPLING,
         ),
     ] = None
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Sample from this many of the likeliest tokens; 0: from all. \\[default: the model's]",
+            help="Sample only from this many of the likeliest tokens; 0: from all. \\[default: the model's]",
             rich_help_panel=_SAMPLING,
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Above 1: fewer repetitions. \\[default: the model's]", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="Penalty on tokens that already occur in the text; above 1: fewer repetitions. \\[default: the "
+            "model's]",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Seed for sampling, to repeat a conversation. \\[default: random]", rich_help_panel=_SAMPLING
+            help="Seed for sampling; the same seed repeats a conversation. \\[default: random]",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End an answer before this string. Repeatable.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="End an answer when the model writes this string, which is not printed. Repeatable.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = None
 
 
@@ -104,10 +123,13 @@ class PromptOptions:
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            "--prompt", "-p", help="A prompt. Repeatable: several prompts run together.", rich_help_panel=_PROMPT
+            "--prompt",
+            "-p",
+            help="Text to continue. Repeatable: several prompts run together.",
+            rich_help_panel=_PROMPT,
         ),
     ] = None
     prompt_file: Annotated[
         list[str] | None,
-        typer.Option(help="A file that is one prompt; - is stdin. Repeatable.", rich_help_panel=_PROMPT),
+        typer.Option(help="File whose whole text is a prompt; - is stdin. Repeatable.", rich_help_panel=_PROMPT),
     ] = None

@@ -33,33 +33,41 @@ smoe serve ./my-moe --memory 8GiB --context 8192 --max-sequences 8 --port 9000
 
 SMOE_API_KEY=secret smoe serve ./my-moe --memory 8GiB --host 0.0.0.0
 
-OpenAI's clients, and programs for OpenAI's API, use the address that it
-prints, http://127.0.0.1:8000/v1. docs/serve.md lists the requests. Ctrl-C
-and SIGTERM let responses in flight finish; a second one ends them, a
-third exits at once.
+The server prints its address, http://127.0.0.1:8000/v1; enter it in any
+program that uses OpenAI's API. docs/serve.md lists the requests. After
+Ctrl-C or SIGTERM responses in flight may finish; a second signal ends them,
+and a third exits at once.
 """
 
 _SERVER = "Server"
 _SMALLER_CONTEXTS = (2048, 1024, 512, 256)
-"""Contexts that are tried where the default one does not fit in the budget."""
+"""Context lengths that are tried, in order, if the default one does not fit into the budget."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of the server: its address, who may use it, and its limits."""
+    """The options of the server: its address, its keys, and its limits."""
 
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen on; other addresses than loopback need --api-key or --no-auth.",
+            help="Address on which the server listens; other machines can connect if it is not loopback, which needs "
+            "--api-key or --no-auth.",
             rich_help_panel=_SERVER,
         ),
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.", rich_help_panel=_SERVER)] = 8000
+    port: Annotated[
+        int,
+        typer.Option(
+            help="Port on which the server listens; 0: any free port, which is printed.", rich_help_panel=_SERVER
+        ),
+    ] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="API key that clients must send; safer in the environment, as process lists show options.",
+            help="API key that clients must send. Setting the environment variable is safer, because other users can "
+            "see "
+            "the options of a process.",
             envvar="SMOE_API_KEY",
             show_envvar=True,
             rich_help_panel=_SERVER,
@@ -68,7 +76,7 @@ class ServerOptions:
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="A file whose one line is the key, such as a credential of systemd.", rich_help_panel=_SERVER
+            help="File whose only line is the API key, such as a credential of systemd.", rich_help_panel=_SERVER
         ),
     ] = None
     no_auth: Annotated[
@@ -94,22 +102,26 @@ class ServerOptions:
     max_waiting: Annotated[
         int,
         typer.Option(
-            help="Queue length: texts that may wait for a free sequence; more get status 429.",
+            help="How many texts may wait for a free sequence; further requests get status 429.",
             rich_help_panel=_SERVER,
         ),
     ] = 64
-    max_body: Annotated[str, typer.Option(help="Largest size of a request's body.", rich_help_panel=_SERVER)] = "4MiB"
+    max_body: Annotated[str, typer.Option(help="Largest size of the body of a request.", rich_help_panel=_SERVER)] = (
+        "4MiB"
+    )
     max_bodies: Annotated[
         str | None,
         typer.Option(
-            help="Memory for request bodies that are not yet prompts; more get status 429. \\[default: 8 x --max-body]",
+            help="Memory for the bodies of all requests that wait or are being received; further requests get status "
+            "429. "
+            "\\[default: 8 x --max-body]",
             rich_help_panel=_SERVER,
         ),
     ] = None
     max_connections: Annotated[
         int,
         typer.Option(
-            help="Open connections at most; a new one replaces the one that has been idle longest.",
+            help="Largest number of open connections; a further one replaces the one that has been idle longest.",
             rich_help_panel=_SERVER,
         ),
     ] = 512
@@ -124,14 +136,16 @@ class ServerOptions:
     idle_timeout: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="Time limit between two requests of a connection.", rich_help_panel=_SERVER
+            metavar="SECONDS",
+            help="Time after which a connection is closed that sends no further request.",
+            rich_help_panel=_SERVER,
         ),
     ] = 30.0
     unread_timeout: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Time limit for a client that reads nothing of its response.",
+            help="Time after which a client is disconnected that reads nothing of its response.",
             rich_help_panel=_SERVER,
         ),
     ] = 60.0
@@ -188,14 +202,17 @@ class ServerOptions:
         )
 
     def template(self) -> str | None:
-        """The chat template that replaces the model's own; None: no replacement. Raises `ConfigError` for an invalid
-        one."""
+        """The text of the chat template that replaces the model's own; None: the model's own is used.
+
+        Raises `ConfigError` for an invalid template.
+        """
         from smoe.conversation.template_file import read_template
 
         return None if self.chat_template is None else read_template(self.chat_template)
 
     def _key(self) -> str | None:
-        """Return the key that clients must send. Raises `ConfigError` for a file without a key, or two keys."""
+        """Return the key that clients must send. Raises `ConfigError` for a file without a key, or if two keys are
+        given."""
         if self.api_key_file is None:
             return self.api_key
         if self.api_key is not None:
@@ -295,8 +312,11 @@ def _serve(
 
 
 def _with_libraries(model: str, settings: EngineConfig, note: Callable[[str], None]) -> EngineConfig:
-    """Import the libraries, and return the settings: with a smaller context where none is asked for and the default one
-    does not fit in the budget. Raises `BudgetError` where none fits."""
+    """Import the libraries. Return the settings, with a smaller context if the default context does not fit into the
+    budget.
+
+    Raises `BudgetError` if no context fits.
+    """
     try:
         import_libraries(model, settings)
         return settings
@@ -349,7 +369,7 @@ def _tell_the_end(totals: Totals, as_json: bool) -> None:
 
 
 def _name(given: str | None, model: str) -> str:
-    """Return the model's name for clients: an id unchanged, or the last part of a path."""
+    """Return the model's name for clients: a hub id unchanged, or the last part of a path without `.gguf`."""
     if given is not None and (not given.strip() or not given.isprintable()):
         raise ConfigError.out_of_bounds("name", given, "a name that can be read")
     if given is not None:

@@ -1,4 +1,4 @@
-"""Loads a model for a command: progress while it loads, a note about the budget, and its tokenizer."""
+"""Loads a model for a command, shows the progress of loading, and prints how the budget is divided."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 def loaded(
     model: str, config: EngineConfig, revision: str | None, prompts: Sequence[str] = ()
 ) -> Iterator[PreTrainedModel]:
-    """Yield the model with its engine, closed at the end of the `with` block; print the budget and its reason.
+    """Yield the model with its engine, which is closed at the end of the `with` block. Print the budget, its reason and
+    its parts.
 
     Empty `prompts` are refused before the weights are read.
     """
@@ -94,7 +95,7 @@ def _note_draft(report: dict[str, Any] | None) -> None:
 
 
 def _open_to(cluster: str) -> str:
-    """Return where a coordinator will listen, and which machines it will admit."""
+    """Return in words where a coordinator will listen, and which machines it will admit."""
     from smoe.cluster.address import reach_of
     from smoe.cluster.identity import read_coordinator
 
@@ -104,7 +105,7 @@ def _open_to(cluster: str) -> str:
 
 
 def describe(ledger: Ledger, reason: str, keeps_experts: bool = True) -> str:
-    """Return the budget in one line; `keeps_experts`: whether experts stay on this machine also while workers are
+    """Return the budget in one line. `keeps_experts`: whether this machine holds experts while workers are
     connected."""
     experts_text = ledger.residents if keeps_experts else ledger.spare
     return f"budget {format_bytes(ledger.budget_bytes)} ({reason}), {experts_text}"
@@ -145,10 +146,8 @@ class _Checking:
 
 
 class _Watch:
-    """A progress bar that follows the process's memory while a model loads: resident memory is what has been loaded.
-
-    It starts when the budget is known, after any download, which has the hub's own bars.
-    """
+    """A progress bar that shows how much of a model is loaded, by the growth of the process's resident memory. It
+    starts when the budget is known, after any download, which has bars of its own."""
 
     def __init__(self, title: str) -> None:
         self._bar = Patience(title, self._amount)
@@ -162,7 +161,8 @@ class _Watch:
         self._bar.start()
 
     def expect(self, nbytes: int) -> None:
-        """Add expected host memory: the host tier with a GPU, allocated and locked before anything runs."""
+        """Add memory that loading will allocate on the host: with a GPU, the host tier is allocated and locked
+        first."""
         self._expected += nbytes
 
     def stop(self) -> None:

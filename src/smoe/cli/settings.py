@@ -22,16 +22,16 @@ OPTION_OF = {
     "unread_seconds": "--unread-timeout",
     "drain_seconds": "--drain",
 } | {name: each.option for name, each in SETTINGS.items() if each.option}
-"""The options of settings of the server and of `EngineConfig`; others are called as the setting."""
+"""The option of each setting whose option has another name than the setting."""
 SETTABLE = sorted(name for name, each in SETTINGS.items() if not each.option)
-"""Settings without an option."""
+"""The settings that have no option of their own, and are given by --set."""
 _HOW = "--set help lists all names"
 _ALIKE = 0.7
-"""The similarity from which a name is taken for a mistyped setting."""
+"""The similarity of two names, from 0 to 1, above which one counts as a misspelling of the other."""
 
 
 def option_of(setting: str) -> str:
-    """Return how a setting of the library is given on the command line."""
+    """Return the option of the command line with which a setting is given."""
     if setting in SETTABLE:
         return f"--set {setting}"
     return OPTION_OF.get(setting, "--" + setting.replace("_", "-"))
@@ -77,7 +77,7 @@ def asks_for_help(given: Sequence[str]) -> bool:
 
 
 def described() -> list[dict[str, str]]:
-    """Return every name for `--set` with its meaning, allowed values and default, in words."""
+    """Return, for each setting of --set: its name, meaning, allowed values and default, in words."""
     return [
         {
             "name": name,

@@ -1,4 +1,5 @@
-"""`smoe simulate`: a paper's own settings on the virtual clock; needs the repository (`bench/papers`)."""
+"""`smoe simulate`: simulates the measurements of a paper with the paper's own settings; needs the repository
+(`bench/papers`)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ The command needs the source repository, not only the installed package.
 
 def command(
     paper: Annotated[str, typer.Option(help="The paper to simulate: smoe, hobbit, duoserve or od-moe.")],
-    fresh: Annotated[bool, typer.Option("--fresh", help="Simulate again what was simulated before.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Simulate every setting again, also if its result is stored.")
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -1,5 +1,5 @@
-"""Adds a command's groups of options (`engine: EngineOptions`) to its command line, and the options of every
-command."""
+"""Adds options to the command line of a command: the fields of a group of options (`engine: EngineOptions`), and the
+options that every command has."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _Verbose = Annotated[
         "-v",
         count=True,
         show_default=False,
-        help="Print the log; -vv: with debug lines (also: SMOE_LOG=info or debug).",
+        help="Print log lines on stderr; -vv: debug lines as well (or set SMOE_LOG=info or debug).",
     ),
 ]
 _EVERYWHERE: dict[str, tuple[Any, Any]] = {"quiet": (_Quiet, False), "verbose": (_Verbose, 0)}
-"""Options of every command: annotation, default."""
+"""The options of every command, by name: (annotation, default)."""
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -76,7 +76,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_unknown(given: dict[str, Any]) -> None:
-    """Raise an error for a model that does not exist, before anything heavy is imported."""
+    """Raise an error for a model that does not exist. Called before libraries are imported."""
     from smoe.models.files import refuse_unknown
 
     revisions = [value.revision for value in given.values() if isinstance(value, EngineOptions)]

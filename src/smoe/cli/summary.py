@@ -1,5 +1,5 @@
-"""The closing summaries of a generation and of a server on stderr: speed, traffic, memory, and the distance from the
-hardware's limit."""
+"""Prints the summary at the end of a run or a server on stderr: speed, bytes read, memory, and how close the run came
+to the hardware's limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NONE = "-"
 _MET = 1.1
-"""The tolerance within which a target time per token counts as met."""
+"""How much longer than the requested time a token may take, as a factor, so that the time counts as met."""
 
 
 def print_summary(report: RunReport) -> None:
@@ -96,8 +96,8 @@ def _per_token(report: RunReport) -> str:
 
 
 def _forecast(report: RunReport) -> str:
-    """Return the forecast of `smoe plan` in comparison with the measurement; empty before a run of the model has
-    calibrated it."""
+    """Return the line that compares the run with the forecast of `smoe plan`; empty if no earlier run of the model has
+    calibrated the forecast."""
     forecast, generation = report.forecast, report.generation
     mean, first = generation.later_seconds_per_token, generation.ttft_seconds
     if forecast is None or not forecast.is_calibrated or mean is None or first is None:
@@ -119,8 +119,7 @@ def _busy(report: RunReport) -> str:
 
 
 def _beyond(report: RunReport) -> str:
-    """Return a remark if the target time was not met: all misses were resolved in the fastest way, or the run was too
-    short."""
+    """Return a remark if the requested time per token was not met, with what to change; else an empty text."""
     asked, median = report.tpot_asked_seconds, report.generation.tpot_median_seconds
     if asked is None or median is None or median <= _MET * asked:
         return ""
@@ -137,7 +136,7 @@ def _experts(report: RunReport) -> str:
 
 
 def _workers(report: RunReport) -> str:
-    """Return the lines about a cluster's workers: how many, what they computed, and which were lost."""
+    """Return the lines about the workers of a cluster: how many there were, what they computed, and which were lost."""
     if report.workers is None:
         return ""
     if not report.workers:
@@ -196,7 +195,7 @@ def _replaced(report: RunReport) -> str:
 
 
 def _by_low_copies(report: RunReport) -> str:
-    """Return the line about low copies."""
+    """Return the line about low-precision copies."""
     found = report.low_copies
     if not found:
         return ""
@@ -231,7 +230,7 @@ def _memory(report: RunReport | Totals) -> str:
 
 
 def _process(report: RunReport) -> str:
-    """Return the process's peak memory and its parts."""
+    """Return the line about the process's peak memory and its parts."""
     if report.process is None:
         return _whole(report.process_peak_bytes)
     whole, libraries, budget, scratch = (format_bytes(size) for size in report.process)
@@ -259,7 +258,7 @@ def _limit(report: RunReport) -> str:
 
 
 def waiting(report: RunReport) -> str:
-    """Return what the decode time was spent on, largest first, without negligible parts."""
+    """Return in words which activities took the decode time, the largest first; very small shares are left out."""
     shares = sorted(report.time_shares.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.005)
 

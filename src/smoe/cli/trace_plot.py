@@ -1,4 +1,4 @@
-"""`smoe trace plot`: draws what a recorded run shows about experts."""
+"""`smoe trace plot`: draws pictures of the routing of a recorded run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = {
     "affinity": "affinity",
     "curves": "the miss-ratio curves",
 }
-"""Readable names of values that some traces lack."""
+"""Readable names of figures that are missing in some traces."""
 EPILOG = """Examples:
 
 smoe record demo --text stories.jsonl --tokens 1000 --out demo.trace
@@ -39,17 +39,17 @@ docs/traces.md shows every picture and explains it.
 
 
 def command(
-    trace: Annotated[list[Path], typer.Argument(help="Traces written by smoe record, all of one model.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the pictures; created if needed.")],
+    trace: Annotated[list[Path], typer.Argument(help="Traces that smoe record has written, all of the same model.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures; it is created if needed.")],
     format: Annotated[str, typer.Option(help=f"Format of the pictures: {', '.join(FORMATS)}.")] = "png",
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of every trace, from its beginning. \\[default: 1000; fewer where there are many layers]"
+            help="How many tokens of each trace are used, from its beginning. \\[default: 1000; fewer for many layers]"
         ),
     ] = None,
     expert_size: Annotated[
-        str | None, typer.Option(help="Size of an expert, e.g. 9MiB. \\[default: as recorded]")
+        str | None, typer.Option(help="Size of an expert, e.g. 9MiB, for the axis of memory. \\[default: as recorded]")
     ] = None,
     json: Json = False,
     debug: Debug = False,
@@ -102,7 +102,7 @@ def _survey(paths: list[Path], tokens: int | None, expert_size: str | None) -> T
 
 
 def _next_use(trace: Trace) -> NextUse | None:
-    """Return the learned parameters of the eviction policy for the trace's model; None where there are none."""
+    """Return the parameters of `--eviction learned` for the traces' model; None if it was not trained."""
     from smoe.cli.replay import next_use_for
 
     try:
@@ -112,7 +112,7 @@ def _next_use(trace: Trace) -> NextUse | None:
 
 
 def _write(found: TraceSurvey, out: Path, form: str) -> dict[str, Path]:
-    """Draw all pictures, then write all: each file is complete or absent."""
+    """Draw all pictures in memory, then write the files: after an interrupt each file is complete or absent."""
     from smoe.trace.pictures import drawn
     from smoe.whole_file import whole_file
 
@@ -163,7 +163,7 @@ def _print(found: TraceSurvey) -> None:
 
 
 def rows_of(found: TraceSurvey) -> list[tuple[str, str]]:
-    """Return the findings, one line each."""
+    """Return the main figures of the pictures, one line each."""
     from smoe.trace.curves import in_words
     from smoe.trace.pictures import LEADER
 

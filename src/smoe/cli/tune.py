@@ -1,4 +1,4 @@
-"""`smoe tune`: measures and learns a model's best settings, and stores them."""
+"""`smoe tune`: measures which settings are best for a model, or trains policies for it, and stores the results."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _time(model: str, engine: EngineOptions, tuned: TuneOptions, as_json: bool) 
 def _price(
     model: str, engine: EngineOptions, text: Path | None, tokens: int, out: Path | None, allowed: float, as_json: bool
 ) -> None:
-    """Measure quality costs, choose a threshold, and store it."""
+    """Measure the quality cost of several alphas, choose the largest within the bound, and store it."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
     from smoe.cli.prices import Material, measured, print_table
@@ -211,7 +211,8 @@ def _price(
 def _tune(
     model: str, config: EngineConfig, revision: str | None, text: Path | None, budget: float | None, as_json: bool
 ) -> None:
-    """Measure times, store and print them, and choose a threshold if there is a budget."""
+    """Measure the time per token at several alphas; store and print the times; choose an alpha if a time was
+    requested."""
     from smoe.cli.console import note, warn
     from smoe.cli.keeping import ResultDestination
     from smoe.cli.session import loaded

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from smoe.config import EngineConfig
 
 STEPS = 300
-"""The default number of steps of every trace."""
+"""The default number of decode steps that are used of each trace."""
 
 
 def tune_cache(
     model: str, engine: EngineOptions, fitted: list[Path], held_out: list[Path], steps: int, as_json: bool
 ) -> None:
-    """Fit the weights, store and print them."""
+    """Fit the weights of the multidimensional cache on traces; store and print them."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination
@@ -56,7 +56,7 @@ def tune_cache(
 
 
 def _config(options: EngineOptions) -> EngineConfig:
-    """Return the configuration whose cache is tuned: HOBBIT's if no preset is given."""
+    """Return the configuration whose cache is tuned: that of the preset hobbit if no preset is given."""
     if options.preset == "exact":
         options = replace(options, preset="hobbit")
     return replace(options.config(), alpha=0.0, alpha_as_priced=False)

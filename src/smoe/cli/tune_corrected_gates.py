@@ -1,4 +1,4 @@
-"""`smoe tune --predictor corrected-gates`: learns how the layers in between change a router's input."""
+"""`smoe tune --predictor corrected-gates`: learns how the layers between two routers change a router's input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ TOKENS = 8000
 
 
 def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, tokens: int, as_json: bool) -> None:
-    """Learn on a text, store the result for the model, and print its recall on the part that was not learned from."""
+    """Learn corrections on a text and store them for the model. Print their recall on the last tenth of the text, from
+    which nothing was learned."""
     from smoe.cli.console import note, print_json
     from smoe.cli.keeping import ResultDestination
     from smoe.load.gate_corrections import LearnedCorrections, remember
@@ -36,7 +37,7 @@ def tune_corrected_gates(model: str, engine: EngineOptions, text: Path | None, t
 
 
 def _learn(model: str, engine: EngineOptions, text: Path | None, tokens: int) -> FittedCorrections:
-    """Learn from a text that the model itself reads, without low copies and substitution."""
+    """Return corrections learned from a text that the model reads, without low-precision copies and substitution."""
     from dataclasses import replace
 
     from smoe.cli.console import progress

@@ -1,4 +1,4 @@
-"""`smoe tune --eviction learned --cache`: trains the estimate of the next use on recorded traces."""
+"""`smoe tune --eviction learned --cache`: trains the eviction policy `learned` on recorded traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smoe.cli.options import EngineOptions
 def tune_eviction(
     model: str, engine: EngineOptions, traces: list[Path], held_out: list[Path], passes: int | None, as_json: bool
 ) -> None:
-    """Train the estimate, store and print it."""
+    """Train the policy's estimate of each expert's next use; store it, and print its misses."""
     from smoe.cli.console import note, print_json, progress
     from smoe.cli.eviction_table import print_evictions
     from smoe.cli.keeping import ResultDestination

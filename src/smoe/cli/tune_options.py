@@ -24,64 +24,76 @@ _LOOKED_AT: dict[str, tuple[str, ...]] = {
     "eviction": ("text", "tokens"),
     "tpot": ("text",),
 }
-"""Every measurement, named by its option, with the other options that it uses."""
+"""Each measurement of `smoe tune`, named by its option, with the other options that it uses."""
 _DEFAULT = "tpot"
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The options of one measurement."""
+    """The options of `smoe tune`; a command makes one measurement."""
 
-    tpot: Annotated[str | None, typer.Option(help="Time per token to meet, such as 80ms.")] = None
+    tpot: Annotated[
+        str | None, typer.Option(help="Find the smallest alpha that meets this time per token, such as 80ms.")
+    ] = None
     prices: Annotated[
         bool,
-        typer.Option("--prices", help="Measure the quality cost of each way to resolve a missing expert, by layer."),
+        typer.Option(
+            "--prices",
+            help="Measure, by layer, the quality cost of a substitute, of a low-precision copy and of dropping an "
+            "expert.",
+        ),
     ] = False
     shares: Annotated[
         str | None,
-        typer.Option(help="Profile the importance of experts, for --precision-shares: per cent such as 67,30,3."),
+        typer.Option(
+            help="Measure how important the chosen experts are, for --precision-shares; print the thresholds for these "
+            "per cent, such as 67,30,3."
+        ),
     ] = None
     cache: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Fit the weights of --eviction multidimensional, or train --eviction learned, on this trace of smoe "
-            "record. Repeatable."
+            help="Trace of smoe record, to fit the weights of --eviction multidimensional or, with --eviction "
+            "learned, to "
+            "train that policy. Repeatable."
         ),
     ] = None
     predictor: Annotated[
         str | None,
         typer.Option(
-            help="Fit a predictor of experts for --prefetch: corrected-gates (on a text), popularity, affinity, "
-            "activation-matrix, expert-mlp or a plug-in's MODULE:CLASS (on a text or a trace)."
+            help="Fit this predictor for --prefetch: corrected-gates (on a text), popularity, affinity, "
+            "activation-matrix, expert-mlp or a plug-in's MODULE:CLASS (these on a text or a trace)."
         ),
     ] = None
     held_out: Annotated[
         list[Path] | None,
-        typer.Option(help="With --cache or --predictor: also test the result on this trace. Repeatable."),
+        typer.Option(
+            help="With --cache or --predictor: trace of smoe record on which the result is tested. Repeatable."
+        ),
     ] = None
     trace: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="A trace of smoe record to use instead of a text: with --predictor to fit on (repeatable), with "
-            "--shares to profile."
-        ),
+        typer.Option(help="Trace of smoe record to use instead of --text, with --predictor (repeatable) or --shares."),
     ] = None
-    text: Annotated[Path | None, typer.Option(help="Text to measure on: .txt or .jsonl. Default: stories.")] = None
+    text: Annotated[
+        Path | None, typer.Option(help="File with the text to measure on: .txt or .jsonl. Default: stories.")
+    ] = None
     tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens at most: of the text with --max-perplexity-increase, --shares or --prices, of each "
-            "trace with --cache (all with --eviction learned) or --predictor, of a tournament's text. \\[default: "
-            "2000, 4000, all, 300, all, 400]",
+            help="Most tokens that are used of the text, or of each trace. \\[default: 2000 with "
+            "--max-perplexity-increase, 4000 with --shares, 300 with --cache, 400 with --prefetch or --eviction auto, "
+            "8000 with --predictor on a text, else all]",
         ),
     ] = None
     forget: Annotated[
         bool,
         typer.Option(
             "--forget",
-            help="Measure nothing; delete the stored results of this model's tournaments; with --prefetch auto or "
-            "--eviction auto, only of that one.",
+            help="Delete the stored results of this model's tournaments (--prefetch auto, --eviction auto); if one "
+            "of these "
+            "options is given, only its results.",
         ),
     ] = False
     out: Annotated[
@@ -121,7 +133,7 @@ class TuneOptions:
 
 
 def _check_predictor(name: str) -> None:
-    """Raise `ConfigError` for what is no predictor that learns."""
+    """Raise `ConfigError` for a name that is no predictor that can be fitted."""
     if name == CORRECTED_GATES:
         return
     is_known = name in PREDICTORS.built_in or ":" in name

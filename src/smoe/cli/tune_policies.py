@@ -117,7 +117,8 @@ def _ids(model: str, revision: str | None, text: Path | None, tokens: int, conte
 def _opened(
     stack: ExitStack, model: str, config: EngineConfig, revision: str | None, uses_scores: bool
 ) -> PreTrainedModel:
-    """Return the model, open until `stack` ends; with every expert's score if an eviction policy may need it."""
+    """Return the model, which stays open until `stack` is closed. It provides the scores of all experts if a compared
+    eviction policy may need them."""
     from smoe.cli.session import loaded
 
     if uses_scores:
@@ -137,7 +138,8 @@ def _interrupted_in_words() -> Iterator[None]:
 
 
 def _won(found: Tournament, share: float, source: str, machine: str) -> Winner:
-    """Return the winner in its stored form; the baseline is stored as `auto`, which decides nothing."""
+    """Return the winner in the form in which it is stored. If the usual policy won, `auto` is stored: it changes
+    nothing."""
     from smoe.load.winners import Winner
 
     first, second = found.winner, found.entrants[min(1, len(found.entrants) - 1)]
@@ -169,7 +171,7 @@ def _print(found: Tournament, model: str) -> None:
 
 
 def _verdict(found: Tournament) -> str:
-    """Return the reason why the winner has won."""
+    """Return in words why the winner has won."""
     from smoe.eval.tournament import LEAD
 
     usual = next(entrant for entrant in found.entrants if entrant.name == found.baseline)
@@ -193,8 +195,8 @@ def _less(entrant: Entrant, usual: Entrant) -> float:
 
 
 def _absent(found: Tournament, model: str) -> list[str]:
-    """Return lines about candidates that did not take part: one line for all that lack the same, with the command to
-    run first."""
+    """Return lines about policies that were not compared: one line for all that lack the same thing, with the command
+    to run first."""
     lines = [
         f"{name} did not take part: {refused.why}" for name, refused in found.refused.items() if not refused.lacking
     ]

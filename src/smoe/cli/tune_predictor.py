@@ -1,4 +1,4 @@
-"""`smoe tune --predictor`: fits a predictor that uses the history of routing, on recorded traces."""
+"""`smoe tune --predictor`: fits a predictor that uses earlier routing only, on recorded traces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from smoe.eval.tune_predictor import PredictionRates, PredictorTuning
 
 _TOKENS = 8000
-"""The default number of tokens that are recorded of a text."""
+"""The default number of tokens of a text whose routing is recorded."""
 
 
 def tune_predictor(
@@ -83,7 +83,7 @@ def tune_predictor(
 
 
 class _Course:
-    """Receives the number of finished epochs; after the first one it prints the expected time."""
+    """Receives the number of finished training epochs. After the first one it prints how long training will take."""
 
     def __init__(self, bars: Progress, task: TaskID) -> None:
         self._bars, self._task = bars, task
@@ -115,7 +115,7 @@ class _Course:
 def _recorded(
     model: str, engine: EngineOptions, traces: list[Path], text: Path | None, tokens: int | None
 ) -> Iterator[list[Path]]:
-    """Yield the traces to fit on: the given ones, or a temporary one of the text."""
+    """Yield the traces to fit on: the given ones, or a temporary trace of the model reading the text."""
     from smoe.cli.record import record
     from smoe.eval.texts import read_documents
     from smoe.generation.sampling import Sampling
@@ -133,7 +133,7 @@ def _recorded(
 
 
 def _print(found: PredictorTuning) -> None:
-    """Print the course of fitting, and the rates of every predictor on every trace, compared with the paper's."""
+    """Print how the fitting went, and the accuracy of every predictor on every trace, compared with the paper's."""
     from rich.table import Table
 
     from smoe.cli.console import output

@@ -1,4 +1,5 @@
-"""`smoe tune --shares`: profiles the importance of a model's choices, to set thresholds by shares of them."""
+"""`smoe tune --shares`: measures how important the chosen experts are, and finds thresholds for given shares of
+them."""
 
 from __future__ import annotations
 

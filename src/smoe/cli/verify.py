@@ -1,4 +1,4 @@
-"""`smoe verify`: checks whether the offloaded model is exact, on this machine, with these files."""
+"""`smoe verify`: checks on this machine whether a model run by smoe gives the same results as transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from smoe.cli.options import Debug, EngineOptions, Json, Model
 from smoe.errors import ConfigError
+from smoe.units import format_count
 
 if TYPE_CHECKING:
     from smoe.report.verify import Comparison, Reference, Report
@@ -20,10 +21,10 @@ smoe verify ./my-moe --memory 8GiB
 
 smoe verify ./my-moe --memory 8GiB --low-precision int4
 
-Exit code 0: every part is equal bit by bit, or up to rounding where no more
-is promised: with quantised weights and with sums in another order
-(`arithmetic` own-order). 1: a part differs. 2: the check did not finish, for
-example because weights contain NaN.
+Exit code 0: every part is equal bit by bit, or up to rounding if weights are
+quantised or smoe's kernels add in another order (--kernels own-order).
+1: a part differs. 2: the check did not finish, for example because weights
+contain NaN.
 """
 
 _DIFFERS = 1
@@ -36,27 +37,30 @@ _SERVING_ALL: dict[str, Any] = {
 }
 """Settings that compute every expert with its full copy, whatever its importance."""
 _WHY = {
-    "quantised weights": "for quantised weights, the library computes with the dequantised numbers",
-    "own order": "smoe's kernels add in another order (--kernels torch uses the library's)",
+    "quantised weights": "weights are quantised, and transformers computes with the dequantised numbers",
+    "own order": "smoe's kernels add numbers in another order than torch (--kernels torch uses torch's order)",
 }
 
 
 def command(
     engine: EngineOptions,
     model: Model = "demo",
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt; more tokens use more experts.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the prompt's tokens.")] = 0,
+    tokens: Annotated[
+        int, typer.Option(min=2, help="Number of tokens of the prompt; a longer prompt tests more experts.")
+    ] = 32,
+    seed: Annotated[int, typer.Option(help="Seed from which the tokens of the prompt are drawn.")] = 0,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Check exactness part by part against the transformers library, without the whole model in memory.
+    """Check that results are exact: compare every part of the model with transformers, without the whole model in
+    memory.
 
-    One token alone, and a prompt with two tokens after it, run inside the budget. Everything in every layer (attention,
-    norms, router, shared experts, experts read by safetensors) is computed twice from the same input: by smoe and by
-    the library's own modules. The results must be equal bit by bit.
+    First a single token runs, then a prompt with two tokens after it, within the budget. smoe and transformers' own
+    modules compute every part of every layer from the same input: attention, norms, router, shared experts, and
+    experts, which are read again by safetensors. The results must be equal bit by bit.
 
-    With low-precision copies, the model is checked without them, whatever the thresholds; then once more with the
-    copies of all experts, compared with their dequantised numbers, up to rounding.
+    With low-precision copies, the model is first checked without them. Then the copies of all experts are compared with
+    transformers on their dequantised numbers, up to rounding.
     """
     from smoe.cli.console import is_quiet, print_json
     from smoe.generation.sampling import check_seed
@@ -86,8 +90,9 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
     config = engine.config()
     if config.alpha > 0:
         raise ConfigError(
-            f"alpha is {config.alpha:g}, which replaces experts, and smoe verify checks the exact model: leave out "
-            "--alpha, and use --preset smoe-exact instead of smoe",
+            f"alpha is {config.alpha:g}, with which experts are replaced, and smoe verify can only check the exact "
+            "model: "
+            "leave out --alpha, and use --preset smoe-exact instead of smoe",
             setting="alpha",
             given=config.alpha,
             allowed="0 for smoe verify",
@@ -127,8 +132,8 @@ def _verify(model: str, engine: EngineOptions, tokens: int, seed: int, is_quiet:
 
 
 def _check_pack(model: str, precision: str, revision: str | None, reference: Reference) -> None:
-    """Raise `CheckpointError` where a byte of the pack is not what was written, which later comparisons could not
-    detect."""
+    """Raise `CheckpointError` if a byte of the packed file differs from its checksum. The comparisons with the library
+    use the packed numbers, so they could not detect this."""
     from smoe.cli.pack_check import find_damage
     from smoe.errors import CheckpointError
     from smoe.models.checkpoint import whole_checkpoint
@@ -185,13 +190,17 @@ def _print_line(line: list[Comparison]) -> None:
         verdict = f"[bold red]{', '.join(differing)}[/bold red]"
     place = "all layers" if first.layer is None else f"layer {first.layer:>4}"
     output().print(
-        f"{place}  {first.phase:<7}  {first.tokens:>4} tokens after {first.position:>4}  {verdict}  ({_names(line)})",
+        f"{place}  {first.phase:<7}  {first.tokens:>4} tokens from position {first.position:>4}  {verdict}  "
+        f"({_counts(line)})",
         soft_wrap=True,
     )
 
 
-def _names(line: list[Comparison]) -> str:
-    return ", ".join(one.part if one.used is None else f"{one.used} of {one.experts} {one.part}" for one in line)
+def _counts(line: list[Comparison]) -> str:
+    """Return how many parts and experts of a layer were compared."""
+    experts = [f"{one.used} of {one.experts} {one.part}" for one in line if one.used is not None]
+    parts = [format_count(len(line) - len(experts), "part")] if len(line) > len(experts) else []
+    return ", ".join(parts + experts)
 
 
 def _print_verdict(report: Report) -> None:
@@ -201,25 +210,25 @@ def _print_verdict(report: Report) -> None:
     layers = len({comparison.layer for comparison in found} - {None})
     if bad:
         places = {f"{one.part} of layer {one.layer}" if one.layer is not None else one.part: None for one in bad}
+        output().print(f"[bold red]not exact:[/bold red] {', '.join(places)} ({layers} layers in all)", soft_wrap=True)
         output().print(
-            f"[bold red]not exact:[/bold red] {', '.join(places)} ({layers} layers in all). try --kernels torch to "
-            "see whether smoe's kernels are the cause; if experts differ, download the checkpoint again; if neither "
-            "helps, please report it",
-            soft_wrap=True,
+            "Run the command again with --kernels torch: if it finds no difference then, smoe's kernels are the cause; "
+            "please report it. If experts differ, download the checkpoint again."
         )
     elif not all(one.is_equal for one in found):
         rounded = sum(not one.is_equal for one in found)
         output().print(
-            f"[bold green]equal up to rounding:[/bold green] {layers} layers, {len(found)} comparisons, every bit "
-            f"equal but in {rounded}, which differ by rounding: {' and '.join(_WHY[why] for why in report.may_round)}",
-            soft_wrap=True,
+            f"[bold green]equal up to rounding:[/bold green] {layers} layers, {len(found)} comparisons. {rounded} "
+            "differ "
+            f"by rounding, the others in no bit. Reason: {' and '.join(_WHY[why] for why in report.may_round)}."
         )
     else:
         output().print(
             f"[bold green]exact:[/bold green] {layers} layers, {len(found)} comparisons, every bit equal to the "
-            "library's own modules and loop",
-            soft_wrap=True,
+            "results of "
+            "transformers' own modules"
         )
+    output().print(f"compared: {', '.join(dict.fromkeys(one.part for one in found))}")
     left = [*report.not_compared, "several sequences at once, prompts read in chunks"]
     output().print(f"not compared: {', '.join(left)}", soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""The remarks below a forecast: the sources of its figures, and doubts."""
+"""The remarks that `smoe plan` prints below a forecast: where its figures come from, and why they may be wrong."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from smoe.report.pace import LastRun, Pace
 from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
-    "this model (precision {}) has not run on this machine: speeds are ranges, and a run of 20 tokens narrows them"
+    "the speeds are wide ranges because no run of this model (--precision {}) on this machine is stored yet; one smoe "
+    "generate of 20 tokens or more makes them exact"
 )
 _TAUGHT = (
-    "times of layers, experts and loads are from earlier runs of this model (precision {}); rows of other precisions "
-    "use the machine's rates until they have run, and look faster than they are"
+    "the speeds use times measured in earlier runs of this model (--precision {}); rows of other precisions use this "
+    "machine's rates until such a run exists, and are too optimistic"
 )
 _BUSY = (
     "this machine is busy: this command waited {:.0%} of its time for a core used by other programs; rates measured "
@@ -22,8 +23,7 @@ _BUSY = (
 
 
 def moved_per_token(is_emulated: bool) -> str:
-    """Return the name of the bytes of loads; with an emulated device experts are in RAM, so nothing is read from a
-    disk."""
+    """Return the heading of the column with the bytes that a token loads; an emulated device has no disk to read."""
     return "loaded per token" if is_emulated else "read per token"
 
 
@@ -31,17 +31,18 @@ def of_machine(rates: Rates, is_emulated: bool) -> list[str]:
     """Return remarks about the routing and the rates, and about other programs that use this machine."""
     remarks = [
         SAYS,
-        f"{moved_per_token(is_emulated)}: from typical texts (experts repeat as in recorded texts) to every expert "
-        "equally likely",
+        f"{moved_per_token(is_emulated)}: the lower number is for typical texts, in which experts repeat as in "
+        "recorded "
+        "runs; the higher one is for texts in which all experts are equally likely",
     ]
     figures = f"rates from {rates.source}"
     if is_emulated:
         return [
             *remarks,
-            f"{figures}: speeds are for that machine; experts are loaded from its RAM as far as they fit there",
+            f"{figures}: the speeds are those of that machine; experts that fit into its RAM are loaded from there",
         ]
     if load_profile() is None:
-        figures += "; smoe doctor measures them precisely"
+        figures += "; for precise rates, run smoe doctor once"
     waited = waited_share()
     busy = [] if waited is None or waited < BUSY_SHARE else [_BUSY.format(waited)]
     return [*busy, *remarks, figures]
@@ -51,5 +52,5 @@ def of_earlier_runs(known: Pace, last: LastRun | None, precision: str) -> list[s
     """Return remarks about earlier runs of the model on this machine."""
     if known.layer is None:
         return [_UNTAUGHT.format(precision)]
-    skewed = ["simulated routing is as skewed as in those runs"] if known.skew is not None else []
+    skewed = ["the simulated routing uses experts as unevenly as those runs did"] if known.skew is not None else []
     return [_TAUGHT.format(precision), *skewed, *([] if last is None else last.doubts())]
