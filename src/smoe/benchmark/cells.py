@@ -1,7 +1,8 @@
-"""The cells of the papers' tables: prompt length, answer length, batch size; each is run once on a warm engine.
+"""The measurements of `smoe bench`, as in the tables of SMoE's evaluation: 16 or 128 prompt tokens, 64 or 256 new ones,
+one sequence or three.
 
-16 and 128 prompt tokens, 64 and 256 new ones, one sequence and three, as in SMoE's evaluation. Answers have the full
-length (end tokens are ignored), the choice is greedy, and prompts come from a seed, so the work is always the same.
+Each is run once, on an engine that has run before. Answers have the full length (end tokens are ignored), sampling is
+greedy, and prompts are drawn from a seed, so every run does the same work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class TableCell:
-    """One cell of a table: its lengths and batch size."""
+    """One measurement: the lengths of prompt and answer, and the number of sequences."""
 
     prompt_tokens: int
     new_tokens: int
@@ -37,7 +38,7 @@ QUICK_CELLS = [TableCell(16, 64, 1), TableCell(16, 64, 3)]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A cell and its result."""
+    """A measurement and its result."""
 
     cell: TableCell
     report: RunReport
@@ -61,7 +62,7 @@ class Measurement:
 
 
 def fitting(cells: list[TableCell], context_tokens: int) -> list[TableCell]:
-    """Return the cells whose text fits the context."""
+    """Return the measurements whose prompt and answer fit the context."""
     return [cell for cell in cells if cell.prompt_tokens + cell.new_tokens <= context_tokens]
 
 
@@ -73,7 +74,8 @@ def measure_cells(
     on_start: Callable[[TableCell], None],
     on_end: Callable[[Measurement], None],
 ) -> list[Measurement]:
-    """Measure all cells in order, after a warm-up of a few tokens. After an interrupt, return the finished cells."""
+    """Run all measurements in order, after a warm-up of a few tokens. After an interrupt, return those that are
+    complete."""
     measurements: list[Measurement] = []
     _run(model, tokenizer, TableCell(16, WARM_UP_TOKENS, 1), seed)
     engine: Engine = model.offload  # type: ignore[assignment]

@@ -12,7 +12,7 @@ _PLACES = ("in the garden", "near the river", "behind the house", "at school", "
 
 
 def prompt_ids(tokenizer: Any, tokens: int, seed: int) -> list[int]:
-    """Return `tokens` token ids of simple sentences."""
+    """Return exactly `tokens` token ids of simple English sentences, drawn from a seed."""
     generator = random.Random(seed)
     ids = list(tokenizer(_sentence(generator))["input_ids"])
     while len(ids) < tokens:

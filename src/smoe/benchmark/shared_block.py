@@ -1,7 +1,5 @@
-"""A short block of text that says how fast a model ran on a machine, to be posted.
-
-It names the model by the last part of its path, and no user, host or folder.
-"""
+"""Makes a short block of text that tells how fast a model ran on a machine, to be posted. The block names the model by
+the last part of its path, and contains no user, host or folder."""
 
 from __future__ import annotations
 
@@ -16,14 +14,15 @@ from smoe.machine.processor import BUSY_SHARE
 from smoe.units import format_bytes, format_rate, format_seconds
 
 SHARED_CELL = TableCell(128, 64, 1)
-"""What is measured for the block."""
+"""The measurement for the block."""
 _SAID_APART = ("memory_bytes", "count", "resident_share", "context_tokens", "threads", "max_sequences")
 _PRIVATE = ("cluster", "draft_on", "cache_records")
-"""Settings whose values are names of the user's machines and files: that they are set is all that is said."""
+"""Settings whose values are names of the user's machines and files. The block only mentions that they are set."""
 
 
 def shared_block(circumstances: Mapping[str, Any], cell: Mapping[str, Any], config: EngineConfig) -> str:
-    """Return the block. `circumstances` and `cell` are what `smoe bench --json` prints; `config` is the engine's."""
+    """Return the block. `circumstances` and `cell` are parts of the output of `smoe bench --json`; `config` is the
+    engine's."""
     versions, prompt = circumstances["versions"], cell["prompt_tokens"]
     speed, first = cell["tokens_per_second"], cell["ttft_seconds"]
     rows = {
@@ -44,7 +43,7 @@ def shared_block(circumstances: Mapping[str, Any], cell: Mapping[str, Any], conf
 
 
 def _model(circumstances: Mapping[str, Any]) -> str:
-    """A hub id as it is, of a path the last part."""
+    """Return a hub id unchanged, or the last part of a path."""
     given = str(circumstances["model"])
     is_hub_id = given.count("/") == 1 and not PurePath(given).is_absolute() and not given.startswith((".", "~"))
     name = given if is_hub_id else PurePath(given).name
@@ -57,7 +56,7 @@ def _machine(machine: Mapping[str, Any], threads: int) -> str:
 
 
 def _settings(circumstances: Mapping[str, Any], config: EngineConfig) -> list[str]:
-    """The budget, and every setting that is not the default."""
+    """Return the budget, and every setting that differs from its default."""
     found = [
         f"memory {format_bytes(circumstances['memory_budget_bytes'])}",
         f"context {circumstances['context_tokens']}",

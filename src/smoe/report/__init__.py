@@ -1,1 +1,1 @@
-"""The summary of a run, forecasts of runs, and comparisons with the hardware's limits and the library's results."""
+"""The summary of a run, forecasts of runs (`smoe plan`), and comparisons with the library's results (`smoe verify`)."""

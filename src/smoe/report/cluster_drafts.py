@@ -1,4 +1,5 @@
-"""The draft models of a planned cluster: what they take of the coordinator's memory, and what is left for experts."""
+"""The draft models of a planned cluster: how much of the coordinator's memory each takes, and how much is left for
+experts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ from smoe.units import format_bytes
 
 
 def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
-    """Return (the coordinator's settings without those of a cluster, the precision of each schedule's draft model).
-    Raises `ConfigError`."""
+    """Return the coordinator's settings without those of a cluster, and the precision of each schedule's draft model.
+
+    Raises `ConfigError` for settings that a plan does not support.
+    """
     if config.cluster is not None:
         raise ConfigError(
             f"`cluster` {config.cluster} is for a run; to plan with its measured workers, give `name`",
@@ -41,8 +44,8 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
 def with_drafts(
     model: str, survey: Survey, config: EngineConfig, drafts: Mapping[str, str], revision: str | None
 ) -> tuple[Ledger | None, list[str]]:
-    """Return (the coordinator's budget with the draft model of preset cluster, None where that has no room; a remark
-    about each schedule's draft model)."""
+    """Return the coordinator's budget with the draft model of the preset cluster (None if there is no room for it), and
+    a remark about the draft model of each schedule."""
     ledgers, remarks = dict[str, Ledger | None](), []
     for schedule, precision in drafts.items():
         what = f"{schedule} with a draft model in {precision} on the coordinator"

@@ -59,7 +59,7 @@ SCHEDULES = {
     "cluster": "the same with a draft model: `preset` cluster",
     "round-robin": "workers in turn, with a draft model: `preset` od-moe",
 }
-"""Descriptions of the schedules."""
+"""The compared schedules: names, and descriptions in words."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ WORDS = {
     "loads": "loads at workers",
     "own_loads": "coordinator's loads",
 }
-"""The parts of `TokenWaits` in words."""
+"""The name in words of each part of `TokenWaits`."""
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,21 @@ class ClusterOutlook:
     network: Network
     cases: list[ClusterCase]
     share_held: float
-    """The share of the experts for which the coordinator and all workers together have room."""
+    """The share of all experts that fit into the memory of the coordinator and all workers together."""
     remarks: list[str]
 
     @property
     def schedules(self) -> list[str]:
-        """The schedules for which the coordinator has room."""
+        """The schedules that the coordinator's memory allows."""
         return list(dict.fromkeys(case.schedule for case in self.cases))
 
     def of(self, schedule: str) -> list[ClusterCase]:
-        """Return the cases of a schedule, by ascending number of workers."""
+        """Return the cases of a schedule, in ascending order of the number of workers."""
         return [case for case in self.cases if case.schedule == schedule]
 
     def enough(self, schedule: str) -> int:
-        """Return the least number of workers whose time is within `ENOUGH` of the best; 0: the coordinator alone."""
+        """Return the smallest number of workers whose time per token is within `ENOUGH` of the best; 0: the coordinator
+        alone is as fast."""
         took = [self.alone.run.seconds_per_token, *(case.seconds_per_token for case in self.of(schedule))]
         return next(workers for workers, seconds in enumerate(took) if seconds <= (1 + ENOUGH) * min(took))
 
@@ -177,13 +178,14 @@ class Wanted:
     workers: int
     """The maximum number of workers."""
     measured: Sequence[MeasuredWorker] = ()
-    """Existing workers; further ones are like their mean. Empty: there are none."""
+    """The measured times of existing workers; further workers are simulated with their mean times. Empty: no worker was
+    measured."""
     profile: DeviceProfile | None = None
-    """The machine of workers that do not exist; None: as the coordinator."""
+    """The machine of workers that do not exist yet; None: the same machine as the coordinator's."""
     worker_bytes: int = 0
-    """Bytes of experts on each of these workers."""
+    """The memory for experts, in bytes, of each worker that does not exist yet."""
     slots: int | None = None
-    """The number of experts on each of these workers, in place of `worker_bytes`."""
+    """The number of experts that each of these workers holds, in place of `worker_bytes`."""
 
 
 def cluster_outlook(
@@ -246,7 +248,7 @@ def cluster_outlook(
 
 
 def _remarks(wanted: Wanted, network: Network, trace: Sequence[Routing] | None) -> list[str]:
-    """Return the assumptions of the figures."""
+    """Return the assumptions of the forecast, one sentence each."""
     found = [] if trace is not None else [SAYS]
     if not wanted.measured:
         found.append(
@@ -264,8 +266,11 @@ def _workers(
     network: Network,
     row_bytes: int,
 ) -> Iterator[MeasuredWorker]:
-    """Yield as many workers as requested. The coordinator's part of a measured round trip is subtracted, because it is
-    simulated. Raises `BudgetError` for a worker with too little memory."""
+    """Yield the times and slots of as many workers as requested. A measured round trip includes the coordinator's part,
+    which is subtracted, because it is simulated separately.
+
+    Raises `BudgetError` for a worker with too little memory.
+    """
     mine = 2 * network.message + 2 * row_bytes / network.bytes_per_second
     known = [
         replace(each, hop=max(0.0, each.hop - mine), expert=each.expert + HANDING_SECONDS)
@@ -289,7 +294,7 @@ def _workers(
 
 
 def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
-    """Return seconds of (a load, an expert) on a worker: it computes on its CPU and reads from its disk."""
+    """Return the seconds of a load and of an expert on a worker, which reads from its disk and computes on its CPU."""
     times = times_for(machine, work)
     if not machine.has_link:
         return times.load, times.expert(1) * times.alone
@@ -306,7 +311,10 @@ def _on_its_cpu(machine: DeviceProfile, work: Work) -> tuple[float, float]:
 
 
 def _replayed(work: Work, trace: Sequence[Routing] | None) -> tuple[list[DecodedToken], list[ExpertKey]]:
-    """Return (the last tokens, all experts used before them). Raises `TraceError` for a trace of another model."""
+    """Return (the last tokens of a trace, all experts used before them).
+
+    Raises `TraceError` for a trace of another model.
+    """
     if trace is None:
         trace = synthesise(DrawnShape(work.experts, work.top_k, work.layers, _BEFORE + _WARM_UP + _STEPS), TYPICAL)
     tokens = decoded_tokens(trace)

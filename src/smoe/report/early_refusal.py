@@ -15,10 +15,10 @@ from smoe.policy.registry import predictor_kind
 
 
 def refuse_early(model: str, config: EngineConfig) -> None:
-    """Raise `BudgetError` where a local model does not fit its budget, as loading it would. Other settings that need
-    memory (workers, low copies), and families that only the library knows, are left to loading.
+    """Raise `BudgetError` if a local model does not fit its budget: the same error as loading would raise, but sooner.
 
-    Where the budget is sufficient, weight files are not read.
+    It checks only families and settings that need no library; workers and low-precision copies are left to loading. If
+    the budget is sufficient, weight files are not read.
     """
     device, place = planned_device(config), local_place(model)
     asks_for_more = config.cluster is not None or config.has_low or config.precision != "auto"

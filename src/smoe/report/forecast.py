@@ -51,7 +51,7 @@ TYPICAL_HITS = ((0.0, 0.0), (0.04, 0.12), (0.1, 0.28), (0.2, 0.47), (0.4, 0.72),
 """(share of resident experts, hit ratio) with the default eviction: means over the four recorded texts of
 docs/evictions.md."""
 _SHARES = (0.1, 0.25, 0.5, 0.75)
-"""Budgets in the table between the smallest and the full one, by share of resident experts."""
+"""The budgets in the table between the smallest and the largest one, given by the share of experts in memory."""
 _WITHOUT_LOW = "speeds are without low copies: their gain depends on which experts are missing, and on their importance"
 _ESTIMATE = (
     "from config.json only: once its files are on this machine, slots may be 4 KiB smaller, and reading may need "
@@ -61,7 +61,7 @@ _ESTIMATE = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that one kind of routing moves per token, and the least time that this takes."""
+    """For one kind of routing: the bytes that it moves per token, and the shortest time that this takes."""
 
     step: StepBytes
     floor: Floor | None
@@ -108,7 +108,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A model, a budget, and its alternatives."""
+    """The forecast of `smoe plan`: a model, a budget, and alternatives to this budget."""
 
     model: str
     spec: ModelSpec
@@ -131,7 +131,7 @@ class Forecast:
 
     @property
     def moved(self) -> str:
-        """The name of the bytes of a token's missing experts."""
+        """The heading for the bytes of a token's missing experts."""
         return moved_per_token(self.is_emulated)
 
     def as_json(self) -> dict[str, Any]:
@@ -201,7 +201,8 @@ class Survey(NamedTuple):
 
 
 def foretell(model: str, config: EngineConfig, revision: str | None = None) -> Case | None:
-    """Return the simulated case of the given settings only; None without a rate of loading experts."""
+    """Return the simulated forecast for the given settings only, without alternatives; None if the rate of loading
+    experts is unknown."""
     survey = survey_of(model, config, revision)
     return None if survey.subject is None else survey.subject.case(survey.ledger)[0]
 
@@ -306,7 +307,8 @@ def _decided(
 
 
 def _alternatives(chosen: Ledger) -> list[Ledger]:
-    """Return the smallest budget, budgets for some shares of the experts, and the full one."""
+    """Return the budgets of the table: the smallest possible one, budgets for some shares of the experts, and the one
+    that holds the whole model."""
     demand = chosen.demand
     least, full = minimum_bytes(demand), full_bytes(demand)
     sizes = {least, full}
@@ -318,8 +320,8 @@ def _alternatives(chosen: Ledger) -> list[Ledger]:
 
 
 def _recommend(demand: Demand, device: AnyDevice, foretell: Callable[[Ledger], Choice]) -> Recommendation | None:
-    """Return the recommended budget: the free memory less a margin, at most the whole model, rounded; None where the
-    model does not fit."""
+    """Return the budget that this machine should give the model: the free memory less a margin, at most the whole
+    model, rounded down; None if the model does not fit."""
     free, source = free_device_bytes(device)
     room, full = less_margin(free), round_up(full_bytes(demand))
     budget = full if full <= room else round_down(room)
@@ -344,7 +346,7 @@ def _step(nbytes: int) -> int:
 
 
 def typical_hit_ratio(resident_share: float) -> float:
-    """Return the hit ratio by linear interpolation of `TYPICAL_HITS`."""
+    """Return the hit ratio of typical texts for a share of resident experts, interpolated in `TYPICAL_HITS`."""
     for (low, at_low), (high, at_high) in itertools.pairwise(TYPICAL_HITS):
         if resident_share <= high:
             return at_low + (at_high - at_low) * (resident_share - low) / (high - low)

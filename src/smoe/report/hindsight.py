@@ -33,7 +33,7 @@ from smoe.simulator.synthetic import TYPICAL, DrawnShape
 _LONGEST_PROMPT = 512
 """The longest prompt that is simulated; for a longer one the time is scaled by its length."""
 _LONGEST_LOOK = 64
-"""The most decode steps of a trace that is compared with a run."""
+"""How many decode steps of a run's routing are compared with the forecast, at most."""
 _CPU = torch.device("cpu")
 
 
@@ -82,7 +82,7 @@ def look_back(model: PreTrainedModel, generation: Generation, place: Path, layer
 
 
 def _beside(generation: Generation, found: Foretold) -> LastRun | None:
-    """Compare a run with its forecast."""
+    """Return the comparison of a run with its forecast."""
     per_token, first_token = generation.later_seconds_per_token, generation.ttft_seconds
     if not per_token or not first_token:
         return None
@@ -90,8 +90,8 @@ def _beside(generation: Generation, found: Foretold) -> LastRun | None:
 
 
 def shown_by(engine: Engine, decode: Counters, prompt_tokens: int) -> Pace:
-    """Return what the counters of decode steps of one sequence show about times and routing; nothing for too few
-    steps."""
+    """Return the times and the skew of routing that the counters of one sequence's decode steps show; an empty result
+    for too few steps."""
     pace = measured_pace(decode, len(engine.store.layers), engine.store.expert_bytes)
     return pace if pace == UNKNOWN else replace(pace, skew=_skew_shown(engine, decode, prompt_tokens))
 
@@ -138,8 +138,8 @@ def _simulated(
 
 
 def _prompt_shown(generation: Generation, run: Simulated, pace: Pace, layers: PromptLayers) -> Pace:
-    """Return what a prompt shows that was read in the first pass of a process and is not longer than what is
-    simulated."""
+    """Return what the first pass of a process shows about the time of prompts, if its prompt is no longer than those
+    that are simulated."""
     measured, warm = generation.counters - generation.decode_counters, layers.warm_seconds
     tokens = generation.prompt_tokens - generation.reused_tokens
     if warm is None or measured.forward_passes != 1 or tokens > _LONGEST_PROMPT:

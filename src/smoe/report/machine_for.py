@@ -1,4 +1,4 @@
-"""The machine of a forecast: a named profile, or this machine with quickly measured rates."""
+"""Finds the rates of the machine of a forecast: those of a named profile, or quickly measured rates of this machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from smoe.report.pace import UNKNOWN, Pace, pace_of
 READING_SECONDS = 1.0
 """Seconds of reading the model's own experts, to measure the disk."""
 _COPIED = 6
-"""How many times slower than reading memory a copy from the page cache is, with one system call for each."""
+"""How many times slower than a plain read of memory a copy from the page cache is, if each copy needs one system
+call."""
 _COPY_SECONDS = 30e-6
-"""Seconds of such a system call and of passing on the copy."""
+"""The constant seconds of such a system call, and of handing over the copy."""
 
 
 def rates_for(
@@ -48,13 +49,13 @@ def rates_for(
 
 
 def reads_past_cache(config: EngineConfig, spec: ModelSpec, ledger: Ledger, device: AnyDevice) -> bool:
-    """Return whether loads read the disk. Where RAM outside the budget holds the whole model, they are copies from the
-    page cache."""
+    """Return whether loads read from the disk. They do not if RAM outside the budget holds the whole model: then loads
+    are copies from the page cache."""
     return reads_directly(config, spec.experts_bytes, free_device_bytes(device)[0] - ledger.budget_bytes)
 
 
 def files_of(checkpoint: Described, spec: ModelSpec, device: AnyDevice) -> ExpertStore | None:
-    """Return the places of the experts on this machine's disk; None where they are missing or must be packed first."""
+    """Return where the experts are on this machine's disk; None if the files are missing, or must be packed first."""
     if not checkpoint.has_weights():
         return None
     try:
@@ -82,7 +83,7 @@ def machine_for(
 
 
 def pace_for(checkpoint: Described, device: AnyDevice, is_direct: bool, is_emulated: bool, precision: str) -> Pace:
-    """Return what earlier runs of the model have measured; only on a CPU that is not emulated."""
+    """Return the times that earlier runs of the model have measured; unknown times for a GPU or an emulated device."""
     if device.type != "cpu" or is_emulated:
         return UNKNOWN
     return pace_of(checkpoint.place, precision, is_direct)

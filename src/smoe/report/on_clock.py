@@ -44,7 +44,8 @@ COMPARED_STEPS = 16
 """The number of counted steps for comparisons of budgets and presets: speeds differ from those of all steps by 1 % in
 the mean, and 7 % at most."""
 _LOOK_STEPS = 8
-"""The number of last warm-up steps that measure the share of reading, which slows other work."""
+"""How many warm-up steps, the last ones, measure for which share of the time experts are read. Reads slow down other
+work."""
 MOST_LAYERS = 12
 _DECIDING_SECONDS = 1e-4
 """Seconds of our Python code in each layer with a device, which waits for it (docs/log/forecasts.md). On a CPU
@@ -55,16 +56,16 @@ measured."""
 _UNPACKING = 1.25
 """How many times fewer bytes per second are computed of quantized experts than of bf16 ones, on a CPU."""
 _IN_CHUNKS = 1.2
-"""How many times longer a prefetched expert takes from a disk than one read at once (`memory/disk.py`)."""
+"""By which factor a prefetch from a disk takes longer than a load in one piece (`memory/disk.py`)."""
 _LEAST_READING = 0.05
-"""The share of reading time beyond which reads slow down computing."""
+"""The share of time with reads above which reads slow down computing."""
 _HOST_TIER_SHARE = 0.8
 """The largest share of a machine's RAM for the host tier."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The sizes of a model's parts, which determine its times on a machine."""
+    """The sizes of a model's parts, from which its times on a machine are computed."""
 
     layers: int
     """L, the layers with routed experts."""
@@ -82,7 +83,8 @@ class Work:
     layer_bytes: float
     """Bytes of non-expert weights for each layer with experts."""
     decoder_layers: float
-    """Decoder layers for each layer with experts: 1 or slightly more."""
+    """How many decoder layers there are for each layer with experts: 1, or slightly more if some layers have no
+    experts."""
 
     @property
     def is_quantised(self) -> bool:
@@ -194,8 +196,7 @@ class Simulated:
     prefill_parts: dict[str, float]
     """The parts of a prompt's seconds by name; in reality they overlap."""
     pieces: dict[str, float]
-    """Seconds of one load, one expert for one token on average, one layer without experts, and planning in one
-    layer."""
+    """Seconds of: a load, an expert (mean per token), a layer without its experts, and planning in a layer."""
     hit_ratio: float
     prefetches: bool
 
@@ -221,22 +222,22 @@ class Scene:
     machine: DeviceProfile
     ledger: Ledger
     config: EngineConfig
-    """The settings without open choices (`load/known.py`)."""
+    """The settings, in which every `auto` is already replaced by a choice (`load/known.py`)."""
     predictor: str
     """The predictor in decode (`predictor_name` in `load/assembly.py`)."""
     prices: PriceTable | None = None
     """The quality costs, where misses are resolved within a budget."""
     faster_reads: float = 1.0
     pace: Pace = UNKNOWN
-    """What earlier runs of this model have measured."""
+    """The times that earlier runs of this model have measured."""
     prompt_tokens: int = PROMPT_TOKENS
     most_steps: int | None = None
     """The most counted decode steps; None: the usual number."""
 
 
 def settled(scene: Scene) -> tuple[Scene, Simulated]:
-    """Return the scene and its simulation with typical routing, without a prefetch that does not pay where the engine
-    would notice that."""
+    """Return the scene and its simulation with typical routing. If prefetching costs time, and the engine would switch
+    it off, it is switched off here."""
     as_it_is = scene, simulate(scene, TYPICAL)
     if scene.predictor == "none" or scene.config.prefetch != "auto":
         return as_it_is
@@ -292,8 +293,8 @@ def prompt_seconds(scene: Scene, tokens: int) -> float:
 
 
 def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: int) -> tuple[Timed, Timed, StepTimes]:
-    """Return (the result of all steps, the result before the counted ones, the times of the counted ones). On a CPU,
-    layers are slowed by the reads of the last warm-up steps."""
+    """Return (the counts of all steps, the counts before the counted steps, the times of the counted steps). On a CPU,
+    reads slow down layers, as measured in the last warm-up steps."""
     clock, trace = _clock(scene, times, layers, drawn), drawn.trace
     looked = layers * (1 + max(0, _WARM_UP - _LOOK_STEPS))
     begin = layers * (1 + _WARM_UP)
@@ -312,14 +313,14 @@ def _served(scene: Scene, times: StepTimes, layers: int, drawn: Drawn, steps: in
 
 
 def _reading(timed: Timed, before: Timed) -> float:
-    """Return the share of the time since `before` in which experts are read."""
+    """Return the share of the time since `before` in which at least one read was running."""
     seconds = sum(timed.step_seconds[len(before.step_seconds) :])
     return (timed.link_seconds - before.link_seconds) / seconds
 
 
 def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
-    """Return times with decode steps slowed by reads for this share of the time; a prompt's few large products suffer
-    less."""
+    """Return times in which decode steps are slowed by reads that run for this share of the time. Prompts, with few
+    large products, are slowed less."""
     if reading <= _LEAST_READING:
         return times
     slower = crowded(reading)
@@ -327,7 +328,7 @@ def _in_a_crowd(times: StepTimes, reading: float) -> StepTimes:
 
 
 class Drawn(NamedTuple):
-    """The parameters of a drawn trace, the same for every budget."""
+    """The parameters of a synthetic trace. All budgets of a forecast use the same trace."""
 
     shape: DrawnShape
     habits: Habits
@@ -337,7 +338,7 @@ class Drawn(NamedTuple):
         return _synthesised(self.shape, self.habits)
 
     def guesses(self, recall: float) -> dict[int, list[int]]:
-        """Return predictions with the given recall, by the numbers of decode steps' routings."""
+        """Return simulated predictions that name this share of the used experts (recall), by decode step."""
         return _guessed(self.shape, self.habits, recall)
 
 
@@ -352,7 +353,7 @@ def _guessed(shape: DrawnShape, habits: Habits, recall: float) -> dict[int, list
 
 
 def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> VirtualClock:
-    """Return a virtual clock with the engine's policies and a share of the slots."""
+    """Return a virtual clock that uses the engine's policies and has the simulated layers' share of the slots."""
     work, config, share = scene.work, scene.config, layers / scene.work.layers
     slots = max(work.top_k, round(share * scene.ledger.cache_slots))
     low_slots = max(work.top_k, round(share * scene.ledger.low_slots)) if scene.ledger.low_slots else 0
@@ -374,7 +375,7 @@ def _clock(scene: Scene, times: StepTimes, layers: int, drawn: Drawn) -> Virtual
 
 
 def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
-    """Return a predictor whose recall is that of the configured one."""
+    """Return a simulated predictor with the usual recall of the configured one."""
     name, config, trace = scene.predictor, scene.config, drawn.trace
     if name == "none":
         return None
@@ -392,8 +393,8 @@ def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
 
 
 def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, times: StepTimes) -> Answering | None:
-    """Return the resolution of misses as `load/assembly.py` makes it, with the quality costs of the simulated
-    layers."""
+    """Return the rule by which misses are resolved, made as in `load/assembly.py`, with the quality costs of the
+    simulated layers."""
     if prices is None:
         return None
     some = PriceTable({n: prices.layers[layer] for n, layer in enumerate(sorted(prices.layers)[:layers])})
@@ -406,7 +407,7 @@ def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, tim
 
 
 def _parts(scene: Scene, times: StepTimes, seconds: float, computed: float) -> dict[str, float]:
-    """Divide a token's `seconds`, in which the device computes `computed` experts."""
+    """Divide the `seconds` of a token into named parts; the device computes `computed` experts of the token."""
     work, machine = scene.work, scene.machine
     experts, others = computed * times.expert(1), work.layers * times.layer(1)
     constants = computed * machine.device_expert_seconds

@@ -41,12 +41,12 @@ LEAST_PLEASANT, MOST_PLEASANT = 2.0, 30.0
 """The thresholds of pleasant use: at least so many tokens per second, and at most so many seconds before an answer
 begins."""
 ALTERNATIVES = (("exact", "auto"), ("smoe", "auto"), ("hobbit", "auto"), ("exact", "int4"), ("smoe", "int4"))
-"""Presets and precisions that are compared with the given one."""
+"""The presets and precisions with which a plan compares the given settings."""
 FASTER_READS = 2.0
 ANSWER_WORDS, LONG_PROMPT_TOKENS = 200, 2000
 """The lengths of the answer and of the prompt whose times a plan states."""
 _TOKENS_A_WORD = 4 / 3
-"""Tokens per English word."""
+"""The mean number of tokens of an English word."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Case:
     """The files that must be made before a run, each with its command: packs, quality costs, learned parameters."""
     run: Simulated
     is_taught: bool
-    """Whether earlier runs of the model in this precision on this machine were used."""
+    """Whether times of earlier runs were used: of this model in this precision on this machine."""
     first_pass_seconds: float | None = None
     """Additional seconds to the first token in the first pass of a process; None where no run has measured it."""
 
@@ -82,12 +82,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The forecast for a model on a machine."""
+    """The simulated forecast for a model on a machine: the given settings, and alternatives to them."""
 
     machine: DeviceProfile
     asked: Case
     slowest: Simulated
-    """The simulation with the least repetitive recorded routing; `fastest`: with the most repetitive."""
+    """The simulation with the least repetitive recorded routing (`fastest`: with the most repetitive routing)."""
     fastest: Simulated
     with_faster_reads: Simulated
     long_prompt_seconds: float | None
@@ -102,8 +102,8 @@ class Outlook:
     """The options with which to run this case, by their names on the command line."""
     warnings: list[str]
     spread: tuple[float, float]
-    """The bounds of a speed as shares of the simulated one: (1, 1) where a run of the model has measured its times, or
-    for a profile."""
+    """The bounds of the real speed as factors of the simulated speed. (1, 1): a run of the model has measured its
+    times, or the machine is a profile."""
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
@@ -111,11 +111,11 @@ class Outlook:
         return self.speeds(min(speeds), max(speeds))
 
     def speeds(self, lowest: float, highest: float) -> tuple[float, float]:
-        """Return the expected range of speeds for simulated speeds."""
+        """Return the range in which the real speed is expected, for the lowest and highest simulated speed."""
         return self.spread[0] * lowest, self.spread[1] * highest
 
     def seconds(self, simulated: float) -> tuple[float, float]:
-        """Return the expected range of a simulated time."""
+        """Return the range in which the real time is expected, for a simulated time."""
         return simulated / self.spread[1], simulated / self.spread[0]
 
     @property
@@ -161,7 +161,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Subject:
-    """The object of a forecast: a model with settings, on a machine."""
+    """The input of a simulated forecast: a model with settings, on a machine."""
 
     model: str
     checkpoint: Described
@@ -171,14 +171,15 @@ class Subject:
     dense_bytes: int
     """Bytes of non-expert weights that a step reads."""
     predictor_of: Callable[[ModelSpec, EngineConfig], str]
-    """Returns the name of the predictor in decode."""
+    """A function that returns the name of the predictor that decoding uses."""
     pace_of: Callable[[str], Pace]
-    """Returns what earlier runs have measured, by precision."""
+    """A function that returns the times measured in earlier runs, for a precision."""
     unlearned: tuple[str, ...] = ()
     """What the settings need that has not been learned for the model."""
 
     def case(self, ledger: Ledger, most_steps: int | None = None) -> tuple[Case, Scene]:
-        """Return the case of these settings in a budget; `most_steps`: as in `Scene`."""
+        """Return the simulated case of these settings in a budget; `most_steps` limits the counted steps, as in
+        `Scene`."""
         known, missing = self._known(ledger)
         missing = [*self._packs(), *self.unlearned, *missing]
         work = work_of(self.spec, self.dense_bytes)
@@ -203,8 +204,8 @@ class Subject:
         return case, scene
 
     def _known(self, ledger: Ledger) -> tuple[ResolvedSettings, list[str]]:
-        """Return settings without open choices, and what is missing; without quality costs, misses are resolved
-        exactly."""
+        """Return settings in which every `auto` is replaced by a choice, and lines about what is missing. Without
+        measured quality costs, misses are resolved exactly."""
         place, config = self.checkpoint.place, self.config
         if eviction_kind(
             config.eviction
@@ -219,7 +220,7 @@ class Subject:
             return known_of(exact, place, ledger.resident_share), [first]
 
     def _packs(self) -> list[str]:
-        """Return the packs that the settings need and that do not exist."""
+        """Return lines about packed files that the settings need and that do not exist, each with its command."""
         lacking = []
         for spec in (self.spec, self.spec.low):
             if spec is None or spec.precision == "auto":
@@ -234,7 +235,7 @@ class Subject:
 
 
 def preset_of(config: EngineConfig) -> str:
-    """Return the preset whose settings a configuration has; `own` for none."""
+    """Return the name of the preset whose settings a configuration has; `own` if there is none."""
     for name, switches in PRESETS.items():
         wanted = {switch: getattr(EngineConfig, switch) for switch in _SWITCHES} | switches
         if all(getattr(config, switch) == value for switch, value in wanted.items()):
@@ -243,7 +244,7 @@ def preset_of(config: EngineConfig) -> str:
 
 
 _SWITCHES = sorted({switch for switches in PRESETS.values() for switch in switches})
-"""The settings in which presets differ."""
+"""The settings by which presets differ from each other."""
 
 
 def with_preset(config: EngineConfig, preset: str, precision: str) -> EngineConfig:
@@ -285,7 +286,7 @@ def outlook_of(
 
 
 def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
-    """Yield cases for other presets and precisions that the model supports and the budget holds."""
+    """Yield the cases of other presets and precisions, if the model supports them and the budget holds them."""
     for preset, precision in ALTERNATIVES:
         if (preset, precision) == (asked.preset, asked.precision):
             continue
@@ -299,7 +300,7 @@ def _others(subject: Subject, ledger: Ledger, asked: Case) -> Iterator[Case]:
 
 
 def _settings(subject: Subject, ledger: Ledger, asked: Case) -> dict[str, str]:
-    """Return the options with which to run it, without defaults."""
+    """Return the options of the command line with which to run a case; options with default values are left out."""
     config = subject.config
     found = {"memory": size_to_type(ledger.budget_bytes)}
     if config.context_tokens is not None:
@@ -324,7 +325,7 @@ def size_to_type(nbytes: int) -> str:
 
 
 def _warnings(asked: Case) -> list[str]:
-    """Return warnings about unpleasant times."""
+    """Return warnings about speeds below `LEAST_PLEASANT` and waits above `MOST_PLEASANT`."""
     found, run = [], asked.run
     if run.tokens_per_second < LEAST_PLEASANT:
         found.append(

@@ -23,14 +23,14 @@ _LEAST_LOADS = 16
 
 @dataclass(frozen=True)
 class Pace:
-    """Measured seconds, corrected for concurrent reads; None where nothing is known. From decode steps of one
-    sequence."""
+    """Seconds that runs of a model have measured in decode steps of one sequence, corrected for concurrent reads. None:
+    not measured."""
 
     layer: float | None = None
-    """A layer without its experts, including our Python code."""
+    """Seconds of a layer without its experts, including smoe's Python code."""
     expert: float | None = None
     load: float | None = None
-    """One expert, while all threads read."""
+    """Seconds of loading one expert, while all threads read."""
     skew: float | None = None
     """The unevenness of the model's routing, as a multiple of typical routing's (`simulator/skewness.py`)."""
     prompt: float | None = None
@@ -40,7 +40,7 @@ class Pace:
     most `MOST_FIRST_PASS`."""
 
     def after(self, other: Pace) -> Pace:
-        """Return the geometric mean with the values of `other`: one disturbed run says little."""
+        """Return the geometric mean of these times and `other`, so that one disturbed run changes little."""
         shown = {name: value for name, value in vars(other).items() if value is not None}
         return replace(self, **{name: _between(getattr(self, name), value) for name, value in shown.items()})
 
@@ -65,11 +65,11 @@ arithmetic."""
 def of_prompt(
     first_pass_seconds: float, warm_seconds: float, forecast_seconds: float, tokens: int, factor: float | None = None
 ) -> Pace:
-    """Return what the first pass of a process shows about prompts: it computed `tokens` tokens in `first_pass_seconds`,
-    would have taken `warm_seconds` later, and `forecast_seconds` by the machine's rates.
+    """Return what the first pass of a process shows about the time of prompts.
 
-    A short prompt shows no factor, and is forecast by the known one (`factor`). What its calls take beyond that is part
-    of the extra time of a first pass: a command such as `smoe generate` has no other pass of a prompt.
+    The pass computed `tokens` tokens in `first_pass_seconds`. The same pass later in the process would have taken
+    `warm_seconds`, and by the machine's rates `forecast_seconds`. A prompt shorter than `LEAST_PROMPT_TOKENS` shows no
+    factor; for it the known `factor` is used, and the remaining time counts as extra time of a first pass.
     """
     low, high = PROMPT_FACTORS
     if tokens < LEAST_PROMPT_TOKENS:
@@ -86,22 +86,22 @@ UNTAUGHT_SPEEDS = (0.3, 1.5)
 """The bounds of the speed of a model that has not run on this machine, as shares of its forecast: 54 cases of large
 models were within 0.66 and 1.5, small models as low as 0.31 (docs/log/forecasts.md)."""
 _OFF = 2.0
-"""The least factor between a run and its forecast that is mentioned."""
+"""The factor between a run and its forecast from which on a plan mentions the difference."""
 
 
 @dataclass(frozen=True)
 class LastRun:
-    """The last run of a model, compared with the forecast before it."""
+    """The comparison of a model's last run with the forecast that was made before it."""
 
     per_token: float
     """The time per token, measured divided by forecast."""
     first_token: float
     """The time to the first token, measured divided by forecast."""
     waited: float | None = None
-    """The share of its time in which other programs had the cores."""
+    """The share of the run's time in which its threads waited for a core that other programs used; None: unknown."""
 
     def doubts(self) -> list[str]:
-        """Return what a forecast after this run must mention."""
+        """Return warnings for the next forecast: the last forecast was wrong, or the machine was busy."""
         found = []
         if _is_off(self.per_token) or _is_off(self.first_token):
             found.append(
@@ -158,7 +158,7 @@ def pace_of(folder: Path, precision: str, is_direct: bool) -> Pace:
 
 
 def last_run_of(folder: Path, precision: str, is_direct: bool) -> LastRun | None:
-    """Return the comparison of the last of these runs; None where there is none."""
+    """Return the comparison of the last run of the model in `folder` with its forecast; None if no run is stored."""
     try:
         return LastRun(**_stored(folder, precision, is_direct)["last_run"])
     except (KeyError, TypeError):
@@ -180,5 +180,5 @@ def _stored(folder: Path, precision: str, is_direct: bool) -> dict[str, Any]:
 
 
 def _key(precision: str, is_direct: bool) -> str:
-    """Return the key of an entry; each processor has its own."""
+    """Return the key under which times are stored: processor, precision, and kind of reads."""
     return f"{describe_machine()['processor']}, {precision}, {'direct' if is_direct else 'page cache'}"

@@ -1,5 +1,5 @@
-"""Measures the computing time of each layer in a process's first pass, in which the first layer pays for everything
-made once."""
+"""Measures the computing time of each layer in the first pass of a process. The first layer takes longer, because
+buffers and kernels are made in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LEAST_LAYERS = 3
 
 
 class PromptLayers(StepObserver):
-    """Observes an engine's first pass, which reads a prompt or its first piece."""
+    """Observes the first pass of an engine, which computes a prompt or its first chunk."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._computed: list[float] = []
-        """Seconds of computing until the plan of each layer."""
+        """Seconds of computing in the pass so far, at the time when each layer is planned."""
         self._is_over = engine.stats().forward_passes > 0
 
     def planned(self, routing: Routing, decision: Decision) -> None:

@@ -19,8 +19,8 @@ BALANCE = ("none", *BALANCERS)
 
 
 def times_on(profile: DeviceProfile, expert_bytes: int, deciding: float = 0.0) -> StepTimes:
-    """Return the profile's times for experts of a size. A layer's other weights count 0 bytes, but their launches
-    count."""
+    """Return the profile's times for experts of the given size. Non-expert weights have 0 bytes here, but their kernel
+    launches take time."""
     return StepTimes(
         load=profile.link_seconds(expert_bytes),
         expert=lambda rows: profile.expert_seconds(expert_bytes, rows),

@@ -43,7 +43,8 @@ DISK, LINK, DEVICE, HOST, WORKERS, EXPERTS, DENSE, AHEAD, PYTHON = (
 
 @dataclass(frozen=True)
 class RunReport:
-    """The figures of one generation; None where there is nothing to measure (no second token, no rate)."""
+    """The figures of one generation. A figure is None if it could not be measured, for example without a second
+    token."""
 
     generation: Generation
     hit_ratio: float | None
@@ -68,23 +69,23 @@ class RunReport:
     """The emulated device: profile, dilation, and the share of the time by which this machine was late; None: a real
     device."""
     routes: dict[str, float]
-    """Shares of the experts chosen in decoding: low-score, replaced, and missing by importance."""
+    """The shares of the experts chosen in decoding that were low-score, replaced, or resolved by importance."""
     low_copies: dict[str, float]
     """The use of low copies in decoding (`low_copy_shares`); empty where they are not used by importance or quality
     cost."""
     tpot_asked_seconds: float | None
-    """The target time per token of resolving misses; None: there was none."""
+    """The time per token that was requested for resolving misses; None: none was requested."""
     process: ProcessMemory | None
     """The memory of the whole process by entry; None where the budget is a GPU's memory or the system does not report
     it."""
     forecast: Foretold | None = None
-    """The forecast of this run; None where there was none."""
+    """The comparison with the forecast of this run; None if there was no forecast."""
     workers: list[dict[str, Any]] | None = None
     """The work of each worker of a cluster; None without a cluster."""
     lost_workers: Sequence[dict[str, Any]] = ()
     """Workers that were lost: name, why, at (Unix time)."""
     all_fit: bool = False
-    """Whether the coordinator has room for every expert."""
+    """Whether all experts fit into the coordinator's memory."""
     draft: dict[str, Any] | None = None
     """The work of the cluster's draft model; None where none was connected."""
 
@@ -211,7 +212,8 @@ def _bench_of(generation: Generation, pacing: Pacing) -> dict[str, Any] | None:
 
 
 def route_shares(decode: Counters) -> dict[str, float]:
-    """Return what became of the experts that the router chose, as shares; empty where nothing may be replaced."""
+    """Return how the experts that the routers chose were resolved, as shares; empty if the settings replace no
+    experts."""
     if not decode.routes:
         return {}
     counts = {
@@ -224,14 +226,16 @@ def route_shares(decode: Counters) -> dict[str, float]:
 
 
 def low_copy_bytes(engine: Engine) -> int:
-    """Return the bytes of the largest slot of a low copy; 0 where there are none."""
+    """Return the size in bytes of the largest slot for a low-precision copy; 0 if there are none."""
     return max((each.slot_bytes for each in engine.ledger.demand.low), default=0)
 
 
 def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> dict[str, float]:
-    """Return the use of low copies in decode steps: the shares of expert uses that low copies computed and that were
-    dropped; per step, the bytes of low copies loaded on demand and the upgrades. Empty where neither importance nor
-    quality cost decides."""
+    """Return the use of low-precision copies in decode steps; empty if neither importance nor quality cost decides.
+
+    The result has shares of expert uses (computed by such copies, dropped), and per step the bytes of such copies
+    loaded on demand and the number of upgrades.
+    """
     uses, steps = decode.decode_uses + decode.skipped, decode.forward_passes
     by_importance = config.low_threshold < 1 or config.skip_threshold < 1
     if not uses or not steps or not (by_importance or config.prices_answers):
@@ -245,7 +249,8 @@ def low_copy_shares(config: EngineConfig, decode: Counters, low_bytes: int) -> d
 
 
 def dense_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of non-expert weights that a decode step reads; of an untied input embedding only one row."""
+    """Return the bytes of non-expert weights that a decode step reads. Of an input embedding that is not also the
+    output matrix, a step reads one row."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     layers = [module for module in model.modules() if isinstance(module, QuantisedWeight)]
     weights = {each.data_ptr(): each for each in (*model.parameters(), *(layer.codes for layer in layers))}
@@ -257,7 +262,7 @@ def dense_bytes(model: PreTrainedModel) -> int:
 
 
 def _stored(layer: nn.Module) -> torch.Tensor:
-    """Return a layer's weights in their stored form."""
+    """Return a layer's weights in the form in which they are stored."""
     weights = layer.codes if isinstance(layer, QuantisedWeight) else layer.weight
     assert isinstance(weights, torch.Tensor)
     return weights

@@ -62,14 +62,14 @@ _COPIES = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of one part in one forward pass."""
+    """The comparison of one part of the model in one forward pass."""
 
     layer: int | None
     """The decoder layer; None for a part that belongs to no layer."""
     part: str
     phase: str
     position: int
-    """The number of tokens before this pass."""
+    """The number of tokens that the model had processed before this pass."""
     tokens: int
     is_equal: bool
     is_near: bool
@@ -93,9 +93,9 @@ class Report:
 
     comparisons: list[Comparison]
     not_compared: list[str]
-    """Paths of modules that were never called, or in a way that cannot be repeated."""
+    """Paths of modules that were not compared: they were never called, or called in a way that cannot be repeated."""
     may_round: list[str]
-    """Why parts may differ by rounding: `QUANTISED`, `OWN_ORDER` or both."""
+    """The reasons why parts may differ by rounding: `QUANTISED`, `OWN_ORDER` or both."""
 
     @property
     def bad(self) -> list[Comparison]:
@@ -120,12 +120,15 @@ class Reference:
     low: dict[int, StoredLayer]
     """The experts' low copies; empty where there are none."""
     part: str = EXPERTS
-    """The name of `experts` in comparisons."""
+    """The name under which `experts` appear in comparisons."""
 
 
 def reference_of(model: str, config: EngineConfig, revision: str | None, tokens: int) -> Reference:
-    """Index the checkpoint, and check that one layer and a cache of `tokens` positions fit in RAM. Raises `BudgetError`
-    with sizes where not, and `ContextError` for a short context."""
+    """Return the reference for a model: an index of the checkpoint's experts, and the library's modules.
+
+    Raises `BudgetError` if one layer's experts and a cache of `tokens` positions do not fit into RAM, and
+    `ContextError` for a short context.
+    """
     spec = read_spec(model, config, revision)
     context = choose_context(spec.config, config)
     if tokens + DECODE_STEPS > context:
@@ -202,11 +205,12 @@ class _Comparing(StepObserver):
         self._parts = parts_of(model, list(reference.sites.values()))
         self._twins = {part.path: self._twin.get_submodule(part.path) for part in self._parts}
         self._theirs = DynamicCache(config=model.config)
-        """The library's cache of the running sequence."""
+        """The library's KV cache for the running sequence."""
         self._ours: RowCache | None = None
         self._tokens = 0
         self._is_serving = False
-        """Whether the engine computes experts; calls of other modules meanwhile are predictions."""
+        """Whether the engine is computing experts. Calls of other modules in this time are predictions, and are not
+        compared."""
         self._versions: dict[str, list[int]] = {}
         self._seen: set[str] = set()
         self._unrepeatable: set[str] = set()
@@ -214,7 +218,7 @@ class _Comparing(StepObserver):
         """The input of the current layer's experts in this pass, and the library's result."""
 
     def reset(self) -> RowCache:
-        """Start another sequence with new caches on both sides."""
+        """Start another sequence, with new KV caches for the model and for the library."""
         self._theirs = DynamicCache(config=self._model.config)
         return self.engine.new_cache()
 
@@ -231,7 +235,7 @@ class _Comparing(StepObserver):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Let the library repeat every call of a part, for the duration of the `with` block."""
+        """During the `with` block, the library repeats every call of a part."""
         with ExitStack() as made:
             for part in self._parts:
                 module = self._modules[part.path]
@@ -284,7 +288,7 @@ class _Comparing(StepObserver):
         self._is_serving = True
 
     def computed(self, step: Step, output: torch.Tensor) -> None:
-        """Compare a layer's experts."""
+        """Compare the result of a layer's experts with the library's."""
         self._is_serving = False
         self._last.clear()
         layer, index = step.layer, step.top_k_index
@@ -301,8 +305,8 @@ class _Comparing(StepObserver):
         return may_round and self._rounding > 0 and is_same(ours, theirs, self._rounding)
 
     def _library_experts(self, layer: int) -> Callable[..., torch.Tensor]:
-        """Return the library's loop on experts that are read again; results for an equal input in this pass are
-        cached."""
+        """Return the result of the library's loop on experts that are read again from the files; results for an equal
+        input in this pass are reused."""
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             given = (hidden, index, weights)
@@ -368,6 +372,6 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _same_shapes(ours: RowCache, theirs: DynamicCache, tokens: int) -> bool:
-    """Return whether masks for so many new tokens are the same with either cache."""
+    """Return whether the model's cache and the library's give masks of equal shapes for this number of new tokens."""
     pairs = zip(ours.layers, theirs.layers, strict=True)
     return all(a.get_mask_sizes(tokens) == b.get_mask_sizes(tokens) for a, b in pairs if type(a) is not type(b))

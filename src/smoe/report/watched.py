@@ -32,7 +32,7 @@ CURVE_POINTS = 48
 
 
 class Watched:
-    """Watches one engine. One thread, not the engine's, calls `look`."""
+    """Observes one engine for the page `/watch`. One thread, which is not the engine's, calls `look`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class Watched:
         self._starts = np.cumsum([0, *self._experts.values()])
         self._count = int(self._starts[-1])
         self._first: dict[int, int] = dict(zip(self._experts, self._starts.tolist(), strict=False))
-        """The number of each layer's first expert."""
+        """The number of the first expert of each layer."""
         self._watch = Watch(engine.executor, self._first)
         self.tiers = bytes(self._count)
         """The tier of every expert at the last look."""
@@ -54,16 +54,16 @@ class Watched:
         self._has_new_uses = False
 
     def begin(self) -> None:
-        """Start to take notes: a page is open."""
+        """Start to record the engine's events, because a page is open."""
         self._last_pass, self._was_busy = None, True
         self._watch.begin()
 
     def end(self) -> None:
-        """Stop taking notes: the last page has closed."""
+        """Stop recording events, because the last page has closed."""
         self._watch.end()
 
     def described(self) -> dict[str, Any]:
-        """Return what does not change while the engine lives. Sizes are in bytes."""
+        """Return the values that stay constant while the engine lives: layers, slots, settings, and sizes in bytes."""
         engine, config, ledger = self._engine, self._engine.config, self._engine.ledger
         return {
             "layers": [[layer, experts] for layer, experts in self._experts.items()],
@@ -125,7 +125,8 @@ class Watched:
         return numbers[np.lexsort((numbers, runs))]
 
     def _passes(self, passes: Sequence[PassNote]) -> dict[str, Any]:
-        """Sum up the decode steps that another one has followed: the time between two steps belongs to the first."""
+        """Return the sums of the decode steps that another decode step has followed. The time between two steps counts
+        for the first one."""
         tokens, seconds, read, sums = 0, 0.0, 0, Counters()
         for run in self._runs(passes):
             first, last = run[0], run[-1]
@@ -153,7 +154,7 @@ class Watched:
         return found
 
     def _runs(self, passes: Sequence[PassNote]) -> list[list[PassNote]]:
-        """Return sequences of at least two decode steps without another pass in between."""
+        """Return the sequences of at least two decode steps that no other pass interrupts."""
         runs: list[list[PassNote]] = [[]]
         for note in passes if self._last_pass is None else (self._last_pass, *passes):
             before = runs[-1][-1] if runs[-1] else None
@@ -201,6 +202,6 @@ def _sum(left: Counters, right: Counters) -> Counters:
 
 
 def _pairs(numbers: np.ndarray, of: np.ndarray) -> list[int]:
-    """Return [number, value of `of` at number, ...]."""
+    """Return the flat list [number, `of` at number, ...] for these numbers."""
     found: list[int] = np.stack([numbers, of[numbers]], 1).reshape(-1).tolist()
     return found
