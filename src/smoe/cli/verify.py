@@ -219,14 +219,12 @@ def _print_verdict(report: Report) -> None:
         rounded = sum(not one.is_equal for one in found)
         output().print(
             f"[bold green]equal up to rounding:[/bold green] {layers} layers, {len(found)} comparisons. {rounded} "
-            "differ "
-            f"by rounding, the others in no bit. Reason: {' and '.join(_WHY[why] for why in report.may_round)}."
+            f"differ by rounding, the others in no bit: {' and '.join(_WHY[why] for why in report.may_round)}"
         )
     else:
         output().print(
-            f"[bold green]exact:[/bold green] {layers} layers, {len(found)} comparisons, every bit equal to the "
-            "results of "
-            "transformers' own modules"
+            f"[bold green]exact:[/bold green] {layers} layers, {len(found)} comparisons, every bit equal to "
+            "the results of transformers' own modules"
         )
     output().print(f"compared: {', '.join(dict.fromkeys(one.part for one in found))}")
     left = [*report.not_compared, "several sequences at once, prompts read in chunks"]
