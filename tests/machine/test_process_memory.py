@@ -27,9 +27,7 @@ def measured(case: str, **options: object) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), [("demo-soak", "bfloat16"), ("demo-soak", "float32"), ("demo-lending-soak", "bfloat16")]
-)
+@pytest.mark.parametrize(("case", "dtype"), [("demo-soak", "float32"), ("demo-lending-soak", "bfloat16")])
 def test_long_prompts_and_random_requests_grow_the_process_by_little(case, dtype):
     """Would catch a library that keeps a kernel for every number of rows (245 MiB and 316 MiB), and memory that is lent
     to experts and taken back without being freed."""
