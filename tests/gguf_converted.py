@@ -697,7 +697,9 @@ _NEMOTRON_NAMES = {
 
 
 def _nemotron(rest: str, weight: torch.Tensor, config: PretrainedConfig) -> Tensors:
-    """No rows of queries and keys move: the model has no positions."""
+    """Rows of queries and keys move, although the model has no positions."""
+    if rest in ("mixer.q_proj.weight", "mixer.k_proj.weight"):
+        weight = _pairs(weight, config.num_attention_heads if "q_proj" in rest else config.num_key_value_heads)
     if rest == "mixer.A_log":
         yield "ssm_a", -weight.exp().unsqueeze(1)
     elif rest == "mixer.D":

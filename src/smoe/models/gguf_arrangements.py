@@ -24,15 +24,20 @@ def _half_a_head_apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return apart
 
 
-PAIRED_ROWS = {
-    f"self_attn.{matrix}.{suffix}": Arrangement(
-        lambda parts, config, count=count: _half_a_head_apart(parts[0], getattr(config, count)),  # type: ignore[misc]
-        moves_rows=True,
-    )
-    for matrix, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads"))
-    for suffix in ("weight", "bias")
-}
-"""Arrangements of query and key matrices for families whose files store rotary pairs next to each other."""
+def paired_rows(attention: str) -> dict[str, Arrangement]:
+    """Return the arrangements of the query and key matrices of the module `attention` for families whose files store
+    rotary pairs next to each other."""
+    return {
+        f"{attention}.{matrix}.{suffix}": Arrangement(
+            lambda parts, config, count=count: _half_a_head_apart(parts[0], getattr(config, count)),  # type: ignore[misc]
+            moves_rows=True,
+        )
+        for matrix, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads"))
+        for suffix in ("weight", "bias")
+    }
+
+
+PAIRED_ROWS = paired_rows("self_attn")
 
 
 def _latent_values(parts: Tensors, config: Any) -> torch.Tensor:

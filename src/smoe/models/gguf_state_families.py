@@ -22,6 +22,7 @@ from smoe.models.gguf_arrangements import (
     QUERY_KEY_VALUE_GATE,
     RESHAPED,
     STATE_GATE,
+    paired_rows,
 )
 from smoe.models.gguf_attention_families import GRANITE_NAMES, GRANITE_SIZES, SIGMOID
 from smoe.models.gguf_family import NEXT_TOKEN_LAYERS, Entries, GgufFamily, dense_first
@@ -308,7 +309,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
             **{f"mixer.{kind}_proj.weight": f"ffn_{kind}.weight" for kind in ("up", "down")},
             **{f"mixer.shared_experts.{kind}_proj.weight": f"ffn_{kind}_shexp.weight" for kind in ("up", "down")},
         },
-        arrangements={"mixer.A_log": LOGARITHM, "mixer.norm.weight": RESHAPED},
+        arrangements={**paired_rows("mixer"), "mixer.A_log": LOGARITHM, "mixer.norm.weight": RESHAPED},
         split="tekken",
     ),
     "qwen3next": GgufFamily(
