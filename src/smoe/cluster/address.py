@@ -1,7 +1,7 @@
-"""Addresses where the coordinator listens and workers connect: `tcp://HOST:PORT`, with HOST an IPv4 or [IPv6] address
-of the machine, or a name.
+"""Addresses on which the coordinator listens and to which workers connect: `tcp://HOST:PORT`. HOST is an IPv4 or [IPv6]
+address of the coordinator's machine, or a host name.
 
-A name means its IPv4 address where it has one, else its IPv6 address, at both ends. Wildcard addresses are refused,
+Both ends resolve a name to its IPv4 address if it has one, else to its IPv6 address. Wildcard addresses are refused,
 because no worker could connect to them; a separate setting makes the coordinator listen on all interfaces.
 """
 
@@ -21,7 +21,7 @@ _WITH_PORT = re.compile(r"(\[[^\]]*\]|[^:\[\]]*):([0-9]{1,5})")
 
 
 class Endpoint(NamedTuple):
-    """An address in the form of sockets, and its version of IP."""
+    """An address as sockets need it, and its version of IP."""
 
     address: str
     is_ipv6: bool
@@ -47,8 +47,8 @@ def checked_address(given: str) -> str:
 
 
 def check_own(address: str) -> None:
-    """Raise `ClusterError` for an address that this machine does not have, where the coordinator could not listen.
-    Names are not checked, because they may resolve differently later."""
+    """Raise `ClusterError` for an address that this machine does not have, so that the coordinator could not listen on
+    it. Names are not checked, because they may resolve differently later."""
     ip = _ip(_parts(checked_address(address))[0])
     if ip is None:
         return
@@ -61,8 +61,8 @@ def check_own(address: str) -> None:
 
 
 def to_listen_at(address: str, everywhere: bool) -> Endpoint:
-    """Return where the coordinator's socket is bound. Raises `ClusterError` for a name that does not resolve, or means
-    all interfaces."""
+    """Return the address to which the coordinator's socket is bound. Raises `ClusterError` for a name that does not
+    resolve, or that resolves to all interfaces."""
     host, port = _parts(checked_address(address))
     if everywhere:
         return Endpoint(f"tcp://*:{port}", True)  # both kinds, where the machine has both
@@ -73,8 +73,10 @@ def to_listen_at(address: str, everywhere: bool) -> Endpoint:
 
 
 def to_connect_to(address: str) -> Endpoint:
-    """Return where a worker's socket connects; a name is resolved again whenever the connection is lost. Raises
-    `ClusterError` for a name that does not resolve."""
+    """Return the address to which a worker's socket connects. A name is resolved again whenever the connection is lost.
+
+    Raises `ClusterError` for a name that does not resolve.
+    """
     host, port = _parts(address)
     ip = _ip(host)
     return Endpoint(f"tcp://{host if ip is None else _in_url(ip)}:{port}", (ip or _resolved(host)).version == 6)
@@ -117,7 +119,8 @@ def _is_wildcard(ip: IPv4Address | IPv6Address) -> bool:
 
 
 def _resolved(name: str) -> IPv4Address | IPv6Address:
-    """Return the address to which a name resolves here, IPv4 first. Raises `ClusterError` where there is none."""
+    """Return the address to which a name resolves on this machine, IPv4 before IPv6. Raises `ClusterError` if it does
+    not resolve."""
     try:
         found = [ip_address(str(each[4][0]).partition("%")[0]) for each in socket.getaddrinfo(name, None)]
     except (OSError, UnicodeError) as error:

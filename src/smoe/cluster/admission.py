@@ -14,7 +14,8 @@ from smoe.errors import ClusterError
 
 
 class Admission:
-    """The coordinator's current record of its cluster. Called by the link's thread and the authenticator's."""
+    """The coordinator's current record of its cluster. The thread of the connections and the authenticator's thread
+    call it."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -28,7 +29,7 @@ class Admission:
         return key in self.coordinator.workers.values() or self.coordinator.expects_someone()
 
     def admitted(self, key: str, fields: dict[str, Any]) -> str:
-        """Admit a worker. Return why it is not admitted; empty: it is, from now on."""
+        """Admit a worker. Return the reason why it is not admitted, or an empty text if it is."""
         name = fields.get("name")
         if self.name_of(key) is not None:
             return ""
@@ -37,7 +38,7 @@ class Admission:
         return self._let_in(name, key, fields.get("code"))
 
     def note_role(self, key: str, is_draft: bool) -> None:
-        """Record whether the machine with this key is a draft model, for later coordinators."""
+        """Record whether the machine with this key runs a draft model, so that the coordinator's later runs know it."""
         name = self.name_of(key)
         if name is None or (name in self.coordinator.drafts) == is_draft:
             return
@@ -55,8 +56,11 @@ class Admission:
             self.coordinator = replace(read_coordinator(self.coordinator.name), address=self.coordinator.address)
 
     def _let_in(self, name: str, key: str, code: object) -> str:
-        """Use up an invitation. Return why it is not valid; empty: the worker is admitted. A taken name gets a number,
-        because two machines may have the same host name."""
+        """Use up an invitation. Return the reason why the invitation is not valid, or an empty text if the worker is
+        admitted.
+
+        If another worker has the name, a number is appended, because two machines may have the same host name.
+        """
         self._read_again()
         found = self.coordinator.invited(code) if isinstance(code, str) else None
         if found is None:
@@ -68,7 +72,7 @@ class Admission:
 
 
 def numbered(name: str, taken: Collection[str]) -> str:
-    """Return the name, or the first of name-2, name-3, ... that no worker has."""
+    """Return `name` if no worker has it, else the first free one of name-2, name-3, ..."""
     for number in itertools.count(2):
         if name not in taken:
             return name

@@ -1,5 +1,5 @@
-"""Describes the coordinator's experts for workers without torch. The first request starts this on a thread; until it is
-done, workers repeat the request."""
+"""Makes the description of the coordinator's experts that workers without torch need. The first request starts this on
+a thread; until the description is complete, workers repeat their request."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ _log = logging.getLogger(__name__)
 
 
 class LightWorker(NamedTuple):
-    """The description that a worker without torch gets, and the limits of its work."""
+    """What the coordinator sends to a worker without torch: the description of the experts, and the limits of its
+    work."""
 
     description: Description
     arithmetic: str
     """One of `KERNELS`: the kernels with which the worker's results equal the coordinator's bit by bit."""
     most_rows: int
-    """The maximum number of rows of one expert for which that holds."""
+    """The largest number of rows of one expert for which the worker's results are equal."""
 
 
 class Describer:
-    """Makes the description once. Only the link's thread may call it."""
+    """Makes the description once. Only the thread of the connections may call it."""
 
     def __init__(self, describe: Callable[[], LightWorker]) -> None:
         """`describe` raises `SmoeError` where workers without torch cannot compute these experts with equal bits."""
         self._describe = describe
         self._thread: threading.Thread | None = None
         self.found: LightWorker | None = None
-        """The description; None where it is not known yet, or impossible."""
+        """The description; None if it is not complete yet, or impossible."""
         self.why = ""
-        """Why a description is impossible; empty otherwise."""
+        """The reason why a description is impossible; else empty."""
         self._parts: list[Any] = []
 
     def begin(self) -> None:

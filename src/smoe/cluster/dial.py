@@ -21,10 +21,11 @@ failure."""
 
 
 def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
-    """Connect, encrypted, to the coordinator whose key `me` has, and reconnect whenever necessary. Return the socket's
-    address. Message parts longer than `most_bytes` are not received.
+    """Connect to the coordinator whose key is in `me`, with encryption, and reconnect whenever the connection is lost.
+    Return the address.
 
-    Raises `ClusterError` where the coordinator's name does not resolve.
+    Message parts longer than `most_bytes` are not received. Raises `ClusterError` if the coordinator's name does not
+    resolve.
     """
     dealer.curve_serverkey = me.main_key.encode()
     dealer.curve_publickey, dealer.curve_secretkey = me.keys.public.encode(), me.keys.secret.encode()
@@ -41,8 +42,8 @@ def dial(dealer: zmq.Socket[bytes], me: Worker, most_bytes: int) -> str:
 
 @contextmanager
 def watched(dealer: zmq.Socket[bytes], me: Worker) -> Iterator[Callable[[], None]]:
-    """Yield a function that raises `WorkerRefusedError` when the coordinator's authenticator has rejected this worker's
-    key, which is the only sign of that."""
+    """Yield a function that raises `WorkerRefusedError` if the coordinator's authenticator has rejected this worker's
+    key. The socket's events are the only sign of a rejection."""
     monitor: Any = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
     def check() -> None:

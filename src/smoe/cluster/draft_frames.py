@@ -56,17 +56,17 @@ class ExpectedExperts(NamedTuple):
 
 
 def follow(step: Follow) -> list[Any]:
-    """Return the message that the coordinator decodes this token."""
+    """Return the message that tells a draft model which token the coordinator decodes, and its position."""
     return [*frames.alone(FrameKind.FOLLOW, step.text), _numbers([step[1:]])]
 
 
 def pause(text: int) -> list[Any]:
-    """Return the message that the coordinator does something that no draft model can follow."""
+    """Return the message that the coordinator's next passes cannot be followed, such as those of a prompt."""
     return frames.alone(FrameKind.FOLLOW, text)
 
 
 def parse_follow(frame: Frame) -> Follow | None:
-    """Parse a FOLLOW message; None: pause. Raises `FrameError`."""
+    """Return the token and position of a FOLLOW message; None if it means a pause. Raises `FrameError`."""
     if not frame.body:
         return None
     found = _table(frame, 1, 2, parts=1)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Along(Protocol):
-    """A copy of the model that follows the coordinator's text. Only the thread that receives messages may use it."""
+    """A copy of the model that follows the coordinator's text. Only the thread that receives messages may call it."""
 
     @property
     def capacity(self) -> int:
@@ -49,22 +49,24 @@ class Along(Protocol):
         """Bytes of memory that the copy takes."""
 
     def learn(self, text: int, begin: int, end: int, rows: Any) -> None:
-        """Store the keys and values of positions `begin` to `end` of a text, given as bytes. Raises `ValueError` where
-        earlier positions are missing."""
+        """Store the keys and values of positions `begin` to `end` of a text, given as bytes.
+
+        Raises `ValueError` if earlier positions are missing.
+        """
 
     def begin(self, text: int, position: int, token: int) -> None:
-        """Decode the token that the coordinator decodes. Raises `ValueError` where keys and values before it are
+        """Decode the token that the coordinator decodes. Raises `ValueError` if keys and values before it are
         missing."""
 
     def pause(self) -> None:
-        """Stop: the coordinator decodes nothing that can be followed."""
+        """Stop decoding: the coordinator's next passes cannot be followed."""
 
     def close(self) -> None:
         """End the copy. Repeated calls have no effect."""
 
 
 class Files(Protocol):
-    """A model's files on this machine."""
+    """The files of a model on this machine, from which draft models are opened."""
 
     weights: str
     """The checksum of the files."""
@@ -74,7 +76,7 @@ class Files(Protocol):
 
 
 class DraftProcess(Talking):
-    """The connection thread of a draft model."""
+    """The thread of a draft model's connection to the coordinator."""
 
     def __init__(self, me: Worker, files: Files, on_change: Callable[[str], None] = lambda _: None) -> None:
         """`on_change` receives messages: that it follows a coordinator, opens files, failed to, or lost the
@@ -84,7 +86,7 @@ class DraftProcess(Talking):
         self._opened: tuple[Mapping[str, Any], Along] | None = None
         self._opening: threading.Thread | None = None
         self._cannot: tuple[Mapping[str, Any], str, float] | None = None
-        """The settings that could not be opened, the reason, and the time."""
+        """The settings that could not be opened, the reason, and the time of the attempt."""
         self._text = -1
         """The number of the followed text."""
         self._unsent: list[ExpectedExperts] = []
@@ -161,7 +163,7 @@ class DraftProcess(Talking):
             self._opening.start()
 
     def _wait_for(self, words: str) -> None:
-        """Report the reason for waiting, once."""
+        """Report the reason for which the draft model waits, if it has not been reported yet."""
         if words and words != self._waits_for:
             self._on_change(words)
         self._waits_for = words
@@ -173,7 +175,7 @@ class DraftProcess(Talking):
     # -- other threads ------------------------------------------------------------------------------------------------
 
     def _open(self, wanted: Mapping[str, Any]) -> None:
-        """Open the copy that the coordinator requests, in place of the current one."""
+        """Open the copy that the coordinator requests, and close the current one."""
         before, self._opened = self._opened, None
         try:
             if before is not None:

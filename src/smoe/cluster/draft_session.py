@@ -41,7 +41,7 @@ class Seat:
         """The name of the last draft model; empty: there was none."""
         self.state = "out"
         self.why = ""
-        """Why it is out, or has opened nothing."""
+        """The reason why the draft model is not used, or has opened no files."""
         self.changed: Callable[[], object] = lambda: None
         self._key = ""
         self._route = b""
@@ -54,16 +54,16 @@ class Seat:
 
     @property
     def is_in(self) -> bool:
-        """Whether a draft model follows the text."""
+        """Whether a draft model is connected, has opened its files, and follows the text."""
         return self.state == "ready"
 
     @property
     def may_come(self) -> bool:
-        """Whether a draft model is needed and missing, and nothing known excludes it."""
+        """Whether a draft model is needed and missing, and no known reason prevents one from connecting."""
         return self.following is not None and not self.is_in and not self.why
 
     def is_of(self, route: bytes, kind: FrameKind) -> bool:
-        """Return whether a message is for this seat."""
+        """Return whether this message comes from a draft model."""
         return kind is FrameKind.DRAFT or self.has(route)
 
     def has(self, route: bytes) -> bool:
@@ -108,7 +108,7 @@ class Seat:
         self._beaten = 0.0
 
     def put_out(self, why: str, send: Send) -> None:
-        """Continue without the draft model; it gets a LEAVE, so that it can greet again."""
+        """Continue without the draft model. It gets a LEAVE, so that it can connect again."""
         if self.state != "out":
             send(self._route, frames.alone(FrameKind.LEAVE))
             self.leave(why)

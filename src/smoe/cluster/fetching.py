@@ -37,7 +37,7 @@ MOST_UNDER_WAY = 32
 """The maximum number of pieces that are requested and not received: a gigabit link carries them in a twentieth of a
 second."""
 MOST_DAMAGED = 3
-"""The number of times that a chunk may arrive damaged before an error."""
+"""How often the same chunk may arrive damaged before the download ends with an error."""
 _PIECES = CHUNK_BYTES // PIECE_BYTES
 
 
@@ -53,7 +53,7 @@ class Course(NamedTuple):
 
 
 class Coming:
-    """A chunk of which some pieces have been requested."""
+    """A chunk of a file of which some pieces have been requested."""
 
     def __init__(self, first: int, nbytes: int) -> None:
         self.data = bytearray(nbytes)
@@ -62,7 +62,7 @@ class Coming:
 
 
 class Fetcher:
-    """Downloads the files into one folder; `fetch` returns when all are there."""
+    """Downloads the files into one folder; `fetch` returns when all files are complete."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class Fetcher:
         return bool(self._pieces)
 
     def _came(self, place: PiecePosition, data: memoryview) -> None:
-        """Store a received piece in its chunk; a complete chunk is verified and written."""
+        """Store a received piece in its chunk. If the chunk is complete, verify it and write it to the file."""
         self._under_way.discard(place)
         file, chunk = place.file, place.piece // _PIECES
         coming = self._coming.get((file, chunk))

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileSender(Admission):
-    """Sends files, and ignores all other messages, such as HELLO, which is repeated until a computing the coordinator
+    """Sends files, and ignores all other messages. A worker repeats its HELLO until a coordinator that computes
     answers."""
 
     def __init__(
@@ -98,7 +98,8 @@ class FileSender(Admission):
         self.courier.turn(True, send)
 
     def _is_done(self) -> bool:
-        """Return whether no worker can need a file any more."""
+        """Return whether all workers have all files, and no invitation is valid with which another worker could
+        join."""
         for key in [key for key, missing in self.courier.missing.items() if missing == 0 and key not in self._whole]:
             self._whole.add(key)
             self._on_whole(self.name_of(key) or "?")

@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 
 
 class Following:
-    """Takes the place of a draft model's thread on the coordinator (`Ahead`)."""
+    """Follows the coordinator's text for a draft model on another machine. To the engine it is the same as a draft
+    model's thread on the coordinator (`Ahead`)."""
 
     def __init__(
         self, wanted: Mapping[str, Any], experts: Mapping[int, int], named: Mapping[int, int], capacity: int
@@ -47,22 +48,23 @@ class Following:
         """The last step sent to the draft model."""
         self._is_followed = False
         self.ring: Callable[[], object] = lambda: None
-        """Makes the link's thread ask for the next message."""
+        """A function that makes the thread of the connections request the next message."""
         self.steps = 0
         """The number of tokens sent."""
         self.layers = 0
-        """The number of layers with a prediction in time."""
+        """The number of layers for which a prediction arrived in time."""
         self.nbytes = 0
         """The bytes of keys and values sent."""
 
     # -- for the model's thread ---------------------------------------------------------------------------------------
 
     def tell(self, listener: Listener) -> None:
-        """Let `listener` receive all predictions at once, on the link's thread."""
+        """Pass all predictions to `listener` as soon as they arrive, on the thread of the connections."""
         self._draft_predictions.listener = listener
 
     def begin(self, token: int, cache: RowCache) -> None:
-        """Follow the model's token, which follows the tokens in its cache."""
+        """Let the draft model follow the token that the model decodes now; the earlier tokens are in the model's
+        cache."""
         with self._lock:
             if cache is not self._cache:
                 self._cache = cache
@@ -75,7 +77,7 @@ class Following:
         self.ring()
 
     def pause(self, cache: RowCache | None = None) -> None:
-        """Stop predictions: the model reads a prompt (after the tokens in `cache`) or decodes a batch."""
+        """Stop predictions, because the model computes a prompt (after the tokens in `cache`) or decodes a batch."""
         with self._lock:
             self._draft_predictions.pause()
             if cache is not None and cache is self._cache:
@@ -88,7 +90,7 @@ class Following:
             return self._draft_predictions.predicted()
 
     def close(self) -> None:
-        """Follow no text any more. Repeated calls have no effect."""
+        """Stop following the text. Repeated calls have no effect."""
         with self._lock:
             self._draft_predictions.listener = None
             self._draft_predictions.pause()
@@ -97,7 +99,7 @@ class Following:
     # -- for the link's thread ----------------------------------------------------------------------------------------
 
     def reset(self, is_followed: bool) -> None:
-        """Start again with a draft model that has just connected, or record that it has gone."""
+        """Start again with a draft model that has just connected, or record that the draft model is gone."""
         with self._lock:
             self._is_followed = is_followed
             self._draft_predictions.forget()
@@ -106,8 +108,8 @@ class Following:
                 self._draft_predictions.asked = self._draft_predictions.asked._replace(text=self._text)
 
     def next_message(self, may_send_keys: bool) -> list[Any] | None:
-        """Return the next message for the draft model; None: nothing. Keys and values come first, if
-        `may_send_keys`."""
+        """Return the next message for the draft model; None if there is none. Missing keys and values come before the
+        token, if `may_send_keys`."""
         with self._lock:
             asked, cache, text, begin = self._draft_predictions.asked, self._cache, self._text, self._sent
             if not self._is_followed:

@@ -68,7 +68,7 @@ class FrameKind(IntEnum):
     FETCH = 7
     """Load these experts soon."""
     BEAT = 8
-    """A sign of life; from the coordinator, a request for one."""
+    """The sender is alive. If the coordinator sends it, the receiver must answer with one."""
     LEAVE = 9
     """The sender leaves."""
     FILES = 10
@@ -88,7 +88,7 @@ class FrameKind(IntEnum):
     DRAFT = 17
     """A draft model's identity and state."""
     FOLLOW = 18
-    """The coordinator decodes this token; or something that a draft model cannot follow."""
+    """The coordinator decodes this token, or begins passes that a draft model cannot follow."""
     KEYS = 19
     """Keys and values of some positions."""
     TAKEN = 20
@@ -98,7 +98,7 @@ class FrameKind(IntEnum):
 
 
 class FrameError(Exception):
-    """Raised for a message that is not ours, or contradicts itself."""
+    """Raised for a message that has another format, or whose lengths contradict each other."""
 
 
 class RowFormat(NamedTuple):
@@ -109,7 +109,7 @@ class RowFormat(NamedTuple):
     dtype: Any
     """The dtype of torch; without torch, numpy's dtype of the bits."""
     most: int
-    """The maximum number of rows of one request, in either direction."""
+    """The largest number of rows of one request or result."""
 
     @property
     def part_bytes(self) -> int:
@@ -119,7 +119,7 @@ class RowFormat(NamedTuple):
 
     @property
     def fitting(self) -> RowFormat:
-        """The same format with at most as many rows as fit a message."""
+        """Return this format with at most as many rows as fit into one message."""
         row_bytes: int = max(self.numbers * self.dtype.itemsize, _ASK_BYTES)
         return self._replace(most=min(self.most, (MOST_BYTES - _OVERHEAD) // row_bytes))
 
@@ -178,7 +178,7 @@ def parse(parts: Sequence[Any]) -> Frame:
 
 
 def talk(kind: FrameKind, fields_of: dict[str, Any], request: int = 0) -> list[Any]:
-    """Return a message with a JSON object."""
+    """Return a message of this kind whose body is a JSON object."""
     return [_header(kind, request), json.dumps(fields_of).encode()]
 
 
@@ -262,7 +262,7 @@ def parse_fetch(frame: Frame, experts: Mapping[int, int]) -> list[ExpertKey]:
 
 
 def alone(kind: FrameKind, request: int = 0) -> list[Any]:
-    """Return a message without a body."""
+    """Return a message without a body, of this kind."""
     return [_header(kind, request)]
 
 

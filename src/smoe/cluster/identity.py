@@ -63,7 +63,7 @@ class Coordinator:
     workers: dict[str, str] = field(default_factory=dict)
     """The public keys of admitted workers, by name."""
     invitations: dict[str, float] = field(default_factory=dict)
-    """The end of each invitation in Unix time, by the code's checksum."""
+    """The time at which each invitation expires, in Unix time, by the checksum of its code."""
     everywhere: bool = False
     """Whether the coordinator listens on all of the machine's interfaces, not only at `address`."""
     drafts: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Coordinator:
         return replace(self, workers=left, drafts=[name for name in self.drafts if name in left])
 
     def invited(self, code: str, now: float | None = None) -> Coordinator | None:
-        """Return the cluster without the invitation of this code; None where the code is not valid."""
+        """Return the cluster without the invitation that has this code; None if the code is not valid."""
         now, digest = time.time() if now is None else now, _digest(code)
         until = self.invitations.get(digest)
         if until is None or until < now:
@@ -99,7 +99,7 @@ class Coordinator:
         return f"{known} by their keys, and for some minutes workers with an invitation"
 
     def expects_someone(self, now: float | None = None) -> bool:
-        """Return whether any invitation is valid."""
+        """Return whether an invitation is valid, so that another worker may join."""
         now = time.time() if now is None else now
         return any(until >= now for until in self.invitations.values())
 
@@ -150,13 +150,16 @@ def new_coordinator(name: str, address: str = "127.0.0.1", everywhere: bool = Fa
 
 
 def clusters() -> list[str]:
-    """Return the names of the clusters whose the coordinator this machine is."""
+    """Return the names of the clusters of which this machine is the coordinator."""
     return sorted(each.parent.name for each in clusters_folder().glob("*/main.json"))
 
 
 def read_coordinator(name: str, setting: str = "cluster") -> Coordinator:
-    """Return the cluster of this name, whose the coordinator is this machine; `setting`: where the user gave the name.
-    Raises `ClusterError`."""
+    """Return the cluster of this name, of which this machine must be the coordinator. `setting` names the setting from
+    which the name comes, for error messages.
+
+    Raises `ClusterError` if there is no such cluster, or its file is damaged.
+    """
     path = _path(checked_name(name, setting), "main")
     stored = _read(path)
     if stored is None:

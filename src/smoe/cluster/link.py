@@ -42,7 +42,7 @@ _BEAT_SECONDS = 0.5
 _QUIET_SECONDS, _SILENCE_SECONDS = 0.5, 1.0
 """The time without a message after which a worker is late, and after which it is out; workers send one every 0.1 s."""
 MOST_STRIKES = 2
-"""The number of times that a worker may be late without a result in between."""
+"""How often in a row a worker may be late before it is excluded."""
 _CHECKING_SECONDS = 2.0
 """Seconds for recomputing the remaining samples when the coordinator ends."""
 
@@ -77,9 +77,9 @@ class ClusterLink:
         self._spot_checks = SpotChecks(verify, rescue, self.wake, self._differs)
         self._by_route: dict[bytes, Member] = {}
         self.refused: dict[str, str] = {}
-        """The reason for which the last machine of each name was refused."""
+        """For each name, the reason why the last machine of that name was refused."""
         self.losses: list[Loss] = []
-        """Members that were lost, in order of time."""
+        """The losses of workers, in order of time."""
         self.courier: Courier | None = None
         self.seat: Seat | None = None
         """The connection of a draft model."""
@@ -103,18 +103,18 @@ class ClusterLink:
         return futures
 
     def fetch(self, unit: int, keys: Sequence[ExpertKey]) -> None:
-        """Make a worker load experts that it does not hold."""
+        """Make a worker load experts that it does not have, before they are requested."""
         self._queue.put(lambda: self._fetch(self.members.get(unit), keys))
 
     def sit(self, seat: Seat) -> None:
-        """Accept a draft model."""
+        """Accept connections of draft models, and use one of them."""
         seat.changed = self._note_change
         if seat.following is not None:
             seat.following.ring = self.wake
         self.seat = seat
 
     def forget(self, futures: Sequence[Future[torch.Tensor]]) -> None:
-        """Cancel futures for which no thread waits any more."""
+        """Cancel futures on which no thread waits any more."""
         for future in futures:
             future.cancel()
 
@@ -216,14 +216,14 @@ class ClusterLink:
         self._try_next(found, iter(self._membership.proof(found)))
 
     def _drop_former(self, found: Member) -> None:
-        """For a worker that reconnects, keep only the newest entry, with the sum of its work."""
+        """If a worker reconnects, keep only its newest record, with the sum of its work."""
         for unit, member in list(self.members.items()):
             if member.name == found.name and member.state is WorkerState.OUT and not self.under_way.owes(member):
                 found.earlier = found.earlier.plus(member.done)
                 del self.members[unit]
 
     def _try_next(self, member: Member, proofs: Iterator[Proof]) -> None:
-        """Send the next proof; one after the other, so that their times are meaningful."""
+        """Send a new worker its next proof. Proofs are sent one after the other, so that their times are meaningful."""
         proof = next(proofs, None)
         if proof is None:
             member.is_proven()
@@ -274,7 +274,7 @@ class ClusterLink:
         self._out(trial.member, why)
 
     def _differs(self, member: Member, key: ExpertKey, far: float) -> None:
-        """Exclude an admitted worker that returned other bits than the coordinator's."""
+        """Exclude an admitted worker whose result differs from the coordinator's."""
         why = f"returned a wrong result for expert {key[1]} of layer {key[0]} (off by {far:.2g})"
         self._membership.doubt(member, why)
         for each in [each for each in self.members.values() if each.key == member.key]:

@@ -44,17 +44,17 @@ class Membership(Gate, Protocol):
         """Return the requests that the member must compute correctly before its results are used."""
 
     def answered(self, member: Member, keys: Sequence[ExpertKey]) -> None:
-        """Record that a member has computed these experts."""
+        """Record that a worker has computed these experts, and so holds them."""
 
     def doubt(self, member: Member, why: str) -> None:
-        """Remove a member whose results are wrong from the cluster."""
+        """Exclude a worker whose results are wrong from the cluster."""
 
     def tick(self) -> None:
-        """Process deadlines; the link's thread calls this at short intervals."""
+        """Do what is due by time. The thread of the connections calls this at short intervals."""
 
 
 class AdmittedKeys:
-    """The callback of ZeroMQ's authenticator."""
+    """Answers ZeroMQ's authenticator, which asks whether a key may connect."""
 
     def __init__(self, membership: Gate) -> None:
         self._membership = membership

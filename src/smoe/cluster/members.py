@@ -31,7 +31,7 @@ _DEADLINE_FACTOR = 3.0
 _UNKNOWN_SECONDS = 2.0
 """The expected seconds of a request while nothing has been measured."""
 _LATE_USES = 512
-"""The number of uses after which earlier counts are halved."""
+"""After how many uses the earlier counts are halved."""
 
 
 class Loss(NamedTuple):
@@ -44,7 +44,7 @@ class Loss(NamedTuple):
 
 
 class WorkerTotals(NamedTuple):
-    """The totals of a worker's work, without proofs."""
+    """The totals of a worker's work. Proofs are not counted."""
 
     experts: int = 0
     """The number of computed experts."""
@@ -99,17 +99,17 @@ class Member:
     row: float = 0.0
     """Seconds per row for many rows."""
     hop: float = 0.0
-    """Seconds for a message with few rows there and back."""
+    """Seconds for sending a message with few rows and receiving its answer, without computing."""
     experts: int = 0
     """The number of experts computed so far."""
     checked: int = 0
     """The number of experts that the coordinator has recomputed."""
     uses: int = 0
-    """The number of recently requested experts."""
+    """The number of experts that were requested recently."""
     brought: int = 0
-    """The number of recent loads, for requests or ahead of them."""
+    """The number of experts that the worker loaded recently, for requests or in advance."""
     brought_at: float = -inf
-    """The time when it was last given something to load."""
+    """The time at which the worker was last sent experts to load."""
     requests: int = 0
     missed: int = 0
     """The number of missed deadlines."""
@@ -118,7 +118,7 @@ class Member:
     has_answered: bool = False
     has_proven: bool = False
     earlier: WorkerTotals = NOTHING
-    """The totals of earlier connections."""
+    """The totals of the worker's earlier connections."""
     most_rows: float = inf
     """The maximum number of rows of one expert that it computes: without torch, the number tested with its kernels."""
     _holds: OrderedDict[ExpertKey, None] = field(default_factory=OrderedDict)
@@ -129,17 +129,17 @@ class Member:
 
     @property
     def is_here(self) -> bool:
-        """Whether the worker may get requests."""
+        """Whether the worker is connected and may get requests."""
         return self.state is WorkerState.READY
 
     def is_proven(self) -> None:
-        """Begin to count the worker's work, once it has passed the proof: its results are used from then on."""
+        """Begin to count the worker's work, because it has passed its proofs and its results are used from now on."""
         self.has_proven = True
         self.experts = self.requests = self.uses = self.brought = 0
 
     @property
     def done(self) -> WorkerTotals:
-        """The totals of all its connections."""
+        """The totals of all connections of this worker."""
         now = (
             WorkerTotals(self.experts, self.checked, self.requests, self.missed) if self.has_proven else WorkerTotals()
         )
@@ -150,7 +150,7 @@ class Member:
         return self.is_here and max(len(each.tokens) for each in wanted) <= self.most_rows
 
     def view(self) -> WorkerView:
-        """Return the member's values for plans."""
+        """Return the values of this worker that plans need."""
         return WorkerView(
             self.unit, self._holds, self.load, self.expert, self.row, self.hop, 0.0, self.brought_at, self.most_rows
         )
@@ -180,7 +180,7 @@ class Member:
         return missing
 
     def will_bring(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
-        """Announce these experts to it. Return those that it must load."""
+        """Record that these experts are announced to the worker. Return those that it must load."""
         missing = [key for key in keys if key not in self._holds]
         self._expected = set(keys)
         self.brought += self.will_hold(missing)
@@ -188,8 +188,8 @@ class Member:
         return missing
 
     def take_coming(self, keys: Iterable[ExpertKey]) -> int:
-        """Record that announced experts are requested now. Return how many loads may still precede the request: their
-        own, and one that is already running."""
+        """Record that announced experts are requested now. Return how many loads may still precede the request: loads
+        of these experts, and one load that is already running."""
         there = len(self._late & self._holds.keys())
         self._late.difference_update(keys)
         self._expected.difference_update(keys)
@@ -224,5 +224,6 @@ class Member:
 
 
 def deadline(expected: float) -> float:
-    """Return the seconds after which other machines get a request of `expected` seconds."""
+    """Return after how many seconds a request that should take `expected` seconds counts as late, and goes to other
+    machines."""
     return min(_MOST_DEADLINE, max(_LEAST_DEADLINE, _DEADLINE_FACTOR * expected))

@@ -1,15 +1,15 @@
-"""Runs workers on the nodes of a Ray cluster. Ray places them, restarts dead ones and stores their logs; requests and
-results do not pass through Ray.
+"""Runs workers on the nodes of a Ray cluster. Ray places the workers, restarts those that die, and stores their logs.
+Requests to experts and their results do not pass through Ray.
 
-    here (smoe cluster up)              an actor, on a node
+    this machine (smoe cluster up)      a Ray actor, on a node
     begin ---------------------------> opens the experts, makes its keys
-          <---------- its public key -
-    admitted: main.json
-    serve ---------------------------> a `WorkerProcess`, which connects to the coordinator by ZeroMQ as every worker
-          <- the reason when it has ended; or that the process has died: then from the beginning
+          <--------- its public key --
+    stores the key as admitted
+    serve ---------------------------> runs a `WorkerProcess`, which connects to the coordinator by ZeroMQ
+          <- the reason why it has ended, or that its process has died: then all begins again
 
-A worker takes two calls in its life and one more at its end, none for a token. A secret key never leaves the process
-that has made it: neither Ray's object store nor a node's disk contains secrets.
+A worker needs two calls of Ray in its life, one more at its end, and none for a token. The secret key never leaves the
+worker's process: neither Ray's object store nor a node's disk contains secrets.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ try:
 except AuthenticationError:
     sys.exit({_CLOSED})
 """
-"""A program that sends a request to a Ray cluster's head, without a token or with one."""
+"""The program of a process that tries to connect to a Ray cluster's head, with or without a token."""
 _ADDRESSES = "HOST:PORT of a Ray cluster's head, or auto"
 
 
 class Actor:
-    """The Ray actor of a worker. Its process makes no calls of Ray."""
+    """The Ray actor that runs a worker. Its process makes no calls of Ray itself."""
 
     def __init__(self, me: Worker, opening: Callable[[], Served], threads: int | None) -> None:
         """`me`: the worker without keys; `opening` opens the experts; `threads`: computing threads, by default as many
@@ -220,7 +220,7 @@ class _RayWorker:
     is_serving: bool = False
     is_away: bool = False
     since: float = 0.0
-    """The time when it began to serve, or was found unreachable."""
+    """The time at which the worker began to serve, or was found unreachable."""
     where: str = ""
 
     def __str__(self) -> str:
@@ -228,7 +228,7 @@ class _RayWorker:
 
 
 class OnRay:
-    """Workers on Ray; they run, and are restarted, while `turn` is called, until `close`."""
+    """Workers on Ray. They run, and are restarted when they end, as long as `turn` is called; `close` ends them."""
 
     def __init__(
         self, ray: Any, coordinator: Coordinator, on_change: Callable[[str], None], on_trouble: Callable[[str], None]
@@ -259,7 +259,7 @@ class OnRay:
 
     @property
     def names(self) -> list[str]:
-        """The names of the workers that still run or are restarted."""
+        """The names of the workers that run or will be restarted."""
         return [each.name for each in self._workers]
 
     def turn(self, seconds: float) -> None:

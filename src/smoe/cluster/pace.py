@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 class SendRate:
-    """Spaces transfers according to a rate in bytes per second; unused time is not made up for."""
+    """Limits transfers to a number of bytes per second. Time in which nothing was sent does not allow a higher rate
+    later."""
 
     def __init__(self, bytes_per_second: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         """`bytes_per_second`: None for no limit."""

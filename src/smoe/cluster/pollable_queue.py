@@ -1,4 +1,4 @@
-"""A queue that wakes a thread waiting for sockets."""
+"""A queue for a thread that waits on sockets: a new item wakes the thread."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ReceivedFiles:
         return self._folder / f"{self._sent.files[number].name}.part"
 
     def _look_at(self, number: int, file: SentFile) -> None:
-        """Determine the missing chunks of a file."""
+        """Compare a file of the folder with its checksums, and record its missing chunks."""
         path, part = self._folder / file.name, self._part(number)
         for each in (path, part):
             if (each.exists() or each.is_symlink()) and not each.is_file():
@@ -113,7 +113,7 @@ class ReceivedFiles:
         self.missing_bytes += sum(self._sent.files[number].chunk_bytes(chunk) for chunk in chunks)
 
     def _finish(self, number: int) -> None:
-        """Read the file again, verify it, and give it its name."""
+        """Read the complete file again, verify its SHA-256, and rename it from `.part`."""
         file, part = self._sent.files[number], self._part(number)
         with part.open("r+b") as written:
             os.fsync(written.fileno())
@@ -149,5 +149,5 @@ def _taken(folder: Path) -> FileLock:
 
 
 def _unlike(made: SentFile, file: SentFile) -> set[int]:
-    """Return the chunks of a file that are wrong or missing."""
+    """Return the numbers of the chunks of a file that are wrong or missing."""
     return {chunk for chunk in range(file.chunks) if made.sum_of(chunk) != file.sum_of(chunk)}

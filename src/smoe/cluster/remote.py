@@ -85,7 +85,7 @@ class Cluster(Admission):
         )
         self._verify = verify
         self.doubts: list[str] = []
-        """Reasons why earlier results may be wrong, for the user; empty: none are known."""
+        """Reasons why text generated so far may be wrong, for the user; empty: there are none."""
         self._arithmetic = "torch"
         self._proofs = list[Proof]()
         self._ready: list[Member] = []
@@ -172,7 +172,7 @@ class Cluster(Admission):
     # -- for the executor ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, position: int) -> None:
-        """Use the workers that are ready now in the next pass."""
+        """Fix which workers the next pass uses: those that are ready now."""
         self._ready = self._here_now()
         for unit in [unit for unit in self.units if unit >= FIRST_WORKER and self._is_out(unit)]:
             del self.units[unit]
@@ -198,7 +198,7 @@ class Cluster(Admission):
         )
 
     def guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Announce predicted experts to workers, as far as they have room. Return the predictions that the coordinator
+        """Send predicted experts to workers, as far as they have room. Return the predictions that the coordinator
         should load itself."""
         if not self._ready:
             return predictions
@@ -208,12 +208,12 @@ class Cluster(Admission):
         return [here for here in found if here.experts]
 
     def _left(self, named: Prediction) -> Prediction:
-        """Return the part of a prediction that the coordinator loads."""
+        """Return the part of a prediction that the coordinator loads itself."""
         here = self._ahead.here(named.layer)
         return named._replace(experts=[expert for expert in named.experts if expert in named.low or expert in here])
 
     def expect(self, position: int, named: Prediction) -> None:
-        """Process a prediction at once, as `guess` does. Any thread may call this."""
+        """Process a prediction at once, in the same way as `guess`. Any thread may call this."""
         self._ahead.expect({TokenLayer(position, named.layer): _own(named)})
 
     def withdraw(self, position: int) -> None:
@@ -236,8 +236,8 @@ class Cluster(Admission):
         return inf if self._rule.method == "round-robin" else self._here.load()
 
     def _costs_later(self) -> float:
-        """Return the seconds by which a load here is worse than its duration: a reused expert saves a load, and workers
-        reuse more or fewer."""
+        """Return how many seconds a load on the coordinator costs in addition to its duration. An expert that is used
+        again saves a later load, and workers use their experts again more or less often than the coordinator."""
         uses, loads = sum(member.uses for member in self._ready), [each.load for each in self._ready if each.load]
         if not uses or not loads:
             return 0.0
@@ -262,11 +262,11 @@ class Cluster(Admission):
             keep_status(self.coordinator.name, self.described(), self.draft)
 
     def answered(self, member: Member, keys: Iterable[ExpertKey]) -> None:
-        """Record that a member has computed experts and has slots for others."""
+        """Record that a worker has computed experts, and has free slots for others."""
         self._ahead.answered(member.unit, keys)
 
     def greeted(self, key: str, fields: dict[str, Any]) -> Member | str | None:
-        """Process a HELLO. Return a new member, or the reason for a refusal; None: not known yet."""
+        """Process a HELLO. Return a new member, or the reason for a refusal; None if this cannot be decided yet."""
         name, slots = fields.get("name"), fields.get("slots")
         if not isinstance(name, str) or not is_name(name) or type(slots) is not int or slots < 1:
             return "its first message is incomplete"
@@ -284,13 +284,13 @@ class Cluster(Admission):
         return Member(self._unit - 1, self.name_of(key) or name, key, b"", slots, most_rows=most_rows)
 
     def welcome(self, member: Member) -> dict[str, Any]:
-        """Return the kernels for few rows and the maximum number of rows of a request."""
+        """Return what a new worker is sent: the kernels for few rows, and the largest number of rows of a request."""
         found = None if self.describer is None or member.most_rows == inf else self.describer.found
         arithmetic = self._arithmetic if found is None else found.arithmetic
         return {"arithmetic": arithmetic, "rows": self._rows.most}
 
     def _unfit(self, fields: dict[str, Any]) -> str:
-        """Return how a worker's model or version differs; empty: not at all."""
+        """Return how a worker's model or version differs from the coordinator's; an empty text if they are equal."""
         for what, mine in {"smoe": __version__, **self._asked}.items():
             if fields.get(what) != mine:
                 return f"its {what} is {str(fields.get(what))[:80]!r}, the coordinator has {mine!r}"
@@ -305,7 +305,8 @@ class Cluster(Admission):
         return [] if found is None or self.describer is None else self.describer.parts
 
     def _without_torch(self) -> LightWorker | str | None:
-        """Return what a worker without torch can compute, or why it cannot; None: not known yet."""
+        """Return what a worker without torch can compute, or the reason why it cannot; None if that is not known
+        yet."""
         if self.describer is None:
             return "it has no torch, which workers of this coordinator need"
         self.describer.begin()
@@ -347,17 +348,18 @@ class Cluster(Admission):
 
 
 class RemoteUnit:
-    """One worker as a `ComputeUnit`."""
+    """One worker, as a `ComputeUnit` of the engine."""
 
     def __init__(self, unit: int, link: ClusterLink) -> None:
         self.busy_seconds = 0.0
-        """Always 0: the time is another machine's."""
+        """Always 0, because the worker's time is not this machine's."""
         self._unit = unit
         self._link = link
         self._under_way: set[Future[torch.Tensor]] = set()
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Fetched) -> list[Future[torch.Tensor]]:
-        """Send a request to the worker. If it fails, others get the request, the coordinator last."""
+        """Send a request to the worker. If the worker fails, other workers get the request, and the coordinator
+        last."""
         futures = self._link.submit(self._unit, wanted, hidden)
         self._under_way.update(futures)
         for future in futures:
@@ -365,7 +367,7 @@ class RemoteUnit:
         return futures
 
     def measured(self) -> Iterator[tuple[float, int]]:
-        """Return nothing: members record their own times."""
+        """Return no measurements: the record of each worker (`Member`) has its times."""
         return iter(())
 
     def drain(self) -> None:

@@ -18,7 +18,7 @@ from smoe.memory.streams import Fetched
 
 @dataclass
 class Proof:
-    """A request whose result is known."""
+    """A request whose correct result the coordinator knows."""
 
     wanted: Sequence[ExpertTask]
     hidden: torch.Tensor
@@ -32,7 +32,7 @@ class PendingProof(NamedTuple):
     member: Member
     expected: torch.Tensor
     others: Iterator[Proof]
-    """The proofs to send next."""
+    """The proofs that are sent after this one."""
 
 
 @dataclass
@@ -46,9 +46,9 @@ class ExpertRequest:
     unit: int
     """The unit that gets the request."""
     trial: PendingProof | None = None
-    """The proof that the request is; None: it is not one. A proof goes to no other worker."""
+    """The proof, if this request is one, else None. A proof is never sent to another worker."""
     tried: frozenset[int] = frozenset()
-    """The units that got the request before."""
+    """The units that got the request before this one."""
     expected: float = 0.0
     """The seconds that it should take, without other requests before it."""
     sent: float = 0.0
@@ -56,7 +56,7 @@ class ExpertRequest:
     due: float = inf
     """The time from which it is late."""
     is_lost: bool = False
-    """Whether other units have got the request as well."""
+    """Whether other units have got the request as well, because its unit is late or gone."""
 
     @property
     def rows(self) -> int:
@@ -68,13 +68,13 @@ class ExpertRequest:
         return bool(self.futures) and all(future.done() for future in self.futures)
 
     def part(self, unit: int, places: Sequence[int]) -> ExpertRequest:
-        """Return a request to another unit for some of its experts."""
+        """Return a request to another unit for some of the experts of this one."""
         wanted, futures = [self.wanted[n] for n in places], [self.futures[n] for n in places]
         return ExpertRequest(wanted, self.hidden, futures, unit, tried=self.tried | {self.unit})
 
 
 def only_used(hidden: torch.Tensor, wanted: Sequence[ExpertTask]) -> tuple[torch.Tensor, Sequence[ExpertTask]]:
-    """Return the rows that are used, each once, and the experts with their new row numbers."""
+    """Return the hidden states with unused rows removed, and the experts with the new row numbers."""
     used = sorted({token for each in wanted for token in each.tokens})
     if len(used) == hidden.shape[0]:
         return hidden, wanted
@@ -83,7 +83,7 @@ def only_used(hidden: torch.Tensor, wanted: Sequence[ExpertTask]) -> tuple[torch
 
 
 def take_over(future: Future[torch.Tensor], result: Future[torch.Tensor]) -> None:
-    """Complete a future with the outcome of another one."""
+    """Give a future the result or the error of another one."""
     if result.cancelled():
         future.cancel()
     elif result.exception() is not None:

@@ -47,7 +47,7 @@ class _EndedError(Exception):
 
 @dataclass
 class Asker:
-    """A worker that downloads files."""
+    """A worker that downloads files, and the pieces that it has requested."""
 
     route: bytes
     wanted: deque[PiecePosition] = field(default_factory=deque)
@@ -62,7 +62,8 @@ class SummedFiles(NamedTuple):
 
 
 class Courier:
-    """Sends files. The thread with the sockets calls `receive` and `turn`; `close` ends the courier's own thread."""
+    """Sends files to workers. The thread of the sockets calls `receive` and `turn`; `close` ends the thread that reads
+    the files."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Courier:
         self._busy = -CALM_SECONDS
         """The time when a thread last waited for an expert."""
         self._has_sent = False
-        """Whether a piece was sent in the current gap."""
+        """Whether a piece was sent in the present gap between two requests for experts."""
         self._ring: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="smoe-courier", daemon=True)
 
@@ -235,7 +236,7 @@ class Courier:
         self._ring()
 
     def _summed(self) -> SummedFiles:
-        """Return the manifest. Raises `CheckpointError` for a file that changes meanwhile."""
+        """Return the manifest, with checksums of all files. Raises `CheckpointError` if a file changes during this."""
         self.summed_bytes = 0
         made, identities = list[SentFile](), list[FileIdentity]()
         for name, path in self._paths.items():
@@ -253,7 +254,7 @@ class Courier:
         return SummedFiles(Manifest(made), tuple(self._paths.values()), tuple(identities))
 
     def _may_read(self, nbytes: int) -> None:
-        """Wait until no thread waits for an expert, because reading and hashing take the disk and a core."""
+        """Wait until no thread waits for an expert: reading and hashing would take the disk and a core from it."""
         self._quiet.wait()
         if self._is_ending:
             raise _EndedError

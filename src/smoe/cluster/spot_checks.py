@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Drawn(NamedTuple):
-    """A drawn result: the rows [n, H] sent to a worker, and those returned."""
+    """A result that was drawn for a check: the rows [n, H] that were sent to a worker, and the rows that it
+    returned."""
 
     member: Member
     key: ExpertKey
@@ -66,7 +67,7 @@ class SpotChecks:
         self._under_way: tuple[_Drawn, Future[torch.Tensor]] | None = None
 
     def note(self, member: Member, request: ExpertRequest, came: Sequence[torch.Tensor]) -> None:
-        """Draw from a worker's results, before their futures are set."""
+        """Draw results to check from a worker's results. Called before their futures are set."""
         for each, future, rows in zip(request.wanted, request.futures, came, strict=True):
             if self._lot.random() >= self._share or len(self._waiting) >= MOST_WAITING:
                 continue

@@ -33,7 +33,7 @@ def sums_of(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
 
 
 def make_sums(path: Path, name: str, before: Callable[[int], None]) -> SentFile:
-    """Read the whole file and compute its checksums. Raises as `sums_of`."""
+    """Read the whole file and compute its checksums. Raises the same errors as `sums_of`."""
     whole, sums, done = hashlib.sha256(), bytearray(), 0
     with path.open("rb", buffering=0) as file:
         identity = identity_of(file.fileno())
@@ -65,7 +65,7 @@ def stored_sums(path: Path, name: str) -> SentFile | None:
 
 
 def keep_sums(path: Path, made: SentFile) -> SentFile:
-    """Store the checksums, where the cache can be written. Return them."""
+    """Store the checksums, if the cache can be written. Return the checksums."""
     content = {"format": _FORMAT, "identity": _identity(path), "sha256": made.digest, "chunks": made.sums.hex()}
     try:
         keep(of_model("sums", path), content)
@@ -87,5 +87,5 @@ def identity(path: Path) -> FileIdentity:
 
 
 def _identity(path: Path) -> list[int]:
-    """Return a file's identity without the device, whose number may change at a restart of the system."""
+    """Return a file's identity. It leaves out the device's number, which may change when the system restarts."""
     return list(identity(path)[1:])

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 
 class Talking(ABC):
-    """Greets the coordinator, processes its messages, and sends the messages in `_queue`."""
+    """Sends the greeting until the coordinator answers, processes the coordinator's messages, and sends the messages in
+    `_queue`."""
 
     def __init__(self, me: Worker, on_change: Callable[[str], None]) -> None:
         """`on_change` receives messages: that the machine is admitted, or has lost the coordinator."""
@@ -84,7 +85,7 @@ class Talking(ABC):
 
     @abstractmethod
     def _over(self) -> None:
-        """Release the resources of a subclass when the conversation with the coordinator has ended."""
+        """Release what a subclass holds, because the connection to the coordinator has ended."""
 
     def _lost(self) -> None:
         """Called when the coordinator is lost."""

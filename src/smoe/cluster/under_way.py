@@ -32,7 +32,7 @@ PROOF_SECONDS = 30.0
 
 
 class UnderWay:
-    """Sends requests to workers, and to others in their place."""
+    """Sends requests to workers. If a worker is late or fails, other units get its requests."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class UnderWay:
         return any(request.unit == DEVICE for request in self._requests.values())
 
     def owes(self, member: Member) -> bool:
-        """Return whether a request to this member is still in flight."""
+        """Return whether a request to this worker is still in flight."""
         return any(request.unit == member.unit for request in self._requests.values())
 
     def next_due(self) -> float:
@@ -83,7 +83,7 @@ class UnderWay:
                     future.set_exception(error)
 
     def find(self, number: int, member: Member) -> ExpertRequest | None:
-        """Return the request with this number, if this member has it; None: others were faster."""
+        """Return the request with this number that this worker has; None if other units have answered it before."""
         request = self._requests.get(number)
         return None if request is None or request.unit != member.unit else request
 
@@ -97,7 +97,7 @@ class UnderWay:
         return {each.unit for each in self._requests.values() if each.due < now and not each.is_lost}
 
     def lost(self, member: Member) -> None:
-        """Replace a member from which no results are expected: others get its requests as well."""
+        """Stop expecting results from a worker, and send its requests to other units."""
         for number, request in list(self._requests.items()):
             if request.unit == member.unit and request.trial is not None:
                 del self._requests[number]
@@ -140,7 +140,7 @@ class UnderWay:
         self._send(member, frames.work(number, wanted, hidden))
 
     def _rescue_it(self, request: ExpertRequest) -> None:
-        """Compute a request on the coordinator, unless a late worker finishes first."""
+        """Compute a request on the coordinator. If a late worker finishes first, its result counts."""
         request.unit = DEVICE
         self._requests[next(self._numbers)] = request
         self.rescued += len(request.wanted)
@@ -166,5 +166,6 @@ class UnderWay:
         return found
 
     def _behind(self, member: Member) -> float:
-        """Return the seconds that the member's earlier requests should take: it computes them one after the other."""
+        """Return how many seconds the worker's earlier requests should take; it computes requests one after the
+        other."""
         return sum(each.expected for each in self._requests.values() if each.unit == member.unit)

@@ -62,7 +62,7 @@ class Served(NamedTuple):
 
 
 class AtHand(NamedTuple):
-    """Rows that are available at once, in place of `Fetched`."""
+    """Rows that are available at once. They replace a `Fetched`, which would have to be waited for."""
 
     rows: Any
     is_from_device: bool = False
@@ -72,7 +72,7 @@ class AtHand(NamedTuple):
 
 
 class WorkerProcess(Talking):
-    """The connection thread of a worker."""
+    """The thread of a worker's connection to the coordinator."""
 
     def __init__(self, me: Worker, served: Served, on_change: Callable[[str], None] = lambda _: None) -> None:
         """`on_change` receives messages: that the worker is admitted, or has lost the coordinator."""
@@ -82,12 +82,12 @@ class WorkerProcess(Talking):
         self._rows = RowFormat(served.alone.hidden, served.dtype, PLANNED_ROWS).fitting
         self._ahead = ThreadPoolExecutor(1, "smoe-ahead")
         self._coming = set[Future[None]]()
-        """Loads ahead that have not ended."""
+        """Loads of experts in advance that have not ended."""
         self._arithmetic: str | None = None
         """The kernels for few rows; None until a coordinator has sent them."""
         self._welcomes = 0
         self._ended = 0.0
-        """The time when the last request was done: a request's own time begins after it."""
+        """The time at which the last request was done. The time of the next request is counted from then on."""
 
     @property
     def _part_bytes(self) -> int:
@@ -138,7 +138,8 @@ class WorkerProcess(Talking):
                 self._fetch(key)
 
     def _must_make_room(self, fields: dict[str, Any]) -> bool:
-        """Return whether the coordinator sends longer messages than this connection receives."""
+        """Return whether the coordinator's messages may be longer than this connection receives, so that it must be
+        opened again."""
         most = fields.get("rows")
         if type(most) is not int or most <= self._rows.most:
             return False
@@ -197,7 +198,7 @@ class WorkerProcess(Talking):
 
 
 def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) -> list[Any]:
-    """Return the message for a request whose experts are all done."""
+    """Return the DONE or FAILED message for a request whose experts have all ended."""
     try:
         return frames.done(request, times, [future.result() for future in futures])
     except Exception as error:
