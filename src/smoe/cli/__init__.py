@@ -17,6 +17,7 @@ from smoe.cli import (
     doctor,
     eval,
     generate,
+    launch,
     pack,
     plan,
     record,
@@ -72,6 +73,13 @@ for _module in (generate, chat, plan, doctor, bench, eval, tune, pack, verify, r
     app.command(
         name=_module.__name__.rsplit(".", 1)[1], help=_paragraphs(_module.command.__doc__), epilog=_module.EPILOG
     )(with_options(_module.command))
+app.command(
+    name="launch",
+    help=_paragraphs(launch.command.__doc__),
+    epilog=launch.EPILOG,
+    options_metavar="",
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+)(launch.command)
 _trace = typer.Typer(
     help="Draw pictures of the routing of a recorded run: smoe trace plot.",
     no_args_is_help=True,

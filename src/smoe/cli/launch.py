@@ -1,0 +1,180 @@
+"""`smoe launch`: starts a coding agent, or another program, with a server of a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from subprocess import PIPE, Popen
+from typing import IO, Annotated, Any
+
+import typer
+
+from smoe.cli.programs import PROGRAMS, Program, RunningServer, program_of
+from smoe.errors import ConfigError, SmoeError
+
+EPILOG = """Examples:
+
+smoe launch claude ./my-moe --memory 8GiB --context 32768
+
+smoe launch aider ./my-moe --memory 8GiB -- --no-auto-commits notes.py
+
+smoe launch codex            # with a server that runs already on port 8000
+
+The server's options are those of smoe serve; the program's follow after --.
+The program gets the server by environment variables and its own options; no
+file is changed. A server that is started here ends with the program.
+"""
+_PORT = 8000
+_LOOK_SECONDS = 5.0
+_NO_KEY = "none"
+_TAIL = 2000
+"""The number of last characters of the server's log that an error shows."""
+
+
+def command(
+    context: typer.Context,
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help=f"One of {', '.join(PROGRAMS)}, or any other command.")
+    ],
+) -> None:
+    """Start a coding agent, or another program, that uses a model.
+
+    smoe launch PROGRAM [MODEL] [OPTIONS OF smoe serve] [-- ARGUMENTS OF PROGRAM]
+
+    Uses the server of smoe that runs on this port (--port, by default 8000), or starts smoe serve with the model and
+    options, and ends it with the program.
+    """
+    given, own = _divided(context.args)
+    if {"-h", "--help"} & set(given):
+        print(context.get_help())
+        return
+    found = program_of(program)
+    executable = _executable(found)
+    with _server(program, given) as served:
+        raise typer.Exit(_run([executable, *found.arguments(served), *own], found.environment(served)))
+
+
+def _divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of the server and those of the program, which follow `--`."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:place]), list(arguments[place + 1 :])
+
+
+def _executable(program: Program) -> str:
+    """Return the path of a program. Raises `ConfigError` where it is not installed."""
+    found = shutil.which(program.command)
+    if found is not None:
+        return found
+    how = f"install it: {program.install}" if program.install else f"known programs: {', '.join(PROGRAMS)}"
+    raise ConfigError(
+        f"{program.command} is not installed (it is not on PATH); {how}",
+        setting="program",
+        given=program.command,
+        allowed="a command on PATH",
+    )
+
+
+@contextmanager
+def _server(program: str, given: Sequence[str]) -> Iterator[RunningServer]:
+    """Yield the server that runs on the port, or one that is started with the options `given`, and then ended."""
+    port = _value_of(given, "--port") or str(_PORT)
+    key = _value_of(given, "--api-key") or os.environ.get("SMOE_API_KEY") or _NO_KEY
+    served = _running(f"http://127.0.0.1:{port}", key)
+    if served is not None:
+        _check_needless(served, given)
+        yield served
+        return
+    if not given or given[0].startswith("-"):
+        raise ConfigError(
+            f"no server of smoe runs on port {port}; give a model and its budget: smoe launch {program} ./my-moe "
+            "--memory 8GiB",
+            setting="model",
+            given=None,
+            allowed="a model, if no server runs",
+        )
+    with tempfile.TemporaryFile("w+", encoding="utf8", errors="replace") as log, _started(given, log) as process:
+        yield _listening(process, log, key)
+
+
+def _running(url: str, key: str) -> RunningServer | None:
+    """Return the server of smoe that listens at an address; None without one."""
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=_LOOK_SECONDS) as answer:
+            models = json.load(answer)["data"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # nothing listens, or another program: if a server is started, it reports that
+    ours = [model["id"] for model in models if model.get("owned_by") == "smoe"]
+    return RunningServer(url, ours[0], key) if ours else None
+
+
+def _check_needless(served: RunningServer, given: Sequence[str]) -> None:
+    """Raise `ConfigError` for options that a running server cannot take."""
+    if given and ((not given[0].startswith("-") and given[0] != served.model) or "--memory" in given):
+        raise ConfigError(
+            f"a server of {served.model} runs at {served.url} already; leave the model and its options out, or give "
+            "another port with --port",
+            setting="port",
+            given=served.url,
+            allowed="a free port, or no model",
+        )
+
+
+@contextmanager
+def _started(given: Sequence[str], log: IO[str]) -> Iterator[Popen[str]]:
+    """Start `smoe serve` in a session of its own, which Ctrl-C in the terminal does not reach; end it afterwards."""
+    from smoe.cli.console import note
+
+    note(f"starting smoe serve {' '.join(given)}")
+    line = [sys.executable, "-m", "smoe", "serve", *given, "--json"]
+    process = Popen(line, stdout=PIPE, stderr=log, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+        assert process.stdout is not None, "the server's output is a pipe"
+        process.stdout.close()
+
+
+def _listening(process: Popen[str], log: IO[str], key: str) -> RunningServer:
+    """Wait until the server listens. Raises the error that it reports."""
+    assert process.stdout is not None, "the server's output is a pipe"
+    said: dict[str, Any] = json.loads(process.stdout.readline() or "{}")
+    if said.get("event") == "listening":
+        return RunningServer(said["url"].removesuffix("/v1"), said["model"], key)
+    process.wait()
+    log.seek(0)
+    why = said.get("error", {}).get("message") or log.read()[-_TAIL:].strip() or f"exit code {process.returncode}"
+    raise SmoeError(f"the server did not start: {why}")
+
+
+def _run(line: Sequence[str], environment: dict[str, str]) -> int:
+    """Run the program in this terminal and return its exit code. Ctrl-C is the program's; other signals end it."""
+    from smoe.cli.interrupts import answered_by
+
+    with Popen(line, env={**os.environ, **environment}) as program:
+
+        def answer(number: int) -> None:
+            if number != signal.SIGINT:
+                program.terminate()
+
+        with answered_by(answer):
+            code = program.wait()
+    return 128 - code if code < 0 else code
+
+
+def _value_of(arguments: Sequence[str], option: str) -> str | None:
+    """Return the value of an option in a command line; None where it is not given."""
+    for number, each in enumerate(arguments):
+        name, _, value = each.partition("=")
+        if name == option:
+            return value or next(iter(arguments[number + 1 :]), None)
+    return None

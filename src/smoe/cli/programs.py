@@ -1,0 +1,104 @@
+"""The programs that `smoe launch` starts: how each gets a server, by environment variables and options of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class RunningServer(NamedTuple):
+    """A running server, as a program needs it."""
+
+    url: str
+    """The address, without `/v1`."""
+    model: str
+    key: str
+    """The API key; any text where the server has none."""
+
+
+class Program(NamedTuple):
+    """A program and its settings."""
+
+    command: str
+    install: str
+    """The command that installs the program; empty where it is not known."""
+    environment: Callable[[RunningServer], dict[str, str]]
+    arguments: Callable[[RunningServer], list[str]] = lambda server: []
+    """Arguments before those of the user."""
+
+
+def _openai(server: RunningServer) -> dict[str, str]:
+    address = f"{server.url}/v1"
+    return {
+        "OPENAI_BASE_URL": address,
+        "OPENAI_API_BASE": address,
+        "OPENAI_API_KEY": server.key,
+        "OPENAI_MODEL": server.model,
+    }
+
+
+def _anthropic(server: RunningServer) -> dict[str, str]:
+    models = ("MODEL", "SMALL_FAST_MODEL", *(f"DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")))
+    return {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        "ANTHROPIC_API_KEY": "",  # a key for Anthropic must not be sent to this server
+        **{f"ANTHROPIC_{name}": server.model for name in models},
+        "CLAUDE_CODE_SUBAGENT_MODEL": server.model,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+
+
+def _any(server: RunningServer) -> dict[str, str]:
+    """Return what clients of OpenAI's, Anthropic's and Ollama's APIs read."""
+    ollama = {"OLLAMA_HOST": server.url, "OLLAMA_API_KEY": server.key}
+    return {**_openai(server), **_anthropic(server), **ollama}
+
+
+def _opencode(server: RunningServer) -> dict[str, str]:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "smoe",
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
+        "models": {server.model: {"name": server.model}},
+    }
+    model = f"smoe/{server.model}"
+    config = {"provider": {"smoe": provider}, "model": model, "small_model": model}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+
+
+def _codex_arguments(server: RunningServer) -> list[str]:
+    provider = "model_providers.smoe"
+    settings = {
+        "model_provider": "smoe",
+        f"{provider}.name": "smoe",
+        f"{provider}.base_url": f"{server.url}/v1",
+        f"{provider}.env_key": "SMOE_API_KEY",
+        f"{provider}.wire_api": "responses",
+    }
+    given = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    return [*given, "-m", server.model]
+
+
+PROGRAMS = {
+    each.command: each
+    for each in (
+        Program(
+            "aider",
+            "python -m pip install aider-install && aider-install",
+            _openai,
+            lambda server: ["--model", f"openai/{server.model}", "--no-show-model-warnings"],
+        ),
+        Program("claude", "npm install -g @anthropic-ai/claude-code", _anthropic),
+        Program("codex", "npm install -g @openai/codex", lambda server: {"SMOE_API_KEY": server.key}, _codex_arguments),
+        Program("opencode", "npm install -g opencode-ai", _opencode),
+        Program("qwen", "npm install -g @qwen-code/qwen-code", _openai),
+    )
+}
+"""The programs with settings of their own, by their commands."""
+
+
+def program_of(command: str) -> Program:
+    """Return a program by its command; any other one has the usual environment variables."""
+    return PROGRAMS.get(command) or Program(command, "", _any)
