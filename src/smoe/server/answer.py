@@ -1,4 +1,4 @@
-"""The common part of the API's responses: generated texts become one JSON body, or a stream of events."""
+"""The common part of the API's responses: turns generated texts into one JSON body, or into a stream of events."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from smoe.server.texts import Texts
 
 @dataclass(frozen=True)
 class Form:
-    """What a response needs of its request after the prompt has been made."""
+    """The values of a request from which its response is made, apart from the prompt."""
 
     settings: Mapping[str, str]
-    """Names of the library's settings in this request, for error messages."""
+    """For each setting of the library that this request sets: its name in the request, for error messages."""
     is_streamed: bool
     wants_usage: bool
     """Whether a stream ends with the token counts."""
@@ -35,7 +35,7 @@ class EndpointAnswer(ABC):
     """The response to one request for text; each endpoint (chat, completions, responses) has a subclass."""
 
     done = DONE
-    """The last event of a stream; empty where the endpoint has none."""
+    """The last event of a stream; empty if streams of this endpoint have none."""
     still_here = STILL_HERE
     """What a stream sends while nothing comes; empty for nothing."""
     media_type = EventStream.media_type
@@ -52,7 +52,7 @@ class EndpointAnswer(ABC):
         return Json(await unless_gone(request, self.whole()))
 
     async def whole(self) -> dict[str, Any]:
-        """Return the body of a response that is not streamed. Raises an `ApiError` where a text fails."""
+        """Return the body of a response that is not streamed. Raises an `ApiError` if a text fails."""
         with self._texts as texts:
             try:
                 while not texts.are_over:
@@ -63,7 +63,7 @@ class EndpointAnswer(ABC):
         return self._ended()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the stream's events. An error becomes an event too, because the status 200 has already been sent."""
+        """Yield the events of the stream. An error becomes an event, because the status 200 has already been sent."""
         with self._texts as texts:
             try:
                 if begun := self._begun():
@@ -84,23 +84,24 @@ class EndpointAnswer(ABC):
                 yield self.done
 
     def _keep(self, index: int, delta: Delta) -> None:
-        """Process what a text has gained, in a response that is not streamed. The choice itself is already updated."""
+        """Store text that has been added to a choice, in a response that is not streamed. The choice itself is already
+        updated."""
 
     @abstractmethod
     def _ended(self) -> dict[str, Any]:
         """Return the body of the finished response."""
 
     def _begun(self) -> bytes:
-        """Return the events that precede those of all texts."""
+        """Return the events that come before those of all texts."""
         return b""
 
     @abstractmethod
     def _added(self, index: int, delta: Delta) -> bytes:
-        """Return the events for what text `index` has gained, and for its end."""
+        """Return the events for text that has been added to text `index`, and for its end."""
 
     @abstractmethod
     def _last(self) -> bytes:
-        """Return the events that follow those of all texts."""
+        """Return the events that come after those of all texts."""
 
     def _failed(self, problem: ApiError) -> bytes:
         """Return the event that reports an error."""
@@ -108,7 +109,7 @@ class EndpointAnswer(ABC):
 
 
 def head_of(serving: Serving, prefix: str) -> dict[str, Any]:
-    """Return the fields that every body and every chunk of a response begins with."""
+    """Return the fields with which every body and every chunk of a response begins."""
     return {
         "id": prefix + secrets.token_hex(12),
         "created": int(time.time()),

@@ -21,10 +21,10 @@ class ResponseModel(BaseModel):
 
 
 class Problem(ResponseModel):
-    """An error's details."""
+    """The details of an error."""
 
     message: str
-    """The error for people: what was given, what is allowed."""
+    """A text for the user: the given value and the allowed values."""
     type: Literal["invalid_request_error", "permission_error", "rate_limit_error", "server_error"]
     param: str | None
     """The field that the error is about, such as `messages[0].role`."""
@@ -79,14 +79,14 @@ class ReasoningTokens(ResponseModel):
 
 
 class Usage(ResponseModel):
-    """Token counts. A prompt counts once, however many texts are generated from it."""
+    """The numbers of tokens. A prompt counts once, however many texts are generated from it."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens | None = None
-    """Present where the model may reason before it answers."""
+    """Present if the model can write reasoning before its answer."""
 
 
 class Completed(ResponseModel):
@@ -124,7 +124,7 @@ class ChatLogprobs(ResponseModel):
 class CalledFunction(ResponseModel):
     name: str
     arguments: str
-    """JSON."""
+    """The arguments as a JSON text."""
 
 
 class Call(ResponseModel):
@@ -164,7 +164,8 @@ class FunctionDelta(ResponseModel):
 
 
 class CallDelta(ResponseModel):
-    """A part of a call: the first has its id and name, all together its arguments."""
+    """A part of a call in a stream. The first part has the call's id and name; all parts together have its
+    arguments."""
 
     index: int
     id: str = ""
@@ -173,7 +174,7 @@ class CallDelta(ResponseModel):
 
 
 class ChatDelta(ResponseModel):
-    """What a chunk adds to a choice."""
+    """The text, reasoning or calls that a chunk adds to a choice."""
 
     role: Literal["assistant"] = "assistant"
     """Present in the first chunk of a choice."""
@@ -195,7 +196,7 @@ class ChatChunk(Completed):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    """Present in the last chunk, where `stream_options.include_usage` is true."""
+    """Present in the last chunk if `stream_options.include_usage` is true."""
 
 
 # -- plain completions ------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ class OutputCall(ResponseModel):
     call_id: str
     name: str
     arguments: str
-    """JSON."""
+    """The arguments as a JSON text."""
     status: Literal["in_progress", "completed", "incomplete"]
 
 
@@ -369,7 +370,7 @@ class ResponseEvent(ResponseModel):
 
 class MessageProblem(ResponseModel):
     type: str
-    """By the status, as Anthropic names it."""
+    """The kind of error, by Anthropic's names for HTTP statuses."""
     message: str
 
 
@@ -417,7 +418,7 @@ class MessageAnswer(ResponseModel):
 
 
 class MessageEvent(ResponseModel):
-    """The data of an event of a stream; which other fields there are depends on the type."""
+    """The data of an event of a stream. Its type determines which other fields are present."""
 
     type: Literal[
         "message_start",

@@ -36,8 +36,8 @@ _READ = ["GET", "HEAD"]
 
 
 def make_app(serving: Serving, warn: Callable[[str], None], bodies: BodyBudget | None = None) -> ASGIApp:
-    """Return the application that serves one model. `warn` prints for the user who started the server; `bodies`: the
-    memory for request bodies."""
+    """Return the ASGI application that serves one model. `warn` prints a message for the user who started the server;
+    `bodies` limits the memory for request bodies."""
     app = FastAPI(title="smoe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app)
     _add_models(app, serving)
@@ -115,7 +115,7 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
 
 def _watching(serving: Serving) -> Watching:
-    """Return what the page `/watch` shows of the server."""
+    """Return the object that provides the events of the page `/watch`."""
     talks = "chat" if serving.prompts.has_template else "text"
     about = {"name": serving.name, "talks": talks, "context": serving.engine.context_tokens}
 

@@ -33,8 +33,10 @@ _T = TypeVar("_T", bound=AskedFields)
 
 
 async def body_of(request: Request) -> bytes:
-    """Return a request's body; the request itself keeps no copy. Raises an `ApiError` for an unsupported content type,
-    `ClientGoneError` where the client disconnects."""
+    """Return the bytes of a request's body; the request itself has no copy of them.
+
+    Raises an `ApiError` for an unsupported content type, and `ClientGoneError` if the client disconnects.
+    """
     if not request.scope["path"].startswith("/api/"):  # clients of Ollama's API send JSON as any type
         _check_form(request.headers)
     try:
@@ -44,8 +46,10 @@ async def body_of(request: Request) -> bytes:
 
 
 def asked_of(kind: type[_T], data: bytes, unknown: UnknownFields) -> tuple[_T, list[str]]:
-    """Parse and validate a body. Return its fields, and the names of unknown ones. Raises an `ApiError` for an invalid
-    body. May take long: do not call this on the event loop's thread."""
+    """Return the validated fields of a body. Raises an `ApiError` for an invalid body.
+
+    This may take long: do not call it on the event loop's thread.
+    """
     value = _value_of(data)
     names = unknown.check(kind, value)
     return fields_of(kind, value), names
@@ -131,7 +135,8 @@ def _whole(digits: str) -> int:
 
 
 def _number(digits: str) -> float:
-    """Return a number; a whole one such as 2.0 as an int, so that integer fields accept it, as JSON schemas do."""
+    """Return a parsed number. A whole number such as 2.0 becomes an int, so that integer fields accept it, as JSON
+    schemas do."""
     value = float(digits)
     if value in (float("inf"), float("-inf")):
         raise refused(f"the body has {shortened(digits)}, which is too large for a floating-point number")

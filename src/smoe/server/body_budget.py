@@ -16,20 +16,20 @@ _IN_SCOPE = "smoe.body"
 
 
 class BodyBudget:
-    """The memory for request bodies of one server. Use it on the event loop's thread only."""
+    """Limits the memory for all request bodies of one server. Only the event loop's thread may call it."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self.held_bytes = 0
 
     def admit(self, nbytes: int) -> BodyBytes:
-        """Return an account for a body of `nbytes` (0: unknown length). Raises an `ApiError` of status 429 where it
-        exceeds the limit."""
+        """Return an account for a body of `nbytes` bytes (0: unknown length). Raises an `ApiError` of status 429 if
+        there is no room for it."""
         self._check(nbytes)
         return BodyBytes(self)
 
     def take(self, nbytes: int) -> None:
-        """Count `nbytes` more. Raises an `ApiError` of status 429 where they exceed the limit."""
+        """Add `nbytes` to the bytes in memory. Raises an `ApiError` of status 429 if they exceed the limit."""
         self._check(nbytes)
         self.held_bytes += nbytes
 
@@ -39,18 +39,18 @@ class BodyBudget:
 
 
 class BodyBytes:
-    """The bytes of one request's body that count towards a budget."""
+    """An account: how many bytes of one request's body count towards the limit."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget, self._nbytes = budget, 0
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` received bytes. Raises an `ApiError` of status 429 where they exceed the limit."""
+        """Count `nbytes` more received bytes. Raises an `ApiError` of status 429 if they exceed the limit."""
         self._budget.take(nbytes)
         self._nbytes += nbytes
 
     def release(self) -> None:
-        """Stop counting the body, which is no longer in memory. Repeated calls have no effect."""
+        """Stop counting the body, because it is no longer in memory. Repeated calls have no effect."""
         self._budget.held_bytes -= self._nbytes
         self._nbytes = 0
 
@@ -60,7 +60,7 @@ class BodyBytes:
 
 
 def release_body(scope: Scope) -> None:
-    """A request's body has been read and is no longer in memory."""
+    """End the account of a request's body, which has been read and is no longer in memory."""
     held = scope.get(_IN_SCOPE)
     if isinstance(held, BodyBytes):
         held.release()

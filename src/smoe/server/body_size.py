@@ -15,7 +15,8 @@ MOST_CONTAINERS = 50_000
 MOST_VALUES = 500_000
 """The maximum number of values of a body, such as the tokens of a prompt."""
 MOST_FIELDS = 4096
-"""The maximum number of fields of one object: validation makes an error for each field that is wrong."""
+"""The largest number of fields of one object. Validation makes an error object for every wrong field, so more would
+take too long."""
 _CHUNK_BYTES = 1 << 16
 _BRACES = re.compile(rb"[{}]")
 

@@ -19,7 +19,7 @@ from smoe.server.texts import Texts
 
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
-    """Continue a conversation in `n` texts, as one body or as a stream."""
+    """Respond to a chat completion: continue a conversation in `n` texts, as one body or as a stream."""
 
     def work(asked: ChatAsked) -> tuple[Prepared, Form]:
         form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
@@ -50,7 +50,10 @@ def talk_of(asked: ChatAsked) -> Talk:
 
 
 def _ending(asked: ChatAsked) -> Ending:
-    """Return how the prompt ends. Raises an `ApiError` for a last message that cannot be continued as requested."""
+    """Return how the prompt ends: with the beginning of an answer, or within the last message.
+
+    Raises an `ApiError` for a last message that cannot be continued.
+    """
     if not asked.continue_final_message:
         return Ending(add_generation_prompt=asked.add_generation_prompt is not False)
     if asked.add_generation_prompt:
@@ -139,7 +142,7 @@ class _ChatAnswer(EndpointAnswer):
 
 
 def _added(choice: ChoiceText, delta: Delta) -> dict[str, Any]:
-    """Return what a text gains, as a stream has it: the first part of a call has its name."""
+    """Return text that is added to a choice in the form of a stream. Only the first part of a call has its name."""
     begun = sum(part.kind == "call" for part in delta.parts)
     number = len(choice.calls) - begun - 1
     added: dict[str, Any] = {}

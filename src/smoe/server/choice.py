@@ -13,20 +13,20 @@ from smoe.server.token_text import TokenTexts
 
 
 class TokenChances(NamedTuple):
-    """A token's log probability, and the likeliest tokens with theirs."""
+    """The log probability of a token, and the likeliest tokens at its position with theirs."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
 
     def in_words(self, texts: TokenTexts) -> dict[str, Any]:
-        """Return the log probabilities in the form of chat completions."""
+        """Return these log probabilities in the form of chat completions."""
         top = [_one(texts, token, logprob) for token, logprob in self.top]
         return {**_one(texts, self.token, self.logprob), "top_logprobs": top}
 
 
 class Delta(NamedTuple):
-    """What one event adds to a choice."""
+    """The text, reasoning, calls and log probabilities that one event adds to a choice."""
 
     parts: list[Part]
     chances: list[TokenChances]
@@ -38,7 +38,7 @@ class Delta(NamedTuple):
 
 @dataclass
 class ToolCall:
-    """A call of a tool, as far as it has come."""
+    """A call of a tool, with the part of its arguments that has been generated."""
 
     id: str
     name: str
@@ -48,14 +48,14 @@ class ToolCall:
 
 @dataclass
 class ChoiceText:
-    """Assembles one choice: `take` processes an event and returns what it adds."""
+    """Assembles one choice from events: `take` processes an event and returns what the event adds."""
 
     request: Request
     reader: OutputReader = field(default_factory=lambda: OutputReader(plain_text))
     markers: dict[int, str] = field(default_factory=dict)
-    """Texts of special tokens that decoding leaves out and that `reader` needs, by token."""
+    """The texts of special tokens that decoding leaves out but `reader` needs, by token id."""
     ends: frozenset[int] = frozenset()
-    """End tokens, which are not part of the text."""
+    """The ids of end tokens, which are not part of the text."""
     counts_reasoning: bool = False
     """Whether the model may write reasoning."""
     text: str = ""
@@ -64,11 +64,11 @@ class ChoiceText:
     calls: list[ToolCall] = field(default_factory=list)
     chances: list[TokenChances] = field(default_factory=list)
     reason: EndReason | None = None
-    """Why the text has ended; None while it continues."""
+    """The reason why the text has ended; None while it continues."""
 
     def take(self, what: Piece | End) -> Delta:
-        """Process one event and return what it adds. Raises the text's error, or an `ApiError` where the server has
-        cancelled the text."""
+        """Process one event, and return what it adds. Raises the error with which the text has failed, or an `ApiError`
+        if the server has cancelled the text."""
         if isinstance(what, End):
             if what.error is not None:
                 raise what.error
@@ -104,7 +104,7 @@ class ChoiceText:
 
     @property
     def finish_reason(self) -> str | None:
-        """The reason in OpenAI's terms; None while the text continues."""
+        """The reason of the end by OpenAI's names; None while the text continues."""
         if self.reason is None:
             return None
         if self.reason is EndReason.LENGTH and not self.reader.is_full:

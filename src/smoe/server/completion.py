@@ -22,7 +22,7 @@ _USUAL_TOKENS = 16
 
 
 async def completions(serving: Serving, request: Request) -> Response:
-    """Continue each prompt in `n` texts, as one body or as a stream."""
+    """Respond to a completion: continue each prompt in `n` texts, as one body or as a stream."""
 
     def work(asked: CompletionAsked) -> tuple[list[TextRequest], Form]:
         form = Form(asked.settings, bool(asked.stream), asked.wants_usage, asked.likeliest is not None)
@@ -107,7 +107,8 @@ class _CompletionAnswer(EndpointAnswer):
 
 
 def _top(tokens: TokenTexts, chances: TokenChances) -> dict[str, float]:
-    """Return log probabilities by text; of tokens with equal texts, that of the likeliest."""
+    """Return the log probabilities by the tokens' texts. If several tokens have the same text, the likeliest one
+    counts."""
     found: dict[str, float] = {}
     for token, logprob in chances.top:
         found.setdefault(tokens.of(token)[0], max(logprob, -9999.0))

@@ -32,8 +32,8 @@ _PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection with time limits. A connection whose `is_waiting` is true may be closed to make room for
-    another."""
+    """A connection of uvicorn with time limits. While `is_waiting` is true, the server may close it to make room for
+    another connection."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Connection(H11Protocol):
 
     @property
     def is_lingering(self) -> bool:
-        """Whether the response has been sent and further bytes are dropped."""
+        """Whether the response has been sent and the server drops further bytes of the request."""
         return self._linger.is_running
 
     # -- what the event loop calls ------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Connection(H11Protocol):
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def refuse(self, answer: bytes) -> None:
-        """Send a response whatever the request is, and close the connection."""
+        """Send a response without processing the request, and close the connection."""
         self.transport.write(answer)
         self._close(self.transport, has_more=True)
 
@@ -178,7 +178,7 @@ class _Limit:
         return self._timer is not None
 
     def start(self) -> None:
-        """Start the timer; no effect while it runs."""
+        """Start the timer. Has no effect while the timer runs."""
         if self._timer is None:
             self._timer = self._loop.call_later(self._seconds, self._then)
 

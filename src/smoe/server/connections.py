@@ -29,7 +29,7 @@ _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ConnectionLimit(NamedTuple):
-    """The numbers of connections that the system's limit on open files allows."""
+    """The numbers of connections that the operating system's limit on open files allows."""
 
     connections: int
     accepted: int
@@ -47,7 +47,7 @@ def room_for(wanted: int, files: int | None, opened: int) -> ConnectionLimit:
 
 
 def files_allowed() -> int | None:
-    """Return how many files this process may open; None where the system has no such limit."""
+    """Return how many files this process may open; None if the system has no such limit."""
     try:
         import resource
     except ImportError:
@@ -57,7 +57,7 @@ def files_allowed() -> int | None:
 
 
 class Connections:
-    """The connections of one server. Use it on the event loop's thread only."""
+    """The open connections of one server. Only the event loop's thread may call it."""
 
     def __init__(self, config: ServerConfig, warn: Callable[[str], None] = _log.warning) -> None:
         """`warn` prints for the user who started the server."""
@@ -72,14 +72,14 @@ class Connections:
         self._warned = -_QUIET_SECONDS
 
     def admit(self, connection: Connection) -> None:
-        """Admit a new connection. Where there is no room, close another one, or refuse the new one."""
+        """Admit a new connection. If there is no room, close another connection, or refuse the new one."""
         if len(connection.connections) <= self.room.connections:
             return
         if not self.drop_one(connection.connections, connection):
             connection.refuse(_no_room())
 
     def drop_one(self, among: set[Any], spared: Connection | None = None) -> bool:
-        """Close the connection that has waited longest for its client, idle ones first. Return False where all of them
+        """Close the connection that has waited longest for its client, idle ones first. Return False if all connections
         have requests in progress."""
         found = [each for each in among if isinstance(each, Connection) and each is not spared and each.is_waiting]
         if not found:
@@ -90,8 +90,8 @@ class Connections:
         return True
 
     def failed(self, among: set[Any], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler. Where the process cannot open a file for a new connection, it closes one
-        and warns at most once a minute."""
+        """Handle exceptions of the event loop. If the process cannot open a file for a new connection, close a
+        connection, and warn at most once a minute."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _OUT_OF_FILES:
             loop.default_exception_handler(context)
@@ -106,7 +106,7 @@ class Connections:
 
 
 def _no_room() -> bytes:
-    """Return a complete HTTP response of status 503."""
+    """Return the bytes of a complete HTTP response of status 503."""
     problem = busy("all connections are in use; try again later")
     body = json.dumps(problem.body).encode()
     head = ["HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", f"Content-Length: {len(body)}"]

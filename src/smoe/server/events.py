@@ -16,7 +16,7 @@ from smoe.server.texts import Texts
 
 _T = TypeVar("_T")
 PATIENCE_SECONDS = 15.0
-"""After so long without an event, a stream sends a comment, so that proxies and clients do not close it."""
+"""After this many seconds without an event, a stream sends a comment, so that proxies and clients do not close it."""
 STILL_HERE = b": still here\n\n"
 _LINE_ENDS = "\x85\u2028\u2029"
 """Line separators that JSON does not escape."""
@@ -26,12 +26,13 @@ DONE = b"data: [DONE]\n\n"
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as JSON. Lone surrogates become question marks: a tool's description may contain some."""
+    """Return a value as JSON. Lone surrogates, which the description of a tool may contain, become question marks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf8", "replace")
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return one server-sent event. Its data is one line by any client's rule (httpx splits lines as Python does)."""
+    """Return the bytes of one server-sent event. The data has no line separators, not even those by which only Python
+    splits lines, as httpx does."""
     data = to_json(value)
     for character in _LINE_ENDS:
         data = data.replace(character.encode(), f"\\u{ord(character):04x}".encode())
@@ -40,13 +41,13 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class SentResponse:
-    """What the ASGI messages of one response say of it."""
+    """Status and progress of one response, read from its ASGI messages."""
 
     def __init__(self) -> None:
         self.status = 0
-        """The HTTP status; of a stream that an error has ended, the error's. 0 before the response begins."""
+        """The HTTP status; 0 before the response begins. For a stream that ended with an error, the error's status."""
         self.is_whole = False
-        """Whether the last message has come."""
+        """Whether the response has ended."""
 
     def note(self, message: Message) -> None:
         """Process the response's next message."""
@@ -65,11 +66,11 @@ class Json(Response):
 
 
 class ClientGoneError(Exception):
-    """Raised where the client has disconnected."""
+    """Raised if the client has disconnected."""
 
 
 async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """Return the result of `work`. Cancels it and raises `ClientGoneError` where the client disconnects first."""
+    """Return the result of `work`. If the client disconnects first, cancel it and raise `ClientGoneError`."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))
     try:
@@ -118,7 +119,7 @@ class EventStream(Response):
 
 
 async def _left(receive: Receive) -> None:
-    """Wait until the client disconnects."""
+    """Wait until the client disconnects, and return."""
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()

@@ -42,7 +42,7 @@ class _Place(NamedTuple):
 
 
 def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiError:
-    """Return the `ApiError` for the first invalid field."""
+    """Return an `ApiError` for the first field that validation found invalid."""
     errors = error.errors(include_url=False, include_context=True, include_input=False)
     if not errors[0]["loc"]:
         return refused(f"the body must be a JSON object; it is {shown(body)}")
@@ -65,7 +65,7 @@ def refusal_of(kind: type[BaseModel], error: ValidationError, body: Any) -> ApiE
 
 
 def shown(value: Any) -> str:
-    """Return a request's value for a message, shortened."""
+    """Return a value of a request as a short text for a message."""
     if value == [] or value == {}:
         return "an empty list" if value == [] else "an empty object"
     text = _beginning(value)
@@ -89,7 +89,7 @@ def _beginning(value: Any) -> str:
 
 
 def shortened(name: str) -> str:
-    """Return a field's name for a message, shortened: a client may send any name."""
+    """Return the name of a field as a short text for a message; a client may send names of any length."""
     return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
 
 
@@ -161,7 +161,7 @@ def _code(error: Any) -> str:
 
 
 def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place:
-    """Return the place of an error. `loc` is pydantic's path; branches of unions are not part of the name."""
+    """Return the place of an error from pydantic's path `loc`. Branches of unions are not part of the field's name."""
     schema, given, name, is_ours = _schema_of(kind), body, "", True
     path = ""
     for part in loc:
@@ -187,7 +187,7 @@ def _place(kind: type[BaseModel], loc: Sequence[str | int], body: Any) -> _Place
 
 
 def _choices(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the types of a union except null; empty for another schema."""
+    """Return the types that a union allows, except null; empty for a schema that is no union."""
     return [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]
 
 

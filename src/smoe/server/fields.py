@@ -24,7 +24,7 @@ MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASES = 1024
 _HOTTEST = 2.0
-"""OpenAI's upper bound of `temperature`."""
+"""The largest `temperature`, as in OpenAI's API."""
 
 UP_TO_THE_CONTEXT = -1
 """As a number of new tokens: as many as the context has room for."""
@@ -36,8 +36,8 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0)]
 Ids = Annotated[list[Token], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-"""Validation of a list stops at its first wrong item: one error for each item of a long list would take seconds and
-memory."""
+"""A list of objects whose validation stops at the first invalid item: one error for each item of a long list would take
+seconds and much memory."""
 
 
 class RequestFields(AskedFields, NeutralFields):
@@ -46,9 +46,9 @@ class RequestFields(AskedFields, NeutralFields):
     model: str
     """The model's name, as `/v1/models` lists it."""
     temperature: float | None = Field(default=None, ge=0, le=_HOTTEST)
-    """0: the likeliest token. Left out: the model's own value, as for all fields below."""
+    """0: always the likeliest token. If this or a field below is left out, the model's own value applies."""
     top_p: float | None = Field(default=None, ge=0, le=1)
-    """0: the likeliest token."""
+    """0: always the likeliest token."""
     top_k: int | None = Field(default=None, ge=-1)
     """Not OpenAI's: choose among this many of the likeliest tokens; 0 or -1: all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -131,7 +131,7 @@ class Completing(RequestFields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings at which the text ends."""
+        """The strings at which the text ends, without empty ones."""
         return tuple(stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if stop)
 
     @property
@@ -189,7 +189,7 @@ class _Message(BaseModel):
 
 
 class GivenMessage(_Message):
-    """A message from anyone but the model."""
+    """A message of the system, the developer, the user or a tool."""
 
     role: Literal["system", "developer", "user", "tool", "function"]
     content: str | Objects

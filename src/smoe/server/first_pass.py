@@ -17,7 +17,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 2
 
 
 def first_pass(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Generate two tokens in a separate decode loop, so that no later text continues this one. Raises the error with
+    """Generate two tokens in a separate decode loop, so that no later request reuses this text. Raises the error with
     which the model fails."""
     engine: Any = model.offload
     vocabulary = int(model.config.get_text_config().vocab_size)

@@ -26,12 +26,12 @@ a chain of 4,300 references, takes 150 MiB of it. A usual stack of 8 MiB would o
 process. The system allocates only what is touched."""
 _T = TypeVar("_T")
 COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Small models, where they may write spaces, write nothing else."""
+"""Options for JSON without optional spaces: small models, if they may write spaces, write nothing else."""
 
 
 class Grammars:
-    """Compiles grammars for one model's tokens. The first use prepares the vocabulary, which takes a second for a large
-    one."""
+    """Compiles grammars for the tokens of one model. The first use prepares the vocabulary, which takes a second for a
+    large one."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
@@ -117,7 +117,7 @@ class Grammars:
 
 
 class Grammar:
-    """A grammar's state within one text: a `Constraint` of the decode loop."""
+    """The state of a grammar within one text. The decode loop uses it as a `Constraint`."""
 
     def __init__(self, matcher: Any, vocabulary: int, param: str) -> None:
         """`param`: the request's field that contains the rules."""
@@ -126,12 +126,12 @@ class Grammar:
         self._mask = np.zeros((vocabulary + 31) // 32, np.int32)
 
     def another(self) -> Grammar:
-        """Return a copy of the grammar's state for another text."""
+        """Return a copy of this state, for another text with the same grammar."""
         return Grammar(self._matcher.deep_copy(), self._vocabulary, self._param)
 
     def check_first(self) -> None:
-        """Raise an `ApiError` for rules that fail at the first token, such as endless self-reference, or that no text
-        can match."""
+        """Raise an `ApiError` for a grammar that fails at the first token, for example by endless recursion, or that no
+        text matches."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         self._check()
         if not self._mask.any():
@@ -152,21 +152,24 @@ class Grammar:
         self._check()
 
     def _check(self) -> None:
-        """Raise an `ApiError` where the rules have become too complex within a text: the request's schema causes
-        that."""
+        """Raise an `ApiError` if the grammar has become too complex within a text, which the request's schema
+        causes."""
         if self._matcher.is_error():
             raise _unsupported(self._matcher.get_error(), self._param)
 
 
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "if", "$ref"}
-"""Keywords with which an object's schema says, or another schema may say, which further properties it has."""
+"""Keywords of JSON schemas that determine which properties an object may have in addition to the listed ones."""
 _VALUES = {"enum", "const", "default", "examples"}
-"""Keywords whose values are no schemas."""
+"""Keywords of JSON schemas whose values contain no schemas."""
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it lists, unless it says otherwise: pydantic, zod and
-    others leave `additionalProperties` out, and a model could then add keys until the text is cut off."""
+    """Return a schema whose objects allow only the properties that they list, unless the schema says otherwise.
+
+    pydantic, zod and other libraries leave `additionalProperties` out; a model could then add keys until the text
+    reaches its limit.
+    """
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -177,7 +180,7 @@ def closed(schema: Any) -> Any:
 
 
 def schema_text(schema: dict[str, Any], param: str) -> str:
-    """Return a schema as JSON text, closed. Raises an `ApiError` that names `param` for one that is too long."""
+    """Return a schema as JSON text, after `closed`. Raises an `ApiError` that names `param` if it is too long."""
     if len(json.dumps(schema)) > _LONGEST_SCHEMA:
         raise refused(f"the schema is longer than {_LONGEST_SCHEMA} characters", param, "invalid_json_schema")
     return json.dumps(closed(schema))

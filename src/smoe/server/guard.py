@@ -28,7 +28,7 @@ _MOST_WARNINGS = 20
 _LONGEST_ORIGIN = 200
 
 Counted = Callable[[str, int], None]
-"""A function that receives the path and the status of every response, when it has ended."""
+"""A function that is called with the path and the status of every response when the response has ended."""
 
 
 class Guard:
@@ -47,7 +47,7 @@ class Guard:
         for request bodies (None: the limit in `config`)."""
         self._app, self._config, self._open, self._counted, self._warn = app, config, open_paths, counted, warn
         self._refused: set[str] = set()
-        """Origins that a warning has named."""
+        """The origins for which a warning has been printed."""
         self._bodies = bodies or BodyBudget(config.most_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +120,7 @@ class Guard:
             raise ApiError(403, message, type="permission_error", code="unknown_origin")
 
     def _warn_of(self, origin: str) -> None:
-        """Warn once for each refused origin: the page's user sees no reason."""
+        """Warn once for each refused origin, because the browser does not show the user a reason."""
         if len(origin) > _LONGEST_ORIGIN or origin in self._refused or len(self._refused) >= _MOST_WARNINGS:
             return
         self._refused.add(origin)
@@ -195,7 +195,7 @@ def _refuse(problem: ApiError, path: str, has_body: bool) -> Json:
 
 
 def _place_of(origin: str) -> str | None:
-    """Return an origin's host and port; None for an invalid address."""
+    """Return the host and port of an origin; None if the origin is invalid."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -203,12 +203,12 @@ def _place_of(origin: str) -> str | None:
 
 
 _API = ("chat", "completions", "embeddings", "messages", "models", "responses")
-"""First parts of paths that begin with /v1."""
+"""The first parts of the API's paths after /v1."""
 _SLASHES = re.compile(r"/{2,}")
 
 
 def _meant(path: str) -> str:
-    """Return the path that a client means: base URLs end with a slash too many, or without /v1."""
+    """Return the path that a client probably means. Some base URLs end with one slash too many, or lack /v1."""
     path = _SLASHES.sub("/", path)
     return f"/v1{path}" if path.split("/")[1:2] and path.split("/")[1] in _API else path
 

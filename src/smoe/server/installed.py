@@ -16,7 +16,7 @@ _NEEDED = {
 
 
 def check_server() -> None:
-    """Raise `ConfigError` where a library that a server needs is not installed."""
+    """Raise `ConfigError` if a library that the server needs is not installed."""
     missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(

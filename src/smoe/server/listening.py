@@ -41,8 +41,8 @@ logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # else stderr ha
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that lets running texts finish before `run` returns. It handles no signals: the caller passes
-    them to `handle_exit`."""
+    """A server of uvicorn that lets texts in progress finish before `run` returns. It installs no signal handlers: the
+    caller passes signals to `handle_exit`."""
 
     def __init__(
         self, serving: Serving, tell: Callable[[str], None] = _log.warning, warn: Callable[[str], None] = _log.warning
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
         """`tell` and `warn` print for the user who started the server."""
         self._group = Connections(serving.config, warn)
         self.bodies = BodyBudget(serving.config.most_bodies_bytes)
-        """The memory that request bodies take now."""
+        """The account of the memory that request bodies take."""
         super().__init__(
             spoken_by(
                 make_app(serving, warn, self.bodies),
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
             each.listen(_MOST_PENDING)  # uvicorn's backlog is the number accepted in one turn
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether the server ends now."""
+        """Return whether the server must end now. uvicorn calls this ten times a second."""
         if self._serving.config.exit_on_failure and self._serving.state == "failed":
             self.should_exit = True
         if counter % _HEAP_TICKS == 0:
@@ -87,8 +87,8 @@ class Server(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None = None) -> None:
-        """Shut down the server; at a second call, immediately. Called in the thread of `run`, between any two
-        instructions."""
+        """Begin to shut down; at a second call, shut down without waiting for texts in progress. Called in the thread
+        of `run`, between any two instructions."""
         if self.should_exit and not self._is_in_a_hurry:
             self._is_in_a_hurry = True
             if self._here is not None:
@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(_LAST_SECONDS, self._let_go)
 
     def _let_go(self) -> None:
-        """Disconnect clients that do not read what has been sent."""
+        """Disconnect clients that do not read the data that has been sent to them."""
         for connection in list(self.server_state.connections):
             _log.info("closing the connection of a client that has not read its response")
             connection.transport.abort()

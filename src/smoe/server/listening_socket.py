@@ -14,11 +14,11 @@ from smoe.errors import ConfigError
 from smoe.server.settings import ServerConfig
 
 _ELSEWHERE = "192.0.2.1"
-"""An address reserved for documentation. The route to it begins at this machine's own address."""
+"""An address reserved for documentation. The system's route to this address begins at the machine's own address."""
 
 
 def bound(config: ServerConfig) -> socket.socket:
-    """Return a socket that is bound to the server's address. Raises `ConfigError` where that fails."""
+    """Return a socket that is bound to the server's address. Raises `ConfigError` if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         bound_socket = socket.socket(family, kind, protocol)
@@ -34,13 +34,13 @@ def bound(config: ServerConfig) -> socket.socket:
 
 
 def _alone() -> int:
-    """Return the socket option for a port that is not shared and can be bound again at once. On Windows, SO_REUSEADDR
-    would let a second server bind it."""
+    """Return the socket option that reserves the port for one process and allows a restart at once. On Windows,
+    SO_REUSEADDR would let a second server use the port."""
     return int(getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR))
 
 
 def opened(bound_socket: socket.socket, config: ServerConfig) -> None:
-    """Let the socket listen. Raises `ConfigError` where another process listens on the port by now."""
+    """Let the socket accept connections. Raises `ConfigError` if another process has begun to listen on the port."""
     try:
         bound_socket.listen()
     except OSError as error:
@@ -68,8 +68,8 @@ def _url(host: str, port: int) -> str:
 
 
 def _own_address(family: int) -> str | None:
-    """Return this machine's address for other machines, according to its routes; nothing is sent. None where it has
-    none."""
+    """Return this machine's address for other machines, by its routes and without sending anything. None if it has no
+    such address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((_ELSEWHERE, 9))
@@ -96,7 +96,7 @@ def _refused(config: ServerConfig, error: OSError | UnicodeError) -> ConfigError
 
 
 def _by_whom(port: int) -> str:
-    """Name the processes that listen on the port, as far as the system reports them."""
+    """Return the names of the processes that listen on the port, if the system reports them."""
     import psutil
 
     try:

@@ -27,7 +27,7 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
     "answer": {"type": "text", "text": ""},
 }
-"""Empty content blocks, by the kind of part."""
+"""An empty content block for each kind of part."""
 
 
 async def messages(serving: Serving, request: Request) -> Response:
@@ -52,7 +52,7 @@ async def count_tokens(serving: Serving, request: Request) -> Response:
 
 
 class _MessagesForm(NamedTuple):
-    """What a response needs of its request."""
+    """The values of a request from which its response is made."""
 
     settings: dict[str, str]
     is_streamed: bool
@@ -96,7 +96,7 @@ def _thinking_tokens(thinking: dict[str, Any]) -> int | None:
 
 
 def _ending(turns: list[dict[str, Any]]) -> Ending:
-    """Return how the prompt ends: a last message of the assistant is continued."""
+    """Return how the prompt ends. If the last message is the assistant's, the answer continues it."""
     last = turns[-1]
     is_prefilled = last["role"] == "assistant" and not last.get("tool_calls")
     return Ending(add_generation_prompt=False, continue_final_message=True) if is_prefilled else NEW_ANSWER
@@ -113,7 +113,7 @@ def _schema(form: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat completions have it."""
+    """Return a tool in the form of chat completions."""
     if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
         message = (
             "'tools' may contain only tools with a 'name' and an 'input_schema'; this server has no built-in tools"
@@ -127,7 +127,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a message's turns as chat completions have them: results of tools are messages of their own."""
+    """Yield the messages of a turn in the form of chat completions. Results of tools become separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise refused(f"'messages' has the role {str(role)[:40]!r}; it must be user, assistant or system", "messages")
@@ -172,7 +172,7 @@ class _MessagesAnswer(EndpointAnswer):
         super().__init__(texts, [choice], form.settings)
         self._form, self._choice, self._id = form, choice, "msg_" + secrets.token_hex(12)
         self._blocks: list[dict[str, Any]] = []
-        """The content so far; of a call, `input` is the text of its JSON."""
+        """The content blocks so far. The `input` of a call is the text of its JSON."""
         self._is_open = False
         """Whether the last block is incomplete."""
 
@@ -246,7 +246,8 @@ class _MessagesAnswer(EndpointAnswer):
 
     @property
     def _stop(self) -> dict[str, Any]:
-        """Why the text has ended. Of several stop strings it is not known which has come."""
+        """The reason why the text has ended. If there are several stop strings, it is unknown which one ended the
+        text."""
         is_stopped = self._choice.reason is EndReason.STOP and self._choice.finish_reason == "stop" and self._form.stops
         reason = "stop_sequence" if is_stopped else _STOP_REASONS[self._choice.finish_reason or "stop"]
         stop = self._form.stops[0] if is_stopped and len(self._form.stops) == 1 else None
@@ -254,7 +255,7 @@ class _MessagesAnswer(EndpointAnswer):
 
     @property
     def _usage(self) -> dict[str, int]:
-        """Token counts; those of the prompt that were in the KV cache are counted apart."""
+        """The numbers of tokens. Prompt tokens from the KV cache are counted separately."""
         request = self._choice.request
         return {
             "input_tokens": len(request.ids) - request.reused_tokens,

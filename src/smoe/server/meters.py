@@ -21,12 +21,13 @@ disable_created_metrics()  # the start time of each counter: an additional serie
 
 
 class Meters:
-    """The metrics of one server. Only the decode loop's thread calls `on_event`; any thread may call the rest."""
+    """The metrics of one server. Only the decode loop's thread calls `on_event`; any thread may call the other
+    methods."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._registry = registry = CollectorRegistry()
         self._last_token_at: dict[int, float] = {}
-        """The time of the last token of each running request."""
+        """The time of the last token of each running text."""
         self.answers = Counter(
             "smoe_http_requests_total",
             "HTTP responses sent, by path and status.",
@@ -73,7 +74,7 @@ class Meters:
         self._last_token_at[id(request)] = now
 
     def count(self, name: str) -> dict[tuple[str, ...], float]:
-        """Return the values of one of these counters (such as `smoe_generated_tokens`), by the values of its labels."""
+        """Return the values of a counter, such as `smoe_generated_tokens`, by the values of its labels."""
         found = [each for each in self._registry.collect() if each.name == name]
         return {
             tuple(sample.labels.values()): sample.value
@@ -88,7 +89,7 @@ class Meters:
 
 
 class _Live:
-    """Metrics of engine and decode loop, computed at each request of `/metrics`."""
+    """Metrics of the engine and the decode loop, computed whenever `/metrics` is requested."""
 
     def __init__(self, engine: Engine, loop: DecodeLoop) -> None:
         self._engine, self._loop = engine, loop

@@ -22,16 +22,16 @@ class ModelHealth:
 
     def __init__(self) -> None:
         self.lost: Exception | None = None
-        """The error after which no text can ever be generated; None: no such error."""
+        """The error after which the model can never be used again; None if there was no such error."""
         self._unread: list[TransferError] = []
 
     @property
     def failure(self) -> Exception | None:
-        """The error because of which no text can be generated now; None where texts can be generated."""
+        """The error because of which the model cannot be used now; None if it can be used."""
         return self.lost or (self._unread[-1] if len(self._unread) >= _MOST_UNREAD else None)
 
     def note(self, end: End) -> None:
-        """Take the end of a text into account."""
+        """Record how a text has ended."""
         if isinstance(end.error, CheckpointError):
             self.lose(end.error)
         elif isinstance(end.error, TransferError):
@@ -40,7 +40,7 @@ class ModelHealth:
             self._unread = []
 
     def lose(self, error: Exception) -> None:
-        """Record that no text can be generated any more."""
+        """Record that the model can never be used again."""
         if self.lost is None:
             _log.error("the model can no longer be used: %s", error)
             self.lost = error

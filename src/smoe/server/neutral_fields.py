@@ -1,5 +1,8 @@
-"""Fields of other servers' APIs that this one does not have. Many clients send them in every request with the value
-that changes nothing. That value is accepted; any other is refused (`RequestFields.check_unsupported`)."""
+"""Fields of other servers' APIs that this server does not support. Many clients send them in every request with a value
+that has no effect.
+
+The server accepts this value and refuses any other (`RequestFields.check_unsupported`).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "xtc_probability": (0,),
 }
-"""The fields, with the values that change nothing; null is always one."""
+"""The fields, each with its values that have no effect; null is always one of them."""
 
 
 class NeutralFields(BaseModel):

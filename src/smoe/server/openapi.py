@@ -70,7 +70,7 @@ class Operation:
     refusals: tuple[int, ...] = ()
     """The HTTP statuses of this operation's errors, in addition to those of every path."""
     others: dict[int, type[BaseModel]] = field(default_factory=dict)
-    """The models of error bodies that are not a `Refusal`, by HTTP status."""
+    """The models of error bodies in another form than `Refusal`, by HTTP status."""
     is_open: bool = False
     """Whether the path needs no key."""
     takes_head: bool = True
@@ -96,7 +96,7 @@ def _no_embeddings(path: str, refusal: type[BaseModel]) -> Operation:
 
 
 def _probe(path: str, summary: str) -> Operation:
-    """Return the description of a health check: without a key, and with the same kind of body for every status."""
+    """Return the description of a health check, which needs no key and has the same kind of body for every status."""
     return Operation("get", path, summary, {_JSON: answers.Health}, others={503: answers.Health}, is_open=True)
 
 

@@ -61,7 +61,7 @@ class ApiError(Exception):
 
     @property
     def for_anthropic(self) -> dict[str, Any]:
-        """The error's body on the paths of Anthropic's API."""
+        """The body of the error on paths of Anthropic's API."""
         return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
 
     @property
@@ -86,7 +86,7 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def busy(why: str) -> ApiError:
-    """Return an error of status 429: there is no room now."""
+    """Return an error of status 429: the server has no room now; `why` says for what."""
     message, seconds = f"the server is busy: {why}", _RETRY_SECONDS
     return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after_seconds=seconds)
 
@@ -136,7 +136,7 @@ def in_fields(message: str, fields: Mapping[str, str]) -> str:
 
 
 def _about_context(error: ContextError, is_whole: bool) -> str:
-    """Return the message with the phrase that clients search for."""
+    """Return the message about a too long prompt, with the phrase by which clients recognise it."""
     given = re.search(r"has (\d+) tokens", str(error))
     tokens = f", and the prompt has {given[1] if given else 'many more'}"
     more = "" if is_whole else ", or start the server with a longer context"

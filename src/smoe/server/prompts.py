@@ -29,7 +29,7 @@ _A_TOOL = {
 
 
 class Prompts:
-    """Makes prompts with one tokenizer."""
+    """Makes prompt tokens with one tokenizer and its chat template."""
 
     def __init__(
         self, tokenizer: Any, vocabulary: int, context_tokens: int, *, parses_control_tokens: bool = False
@@ -58,7 +58,7 @@ class Prompts:
         return self._conversations.template.state
 
     def close(self) -> None:
-        """Render no more conversations; one in progress fails. Any thread may call this."""
+        """End the rendering of conversations; one in progress fails. Any thread may call this."""
         self._conversations.template.close()
 
     def place_of(self, ids: Sequence[int]) -> At:
@@ -66,8 +66,10 @@ class Prompts:
         return self.format.place_of(self._tokenizer.decode(list(ids[-_LAST_TOKENS:]), skip_special_tokens=False))
 
     def of_text(self, text: str) -> list[int]:
-        """Return the tokens of a text to be continued, with the tokenizer's initial tokens. Raises `ConfigError` for a
-        text without tokens, `ContextError` for one far too long."""
+        """Return the tokens of a text to continue, with the tokenizer's initial tokens.
+
+        Raises `ConfigError` for a text without tokens, `ContextError` for a text that is far too long.
+        """
         self._check_length(text)
         return encode(self._tokenizer, [text])[0]
 
@@ -149,7 +151,8 @@ class Prompts:
             return False
 
     def _turn(self, message: dict[str, Any], param: str) -> dict[str, Any]:
-        """Return a message in the form of templates: its text as one string, arguments of calls as values."""
+        """Return a message in the form that chat templates expect: its text as one string, arguments of calls as
+        values."""
         role = "tool" if message["role"] == "function" else message["role"]
         turn = {"role": role, "content": text_of(message.get("content"), param)}
         for name in ("name", "reasoning_content", "tool_call_id"):

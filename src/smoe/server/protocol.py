@@ -1,4 +1,5 @@
-"""uvicorn's settings: HTTP is parsed by h11, which is tested, whatever else is installed."""
+"""uvicorn's settings for HTTP. h11 always parses HTTP, because only h11 is tested here, even if another parser is
+installed."""
 
 from __future__ import annotations
 

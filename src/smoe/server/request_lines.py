@@ -32,11 +32,11 @@ _ENDED = {
     EndReason.CANCELLED: "cut_off",
 }
 _asked: ContextVar[list[Texts] | None] = ContextVar("asked", default=None)
-"""The texts of the current request; None where requests are not logged."""
+"""The texts of the current request; None if requests are not logged."""
 
 
 def note_asked(texts: Texts) -> None:
-    """Count the texts as those of the current request."""
+    """Record that these texts belong to the current request, for its log line."""
     asked = _asked.get()
     if asked is not None:
         asked.append(texts)
@@ -93,7 +93,7 @@ def _of_texts(asked: Sequence[Texts], is_whole: bool) -> list[str]:
 
 
 def _shown(path: str) -> str:
-    """Return a client's path for the log: shortened, and as a literal where it contains spaces or unprintable
-    characters."""
+    """Return a client's path as a short text for the log; a path with spaces or unprintable characters becomes a
+    literal."""
     short = path[:_LONGEST_PATH]
     return short if short.isprintable() and " " not in short else repr(short)

@@ -14,8 +14,8 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def talk_of(asked: ResponseAsked, before: list[dict[str, Any]]) -> tuple[Talk, list[dict[str, Any]]]:
-    """Return the conversation to prompt with, and the messages to store with the response. `before`: messages of the
-    stored response that is continued."""
+    """Return the conversation from which the prompt is made, and the messages to store with the response. `before`: the
+    messages of the stored response that is continued."""
     messages = before + messages_of(asked.input)
     first = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     talk = Talk(

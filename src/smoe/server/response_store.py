@@ -14,8 +14,8 @@ _MOST_BYTES = 32 << 20
 
 
 class StoredResponse(NamedTuple):
-    """A response, and its conversation including the response, both as JSON: parsed objects take ten times the
-    memory."""
+    """A response and its conversation, which includes the response. Both are stored as JSON, because parsed objects
+    take ten times the memory."""
 
     response: bytes
     messages: bytes

@@ -1,5 +1,5 @@
-"""The endpoint `/v1/responses`, as far as chat clients use it: text and functions, as one body or as events, continued
-by id."""
+"""The endpoint `/v1/responses`, as far as chat programs use it: text and functions, as one body or as a stream; later
+requests can continue a response by its id."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Responses:
-    """The responses of one server."""
+    """Makes, stores and returns the responses of one server."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
@@ -66,13 +66,14 @@ class Responses:
 
 
 class _Form(NamedTuple):
-    """What a response needs of its request, as JSON: parsed objects take ten times the memory."""
+    """The values of a request from which its response is made, stored as JSON, because parsed objects take ten times
+    the memory."""
 
     settings: dict[str, str]
     is_streamed: bool
     is_stored: bool
     empty: bytes
-    """The response without any output."""
+    """The response before any output."""
     messages: bytes
     """The messages of the conversation."""
 
@@ -93,7 +94,7 @@ class _ResponsesAnswer(EndpointAnswer):
         self._events = 0
 
     def _response(self) -> dict[str, Any]:
-        """Return the response without any output."""
+        """Return the response before any output, as an object."""
         empty: dict[str, Any] = json.loads(self._form.empty)
         return empty
 
@@ -109,7 +110,7 @@ class _ResponsesAnswer(EndpointAnswer):
         return b"".join(self._event(f"response.{state}", response=response) for state in ("created", "in_progress"))
 
     def _added(self, index: int, delta: Delta) -> bytes:
-        """Return the events of a delta: text extends the current message, and each call is an item of its own."""
+        """Return the events for a delta. Text extends the current message; each call becomes an item of its own."""
         return b"".join(self._items(delta))
 
     def _last(self) -> bytes:
@@ -234,7 +235,7 @@ class _ResponsesAnswer(EndpointAnswer):
 
 
 def _empty(asked: ResponseAsked, model: str) -> dict[str, Any]:
-    """Return a response without any output."""
+    """Return the response before any output, made from the request."""
     return {
         "id": "resp_" + secrets.token_hex(16),
         "object": "response",

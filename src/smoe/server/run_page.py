@@ -22,26 +22,27 @@ _START_SECONDS = 10.0
 
 
 class RunPage:
-    """The page that shows one run."""
+    """The page `/watch` of one run."""
 
     def __init__(self, address: str, watching: Watching) -> None:
         self.address = address
         self.watching = watching
 
     def say(self, text: str) -> None:
-        """Append to the run's text on the page."""
+        """Add text to the run's text on the page."""
         self.watching.say(text)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a browser opens the page. Return False where none does so within `seconds`."""
+        """Wait until a browser opens the page. Return False if none does so within `seconds`."""
         return self.watching.has_begun.wait(seconds)
 
 
 @contextmanager
 def shown(engine: Engine, name: str, port: int = 0) -> Iterator[RunPage]:
-    """Show the engine on a page for the duration of the `with` block; afterwards open pages show that the run is over.
+    """Yield the page of an engine, which is served during the `with` block. Afterwards open pages show that the run is
+    over.
 
-    Raises `ConfigError` where the port is in use.
+    Raises `ConfigError` if the port is in use.
     """
     config, phase = ServerConfig(port=port), {"running": 1}
     is_over = threading.Event()

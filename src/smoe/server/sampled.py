@@ -17,7 +17,7 @@ from smoe.server.problem import refused
 from smoe.server.texts import TextRequest
 
 _ANY_SEED = -1
-"""The seed that vLLM and llama.cpp treat like none."""
+"""The seed that means "no seed" in vLLM and llama.cpp."""
 
 
 class Copied(Constraint, Protocol):
@@ -28,7 +28,8 @@ class Copied(Constraint, Protocol):
 
 
 def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: int) -> Sampling:
-    """Return a request's sampling. Raises `ConfigError` for values out of bounds, an `ApiError` for unknown tokens."""
+    """Return the sampling settings of a request. Raises `ConfigError` for values out of bounds, and an `ApiError` for
+    unknown token ids."""
     own = model.generation_config
     temperature, top_k = asked.temperature, None if asked.top_k is None else max(0, asked.top_k)
     narrows = asked.top_p not in (None, 1) or bool(top_k) or bool(asked.min_p)
@@ -62,7 +63,7 @@ def sampling_of(asked: RequestFields, model: PreTrainedModel, max_new_tokens: in
 
 
 def another(sampling: Sampling, number: int) -> Sampling:
-    """Return the sampling of the `number`-th text of a request, which differs in its seed."""
+    """Return the sampling of the `number`-th text of a request: the same with another seed."""
     return replace(sampling, seed=(sampling.seed + number) % 2**63) if number else sampling
 
 

@@ -1,4 +1,4 @@
-"""A served model: its decode loop on a thread, and the conversion of requests to prompts."""
+"""A model that is served: its decode loop runs on a thread of its own, and requests are converted to prompts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _A = TypeVar("_A", bound=AskedFields)
 
 
 class Serving:
-    """One model under one name. Call `start`, then handle requests, then `close`."""
+    """One model, served under one name. Call `start` first, then handle requests, then call `close`."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, config: ServerConfig) -> None:
         self.model, self.name, self.config = model, name, config
@@ -76,7 +76,7 @@ class Serving:
         self._is_ending = self._has_read = False
         self._thread = threading.Thread(target=self._run, name="smoe-decode", daemon=True)
         self._preparing = ThreadPoolExecutor(1, "smoe-prompts")
-        """One thread makes all prompts: tokenizers are not thread-safe, and a long prompt must not delay other
+        """The only thread that makes prompts: tokenizers are not thread-safe, and a long prompt must not delay
         responses."""
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class Serving:
         self._loop.close()
 
     def end_now(self) -> None:
-        """Cancel all texts, and a chat template that does not end."""
+        """Cancel all texts, and the rendering of a chat template that does not end."""
         self._loop.cancel_all()
         self.prompts.close()
 
@@ -116,7 +116,7 @@ class Serving:
 
     @property
     def failure(self) -> Exception | None:
-        """The error of a failed model; None where the state is not failed."""
+        """The error because of which the model has failed; None if it works."""
         return self.health.failure
 
     @property
@@ -135,8 +135,11 @@ class Serving:
         return self._loop.busy_seconds
 
     async def read(self, kind: type[_A], request: HttpRequest, work: Callable[[_A], _T]) -> _T:
-        """Return what `work` makes of a parsed request, on the thread for prompts. It processes one request at a time,
-        so that waiting requests hold only bodies and tokens. Raises an `ApiError`."""
+        """Return the result of `work` for a parsed request, computed on the thread for prompts.
+
+        This thread processes one request at a time, so requests that wait take only the memory of their bodies. Raises
+        an `ApiError`.
+        """
         self.refuse_if_ending()
         self._has_read = True
         try:
@@ -161,8 +164,10 @@ class Serving:
         raise problem  # outside of the `except`: the error would keep what was parsed in memory
 
     def ask(self, wanted: Sequence[TextRequest], fields: Mapping[str, str], is_streamed: bool) -> Texts:
-        """Hand texts to the decode loop. Texts that are not streamed wake the server only when they end. Raises an
-        `ApiError` that uses the names in `fields`."""
+        """Pass texts to the decode loop. Texts that are not streamed wake the server's thread only when they end.
+
+        Raises an `ApiError`, in which `fields` gives the names of settings.
+        """
         self.refuse_if_ending()
         self._check_room(len(wanted))
         try:
@@ -174,7 +179,7 @@ class Serving:
         return texts
 
     def _check_room(self, texts: int) -> None:
-        """Raise an `ApiError` for more texts than the server can ever take, or than it has room for now."""
+        """Raise an `ApiError` for more texts than the server ever accepts, or than it has room for now."""
         places, queue = self._places, self.config.max_waiting
         if texts > places + queue:
             message = (
@@ -195,7 +200,7 @@ class Serving:
             raise problem_of(error, fields, self._is_whole_context) from error
 
     def refuse_if_ending(self) -> None:
-        """Raise an `ApiError` where the model has failed or the server is shutting down."""
+        """Raise an `ApiError` if the model has failed or the server is shutting down."""
         if self.health.lost is not None:
             raise failed(self.health.lost)
         if self._is_ending:
@@ -234,6 +239,6 @@ class Serving:
 
 
 def _fingerprint(name: str, engine: Engine) -> str:
-    """Return a hash of everything but the request that decides a response."""
+    """Return a hash of all that determines a response except the request: the version, the model and the settings."""
     decides = (name, __version__, engine.arithmetic, sorted(map(str, engine.config.lossy)))
     return "smoe_" + hashlib.sha256(repr(decides).encode()).hexdigest()[:12]

@@ -14,15 +14,15 @@ FEWEST_CONNECTIONS = 8
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The settings of one server, checked when constructed: one that other machines can reach needs a key or
-    `no_auth`."""
+    """The settings of one server, checked when the object is made. If other machines can reach the server, it needs a
+    key or `no_auth`."""
 
     host: str = LOOPBACK
     """An address of this machine; one that other machines can reach needs `api_key` or `no_auth`."""
     port: int = 8000
     """The port; 0: any free one."""
     api_key: str | None = field(default=None, repr=False)
-    """The key that clients must send; None: they need none."""
+    """The key that clients must send; None: clients need no key."""
     no_auth: bool = False
     """Answer every client that can reach `host`, without a key."""
     allow_origin: tuple[str, ...] = ()
@@ -31,19 +31,19 @@ class ServerConfig:
     """The length of the queue; further requests get 429."""
     max_body_bytes: int = 4 << 20
     max_bodies_bytes: int | None = None
-    """The memory for all bodies that are being received or wait until their prompts are rendered; further ones get 429.
-    None: eight times `max_body_bytes`."""
+    """The memory, in bytes, for all bodies that are being received or wait until their prompts are rendered; further
+    ones get status 429. None: eight times `max_body_bytes`."""
     max_connections: int = 512
-    """The most open connections; fewer where the process may not open so many files. A new one replaces the one that
-    has waited longest for its request."""
+    """The largest number of open connections; fewer if the process may not open so many files. A new connection
+    replaces the one that has waited longest for its request."""
     head_seconds: float = 10.0
     """The time limit for receiving a request's head."""
     body_seconds: float = 60.0
     """The time limit for receiving a request's body."""
     idle_seconds: float = 30.0
-    """A connection without a request is closed so long after its last response."""
+    """Seconds after which a connection without a request is closed, counted from its last response."""
     unread_seconds: float = 60.0
-    """A client that reads nothing of its response for so long is disconnected."""
+    """Seconds after which a client is disconnected that does not read its response."""
     exit_on_failure: bool = False
     """Whether the server ends when the model can no longer be used."""
     parses_control_tokens: bool = False
@@ -51,7 +51,7 @@ class ServerConfig:
     is_strict: bool = False
     """Whether requests with unknown fields are refused; otherwise the fields are ignored."""
     drain_seconds: float = 30.0
-    """How long running texts may continue when the server shuts down."""
+    """For how many seconds texts in progress may continue when the server shuts down."""
 
     def __post_init__(self) -> None:
         for name, holds, allowed in (

@@ -25,7 +25,7 @@ from smoe.server.thinking_budget import ThinkingBudget
 
 @dataclass
 class Talk:
-    """A conversation to continue, and how to continue it."""
+    """A conversation, and how the model must continue it."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Talk:
 
 @dataclass
 class Prepared:
-    """The texts to generate, and how to parse them."""
+    """The texts to generate for a request, and how to parse them."""
 
     wanted: list[TextRequest]
     reader: Callable[[], OutputReader]
     ends_early: bool
-    """Whether parsing may end a text early, so that each token must be parsed as it comes."""
+    """Whether parsing can end a text before the model does, so that each token must be parsed at once."""
     markers: dict[int, str]
     ends: frozenset[int]
     has_reasoning: bool
@@ -159,7 +159,7 @@ def _reader(
     *,
     must_call: bool,
 ) -> Callable[[], OutputReader]:
-    """Return a constructor of the response's reader. A response that must match a grammar has no reasoning."""
+    """Return a function that makes the parser of a response. A response that must match a grammar has no reasoning."""
     form = serving.prompts.format
     if must_call and at != "beginning":
         at = "answer"
@@ -172,7 +172,8 @@ def _reader(
 
 
 def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the tools that the model gets, and the tools of which it must call one (empty: it need not)."""
+    """Return the tools that the model gets, and those of which it must call one; the latter are empty if it need not
+    call any."""
     choice, tools = _allowed(talk.tool_choice, talk.tools)
     if choice is None or choice == "auto":
         return tools, []
@@ -192,7 +193,7 @@ def _offered(talk: Talk) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _allowed(
     choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]
 ) -> tuple[str | dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return a choice in its shortest form, and the tools that it allows."""
+    """Return a `tool_choice` in its shortest form, and the tools that it allows."""
     if not isinstance(choice, dict) or choice.get("type") in ("function", "tool"):
         return choice, tools
     if choice.get("type") != "allowed_tools":
@@ -204,7 +205,7 @@ def _allowed(
 
 
 def _name_of(tool: Any) -> Any:
-    """Return the name of a tool in a choice; None where it has none."""
+    """Return the name of the tool in a `tool_choice`; None if it names no tool."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     return inner.get("name") if isinstance(inner, dict) else None
 

@@ -18,23 +18,25 @@ from smoe.generation.request import Constraint, End, EndReason, Piece, Request
 from smoe.generation.sampling import Sampling
 
 Metered = Callable[[Request, Piece | End], None]
-"""A function that receives every event first, on the decode loop's thread."""
+"""A function that gets every event before all others, on the decode loop's thread."""
 
 
 class Bell:
-    """Wakes coroutines that wait for texts, once a step. Two threads that wake each other for every token slow each
-    other down: with eight texts, by a sixth of a step."""
+    """Wakes coroutines that wait for texts, once a decode step.
+
+    Two threads that wake each other for every token slow each other down: with eight texts, by a sixth of a step.
+    """
 
     def __init__(self) -> None:
         self._for: deque[Texts] = deque()
         self._here: asyncio.AbstractEventLoop | None = None
 
     def hang(self) -> None:
-        """Attach the bell to the server's event loop, before any request."""
+        """Attach the bell to the server's event loop. Called before any request."""
         self._here = asyncio.get_running_loop()
 
     def note(self, texts: Texts) -> None:
-        """Note that `texts` has an event for a waiting coroutine. Any thread may call this."""
+        """Record that `texts` has an event for which a coroutine waits. Any thread may call this."""
         if not texts.is_noted:
             texts.is_noted = True
             self._for.append(texts)
@@ -45,7 +47,7 @@ class Bell:
             self.say(self._wake)
 
     def say(self, what: Callable[[], None]) -> None:
-        """Run `what` in the server's thread. Any thread may call this."""
+        """Call `what` in the server's thread. Any thread may call this."""
         if self._here is not None and not self._here.is_closed():
             self._here.call_soon_threadsafe(what)
 
@@ -78,8 +80,8 @@ class Texts:
     def __init__(
         self, loop: DecodeLoop, bell: Bell, wanted: Sequence[TextRequest], metered: Metered, is_in_a_hurry: bool
     ) -> None:
-        """Queue all texts, or none: raises what `DecodeLoop.hand_in` raises. If not `is_in_a_hurry`, only ends wake the
-        coroutine."""
+        """Queue all texts, or none of them: raises the errors of `DecodeLoop.hand_in`. Unless `is_in_a_hurry` is true,
+        only the end of a text wakes the coroutine."""
         self._loop, self._bell, self._metered, self._is_in_a_hurry = loop, bell, metered, is_in_a_hurry
         self._events: deque[TextEvent] = deque()
         """Events that `next` has not returned yet."""
@@ -91,7 +93,7 @@ class Texts:
         self.error_status: int | None = None
         """The status of the error that has ended a stream, whose own status was 200."""
         self.reasons: list[EndReason] = []
-        """Why texts have ended, in the order of their ends."""
+        """The reasons why the texts have ended, in the order of their ends."""
         bell.hang()
         try:
             for number, each in enumerate(wanted):
@@ -122,7 +124,7 @@ class Texts:
         return not self._left
 
     async def next(self, patience_seconds: float) -> list[TextEvent]:
-        """Return the events since the last call; empty where none has come within `patience_seconds`."""
+        """Return the events since the last call; empty if there was none for `patience_seconds`."""
         if not self._events:
             here = asyncio.get_running_loop()
             self._waiter = here.create_future()
@@ -147,14 +149,14 @@ class Texts:
             self._waiter.set_result(None)
 
     def cancel(self) -> None:
-        """Cancel texts that have not ended; they end within a step."""
+        """Cancel the texts that have not ended. They end within one decode step."""
         if self._left:
             for request in self.requests:
                 request.is_cancelled = True
             self._loop.wake()
 
     def give_up(self, error: Exception) -> None:
-        """End all texts with `error`: the decode loop has failed."""
+        """End all texts with `error`, because the decode loop has failed."""
         for number in range(len(self.requests)):
             self._hear(TextEvent(number, End(EndReason.FAILED, "", error)))
 

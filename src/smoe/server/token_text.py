@@ -17,7 +17,7 @@ class TokenTexts:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def of(self, token: int) -> tuple[str, list[int]]:
-        """Return a token's text and bytes. For a token with a part of a character, the bytes are those of its
+        """Return the text and the bytes of a token. If the token is a part of a character, its bytes are those of its
         vocabulary entry."""
         if token not in self._known:
             text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -27,7 +27,7 @@ class TokenTexts:
 
 
 def _bytes_of(piece: str | None) -> bytes | None:
-    """Return the bytes of a vocabulary entry; None where the vocabulary is not written byte by byte."""
+    """Return the bytes of a vocabulary entry; None if the vocabulary does not represent bytes."""
     if piece is None:
         return None
     if found := _BYTE.fullmatch(piece):

@@ -35,7 +35,7 @@ class Totals:
     busy_seconds: float
     """Seconds during which at least one request waited for a token."""
     hit_ratio: float | None
-    """The share of the experts used in decoding that were in memory; None where nothing was decoded."""
+    """The share of the experts used in decoding that were in memory; None if no token was decoded."""
     bytes_read: int
     """Bytes of experts read from disk."""
     peak_memory_bytes: int
@@ -48,7 +48,7 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all texts, divided by `busy_seconds`; None where there are none."""
+        """New tokens of all texts divided by `busy_seconds`; None if there are none."""
         return self.new_tokens / self.busy_seconds if self.new_tokens and self.busy_seconds > 0 else None
 
     def as_json(self) -> dict[str, Any]:

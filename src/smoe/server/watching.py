@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 LOOK_SECONDS = 0.1
 _MOST_BEHIND = 100
-"""The maximum number of looks that a page may be behind; a slower page is disconnected and connects again."""
+"""How many messages a page may be behind. A slower page is disconnected, and connects again."""
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": (
@@ -41,7 +41,7 @@ HEADERS = {
 
 
 class Watching:
-    """Watches one engine for all open pages. Only `say` may be called outside of the server's thread."""
+    """Observes one engine for all open pages. Only `say` may be called outside of the server's thread."""
 
     def __init__(
         self, watched: Watched, about: dict[str, Any], state: Callable[[], dict[str, Any]], is_over: Callable[[], bool]
@@ -49,9 +49,9 @@ class Watching:
         """`about`: values for the page in addition to the engine's description. `state` returns further values that
         change; `is_over` whether the run has ended."""
         self.looks = 0
-        """The number of looks so far."""
+        """The number of messages with changes so far."""
         self.has_begun = threading.Event()
-        """Set when a page is open for the first time."""
+        """An event that is set when a page is opened for the first time."""
         self._watched, self._about, self._state, self._is_over = watched, about, state, is_over
         self._queues: set[asyncio.Queue[bytes | None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -67,7 +67,7 @@ class Watching:
         return bool(self._queues)
 
     def say(self, text: str) -> None:
-        """Append to the text that the page shows instead of a chat. Any thread may call this."""
+        """Add text to the text that the page shows in place of a chat. Any thread may call this."""
         self._texts.append(text)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -117,7 +117,7 @@ class Watching:
             _put(queue, data)
 
     def _look(self) -> None:
-        """Take one look and send it to all pages."""
+        """Collect the changes since the last message, and send them to all pages."""
         self.looks += 1
         found = self._watched.look()
         state = self._state()

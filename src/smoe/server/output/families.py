@@ -213,8 +213,8 @@ _SYNTAXES: tuple[tuple[tuple[str, ...], CallSyntax], ...] = (
     (("<|python_tag|>",), _LLAMA),
     (('"parameters"', "ipython"), _LLAMA),
 )
-"""For each syntax, the strings of the chat templates whose models use it. The first entry all whose strings occur
-counts."""
+"""For each syntax of calls: strings by which a chat template is recognised. The first entry counts all of whose strings
+the template contains."""
 _REASONING = (
     (("<seed:think>",), Marks("<seed:think>", "</seed:think>")),
     (("<mm:think>",), Marks("<mm:think>", "</mm:think>")),
@@ -229,7 +229,7 @@ _REASONING = (
     (("</think>",), Marks("<think>", "</think>")),
     (("<think>",), Marks("<think>", "</think>")),
 )
-"""For each pair of marks around reasoning, the strings of the chat templates whose models write them."""
+"""For each pair of marks around reasoning: strings by which a chat template is recognised."""
 _LEFT_OUT = (
     (("<|START_RESPONSE|>",), ("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")),
     (("<|START_TEXT|>",), ("<|CHATBOT_TOKEN|>", "<|START_TEXT|>", "<|END_TEXT|>")),
@@ -243,7 +243,7 @@ _LEFT_OUT = (
     (("<|begin|>", "<|content|>"), ("<|begin|>assistant", "<|content|>", "<|end|>")),
     ((">>>all",), (">>>all\n",)),
 )
-"""For each group of marks that are left out of answers, the strings of the chat templates whose models write them."""
+"""For each group of marks that are removed from answers: strings by which a chat template is recognised."""
 _HARMONY = Channels(
     ends=("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>"),
     begins=("<|start|>", "<|channel|>", "<|message|>", " to="),
@@ -267,7 +267,7 @@ _CHANNELS = (
 
 
 def format_of(template: str) -> OutputFormat:
-    """Return the output format of the models that have this chat template."""
+    """Return the output format of models with this chat template."""
     channels: Channels | None = _first(_CHANNELS, template)
     if channels is not None:
         return channels
@@ -281,5 +281,5 @@ def format_of(template: str) -> OutputFormat:
 
 
 def _first(table: Sequence[tuple[tuple[str, ...], Any]], template: str) -> Any:
-    """Return the value of the first entry all whose strings the template contains; None without such an entry."""
+    """Return the value of the first entry all of whose strings the template contains; None if there is none."""
     return next((value for texts, value in table if all(text in template for text in texts)), None)

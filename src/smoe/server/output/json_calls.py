@@ -76,9 +76,9 @@ class JsonCalls(CallSyntax):
     space: str = ""
     """The white space on either side of a call, as the model writes it."""
     is_bare: bool = False
-    """Whether a call may come without `begin`."""
+    """Whether a model may write a call without the mark `begin`."""
     is_short: bool = False
-    """Whether a call is written as `{"name": {...}}`."""
+    """Whether a model writes a call as `{"name": {...}}`."""
     separators: str = " \t\r\n"  # type: ignore[misc]
 
     @property
@@ -101,7 +101,7 @@ class JsonCalls(CallSyntax):
         return True
 
     def _read_object(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Consume the object at index `begin` of `reader.rest`; return whether it was a call."""
+        """Consume the JSON object at index `begin` of `reader.rest` if it is a call; return whether it was."""
         found = yield from reader.match(_SHORT if self.is_short else _LONG, begin)
         if found is None or found["name"] not in reader.tools:
             return (yield from self._read_whole(reader, begin))
@@ -114,7 +114,8 @@ class JsonCalls(CallSyntax):
         return True
 
     def _read_whole(self, reader: OutputReader, begin: int) -> Steps[bool]:
-        """Consume an object of another form: keys in another order, arguments as a string, or no arguments."""
+        """Consume a complete object in another form: keys in another order, arguments as a string, or no arguments.
+        Return whether it was a call."""
         text = yield from reader.json_value(begin)
         try:
             value = json.loads(text or "", strict=False)

@@ -19,12 +19,11 @@ from smoe.server.output.output_reader import OutputReader, ReadsFrom, Steps
 from smoe.server.output.rules import Rules
 
 At = Literal["beginning", "reasoning", "within reasoning", "answer"]
-"""The place where a prompt ends: before any output, at the start of reasoning, within reasoning, or within an
-answer."""
+"""Where a prompt ends: before any output, before reasoning, within reasoning, or within an answer."""
 
 
 class Marks(NamedTuple):
-    """The strings before and after a part of a text."""
+    """The strings that stand before and after a part of a text."""
 
     begin: str
     end: str
@@ -44,7 +43,7 @@ class OutputFormat:
     """Whether the model may write reasoning again after an answer."""
 
     def reads(self, at: At, has_tools: bool) -> ReadsFrom:
-        """Return the generator function that parses a text in this format."""
+        """Return the generator function that parses one text in this format."""
         calls = self.calls if has_tools else None
 
         def read(reader: OutputReader) -> Steps[None]:
@@ -176,7 +175,7 @@ class Channels(OutputFormat):
     """A regular expression that finds the recipient in a header: a tool (group `tool`), the model (`reasoning`), or the
     user."""
     begins: tuple[str, ...] = ()
-    """The marks that begin a header."""
+    """The marks with which a header begins."""
     written: tuple[str, str] = ("", "")
     """The texts before and after a call's arguments in the grammar; {name} stands for the function's name."""
 

@@ -19,12 +19,12 @@ from smoe.generation.detokenizer import overlap
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
-"""A step of a parser: each `yield` waits for more text."""
+"""A parser as a generator: at each `yield` it waits for more text."""
 ReadsFrom = Callable[["OutputReader"], Steps[None]]
 """A format's generator function, which parses one text."""
 _ALPHABET = string.ascii_letters + string.digits
 _DEEPEST = 64
-"""The maximum number of brackets within each other. Clients send calls back, and requests may have 100 levels."""
+"""The largest number of nested brackets. Clients send calls back in requests, which may have 100 levels."""
 _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*')
 
@@ -57,7 +57,7 @@ class OutputReader:
         self.tools, self._is_single, self._hidden = dict(tools or {}), is_single, frozenset(hidden)
         self._calls_only = calls_only
         self.rest, self.is_over = "", False
-        """The text that is in no part yet, and whether the text has ended."""
+        """The text that is not yet in any part, and whether the text has ended."""
         self.is_full = False
         """Whether the permitted number of calls has been read; later text is dropped."""
         self.is_reasoning = False
@@ -118,15 +118,15 @@ class OutputReader:
     # -- what formats read --------------------------------------------------------------------------------------------
 
     def take(self, length: int) -> str:
-        """Remove and return the first `length` characters of `rest`."""
+        """Remove the first `length` characters of `rest`, and return them."""
         taken, self.rest = self.rest[:length], self.rest[length:]
         return taken
 
     def until(self, marks: Sequence[str], show: Callable[[str], None], *, strips: bool = False) -> Steps[str | None]:
-        """Pass the text before the first of `marks` to `show`, and return that mark, which stays in `rest`; None at the
-        end of the text.
+        """Pass the text before the first of `marks` to `show`. Return this mark, which stays in `rest`; None at the end
+        of the text.
 
-        `strips`: leave white space before the mark in `rest`, and drop it at the end.
+        `strips`: white space before the mark is not passed on.
         """
         looked_for = sorted({*marks, *self._hidden}, key=len, reverse=True)
         search = re.compile("|".join(map(re.escape, looked_for)) or "(?!)")
@@ -221,7 +221,7 @@ class JsonText:
         """The brackets that are open, outermost first."""
         self._is_in_string = False
         self.is_over = self.is_broken = False
-        """Whether the value has ended; whether it ended because the text is not valid JSON."""
+        """(whether the value has ended, whether it ended because the text is not valid JSON)."""
 
     def take(self, text: str) -> Taken:
         """Return the start of `text` that belongs to the value. Half an escape sequence is left for the next call."""
@@ -256,7 +256,7 @@ class JsonText:
 
 
 def plain_text(reader: OutputReader) -> Steps[None]:
-    """Parse a text that has neither reasoning nor calls."""
+    """Parse a text without reasoning and calls: all of it is the answer."""
     yield from reader.until((), reader.answer)
 
 

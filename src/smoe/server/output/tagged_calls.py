@@ -144,7 +144,7 @@ class Tagged(CallSyntax):
 
 @dataclass(frozen=True)
 class Nested(CallSyntax):
-    """Calls whose arguments are elements, possibly with elements inside. `space` precedes every mark."""
+    """Calls whose arguments are elements, which may contain elements. The text `space` stands before every mark."""
 
     space: str
     begin: str
