@@ -162,6 +162,17 @@ def test_which_layers_have_a_window(name: str, pattern: Any, expected: str, tmp_
     assert "".join(kind[0] for kind in checkpoint_at(path).config().layer_types) == expected
 
 
+def test_rows_that_no_logit_shows(tmp_path: Path, open_model: Open) -> None:
+    """Nemotron has no positions, so queries and keys whose rows moved alike have the same products."""
+    family = TOYS["nemotron_h_moe Nano"]
+    model = converted.make(family)
+    path = converted.write(tmp_path / "toy.gguf", family, model)
+    ours, theirs = (each.model.layers[2].mixer for each in (open_model(path, "full", dtype="float32"), model))
+    assert torch.equal(ours.q_proj.weight, theirs.q_proj.weight) and torch.equal(
+        ours.k_proj.weight, theirs.k_proj.weight
+    )
+
+
 def test_early_files_of_latent_attention(tmp_path: Path, open_model: Open) -> None:
     """Keys and values in one matrix, as many heads of each as of queries, and nothing of a router's scores."""
     family = converted.DEEPSEEK_V3
