@@ -79,7 +79,7 @@ def _check_cluster(config: EngineConfig) -> None:
     }
     for name in (name for name, is_given in others.items() if is_given):
         raise ConfigError(
-            f"with a `cluster` its workers compute what is missing, which does not go with `{name}` "
+            f"with a `cluster`, workers compute the missing experts, which does not go with `{name}` "
             f"{getattr(config, name)}: leave one of the two out",
             setting=name,
             given=getattr(config, name),
@@ -143,7 +143,7 @@ def _check_answers(config: EngineConfig) -> None:
     }
     for name in (name for name, is_given in others.items() if is_given):
         raise ConfigError(
-            f"`{budget}` decides by measured times what becomes of every miss, and does not go with `{name}` (an "
+            f"`{budget}` decides by measured times how every miss is resolved, and does not go with `{name}` (an "
             "option, or part of a preset): leave one of the two out, or use `preset` balanced",
             setting=budget,
             given=getattr(config, budget),

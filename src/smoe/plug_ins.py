@@ -108,7 +108,7 @@ class Catalogue(Generic[T]):
     def _checked(self, name: str, found: Any) -> type[T]:
         if not (inspect.isclass(found) and issubclass(found, self.base)):
             raise self.refusal(
-                name, f"that is no class that inherits {self._base}; derive it from that", f"a {self._base}"
+                name, f"it is no class that inherits {self._base}; derive a class from that one", f"a {self._base}"
             )
         missing: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
         if missing:

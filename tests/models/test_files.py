@@ -88,7 +88,7 @@ def test_a_hub_id_is_one(model: str, here: Path) -> None:
 def test_a_model_on_disk_has_no_revision(model: str, here: Path) -> None:
     """Which would else be left out of account without a word."""
     for call in (files.described_place, files.fetch, files.refuse_unknown):
-        with pytest.raises(ConfigError, match=f"`revision` is 'v2', and {model} is no model of the hub") as error:
+        with pytest.raises(ConfigError, match=f"`revision` is 'v2', but {model} is a model on disk") as error:
             call(model, "v2")
         assert error.value.facts == {"setting": "revision", "given": "v2", "allowed": "only with a hub id"}
         call(model, None)
@@ -107,7 +107,7 @@ def test_commands_refuse_a_revision_of_a_model_on_disk(
         cli.main()
     shown = " ".join(capsys.readouterr().err.split())
     assert left.value.code == 2 and shown.count("error:") == 1
-    assert f"--revision is 'v2', and {model} is no model of the hub" in shown and "Traceback" not in shown
+    assert f"--revision is 'v2', but {model} is a model on disk" in shown and "Traceback" not in shown
 
 
 @pytest.mark.parametrize("call", [files.described_place, files.fetch])

@@ -99,7 +99,10 @@ class ControlTokens:
         for code in _MARKS:
             if chr(code) not in used:
                 return chr(code)
-        raise ChatTemplateError("the messages have all characters of private use (U+E000 to U+F8FF); leave one out")
+        raise ChatTemplateError(
+            "the messages contain all private-use characters of Unicode (U+E000 to U+F8FF), and smoe needs an unused "
+            "one; leave one out"
+        )
 
 
 def _is_mark(text: str) -> bool:

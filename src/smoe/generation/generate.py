@@ -198,8 +198,8 @@ def generate_batch(
 def _check_tokens(model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> None:
     if not all(prompts):
         raise ConfigError(
-            f"the prompt has no tokens by the tokenizer in {tokenizer.name_or_path}; give some text, or, where there "
-            "was some, look at the checkpoint's chat template (chat_template.jinja) and tokenizer",
+            f"the tokenizer in {tokenizer.name_or_path} made no tokens of the prompt; give some text. If the prompt "
+            "had text, check the checkpoint's chat template (chat_template.jinja) and tokenizer",
             setting="prompt",
             allowed="text of at least one token",
         )

@@ -202,7 +202,9 @@ class Rows:
     def _find_out(self, together: Sequence[torch.Tensor], alone: Sequence[torch.Tensor]) -> bool:
         self.share_passes = all(map(_are_near, together, alone))
         if not self.share_passes:
-            _log.warning("texts are computed one after the other: together, this model gives them other results")
+            _log.warning(
+                "texts are computed one after the other, because this model has other results for several at once"
+            )
         return self.share_passes
 
     def _together(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:

@@ -52,7 +52,7 @@ def auto_class(config: PretrainedConfig) -> Any:
         if type(config) in auto._model_mapping:
             return auto
     raise UnsupportedModelError(
-        f"{config.model_type!r}: transformers has no class for it that writes text, or text about images; "
+        f"{config.model_type!r}: transformers has no class of this family that generates text; "
         "docs/families.md lists what works"
     )
 

@@ -158,7 +158,7 @@ def _place_on_disk(model: str | Path, revision: str | None) -> Path | None:
     place = local_place(model)
     if place is not None and revision is not None:
         raise ConfigError(
-            f"`revision` is {revision!r}, and {model} is no model of the hub but one on disk, which is taken as it is: "
+            f"`revision` is {revision!r}, but {model} is a model on disk, and only models of the hub have revisions: "
             "leave it out, or give a hub id such as Qwen/Qwen3-30B-A3B",
             setting="revision",
             given=revision,

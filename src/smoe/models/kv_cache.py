@@ -273,7 +273,8 @@ class RowCache(DynamicCache):
         """Raise `EngineStateError` if the cache has released its memory."""
         if self._is_retired:
             raise EngineStateError(
-                "a newer cache has taken this one's part of the budget; keep one cache, or raise `context_tokens`"
+                "a newer cache has taken this one's part of the budget; use one cache at a time, or raise "
+                "`context_tokens`"
             )
 
     def end_rows(self, done: torch.Tensor) -> None:

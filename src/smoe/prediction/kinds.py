@@ -85,7 +85,7 @@ class CorrectedGatesKind(PredictorKind):
 
         if inputs.corrections is None:
             raise ConfigError(
-                f"`prefetch` {CORRECTED_GATES}: no corrections have been learned, or none were handed over",
+                f"`prefetch` {CORRECTED_GATES}: no corrections of the routers were learned or given",
                 setting="prefetch",
                 given=CORRECTED_GATES,
                 allowed="for a model whose corrections have been learned",

@@ -102,8 +102,8 @@ def curves(
     header, shape = traces[0].header, [_decode_rows(trace, passes) for trace in traces]
     if not any(len(rows) for rows in shape):
         raise ConfigError(
-            "only prompts were recorded, and misses are counted in decode steps; record new tokens, or a text that is "
-            "read (smoe record with `text`)",
+            "only prompts were recorded, but misses are counted in decode steps; record generated tokens, or a text "
+            "that is processed token by token (smoe record with `text`)",
             setting="trace",
             given=str(traces[0].path),
             allowed="at least one trace with decode steps",

@@ -44,7 +44,7 @@ def refuse_existing(path: Path) -> None:
     """Raise `ConfigError` if the file exists."""
     if path.exists():
         raise ConfigError(
-            f"{path} is there already; choose another `out`, or replace it with `force`",
+            f"{path} exists already; choose another `out`, or replace it with `force`",
             setting="out",
             given=str(path),
             allowed="a file that is not there yet, or any with `force`",
@@ -140,8 +140,8 @@ class TraceWriter:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskSpaceError(
-                    f"the disk of {self._path} was full after {format_bytes(self.nbytes)} of trace, of which nothing "
-                    "is kept; free some, give another `out`, or record fewer tokens",
+                    f"the disk of {self._path} was full after {format_bytes(self.nbytes)} of trace, and the "
+                    "trace was deleted; free some disk space, give another `out`, or record fewer tokens",
                     setting="out",
                     given=str(self._path),
                     allowed="a file on a disk with more room",

@@ -165,9 +165,12 @@ def affinities(paths: Paths) -> Affinities:
     """Return the comparison of affinity and popularity. Raise `ConfigError` if only one layer has experts, or for fewer
     than `LEAST_TOKENS` tokens."""
     if len(paths.layers) < 2:
-        raise ConfigError("a single layer has experts: none follows it")
+        raise ConfigError("only one layer has experts, so there is no next layer whose experts could be predicted")
     if len(paths.chosen) < LEAST_TOKENS:
-        raise ConfigError(f"{len(paths.chosen)} tokens are too few to say what follows what")
+        raise ConfigError(
+            f"{len(paths.chosen)} tokens are too few to find which experts follow each other; record at least "
+            f"{LEAST_TOKENS}"
+        )
     learned, judged = paths.split(0.5)
     affinity, popularity = affinity_of(learned), popularity_of(learned)
     rates = np.zeros((2, len(affinity)))
