@@ -32,10 +32,9 @@ from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import layer_share
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, Switches, decide
+from smoe.policy.step import EXACT_SWITCHES, Switches, decide, layer_share
 from smoe.report.replayed import replayed_on
 from smoe.routing import Phase, Routing, observation
 from smoe.simulator.replay import replay

@@ -10,10 +10,9 @@ from smoe.errors import ConfigError
 from smoe.memory.emulation import read_profile
 from smoe.policy.budget import MAX_STAGING_SLOTS, MIN_STAGING_SLOTS
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import layer_share
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, Switches, decide
+from smoe.policy.step import EXACT_SWITCHES, Switches, decide, layer_share
 from smoe.policy.substitution import substitute
 from smoe.report.replayed import times_on
 from smoe.routing import Phase, Routing

@@ -39,13 +39,12 @@ from smoe.policy.eviction.score import ScoreWindow
 from smoe.policy.misses import missing_experts
 from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget
 from smoe.policy.registry import make_eviction_for
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, decide
+from smoe.policy.step import EXACT_SWITCHES, decide, plan_layer
 from smoe.policy.substitution import applied, substitute
 from smoe.routing import Phase, Routing, observation
 from smoe.runtime.step import Step

@@ -33,7 +33,6 @@ from smoe.errors import ConfigError
 from smoe.policy.balance import BALANCE, BALANCE_ORDER, RECENT
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.placement import PLACEMENT
-from smoe.policy.planner import PREFILL_KEEP
 from smoe.policy.prediction import ASKED
 from smoe.policy.registry import (
     CACHE_RECORDS,
@@ -46,6 +45,7 @@ from smoe.policy.registry import (
     eviction_kind,
     predictor_kind,
 )
+from smoe.policy.step import PREFILL_KEEP
 from smoe.settings import (
     LOW,
     MEMORY,

@@ -22,7 +22,7 @@ from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, TokenExperts
 from smoe.kernels.matrix import in_bf16
 from smoe.kernels.spinning_pool import SpinningPool
-from smoe.policy.planner import routes_by_key
+from smoe.policy.step import routes_by_key
 from smoe.routing import Phase, Routing
 from tests import promised
 

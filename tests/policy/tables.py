@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import HOST, LayerPlan, Load, Promotion, Serve
-from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotTable
+from smoe.policy.step import plan_layer
 from smoe.routing import Phase, Routing, observation
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2

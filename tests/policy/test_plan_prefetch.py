@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from smoe.expert import EXACT, ExpertKey
 from smoe.policy.plan import LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch, prefetch_slots
-from smoe.policy.planner import plan_layer
 from smoe.policy.prediction import Prediction
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
+from smoe.policy.step import plan_layer
 from tests.policy.tables import (
     Executor,
     decode,

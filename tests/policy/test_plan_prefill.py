@@ -12,9 +12,9 @@ from smoe.errors import BudgetError
 from smoe.expert import EXACT
 from smoe.policy.balance import Balance, Costs
 from smoe.policy.plan import HOST
-from smoe.policy.planner import plan_layer
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
+from smoe.policy.step import plan_layer
 from smoe.routing import LAST_TOKENS, Phase, Routing, observation
 from tests.policy.tables import (
     EXPERTS,

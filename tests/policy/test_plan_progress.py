@@ -15,8 +15,8 @@ from smoe.policy.eviction.pools import SizePools
 from smoe.policy.plan import LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch
 from smoe.policy.plan_progress import Progress
-from smoe.policy.planner import plan_layer
 from smoe.policy.residency import PoolSize, SlotTable
+from smoe.policy.step import plan_layer
 from smoe.routing import Phase, Routing
 from tests.policy.tables import EXPERTS, LAYERS, TOP_K, decode, depths, predictions, routings
 

@@ -13,9 +13,9 @@ from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.lfu import LFU
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.pools import FormPools, LayerPools, SizePools
-from smoe.policy.planner import layer_share
 from smoe.policy.registry import EVICTION, EVICTIONS, ONLINE_EVICTION, make_eviction, make_eviction_for, make_pools
 from smoe.policy.residency import PoolSize
+from smoe.policy.step import layer_share
 from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay, replay_by_layer
 from tests.policy.contract import Event, EvictionContract, lived_through

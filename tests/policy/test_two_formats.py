@@ -18,10 +18,9 @@ from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.importance import Thresholds
 from smoe.policy.plan import Load, LoadReason
 from smoe.policy.plan_prefetch import plan_prefetch, plan_upgrades
-from smoe.policy.planner import LOW_USE, PREFILL_KEEP, layer_shares
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction_for
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import Decision, Switches, decide
+from smoe.policy.step import LOW_USE, PREFILL_KEEP, Decision, Switches, decide, layer_shares
 from smoe.routing import Phase, Routing
 from tests.policy.tables import (
     EXPERTS,

@@ -12,9 +12,9 @@ from smoe.expert import EXACT, LOW, ExpertKey
 from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.plan import LayerPlan, Load, LoadReason, Serve
 from smoe.policy.plan_prefetch import plan_upgrades
-from smoe.policy.planner import plan_layer
 from smoe.policy.registry import make_eviction_for
 from smoe.policy.residency import PoolSize, SlotTable
+from smoe.policy.step import plan_layer
 from smoe.routing import Phase, Routing
 from tests.policy.tables import EXPERTS, LAYERS, Executor, decode
 

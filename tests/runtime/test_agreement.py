@@ -22,11 +22,10 @@ from smoe.metrics import Counters
 from smoe.policy.answers import AnswerCosts
 from smoe.policy.plan import LayerPlan
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import layer_shares
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import Decision, Switches, decide
+from smoe.policy.step import Decision, Switches, decide, layer_shares
 from smoe.routing import LAST_TOKENS, Phase, Routing, observation
 from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import replay

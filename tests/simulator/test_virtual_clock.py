@@ -13,13 +13,12 @@ import pytest
 from smoe.policy.answering import Answering
 from smoe.policy.importance import Thresholds
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import layer_share
 from smoe.policy.prediction import Moment, Sight
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget, TimeBudget
 from smoe.policy.registry import ONLINE_EVICTION, make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, decide
+from smoe.policy.step import EXACT_SWITCHES, decide, layer_share
 from smoe.routing import Phase, Routing
 from smoe.simulator.foresight import Foresight
 from smoe.simulator.replay import replay

@@ -12,8 +12,8 @@ from smoe.load.host_slots import host_sizes, reads_directly, size_of
 from smoe.machine.available_memory import free_device_bytes, less_margin
 from smoe.machine.processor import reading_threads, usable_cores
 from smoe.memory.arena import Arena
-from smoe.memory.disk import DiskReader
 from smoe.memory.emulation import Emulation
+from smoe.memory.files import DiskReader
 from smoe.memory.host import HostTier
 from smoe.memory.link import CudaLink, EmulatedLink, Link
 from smoe.memory.movers import Filler, HostMover, SlotMover

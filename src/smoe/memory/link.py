@@ -29,8 +29,8 @@ from typing import Any, Protocol
 
 import torch
 
-from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.emulation import Emulation
+from smoe.memory.files import CHUNK_BYTES
 from smoe.memory.reading_threads import Ticket
 from smoe.memory.streams import Event, Streams
 

@@ -7,7 +7,6 @@ byte ranges.
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smoe.errors import CheckpointError
 from smoe.memory.checkpoint_json import check_regular, parse_object, read_object
+from smoe.memory.files import FileIdentity, identity_of
 
 if TYPE_CHECKING:
     from smoe.memory.arrangement import SlotArrangement
@@ -28,30 +28,6 @@ ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_
 ITEM_BYTES |= {"U64": 8, "U32": 4, "U16": 2, "C64": 8}
 _PACKED_DTYPES = ("F4", "F6_E2M3", "F6_E3M2")
 """dtypes whose elements are smaller than a byte. The sizes of such tensors are not checked here."""
-
-
-class FileIdentity(NamedTuple):
-    """The identity and state of a file; writing the file changes it."""
-
-    device: int
-    inode: int
-    nbytes: int
-    modified_ns: int
-
-
-def identity_of(descriptor: int) -> FileIdentity:
-    """Return the identity of an open file."""
-    found = os.fstat(descriptor)
-    return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
-    """Raise `CheckpointError` if an open file differs from what it was when it was indexed."""
-    if identity_of(descriptor) != expected:
-        raise CheckpointError(
-            f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
-            "weights: load the model again"
-        )
 
 
 class Ingredient(NamedTuple):

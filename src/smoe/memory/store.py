@@ -28,7 +28,8 @@ import numpy.typing as npt
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
 from smoe.memory.arrangement import SlotArrangement
-from smoe.memory.safetensors_index import ITEM_BYTES, FileIdentity, StoredTensor
+from smoe.memory.files import FileIdentity
+from smoe.memory.safetensors_index import ITEM_BYTES, StoredTensor
 
 EXPERT_DTYPES = ("BF16", "F16", "F32")
 """The safetensors names of the dtypes that unquantized experts may have in files and in slots."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from smoe.errors import CheckpointError
-from smoe.memory.expert_file import opening
-from smoe.memory.safetensors_index import StoredTensor, check_identity
+from smoe.memory.files import check_identity, opening
+from smoe.memory.safetensors_index import StoredTensor
 
 
 class StoredRows:

@@ -7,7 +7,8 @@ import torch
 
 from smoe.errors import CheckpointError
 from smoe.formats.registry import FORMATS
-from smoe.memory.safetensors_index import StoredTensor, check_identity
+from smoe.memory.files import check_identity
+from smoe.memory.safetensors_index import StoredTensor
 
 
 def read_bytes(tensor: StoredTensor) -> torch.Tensor:

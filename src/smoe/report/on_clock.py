@@ -19,8 +19,8 @@ from typing import NamedTuple
 from smoe.bounds import DEFAULT_PREFETCH_DEPTH
 from smoe.config import EngineConfig
 from smoe.expert import LOW
-from smoe.memory.disk import CHUNK_BYTES
 from smoe.memory.emulation import DeviceProfile
+from smoe.memory.files import CHUNK_BYTES
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
 from smoe.policy.budget import Ledger
@@ -56,7 +56,7 @@ measured."""
 _UNPACKING = 1.25
 """How many times fewer bytes per second are computed of quantized experts than of bf16 ones, on a CPU."""
 _IN_CHUNKS = 1.2
-"""By which factor a prefetch from a disk takes longer than a load in one piece (`memory/disk.py`)."""
+"""By which factor a prefetch from a disk takes longer than a load in one piece (`memory/files.py`)."""
 _LEAST_READING = 0.05
 """The share of time with reads above which reads slow down computing."""
 _HOST_TIER_SHARE = 0.8

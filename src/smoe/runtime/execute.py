@@ -35,10 +35,9 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.importance import Thresholds, scaled
 from smoe.policy.plan import DEVICE, LayerPlan
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch, plan_upgrades
-from smoe.policy.planner import layer_shares
 from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import SlotTable
-from smoe.policy.step import Decision, decide
+from smoe.policy.step import Decision, decide, layer_shares
 from smoe.policy.substitution import Selection
 from smoe.policy.trial import LookAheadTrial, Trial
 from smoe.routing import Phase, Routing, last_rows, real_rows

@@ -13,9 +13,8 @@ from smoe.expert import LOW
 from smoe.policy.answering import Answered
 from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan_progress import carry_out
-from smoe.policy.planner import layer_share
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, Switches, decide
+from smoe.policy.step import EXACT_SWITCHES, Switches, decide, layer_share
 from smoe.routing import Phase, Routing
 
 

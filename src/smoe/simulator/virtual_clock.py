@@ -27,10 +27,9 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import DEVICE, LayerPlan, Load, LoadReason
 from smoe.policy.plan_prefetch import has_prefetch_slots, plan_prefetch
 from smoe.policy.plan_progress import Progress
-from smoe.policy.planner import layer_share
 from smoe.policy.prediction import ON_A_THREAD, Moment, Prediction, Predictor, Sight
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, Switches, decide
+from smoe.policy.step import EXACT_SWITCHES, Switches, decide, layer_share
 from smoe.routing import Phase, Routing
 
 

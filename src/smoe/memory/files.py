@@ -1,25 +1,33 @@
-"""Read byte ranges from disk, page-aligned and past the page cache where the file system allows it.
+"""Files of experts: their identity, and reads of byte ranges past the page cache where the file system allows it.
 
 Direct reads keep experts out of the page cache, which under a memory limit would compete with the slots for RAM, and
 they save a copy. They require an aligned address, offset and length, which `memory/store.py` arranges, and are
-requested differently on each system (`memory/expert_file.py`). If a file system refuses them (tmpfs, some network file
-systems), reads are buffered and their pages are dropped afterwards. If RAM is much larger than the model, the page
-cache is better, and `direct=False` uses it.
+requested by the method of each operating system:
+
+    Linux, FreeBSD    `O_DIRECT`, `preadv`      address, offset and length must be whole sectors
+    macOS             `F_NOCACHE`, `preadv`     unaligned reads are allowed, with an additional copy
+    Windows           `FILE_FLAG_NO_BUFFERING`  as Linux (`windows_file.py`)
+
+Read requests are multiples of `PAGE` (`store.py`), which is a multiple of the sector size of all common disks. If a
+file system refuses direct reads (tmpfs, some network file systems), reads are buffered and their pages are dropped
+afterwards. If RAM is much larger than the model, the page cache is better, and `direct=False` uses it.
 """
 
 from __future__ import annotations
 
 import errno
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from smoe.errors import CheckpointError, TransferError
-from smoe.memory.expert_file import ExpertFile, Opening, opening
-from smoe.memory.safetensors_index import FileIdentity, check_identity
-from smoe.memory.store import Read
+
+if TYPE_CHECKING:
+    from smoe.memory.store import Read
 
 CHUNK_BYTES = 4 * 2**20
 """The size of a prefetch's read requests: nearly full speed, and a demand load waits for one chunk at most."""
@@ -32,6 +40,107 @@ _PASSING = (errno.EINTR, errno.EAGAIN)
 _FIRST_PAUSE_SECONDS = 0.001
 
 _T = TypeVar("_T")
+
+
+class FileIdentity(NamedTuple):
+    """The identity and state of a file; writing the file changes it."""
+
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+
+def identity_of(descriptor: int) -> FileIdentity:
+    """Return the identity of an open file."""
+    found = os.fstat(descriptor)
+    return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
+    """Raise `CheckpointError` if an open file differs from what it was when it was indexed."""
+    if identity_of(descriptor) != expected:
+        raise CheckpointError(
+            f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
+            "weights: load the model again"
+        )
+
+
+class ExpertFile(Protocol):
+    """A file open for reading; several threads may read concurrently."""
+
+    descriptor: int
+    """The descriptor for `fstat`, to identify the file and its state."""
+    is_direct: bool
+    """Whether reads bypass the page cache."""
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Read from `offset` into the buffer with one request; return the number of bytes, 0 at the end of the file.
+
+        Releases the interpreter lock. Raises `OSError`, with `EINVAL` if a direct read is refused.
+        """
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Advise the system to drop these bytes from the page cache, for files that are not direct."""
+
+    def close(self) -> None: ...
+
+
+Opening = Callable[[Path, bool], ExpertFile]
+"""A function (path, directly) that opens a file. Raises `OSError`, with `EINVAL` if it cannot be read directly."""
+
+
+class PosixFile:
+    """A file that is read by its descriptor, on systems other than Windows."""
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | flag)
+        self.is_direct = direct
+        if direct and not flag and not _is_uncached(self.descriptor):
+            os.close(self.descriptor)
+            raise OSError(errno.EINVAL, "reads past the page cache are not supported")
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self.descriptor, [buffer], offset)
+        data = os.pread(self.descriptor, len(buffer), offset)  # macOS before 11
+        buffer[: len(data)] = data
+        return len(data)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def _is_uncached(descriptor: int) -> bool:
+    """Disable caching of the file; return False if the system cannot."""
+    import fcntl
+
+    if not hasattr(fcntl, "F_NOCACHE"):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+    except OSError:
+        return False
+    return True
+
+
+def opening() -> Opening:
+    """Return this system's function for opening files."""
+    if sys.platform == "win32":
+        from smoe.memory.windows_file import WindowsFile
+
+        return WindowsFile
+    return PosixFile
+
+
+def direct_name() -> str:
+    """Return this system's name for reading past the page cache."""
+    return {"darwin": "F_NOCACHE", "win32": "unbuffered"}.get(sys.platform, "O_DIRECT")
 
 
 class DiskReader:
