@@ -34,9 +34,9 @@ from smoe.policy.eviction.lru import LRU
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, Switches, decide, layer_share
+from smoe.policy.step import EXACT_SWITCHES, Switches, decide, layer_share, observation
 from smoe.report.replayed import replayed_on
-from smoe.routing import Phase, Routing, observation
+from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay
 from smoe.units import parse_share
 

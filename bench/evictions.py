@@ -35,7 +35,8 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.learned import Learned, NextUse
 from smoe.policy.registry import make_eviction
-from smoe.routing import Phase, Routing, observation
+from smoe.policy.step import observation
+from smoe.routing import Phase, Routing
 from smoe.simulator.replay import first_passes, replay
 from smoe.trace.file import Trace
 from smoe.trace.record import TraceHeader

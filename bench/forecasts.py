@@ -77,7 +77,7 @@ with torch.no_grad():
 timed = seconds[1 + asked["warm"] :]
 counted, layers = engine.stats() - before, len(engine.store.layers)
 print(json.dumps({"ttft_seconds": seconds[0], "seconds_per_token": sum(timed) / len(timed),
-    "hit_ratio": counted.hit_ratio, "prefetches": engine.executor.trial is None or engine.executor.trial.is_on,
+    "hit_ratio": counted.hit_ratio, "prefetches": engine.executor.prefetching.is_on,
     "prefetched": counted.prefetches / counted.forward_passes,
     "prefetches_used": counted.prefetches_used / counted.forward_passes, "arithmetic": engine.arithmetic, "pieces": {
     "load": counted.read_busy_seconds / max(1, counted.loads + counted.prefetches),

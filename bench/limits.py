@@ -43,8 +43,8 @@ from bench.peers.engines import smoe_baseline_bytes
 from bench.peers.streams import forced_tokens
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.eviction.lru import LRU
-from smoe.policy.step import Decision
-from smoe.routing import Phase, Routing, observation
+from smoe.policy.step import Decision, observation
+from smoe.routing import Phase, Routing
 from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import replay
 from smoe.units import format_bytes, parse_bytes

@@ -44,9 +44,9 @@ from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.quality_budget import QualityBudget
 from smoe.policy.registry import make_eviction_for
 from smoe.policy.residency import ExpertsAtHand, PoolSize, SlotTable
-from smoe.policy.step import EXACT_SWITCHES, decide, plan_layer
+from smoe.policy.step import EXACT_SWITCHES, decide, observation, plan_layer
 from smoe.policy.substitution import applied, substitute
-from smoe.routing import Phase, Routing, observation
+from smoe.routing import Phase, Routing
 from smoe.runtime.step import Step
 
 EXPERTS, TOP_K, LAYERS, HIDDEN, INNER = 64, 8, 12, 192, 32

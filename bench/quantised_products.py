@@ -29,7 +29,7 @@ from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import ISAS_OF, Isa
-from smoe.kernels.rows import RowLists
+from smoe.kernels.spinning_pool import RowLists
 from tests.formats.blocks import random_rows
 from tests.kernels.products import compiled, compiled_in_bytes
 

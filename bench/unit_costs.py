@@ -53,8 +53,8 @@ def measure(folder: str, profile_name: str) -> dict[str, Any]:
     with model.offload as engine, torch.no_grad():
         executor, nbytes = engine.executor, engine.store.expert_bytes
         disk = _disk_ms(engine)
-        first = min(executor.compute._experts)
-        math, layer = executor.compute._experts[first], first[0]
+        first = min(executor.compute.experts.maths)
+        math, layer = executor.compute.experts.maths[first], first[0]
         parts = engine.store.placement(layer, 0).parts
         weights = [math.bind(engine._arena, slot, parts) for slot in range(EXPERTS)]
         rows = []

@@ -113,6 +113,7 @@ def _slow_disk(seconds: float, dials: Dials) -> None:
 class _Acted(Pacing):
     """As slow as `times`, multiplied by the slowness of the moment."""
 
+    has_times_of_its_own = True
     times: Times
     dials: Dials
     _left = 0.0

@@ -73,7 +73,7 @@ def as_tokens(text: dict[str, Any], count: int, has_draft: bool) -> list[Decoded
 @contextmanager
 def _apart(engine: Any) -> Iterator[Draft]:
     """The draft of this engine, which no thread runs and nobody asks meanwhile."""
-    ahead = engine.executor._predictors[Phase.DECODE].helpers[0]
+    ahead = engine.executor.prefetching.predictors[Phase.DECODE].helpers[0]
     engine.executor.guess_by(None)
     try:
         yield ahead._draft

@@ -53,16 +53,6 @@ class Routing(NamedTuple):
     whether resident or not."""
 
 
-def observation(routing: Routing) -> Routing:
-    """Return the part of a step's routing that an eviction policy observes: a decode step completely, and of a prefill
-    only the last tokens."""
-    if routing.phase is Phase.DECODE:
-        return routing
-    last = last_rows(routing)
-    weights = None if routing.weights is None else [routing.weights[row] for row in last]
-    return routing._replace(top_k_index=[routing.top_k_index[row] for row in last], weights=weights, sequences=1)
-
-
 def real_rows(routing: Routing) -> list[int] | None:
     """Return the rows that need experts, which are neither padding nor of a finished sequence. Return None if these are
     all rows."""

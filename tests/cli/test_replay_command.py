@@ -4,7 +4,7 @@ import pytest
 
 from smoe.policy.eviction.belady import Belady
 from smoe.policy.registry import EVICTION, EVICTIONS, LEARNED
-from smoe.routing import observation
+from smoe.policy.step import observation
 from smoe.simulator.replay import replay
 from smoe.trace.file import Trace
 

@@ -200,7 +200,7 @@ def test_a_part_that_depends_on_the_engines_threads_is_named(
     try:
         model = open_model(folder, "full", threads=2)
         assert not checked(model, folder).bad
-        model.offload._leaves_little = True
+        model.offload.passes._leaves_little = True
         bad = checked(model, folder).bad
     finally:
         torch.set_num_threads(before)

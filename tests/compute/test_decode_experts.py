@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from smoe.compute.decode_experts import DecodeExperts, decode_experts
-from smoe.compute.expert_math import DenseWeights, Weights
+from smoe.compute.decode_experts import DecodeExperts, way_of
+from smoe.compute.expert_math import DenseWeights, ProvenKernels, Weights
 from smoe.kernels.elementwise import activation_table
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, TokenExperts
 from smoe.kernels.matrix import in_bf16
@@ -68,12 +68,11 @@ def both_ways(
     table = activation_table(swiglu)
     assert table is not None
     ways = []
-    ours = TokenExperts(pool, HIDDEN, INNER, table)
-    ours.most_rows = 3
+    ours = TokenExperts(pool, HIDDEN, INNER, table, most_rows=3)
     for kernel in (ours, None):
         ways_of = {"forward": forward, "forward_each": forward_each}
-        math: Any = SimpleNamespace(slots=None, kernel=kernel, sums_as_weights=False, **ways_of)
-        ways.append(decode_experts([math] * len(rest[0]), None, hidden, gains, *rest))
+        math: Any = SimpleNamespace(kernels=ProvenKernels(token=kernel), sums_as_weights=False, **ways_of)
+        ways.append(way_of([math], None)([math] * len(rest[0]), hidden, gains, *rest))
     return ways[0], ways[1]
 
 
@@ -166,8 +165,7 @@ def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
             out *= scales
 
         return SimpleNamespace(
-            slots=None,
-            kernel=None,
+            kernels=ProvenKernels(),
             forward=lambda x, one: forward(x, one) * scales,
             forward_each=each,
             sums_as_weights=False,
@@ -177,7 +175,7 @@ def test_each_copy_is_computed_by_its_own_arithmetic(tokens: int) -> None:
     maths = [kinds[n] for n in (0, 1, 1, 0)]
     hidden, gains = torch.randn(tokens, HIDDEN).bfloat16(), torch.rand(tokens, 4)
     routes = [[4 * token + n for token in range(tokens)] for n in range(4)]
-    run = decode_experts(maths, None, hidden, gains, routes, range(4))
+    run = way_of(maths, None)(maths, hidden, gains, routes, range(4))
     run.compute(0, weights)
     expected = torch.zeros_like(hidden)
     for n, scales in enumerate((1, -2, -2, 1)):

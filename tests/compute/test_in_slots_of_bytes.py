@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from smoe.compute.decode_experts import DecodeExperts, decode_experts
+from smoe.compute.decode_experts import DecodeExperts, way_of
+from smoe.compute.expert_math import ProvenKernels
 from smoe.compute.in_slots import InSlots
 from smoe.formats.registry import FORMATS
 from smoe.gpu_kernels.slot_experts import SlotExperts
@@ -39,10 +40,10 @@ class Layer:
         self.gains = torch.rand(tokens, WIDTH)
 
     def run(self) -> DecodeExperts:
-        maths: list[Any] = [SimpleNamespace(slots=KERNELS[id(of)]) for of in self.slots]
+        maths: list[Any] = [SimpleNamespace(kernels=ProvenKernels(slots=KERNELS[id(of)])) for of in self.slots]
         routes = [self.routes[expert] for expert in self.order]
         ascending = sorted(range(len(self.order)), key=lambda n: self.order[n])
-        return decode_experts(maths, None, self.x.to(DEVICE), self.gains.to(DEVICE), routes, ascending)
+        return way_of(maths, None)(maths, self.x.to(DEVICE), self.gains.to(DEVICE), routes, ascending)
 
     def weights(self, n: int) -> Any:
         return SimpleNamespace(addresses=self.slots[n].addresses(self.order[n]))
@@ -97,8 +98,8 @@ def test_a_padded_token_gets_nothing() -> None:
 
 
 def test_more_tokens_than_the_kernels_take_go_another_way() -> None:
-    maths: list[Any] = [SimpleNamespace(slots=KERNELS[id(OWN)], kernel=None)]
-    run = decode_experts(maths, None, torch.ones(MOST_TOKENS + 1, HIDDEN), torch.ones(MOST_TOKENS + 1, 1), [[0]], [0])
+    maths: list[Any] = [SimpleNamespace(kernels=ProvenKernels(slots=KERNELS[id(OWN)]))]
+    run = way_of(maths, None)(maths, torch.ones(MOST_TOKENS + 1, HIDDEN), torch.ones(MOST_TOKENS + 1, 1), [[0]], [0])
     assert not isinstance(run, InSlots)
-    mixed: list[Any] = [*maths, SimpleNamespace(slots=None, kernel=None)]
-    assert not isinstance(decode_experts(mixed, None, torch.ones(1, 2), torch.ones(1, 2), [[0], [1]], [0, 1]), InSlots)
+    mixed: list[Any] = [*maths, SimpleNamespace(kernels=ProvenKernels())]
+    assert not isinstance(way_of(mixed, None)(mixed, torch.ones(1, 2), torch.ones(1, 2), [[0], [1]], [0, 1]), InSlots)

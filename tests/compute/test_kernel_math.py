@@ -73,7 +73,7 @@ def same(ours: KernelMath, theirs: ExpertMath, arena: Arena, offsets: dict[str, 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 33, 300, 513, 1100])
 def test_the_bits_are_the_librarys(rows: int, pool: SpinningPool, arena: Arena) -> None:
     theirs, ours, offsets = both(arena)
-    ours.compute_by(pool, None)
+    ours = ours.by_pool(pool)
     promised.holds(
         same(ours, theirs, arena, offsets, rows), lambda: kernel_rows(pool, SHAPES) >= rows, f"{rows} rows of an expert"
     )
@@ -83,8 +83,7 @@ def test_the_bits_are_the_librarys(rows: int, pool: SpinningPool, arena: Arena) 
 def test_in_our_own_order_it_is_what_main_has_in_its(arena: Arena) -> None:
     theirs, ours, offsets = both(arena)
     with SpinningPool(1, in_own_order=True) as mains, SpinningPool(2, in_own_order=True) as workers:
-        theirs.compute_by(mains, None)
-        ours.compute_by(workers, None)
+        theirs, ours = theirs.by_pool(mains), ours.by_pool(workers)
         for rows in range(1, workers.most_own_rows + 1):
             assert same(ours, theirs, arena, offsets, rows), rows
         with pytest.raises(ValueError, match="at most"):

@@ -12,7 +12,8 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from smoe.compute.decode_experts import decode_experts, proven_kernel
+from smoe.compute.decode_experts import proven_kernel, way_of
+from smoe.compute.expert_math import ProvenKernels
 from smoe.compute.quantised_math import QuantisedMath, QuantisedWeights, UnpackedTile
 from smoe.formats.base import Format
 from smoe.formats.registry import FORMATS
@@ -141,7 +142,7 @@ def test_unpacked_by_torch(layer: Layer, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_by_kernels(layer: Layer, rows: int, pool: SpinningPool) -> None:
     """Few rows are multiplied as they are stored, many unpacked."""
-    layer.math.compute_by(pool, None)
+    layer.math = layer.math.by_pool(pool)
     x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16()
     for expert, weights in enumerate(layer.weights()):
         assert layer.math.agrees(pool, weights)
@@ -167,7 +168,7 @@ def test_biases_are_added(has_kernels: bool, rows: int, request: pytest.FixtureR
     if has_kernels:
         pool = request.getfixturevalue("pool")
         assert layer.math.agrees(pool, weights[0])
-        layer.math.compute_by(pool, None)
+        layer.math = layer.math.by_pool(pool)
     x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rows)).bfloat16()
     ones = torch.ones(rows, 1).bfloat16()
     wanted = [layer.library(x, torch.full((rows, 1), expert), ones) for expert in range(EXPERTS)]
@@ -186,13 +187,13 @@ def test_tokens_in_one_piece(layer: Layer, tokens: int, pool: SpinningPool) -> N
     weights = layer.weights()
     kernel = proven_kernel(layer.math, pool, weights[0])
     assert kernel is not None and kernel.most_rows > 1
-    layer.math.compute_by(pool, kernel)
+    layer.math = layer.math.by(ProvenKernels(pool, kernel))
     generator = torch.Generator().manual_seed(tokens)
     x, gains = torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), torch.rand(tokens, 2).bfloat16()
     index = torch.stack([torch.tensor([0, 1 + token % 2]) for token in range(tokens)])
     routes = [[r for r, expert in enumerate(index.flatten().tolist()) if expert == n] for n in range(EXPERTS)]
     used = [n for n in range(EXPERTS) if routes[n]]
-    run = decode_experts([layer.math] * len(used), None, x, gains, [routes[n] for n in used], range(len(used)))
+    run = way_of([layer.math], None)([layer.math] * len(used), x, gains, [routes[n] for n in used], range(len(used)))
     run.compute(0, [weights[n] for n in used])
     assert near(run.total(), layer.library(x, index, gains))
 
@@ -206,7 +207,7 @@ def test_two_formats_in_one_call(tokens: int, has_kernels: bool, request: pytest
     if has_kernels:
         pool = request.getfixturevalue("pool")
         for layer, weights in zip(layers, of_format, strict=True):
-            layer.math.compute_by(pool, proven_kernel(layer.math, pool, weights[0]))
+            layer.math = layer.math.by(ProvenKernels(pool, proven_kernel(layer.math, pool, weights[0])))
     generator = torch.Generator().manual_seed(tokens)
     x, gains = torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), torch.rand(tokens, 2).bfloat16()
     index = [[token % 2, 2 + token % 3 // 2] for token in range(tokens)]  # of numbers 0 to 3
@@ -216,7 +217,7 @@ def test_two_formats_in_one_call(tokens: int, has_kernels: bool, request: pytest
     routes = [[route for route, number in enumerate(flat) if number == n] for n in used]
     maths, weights = [layers[copies[n][0]].math for n in used], [of_format[copies[n][0]][copies[n][1]] for n in used]
     ascending = sorted(range(len(used)), key=lambda n: used[n])
-    run = decode_experts(maths, None, x, gains, routes, ascending)
+    run = way_of(maths, None)(maths, x, gains, routes, ascending)
     cut = len(used) // 2
     run.compute(0, weights[:cut])
     run.compute(cut, weights[cut:])
@@ -224,7 +225,7 @@ def test_two_formats_in_one_call(tokens: int, has_kernels: bool, request: pytest
     for n in ascending:
         for route in routes[n]:
             token = route // 2
-            one = decode_experts([maths[n]], None, x[token : token + 1], torch.ones(1, 1), [[0]], [0])
+            one = way_of([maths[n]], None)([maths[n]], x[token : token + 1], torch.ones(1, 1), [[0]], [0])
             one.compute(0, [weights[n]])
             expected[token] += (one.total()[0] * gains.flatten()[route]).bfloat16()
     assert near(run.total(), expected)

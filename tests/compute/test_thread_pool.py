@@ -89,7 +89,8 @@ def test_a_team_changes_no_bit(
     folder = toy(family)
     model = open_model(folder, "full")
     thread_pool = ThreadPool(2)
-    model.offload.executor.compute.compute_by(thread_pool)
+    compute = model.offload.executor.compute
+    compute.experts = compute.experts.by(thread_pool)
     runs: list[int] = []
     original = thread_pool.run
     monkeypatch.setattr(thread_pool, "run", lambda job: (runs.append(1), original(job))[1])

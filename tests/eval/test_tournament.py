@@ -221,7 +221,7 @@ def test_predictors_are_judged_beside_the_eviction_that_won(
         return 0.0 if settings.name == "learned" and by is None else on_clock(engine, trace, settings, times, by)
 
     def turn(model: Any, ids: Any, number: int, tick: Any) -> float:
-        run.append((engine.executor.arrivals.eviction, len(engine.executor._predictors)))
+        run.append((engine.executor.arrivals.eviction, len(engine.executor.prefetching.predictors)))
         return 1.0 if engine.config.eviction == "learned" else 2.0
 
     monkeypatch.setattr(tournament, "on_clock", simulate)
@@ -290,7 +290,7 @@ def test_auto_is_the_winner_where_it_won(toy: Callable[..., Path], open_model: O
     remember(folder, "prefetch", won("stacked-gates"))
     engine = open_model(folder, "half").offload
     assert (engine.config.eviction, engine.config.prefetch) == ("lfu", "stacked-gates")
-    assert engine.executor.trial is not None, "what does not pay where it runs is off by itself"
+    assert engine.executor.prefetching.trial is not None, "what does not pay where it runs is off by itself"
     assert "won the tournament on a text with 50% of the experts resident" in engine.reasons["eviction"]
     asked = open_model(folder, "half", eviction="lru", prefetch="none").offload
     assert (asked.config.eviction, asked.config.prefetch) == ("lru", "none"), "what is asked for goes before"

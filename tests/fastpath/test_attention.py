@@ -385,7 +385,7 @@ def test_without_the_kernel_a_token_still_needs_one_thread_only(
         assert attending(model) == 0
         oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
         promised.needs(model.offload.arithmetic == "native", "torch's order for these experts")
-        promised.needs(model.offload._leaves_little, "torch's order for these layers")
+        promised.needs(model.offload.passes._leaves_little, "torch's order for these layers")
 
 
 def test_sums_do_not_take_the_processs_default_dtype(pool: SpinningPool) -> None:

@@ -122,7 +122,7 @@ def test_whole_models_are_exact(
     folder = toy(family, dtype=torch.bfloat16, **wide)
     model = open_model(folder, budget, kernels="native")
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
-    promised.needs(model.offload.executor.compute.spinning_pool is not None, "torch's order for these experts")
+    promised.needs(model.offload.executor.compute.experts.spinning_pool is not None, "torch's order for these experts")
     linears = [m for m in model.modules() if type(m) is nn.Linear]
     promised.needs(any("forward" in m.__dict__ for m in linears), "torch's order for the other layers")
 
@@ -143,12 +143,12 @@ def test_two_threads_are_exact_where_the_library_cuts_sums(
         router, reference = model.get_submodule(path), whole.get_submodule(path)
         rows = torch.randn(2000, 1, 2048).bfloat16()
         theirs = [reference(row) for row in rows]
-        if model.offload._leaves_little:
+        if model.offload.passes._leaves_little:
             torch.set_num_threads(1)  # as within a step
         ours = [router(row) for row in rows]
         for answer, expected in zip(ours, theirs, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(answer, expected, strict=True))
-        promised.needs(model.offload._leaves_little, "nearly all products of a token by our kernels")
+        promised.needs(model.offload.passes._leaves_little, "nearly all products of a token by our kernels")
     finally:
         torch.set_num_threads(before)
 

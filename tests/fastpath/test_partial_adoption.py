@@ -62,7 +62,7 @@ def adopted(model: PreTrainedModel) -> set[str]:
     """Which of our kernels a model has, as far as its modules tell."""
     modules = list(model.modules())
     found = {
-        "experts": model.offload.executor.compute.spinning_pool is not None,
+        "experts": model.offload.executor.compute.experts.spinning_pool is not None,
         "attention": any(hasattr(module, "one_query") for module in modules),
         "norms": any("forward" in vars(module) for module in modules if "RMSNorm" in type(module).__name__),
     }

@@ -13,7 +13,7 @@ from smoe.formats.base import Bytes, Format
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.isa import Isa
 from smoe.kernels.jit import Source, compile_functions
-from smoe.kernels.rows import RowLists
+from smoe.kernels.spinning_pool import RowLists
 
 ARGUMENTS = (ctypes.c_void_p,) * 4 + (ctypes.c_longlong,) * 3
 Functions = Mapping[Any, Any]

@@ -123,7 +123,7 @@ class LateError(Exception):
     ("step", "switches"),
     [
         ("smoe.models.safetensors_folder.SafetensorsFolder.load_dense", {}),
-        ("smoe.load.assembly.check_experts", {}),
+        ("smoe.load.selftest.check_experts", {}),
         ("smoe.compute.expert_math.agrees", {"kernels": "auto"}),  # own order, too
         ("smoe.load.choose_kernel._seconds", {}),
         pytest.param(
@@ -150,7 +150,7 @@ def test_a_late_failure_leaves_no_thread_behind(
     monkeypatch.setattr(step, fail)
     monkeypatch.setattr("smoe.load.choose_kernel.MIN_EXPERT_BYTES", 0)
     if switches.get("kernels") == "native":  # toys are too small for the kernel; nothing is computed before the failure
-        monkeypatch.setattr("smoe.runtime.layer.LayerCompute.agrees", lambda self, pool: True)
+        monkeypatch.setattr("smoe.load.choose_kernel.agreeing_kernels", lambda *_: {})
     try:
         with pytest.raises(LateError):
             open_model(toy("mixtral", dtype=torch.bfloat16), "half", threads=2, **switches)

@@ -15,11 +15,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smoe.compute.experts import Experts
 from smoe.gpu_kernels import compiled, slot_experts, source
 from smoe.gpu_kernels.slot_experts import SlotExperts
 from smoe.load import slot_kernels
+from smoe.load.selftest import Prover
 from smoe.load.slot_kernels import proven_kernels
-from smoe.runtime.layer import LayerCompute
 from tests import gguf_toy, mxfp4_toy, oracle
 from tests.gpu_kernels.slots_of_bytes import WHOLE
 
@@ -34,36 +35,35 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "tile_for", lambda tokens: WHOLE)
 
 
-def with_experts(model: PreTrainedModel) -> LayerCompute:
+def with_experts(model: PreTrainedModel) -> tuple[Prover, Experts]:
     """Its experts' arithmetic, some experts of every layer being resident."""
     with torch.no_grad():
         model(oracle.PROMPT[:, :4])
-    compute: LayerCompute = model.offload.executor.compute
-    compute.compute_by(None)
-    return compute
+    compute = model.offload.executor.compute
+    return Prover(compute.arrivals, compute.device), compute.experts.by(None)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_the_library_s_experts_in_bf16(family: str, toy: Callable[..., Path], open_model: Open) -> None:
-    compute = with_experts(open_model(toy(family, dtype=torch.bfloat16), "full", kernels="torch"))
-    kernels = proven_kernels(compute, 2 if family == "qwen3_moe" else 1)
-    assert kernels is not None and kernels.keys() == compute.maths.keys()
+    prover, experts = with_experts(open_model(toy(family, dtype=torch.bfloat16), "full", kernels="torch"))
+    kernels = proven_kernels(prover, experts, 2 if family == "qwen3_moe" else 1)
+    assert kernels is not None and kernels.keys() == experts.maths.keys()
     assert len(set(map(id, kernels.values()))) == 1, "all layers are alike"
 
 
 def test_quantised_ones_of_several_formats(tmp_path: Path, open_model: Open) -> None:
     """Gate and up apart; a kernel for every mixture of formats that a layer has."""
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4")
-    compute = with_experts(open_model(path, "full", kernels="torch"))
-    kernels = proven_kernels(compute, 1)
+    prover, experts = with_experts(open_model(path, "full", kernels="torch"))
+    kernels = proven_kernels(prover, experts, 1)
     assert kernels is not None and len({kernel.kind.down.form for kernel in kernels.values()}) == 2
 
 
 def test_openai_s_release(tmp_path: Path, open_model: Open) -> None:
     """Codes and scales put together in the slot, gate and up in turns, biases, a limit."""
     mxfp4_toy.save(tmp_path / "model")
-    compute = with_experts(open_model(tmp_path / "model", "full", kernels="torch"))
-    kernels = proven_kernels(compute, 1)
+    prover, experts = with_experts(open_model(tmp_path / "model", "full", kernels="torch"))
+    kernels = proven_kernels(prover, experts, 1)
     assert kernels is not None
     kind = next(iter(kernels.values())).kind
     assert kind.has_bias and kind.activation.takes_turns and kind.activation.limit == 7.0 and len(kind.ups) == 1
@@ -72,29 +72,29 @@ def test_openai_s_release(tmp_path: Path, open_model: Open) -> None:
 def test_a_wrong_kernel_does_not_go_through(
     toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = with_experts(open_model(toy("qwen3_moe", dtype=torch.bfloat16), "full", kernels="torch"))
+    prover, experts = with_experts(open_model(toy("qwen3_moe", dtype=torch.bfloat16), "full", kernels="torch"))
     multiply = SlotExperts.multiply
 
     def swapped(self: SlotExperts, layer: slot_experts.Layer, *rest: Any, **options: Any) -> None:
         multiply(self, layer._replace(x=layer.x * 1.01), *rest, **options)
 
     monkeypatch.setattr(SlotExperts, "multiply", swapped)
-    assert proven_kernels(compute, 1) is None
+    assert proven_kernels(prover, experts, 1) is None
 
 
 @pytest.mark.parametrize("how", ["norm behind them", "another activation", "nobody resident"])
 def test_what_is_unknown_stays_with_torch(
     how: str, toy: Callable[..., Path], open_model: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = with_experts(open_model(toy("qwen3_moe"), "full"))
-    math = next(iter(compute.maths.values()))
+    prover, experts = with_experts(open_model(toy("qwen3_moe"), "full"))
+    math = next(iter(experts.maths.values()))
     if how == "norm behind them":
         monkeypatch.setattr(math, "_post_norm", torch.nn.Identity())
     elif how == "another activation":
         monkeypatch.setattr(math, "_activate", lambda wide: wide.chunk(2, -1)[0].tanh())
     else:
-        compute.arrivals.table.ready.clear()
-    assert proven_kernels(compute, 1) is None
+        prover.arrivals.table.ready.clear()
+    assert proven_kernels(prover, experts, 1) is None
 
 
 @pytest.mark.parametrize("how", ["fails", "missing", "slower"])
@@ -115,7 +115,7 @@ def test_torch_computes_where_triton_cannot(
         monkeypatch.setattr(compiled, "is_available", lambda: False)
     else:
         seconds = {True: 2.0, False: 1.0}
-        monkeypatch.setattr(slot_kernels, "_seconds", lambda compute, *_: seconds[compute.is_in_slots])
+        monkeypatch.setattr(slot_kernels, "_seconds", lambda experts, *_: seconds[experts.is_in_slots])
     folder = toy("qwen3_moe")
     model = open_model(folder, "half", device="emulated", dilation=1.0, kernels="auto")
     assert model.offload.arithmetic == "torch"
@@ -131,9 +131,9 @@ def test_the_faster_of_both_is_kept_and_measured(
     measured: list[bool] = []
     seconds = slot_kernels._seconds
 
-    def noted(compute: LayerCompute, *rest: Any) -> float:
-        measured.append(compute.is_in_slots)
-        return seconds(compute, *rest) * (1e-6 if compute.is_in_slots else 1)  # the interpreter is no GPU
+    def noted(experts: Experts, *rest: Any) -> float:
+        measured.append(experts.is_in_slots)
+        return seconds(experts, *rest) * (1e-6 if experts.is_in_slots else 1)  # the interpreter is no GPU
 
     monkeypatch.setattr(slot_kernels, "_seconds", noted)
     model = open_model(toy("qwen3_moe"), "half", device="emulated", dilation=1.0, kernels="auto")

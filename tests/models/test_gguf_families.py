@@ -82,7 +82,7 @@ def test_the_configuration_is_the_models(family: str, tmp_path: Path) -> None:
 def test_gpt_oss_goes_straight_to_its_slots(tmp_path: Path, open_model: Open) -> None:
     """Its matrices, by the page; only its biases pass through a buffer, to come in the type that is computed in."""
     path, _ = gguf_toy.quantised(tmp_path / "toy.gguf", "MXFP4", "gpt_oss")
-    store = open_model(path, "half").offload.executor.compute.store
+    store = open_model(path, "half").offload.store
     assert not store.is_staged
     for key in store.keys():  # noqa: SIM118
         placement = store.placement(*key)

@@ -11,8 +11,8 @@ from smoe.policy.eviction.base import Eviction
 from smoe.policy.plan import HOST, LayerPlan, Load, Promotion, Serve
 from smoe.policy.prediction import Prediction
 from smoe.policy.residency import SlotTable
-from smoe.policy.step import plan_layer
-from smoe.routing import Phase, Routing, observation
+from smoe.policy.step import observation, plan_layer
+from smoe.routing import Phase, Routing
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 

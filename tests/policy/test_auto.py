@@ -15,7 +15,8 @@ from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.lru import LRU
 from smoe.policy.eviction.score import WINDOW
 from smoe.policy.registry import make_eviction, make_pools
-from smoe.routing import Phase, Routing, observation
+from smoe.policy.step import observation
+from smoe.routing import Phase, Routing
 from smoe.simulator.replay import replay
 from tests.policy.contract import COPIES, Event, histories, make, shield
 

@@ -17,8 +17,8 @@ from smoe.policy.plan_prefetch import plan_prefetch, spare_slots
 from smoe.policy.plan_progress import carry_out
 from smoe.policy.registry import ONLINE_EVICTION, POOLS, eviction_kind, make_eviction, make_eviction_for
 from smoe.policy.residency import PoolSize, SlotPool, SlotTable
-from smoe.policy.step import PREFILL_KEEP, layer_shares, plan_layer, routes_by_key
-from smoe.routing import Phase, Routing, observation
+from smoe.policy.step import PREFILL_KEEP, layer_shares, observation, plan_layer, routes_by_key
+from smoe.routing import Phase, Routing
 from tests.policy.tables import (
     EXPERTS,
     LAYERS,

@@ -14,8 +14,8 @@ from smoe.policy.balance import Balance, Costs
 from smoe.policy.plan import HOST
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import plan_layer
-from smoe.routing import LAST_TOKENS, Phase, Routing, observation
+from smoe.policy.step import observation, plan_layer
+from smoe.routing import LAST_TOKENS, Phase, Routing
 from tests.policy.tables import (
     EXPERTS,
     Executor,

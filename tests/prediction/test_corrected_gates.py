@@ -51,7 +51,7 @@ def open_with(
 
 
 def predictor_of(model: PreTrainedModel) -> CorrectedGates:
-    predictor = model.offload.executor._predictors[Phase.DECODE]
+    predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     assert isinstance(predictor, CorrectedGates)
     return predictor
 
@@ -75,7 +75,7 @@ def test_the_identity_guesses_as_stacked_gates(
     folder = toy(family)
     model = open_with(open_model, folder, lambda c: c, prefetch_depth=3, max_sequences=3, **switches)
     theirs = open_model(folder, "half", prefetch="stacked-gates", prefetch_depth=3, max_sequences=3, **switches)
-    stacked = theirs.offload.executor._predictors[Phase.DECODE]
+    stacked = theirs.offload.executor.prefetching.predictors[Phase.DECODE]
     assert isinstance(stacked, StackedGates)
     for rows in (1, 3):
         hidden = some_hidden(model, rows)

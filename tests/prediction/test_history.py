@@ -217,7 +217,7 @@ def test_engine_and_simulator_hear_and_say_the_same(
         fitted = fitted_on(recorded, name)
         remember(folder, fitted)
     model = open_model(folder, "half", prefetch=name, prefetch_asked=asked)
-    predictor = model.offload.executor._predictors[Phase.DECODE]
+    predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     engine = Listening(predictor, monkeypatch)
     for start in range(2):
         steps = oracle.greedy(model, oracle.PROMPT[:, start:])
@@ -260,5 +260,5 @@ def test_duoserve_keeps_a_tokens_experts_and_its_bits(
     ledger, counted = model.offload.ledger, model.offload.stats()
     assert (ledger.cache_slots, ledger.staging_slots) == (2, 3)
     assert counted.prefetches > counted.forward_passes, "it asks in every layer but the last"
-    assert model.offload.executor._predictors[Phase.DECODE].asked is Moment.FIRST_DONE
+    assert model.offload.executor.prefetching.predictors[Phase.DECODE].asked is Moment.FIRST_DONE
     model.offload.executor.table.check()

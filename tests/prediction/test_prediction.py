@@ -30,7 +30,7 @@ Open = Callable[..., PreTrainedModel]
 
 
 def next_gate_of(model: PreTrainedModel) -> NextGate:
-    predictor = model.offload.executor._predictors[Phase.DECODE]
+    predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     assert isinstance(predictor, NextGate)
     return predictor
 
@@ -169,7 +169,7 @@ def test_predictions_are_in_no_output(
     folder = toy(family)
     model, theirs = open_model(folder, "fifth", **switches), oracle.reference(folder)
     oracle.greedy(model, new_tokens=4)  # a look-ahead has its proof
-    predictor = model.offload.executor._predictors[Phase.DECODE]
+    predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     peeks = getattr(predictor, "peeks", 0)
     asked = {"output_router_logits": True, "output_hidden_states": True}
     calls: list[dict[str, Any]] = [{"input_ids": oracle.PROMPT, "labels": oracle.PROMPT, **asked}]
@@ -211,7 +211,7 @@ def test_hooks_fire_as_often_as_without_us(
     if switches["prefetch"] == "look-ahead":
         assert interval.look_aheads > 0
         if family != "granitemoe":
-            assert model.offload.executor._predictors[Phase.DECODE].peeks > 0
+            assert model.offload.executor.prefetching.predictors[Phase.DECODE].peeks > 0
 
 
 def test_hooks_on_everything_stop_predictions(toy: Callable[..., Path], open_model: Open) -> None:

@@ -37,7 +37,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def stacked_of(model: PreTrainedModel) -> StackedGates:
-    predictor = model.offload.executor._predictors[Phase.DECODE]
+    predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     assert isinstance(predictor, StackedGates)
     return predictor
 
@@ -79,7 +79,7 @@ def test_the_next_layer_is_guessed_as_by_the_next_gate(
 ) -> None:
     """The rule gives the router's own choice, in its order; with an alpha the top-score ones of it alone."""
     model = open_model(toy(family), "half", prefetch="stacked-gates", max_sequences=3, **switches)
-    stacked, gate = stacked_of(model), model.offload.executor._predictors[Phase.PREFILL]
+    stacked, gate = stacked_of(model), model.offload.executor.prefetching.predictors[Phase.PREFILL]
     assert isinstance(gate, NextGate) and gate.alpha == stacked.alpha == switches.get("alpha", 0.0)
     for rows, layer in itertools.product((1, 3), zoo.sparse_layers(model)[:-1]):
         sight = Sight(layer, some_hidden(model, rows))

@@ -25,8 +25,8 @@ from smoe.policy.plan_progress import carry_out
 from smoe.policy.prices import LayerPrices, PriceTable
 from smoe.policy.registry import make_eviction
 from smoe.policy.residency import PoolSize, SlotTable
-from smoe.policy.step import Decision, Switches, decide, layer_shares
-from smoe.routing import LAST_TOKENS, Phase, Routing, observation
+from smoe.policy.step import Decision, Switches, decide, layer_shares, observation
+from smoe.routing import LAST_TOKENS, Phase, Routing
 from smoe.runtime.observer import StepObserver
 from smoe.simulator.replay import replay
 from tests import gguf_toy, oracle, zoo
@@ -163,7 +163,7 @@ def test_a_recorded_run_with_low_copies_gives_the_same_plans(
         max_sequences=sequences,
     )
     engine, plans = model.offload, Plans()
-    engine.executor._predictors = {}
+    engine.executor.predict_by({})
     engine.executor._upgrade = lambda _: None  # what comes in idle time hangs on the clock
     with engine.recording() as trace, engine.observed_by(plans):
         oracle.greedy(model, oracle.PROMPT.reshape(sequences, -1), 24)
@@ -208,7 +208,7 @@ def test_a_recorded_run_within_a_budget_gives_the_same_plans(
     engine, plans = model.offload, Plans()
     answerer, costs = engine.executor.answerer, AnswerCosts(1e-3, 3e-4 if low_precision == "int4" else None)
     answerer._costs = lambda layer, running: costs
-    engine.executor._predictors = {}
+    engine.executor.predict_by({})
     with engine.recording() as trace, engine.observed_by(plans):
         oracle.greedy(model, oracle.PROMPT.reshape(sequences, -1), 24)
         oracle.greedy(model, oracle.PROMPT[:, :9].flip(1), 24)

@@ -24,7 +24,6 @@ from smoe.memory.arena import forget_peak
 from smoe.memory.streams import Fetched
 from smoe.policy.plan import HOST
 from smoe.runtime import layer as layer_math
-from smoe.runtime.execute import LayerExecutor
 from tests import oracle, zoo
 
 Open = Callable[..., PreTrainedModel]
@@ -86,7 +85,7 @@ def test_waiting_for_a_device_is_not_python(
     assert model.offload.stats().device_wait_seconds == 0, "this CPU is the device"
     ticks = iter(range(10**9))
     executor = model.offload.executor
-    monkeypatch.setattr(LayerExecutor, "device", GPU)
+    monkeypatch.setattr(executor, "device", GPU)
     monkeypatch.setattr(executor, "now", lambda: float(next(ticks)))
     before = model.offload.stats()
     model(torch.tensor([[7]]), past_key_values=model.offload.new_cache())

@@ -15,7 +15,7 @@ from smoe import Cancellation
 from smoe.errors import GenerationCancelledError
 from tests import oracle
 from tests.runtime.test_faults import assert_healthy
-from tests.runtime.test_turns import GREEDY, AtStep, in_a_pass
+from tests.runtime.test_passes import GREEDY, AtStep, in_a_pass
 
 Open = Callable[..., PreTrainedModel]
 Toy = Callable[..., Path]

@@ -139,7 +139,7 @@ def test_at_thresholds_of_0_only_first_experts_serve_themselves(
         max_sequences=sequences,
     )
     executor = model.offload.executor
-    executor._predictors = {}  # nothing is here before it is asked for
+    executor.predict_by({})  # nothing is here before it is asked for
     ids = oracle.PROMPT.reshape(sequences, -1) if sequences > 1 else oracle.PROMPT[:, :12]
     ours = steps_of(model, ids, lambda: executor.reset(model.offload.fresh_eviction()))
     counted = executor.counters

@@ -25,14 +25,14 @@ from smoe.memory.link import CudaLink
 from smoe.memory.movers import HostMover
 from smoe.memory.page_lock import CudaRegistry
 from smoe.memory.reading_threads import TicketState, Transfers
-from smoe.memory.streams import CudaStreams, Waits
+from smoe.memory.streams import CudaStreams
 from smoe.models.checkpoint import checkpoint_at
 from smoe.models.read_spec import read_spec
 from smoe.policy.budget import Demand, full_bytes, minimum_bytes
 from smoe.policy.plan import Load, LoadReason
 from smoe.presets import configure
 from smoe.routing import Phase
-from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.execute import LayerExecutor, Waits
 from tests import oracle, zoo
 from tests.memory.fake_streams import ArenaMover
 
@@ -315,7 +315,7 @@ def test_a_decoded_layer_waits_for_the_router_alone(
     """Torch itself refuses every other wait: a blocking copy, a number read, an allocation that must be waited for."""
     model = gpu.open(toy("qwen3_moe"), "half", kernels=kernels, prefetch="none", balance="none")
     gpu.steps(model)
-    run, told = LayerExecutor.run, Waits.told
+    run, told = LayerExecutor.run, Waits.fetch
 
     def refusing(self: LayerExecutor, layer: int, phase: Phase, *args: Any, **switches: Any) -> torch.Tensor:
         if phase is Phase.DECODE:
@@ -334,7 +334,7 @@ def test_a_decoded_layer_waits_for_the_router_alone(
             torch.cuda.set_sync_debug_mode(before)
 
     monkeypatch.setattr(LayerExecutor, "run", refusing)
-    monkeypatch.setattr(Waits, "told", allowed)
+    monkeypatch.setattr(Waits, "fetch", allowed)
     before = model.offload.executor.waits.copy()
     gpu.steps(model)
     layers = len(model.offload.store.layers)

@@ -61,7 +61,7 @@ def test_a_dropped_model_gives_memory_and_threads_back(
         model.generate(oracle.PROMPT, max_new_tokens=6, min_new_tokens=6, do_sample=False)
         gone = [weakref.ref(each) for each in (model, model.offload, model.offload._arena._map)]
         if switches == "thread_pool":
-            assert model.offload.executor.compute.thread_pool is not None
+            assert model.offload.executor.compute.experts.thread_pool is not None
         assert engine_threads() - before
         del model
         collect_dropped()

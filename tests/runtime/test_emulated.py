@@ -153,7 +153,7 @@ def test_looking_ahead_changes_no_bit(
     model = open_model(folder, "half", prefetch="look-ahead", prefetch_what=prefetch_what)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
     model.offload.executor.table.check()
-    predictor = model.offload.executor._predictors[Phase.DECODE]
+    predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     proven = {station.is_proven for station in predictor._stations.values()}
     assert proven == {family not in WITHOUT_RESIDUAL}
     assert model.offload.stats().prefetches > 0
@@ -168,7 +168,7 @@ def test_with_all_experts_the_look_ahead_is_the_truth(family: str, toy: Callable
     """Fed with the whole output of a layer's experts it must name what the next layer's router then chooses."""
     model = open_model(toy(family), "full", prefetch="look-ahead")
     executor = model.offload.executor
-    predictor, said = executor._predictors[Phase.DECODE], {}
+    predictor, said = executor.prefetching.predictors[Phase.DECODE], {}
     original = executor.compute.decode
 
     def decode(plan: Any, hidden: torch.Tensor, weights: torch.Tensor, *asked: Any) -> torch.Tensor:
@@ -214,20 +214,20 @@ def test_a_cache_does_not_outlive_its_user(toy: Callable[..., Path], open_model:
     model = open_model(toy("qwen3_moe"), "fifth", prefetch="look-ahead")
     oracle.greedy(model)
     gc.collect()
-    assert [ref() for ref in model.offload._caches._made] == [None]
+    assert [ref() for ref in model.offload._reserve.caches._made] == [None]
 
 
 def test_a_look_ahead_that_is_switched_off_costs_nothing(toy: Callable[..., Path], open_model: Open) -> None:
     """Would catch a preset that pays for what its trial has declined."""
     model = open_model(toy("qwen3_moe"), "fifth", prefetch="look-ahead")
-    executor = model.offload.executor
-    executor.trial = Trial()
-    executor.trial.note = lambda *_: None
-    executor.look_ahead_trial.fits = lambda *_: True  # by the clock a look-ahead may be too slow, on a busy machine
-    executor.trial.is_on = False
+    prefetching = model.offload.executor.prefetching
+    prefetching.trial = Trial()
+    prefetching.trial.note = lambda *_: None
+    prefetching.look_ahead_trial.fits = lambda *_: True  # by the clock it may be too slow, on a busy machine
+    prefetching.trial.is_on = False
     oracle.greedy(model)
     assert model.offload.stats().look_aheads == 0
-    executor.trial.is_on = True
+    prefetching.trial.is_on = True
     oracle.greedy(model)
     assert model.offload.stats().look_aheads > 0
 

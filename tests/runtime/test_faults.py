@@ -52,7 +52,7 @@ def assert_healthy(model: PreTrainedModel, folder: Path) -> None:
     executor.table.check()
     assert executor.table.inflight.keys() == executor.arrivals.tickets.keys()
     assert all(ticket.load.reason is LoadReason.PREFETCH for ticket in executor.arrivals.tickets.values())
-    if not executor._predictors.get(Phase.DECODE):
+    if not executor.prefetching.predictors.get(Phase.DECODE):
         assert not executor.table.inflight and not executor.table.staged
     assert set(executor.table.cached()) == residents(executor)
     oracle.assert_same_steps(oracle.greedy(model), oracle.reference_steps(folder))
@@ -183,7 +183,7 @@ def test_interrupt_at_any_line(toy: Callable[..., Path], open_model: Open) -> No
             "policy.plan_progress",
             "memory.reading_threads",
             "runtime.engine",
-            "runtime.turns",
+            "runtime.passes",
         )
     }
 

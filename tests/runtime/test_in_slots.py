@@ -124,7 +124,7 @@ def test_a_layer_waits_once(
 
         return method
 
-    run = model.offload.answer
+    run = model.offload.passes._answer
 
     def watch(step: Step) -> torch.Tensor:
         state.is_watched = step.phase is Phase.DECODE  # a prompt's guesses of the next layer wait, too
@@ -137,7 +137,7 @@ def test_a_layer_waits_once(
         monkeypatch.setattr(torch.Tensor, name, watched(name))
     for name in ("multiply", "sum"):
         monkeypatch.setattr(SlotExperts, name, unwatched(name))
-    monkeypatch.setattr(model.offload, "answer", watch)
+    monkeypatch.setattr(model.offload.passes, "_answer", watch)
     executor = model.offload.executor
     before = executor.waits.copy()
     steps(model)

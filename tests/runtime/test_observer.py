@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smoe.policy.prediction import Predictor
 from smoe.policy.step import Decision
+from smoe.prediction.next_gate import NextGate
 from smoe.routing import Phase, Routing
 from smoe.runtime.observer import StepObserver
 from smoe.runtime.step import Step
@@ -86,7 +86,7 @@ def test_a_predictor_hears_every_router_once(
 ) -> None:
     """Also one that prompts and decode steps share; a history with entries twice would be learnt from wrongly."""
     heard: list[Any] = []
-    monkeypatch.setattr(Predictor, "observe", lambda self, routing: heard.append(routing))
+    monkeypatch.setattr(NextGate, "observe", lambda self, routing: heard.append(routing))
     model = open_model(toy("qwen3_moe"), "half", prefetch="next-gate")
     layers = sorted(model.offload.store.layers)
     for ids, phase in ((oracle.PROMPT, Phase.PREFILL), (oracle.PROMPT[:, :1], Phase.DECODE)):
@@ -101,4 +101,4 @@ def test_prefetching_is_on_trial_where_asked(
 ) -> None:
     """A prefetch that was asked for by name is not on trial unless that is asked for, too."""
     model = open_model(toy("qwen3_moe"), "half", prefetch="next-gate", prefetch_trial=switch)
-    assert (model.offload.executor.trial is not None) is is_on_trial
+    assert (model.offload.executor.prefetching.trial is not None) is is_on_trial

@@ -107,7 +107,9 @@ class StillTransfers:
 @pytest.fixture
 def arrivals() -> Arrivals:
     slots = 4
-    store = types.SimpleNamespace(placement=lambda *_: types.SimpleNamespace(layout=0, parts={}))
+    store = types.SimpleNamespace(
+        placement=lambda *_: types.SimpleNamespace(layout=0, parts={}), keys=lambda: [(0, n) for n in range(9)]
+    )
     return Arrivals(
         stores={EXACT: store},
         table=SlotTable(PoolSize(slots, 0)),

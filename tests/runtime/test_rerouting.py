@@ -160,12 +160,12 @@ def test_a_batch_pads_and_substitutes_at_once(toy: Callable[..., Path], open_mod
 def test_another_threshold_starts_a_new_trial(toy: Callable[..., Path], open_model: Open) -> None:
     """Would catch: a sweep in which one threshold's verdict on prefetch is the next one's."""
     model = open_model(toy("qwen3_moe"), "fifth", eviction="score", prefetch="auto")
-    trial = model.offload.executor.trial
+    trial = model.offload.executor.prefetching.trial
     assert trial is not None
     trial.is_on = False
     model.offload.use_alpha(0.5)
-    assert model.offload.executor.trial is not None
-    assert model.offload.executor.trial.is_on
+    assert model.offload.executor.prefetching.trial is not None
+    assert model.offload.executor.prefetching.trial.is_on
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.5, "much", True])

@@ -84,7 +84,7 @@ def test_experts_that_move_are_found(model: PreTrainedModel, passed: list[int]) 
     wanted, engine = steps(model, oracle.PROMPT), model.offload
     table = engine.executor.table
     before = dict(table.ready)
-    with engine.turn():
+    with engine.passes.turn():
         table.clear()
         table.pools[0].free_cache.rotate(3)
         engine.executor.arrivals.preload()

@@ -17,18 +17,22 @@ import pytest
 import torch
 
 from smoe import from_pretrained
-from smoe.runtime.engine import Engine
+from smoe.runtime.passes import Passes
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "way-of-a-token.md"
-MOST_OF_A_LAYER, MOST_OF_A_TOKEN = 34, 48
+MOST_OF_A_LAYER, MOST_OF_A_TOKEN = 18, 33
 """Files, those of reading threads among them; they may only become fewer."""
+FIRST_LOAD = {"compute/expert_math.py", "kernels/matrix.py", "memory/arena.py"}
+"""Where the first load into a slot makes its views, in addition."""
+READERS = {"memory/movers.py", "memory/files.py", "memory/store.py"}
+"""What reading threads use, at any time."""
 _CODE_OF_FUNCTION = 1
 """A flag of code objects: CO_OPTIMIZED, which module and class bodies do not have."""
 
 
 class Passed(NamedTuple):
-    """Files below src/smoe, in the order of their first entry, each once."""
+    """Files below src/smoe, in the order of their first entry, each once, without `FIRST_LOAD`."""
 
     token: list[str]
     """By all threads, in one decode step."""
@@ -52,9 +56,9 @@ class Watch:
 def passed() -> Iterator[Passed]:
     """The step that passes through most files, of the embedded model with a part of its experts in memory."""
     watch, layers = Watch(), list[list[str]]()
-    original = Engine.run_experts
+    original = Passes.run_experts
 
-    def watched(self: Engine, *given: Any) -> torch.Tensor:
+    def watched(self: Passes, *given: Any) -> torch.Tensor:
         before, watch.files = watch.files, {}
         try:
             return original(self, *given)
@@ -68,7 +72,7 @@ def passed() -> Iterator[Passed]:
         with model.offload as engine, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             cache, ids = engine.new_cache(), torch.arange(50, 80).unsqueeze(0)
             model(input_ids=ids[:, :10], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            patch.setattr(Engine, "run_experts", watched)
+            patch.setattr(Passes, "run_experts", watched)
             tokens = []
             for n in range(10, 30):
                 watch.files = {}
@@ -79,7 +83,11 @@ def passed() -> Iterator[Passed]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    yield Passed(max(tokens, key=len), max(layers, key=len))
+    yield Passed(*(max((without(FIRST_LOAD, of) for of in every), key=len) for every in (tokens, layers)))
+
+
+def without(those: set[str], files: list[str]) -> list[str]:
+    return [file for file in files if file not in those]
 
 
 def test_a_step_passes_through_no_more_files(passed: Passed) -> None:
@@ -94,6 +102,11 @@ def test_the_page_names_files_that_exist() -> None:
 
 
 def test_the_page_names_what_a_layer_passes_through(passed: Passed) -> None:
-    """All but a few that are less than a step of their own."""
-    unnamed = [name for name in passed.layer if f"`{name}`" not in PAGE.read_text()]
-    assert len(unnamed) <= 12, unnamed
+    assert [name for name in passed.layer if f"`{name}`" not in PAGE.read_text()] == ["metrics.py"]
+
+
+def test_the_page_follows_the_order_of_the_computing_thread(passed: Passed) -> None:
+    _, section = PAGE.read_text().split("## 3.")
+    named = list(dict.fromkeys(re.findall(r"`([\w/]+\.py)`", section.split("## 4.")[0])))
+    order = [name for name in passed.layer if name in named and name not in READERS]
+    assert [name for name in named if name in order] == order

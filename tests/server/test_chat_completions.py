@@ -127,7 +127,7 @@ def test_logprobs_are_the_models(running: Running, demo: Any, demo_tokenizer: An
     text = demo_tokenizer.apply_chat_template(
         [{"role": "user", "content": "Who went to the park?"}], add_generation_prompt=True, tokenize=False
     )
-    with torch.no_grad(), demo.offload.turn():
+    with torch.no_grad(), demo.offload.passes.turn():
         logits = demo(**demo_tokenizer(text, return_tensors="pt", return_token_type_ids=False)).logits[0, -1].float()
     best = logits.log_softmax(0).topk(3)
     assert [each.logprob for each in said[0].top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-3)

@@ -172,7 +172,7 @@ def test_a_pass_that_failed_is_not_in_the_trace(
             raise KeyboardInterrupt
         return original(step)
 
-    monkeypatch.setattr(model.offload, "answer", interrupted)
+    monkeypatch.setattr(model.offload.passes, "_answer", interrupted)
     with recording(model, tmp_path / "again.trace") as recorder:
         with pytest.raises(KeyboardInterrupt):
             model(oracle.PROMPT)
@@ -208,11 +208,11 @@ def test_routers_that_cannot_be_heard_are_refused(
         pass
     monkeypatch.setattr(engine, "anatomy", anatomy)
     for said in (lambda logits: None, lambda logits: logits[:, :3]):
-        note = engine.note_logits
-        monkeypatch.setattr(engine, "note_logits", lambda layer, logits, s=said, n=note: n(layer, s(logits)))
+        note = engine.passes.note_logits
+        monkeypatch.setattr(engine.passes, "note_logits", lambda layer, logits, s=said, n=note: n(layer, s(logits)))
         with pytest.raises(UnsupportedModelError, match="cannot be recorded"), recording(model, tmp_path / "a"):
             generate(model)
-        monkeypatch.setattr(engine, "note_logits", note)
+        monkeypatch.setattr(engine.passes, "note_logits", note)
     with pytest.raises(UnsupportedModelError, match="2 values"):
         in_order((torch.zeros(1, 2), torch.zeros(1, 2)))
     assert list(tmp_path.iterdir()) == []

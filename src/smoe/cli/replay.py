@@ -280,7 +280,7 @@ def _slots(header: TraceHeader, slots: int | None, resident: str | None, pools: 
 def _policy(name: str, future: Sequence[Routing], header: TraceHeader) -> Eviction:
     """Return an eviction policy by its name. A policy that needs them gets the future of the trace, and the parameters
     that were learned for the model."""
-    from smoe.routing import observation
+    from smoe.policy.step import observation
 
     kind = EVICTIONS.find(name)
     next_use = next_use_for(header) if kind.is_trained else None

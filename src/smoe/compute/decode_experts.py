@@ -8,18 +8,21 @@ that order too, it computes an expert that several of the tokens chose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from smoe.compute.expert_math import ExpertMath, Weights, empty_sum
-from smoe.compute.in_slots import InSlots, kernels_for
+from smoe.compute.in_slots import InSlots
 from smoe.compute.thread_pool import ThreadPool
+from smoe.gpu_kernels.source import MOST_TOKENS as MOST_IN_SLOTS
 from smoe.kernels.experts import MOST_EXPERTS, MOST_TOKENS, Expert, Sums, TokenExperts
 from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.streams import on_device
+from smoe.policy.plan import Serve
 
 _PROOF_EXPERTS = 8
 
@@ -44,25 +47,75 @@ class DecodeExperts(Protocol):
         """Return the sum of all experts' outputs: [T, H]."""
 
 
-def decode_experts(
+Way: TypeAlias = Callable[
+    [Sequence[ExpertMath], torch.Tensor, torch.Tensor, Routes, Sequence[int]],
+    DecodeExperts,
+]
+"""A function (maths, hidden [T, H], top_k_weights [T, K], routes, ascending) that begins a layer's experts: `maths` has
+the arithmetic for each expert's copy; `ascending` has the experts' numbers in the order of the sum."""
+
+
+Begin: TypeAlias = Callable[[Sequence[Serve], torch.Tensor, torch.Tensor], DecodeExperts]
+"""A function (serves, hidden [T, H], top_k_weights [T, K]) that begins a layer's experts, in the order of the
+serves."""
+
+
+def begin_of(maths: Mapping[int, ExpertMath], thread_pool: ThreadPool | None) -> Begin:
+    """Return how the experts of a layer are computed, given the arithmetic of each format."""
+    way = way_of(list(maths.values()), thread_pool)
+
+    def begin(serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor) -> DecodeExperts:
+        ascending = sorted(range(len(serves)), key=lambda n: serves[n].key)
+        routes = [serve.routes for serve in serves]
+        return way([maths[serve.key[2]] for serve in serves], hidden, top_k_weights, routes, ascending)
+
+    return begin
+
+
+def way_of(maths: Sequence[ExpertMath], thread_pool: ThreadPool | None) -> Way:
+    """Return how the experts of a layer are computed, given the arithmetic of all their formats."""
+    if all(math.kernels.slots is not None for math in maths):
+        return _in_slots
+    if all(math.kernels.token is not None and not math.sums_as_weights for math in maths):
+        return _in_one_piece
+    return partial(_by_operations, thread_pool)
+
+
+def _in_slots(
     maths: Sequence[ExpertMath],
-    thread_pool: ThreadPool | None,
     hidden: torch.Tensor,
     top_k_weights: torch.Tensor,
     routes: Routes,
     ascending: Sequence[int],
 ) -> DecodeExperts:
-    """Return the method for hidden [T, H] and top_k_weights [T, K].
+    if hidden.shape[0] > MOST_IN_SLOTS:
+        return _by_operations(None, maths, hidden, top_k_weights, routes, ascending)
+    kernels = [math.kernels.slots for math in maths if math.kernels.slots is not None]
+    tokens, width = top_k_weights.shape
+    return InSlots(kernels, hidden, top_k_weights, routes, _by_token(tokens, width, routes, ascending))
 
-    `maths` has the arithmetic for each expert's copy; `ascending` has the experts' numbers in the order of the sum.
-    """
-    slots = kernels_for(maths, hidden.shape[0])
-    if slots is not None:
-        tokens, width = top_k_weights.shape
-        return InSlots(slots, hidden, top_k_weights, routes, _by_token(tokens, width, routes, ascending))
-    kernels = [math.kernel for math in maths if math.kernel is not None]
-    if len(kernels) == len(maths) and hidden.shape[0] <= MOST_TOKENS and not maths[0].sums_as_weights:
-        return _InOnePiece(maths, kernels, hidden, top_k_weights, routes, ascending)
+
+def _in_one_piece(
+    maths: Sequence[ExpertMath],
+    hidden: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    routes: Routes,
+    ascending: Sequence[int],
+) -> DecodeExperts:
+    if hidden.shape[0] > MOST_TOKENS:
+        return _by_operations(None, maths, hidden, top_k_weights, routes, ascending)
+    kernels = [math.kernels.token for math in maths if math.kernels.token is not None]
+    return _InOnePiece(maths, kernels, hidden, top_k_weights, routes, ascending)
+
+
+def _by_operations(
+    thread_pool: ThreadPool | None,
+    maths: Sequence[ExpertMath],
+    hidden: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    routes: Routes,
+    ascending: Sequence[int],
+) -> DecodeExperts:
     if hidden.shape[0] == 1 and all(len(some) == 1 for some in routes):
         return _OneByOperations(maths, thread_pool, hidden, top_k_weights, routes, ascending)
     return _SeveralByOperations(maths, hidden, top_k_weights, routes, ascending)
@@ -77,6 +130,7 @@ def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[t
 
 def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> TokenExperts | None:
     """Return the kernel for one token through these experts if it has torch's bits with these weights, else None."""
+    math = math.by_pool(pool)
     kernel = math.kernel_of(pool)
     if kernel is None:
         return None
@@ -89,8 +143,7 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
         way.compute(0, [weights] * _PROOF_EXPERTS)
     if not math.is_proof(pool, ours.total(), theirs.total()):
         return None
-    kernel.most_rows = math.most_rows(pool, weights)
-    return kernel
+    return math.kernel_of(pool, math.most_rows(pool, weights))
 
 
 class _OneByOperations:

@@ -10,7 +10,8 @@ it with that loop when a model is loaded. The product of a single row may be our
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from copy import copy
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -92,13 +93,34 @@ class DenseWeights(NamedTuple):
         return [*(matrix.address for matrix in self.matrices), *biases]
 
 
-class ExpertMath:
-    """The arithmetic of one layer's experts module."""
+class ProvenKernels(NamedTuple):
+    """The kernels that compute a layer's experts, each proven before; by default torch computes everything."""
 
-    def __init__(self, module: nn.Module, parts: Sequence[Part], dtype: torch.dtype) -> None:
+    pool: SpinningPool | None = None
+    """Multiplies single rows, and few rows in its own order; None: torch."""
+    token: TokenExperts | None = None
+    """Computes few tokens through several experts at once on a CPU; None: there is none."""
+    slots: SlotExperts | None = None
+    """The same on a GPU."""
+    filling: Filling | None = None
+    """The rule for padding several rows to one of few sizes; None: no padding."""
+
+
+class ExpertMath:
+    """The arithmetic of one layer's experts module: a value, made again with other kernels (`by`)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        kernels: ProvenKernels = ProvenKernels(),  # noqa: B008 (a value)
+        sums_as_weights: bool = False,
+    ) -> None:
+        """`sums_as_weights`: outputs are summed in the dtype of the routing weights instead of the hidden states'."""
         self._module = module
         self._shapes = {part.name: part.stored_shape for part in parts}
-        self._dtype = dtype
+        self.dtype = dtype
         self._up_name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
         self._up_is_transposed, self._down_is_transposed = (
             is_transposed(module, part.name) != part.is_turned
@@ -112,27 +134,33 @@ class ExpertMath:
         self._activate: Callable[[torch.Tensor], torch.Tensor] = activate
         self._post_norm: Callable[[torch.Tensor], torch.Tensor] | None = post_norm
         up, down = self._shapes[self._up_name], self._shapes["down_proj"]
-        self.multiply: Callable[[Sequence[Product]], None] = library_products
-        """The function that computes products of single rows."""
-        self._own_order: SpinningPool | None = None
-        """A pool that multiplies few rows in its own order; None if there is none."""
-        self.kernel: TokenExperts | None = None
-        """A kernel for one token through several experts; None if there is none."""
-        self.slots: SlotExperts | None = None
-        """A GPU kernel for few tokens through several experts; None if there is none."""
-        self.filling: Filling | None = None
-        """The rule for padding several rows to one of few sizes; None to pad none."""
-        self.sums_as_weights = False
-        """Whether outputs are summed in the dtype of the routing weights instead of the hidden states'."""
+        self.sums_as_weights = sums_as_weights
+        self._use(kernels)
         self.hidden, self.up_width = up if self._up_is_transposed else up[::-1]
         self.inner = down[0] if self._down_is_transposed else down[1]
 
-    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """Use our kernels: `pool` for single rows, `kernel` for one token through several experts. None uses torch for
-        both."""
-        self.multiply = library_products if pool is None else pool.multiply
+    def by(self, kernels: ProvenKernels) -> Self:
+        """Return the same arithmetic with these kernels."""
+        math = copy(self)
+        math._use(kernels)
+        return math
+
+    def by_pool(self, pool: SpinningPool | None) -> Self:
+        """Return the same arithmetic with single rows multiplied by `pool`; None: by torch."""
+        return self.by(ProvenKernels(pool))
+
+    def summing_as_weights(self) -> Self:
+        """Return the same arithmetic with sums in the dtype of the routing weights."""
+        math = copy(self)
+        math.sums_as_weights = True
+        return math
+
+    def _use(self, kernels: ProvenKernels) -> None:
+        pool = kernels.pool
+        self.kernels = kernels
+        self.multiply: Callable[[Sequence[Product]], None] = library_products if pool is None else pool.multiply
+        """The function that computes products of single rows."""
         self._own_order = pool if pool is not None and pool.own_order is not None else None
-        self.kernel = kernel
 
     @property
     def rounds_rows(self) -> bool:
@@ -164,7 +192,7 @@ class ExpertMath:
         """Return views of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
 
         def part(name: str) -> torch.Tensor:
-            return arena.view(slot, offsets[name], self._shapes[name], self._dtype)
+            return arena.view(slot, offsets[name], self._shapes[name], self.dtype)
 
         up, down = part(self._up_name), part("down_proj")
         up, down = up if self._up_is_transposed else up.t(), down if self._down_is_transposed else down.t()
@@ -191,10 +219,11 @@ class ExpertMath:
             return pool.most_own_rows if is_proven else 1
         return MOST_ROWS if is_proven else 1
 
-    def kernel_of(self, pool: SpinningPool) -> TokenExperts | None:
-        """Return the kernel for one token through these experts, or None if their form is not supported."""
+    def kernel_of(self, pool: SpinningPool, most_rows: int = 1) -> TokenExperts | None:
+        """Return the kernel for few tokens through these experts, or None if their form is not supported. `most_rows`:
+        the proven number of tokens of one expert."""
         table = self.gate_table()
-        return None if table is None else TokenExperts(pool, self.hidden, self.inner, table)
+        return None if table is None else TokenExperts(pool, self.hidden, self.inner, table, most_rows)
 
     def slot_kind(self, alignment: int) -> ExpertKind | None:
         """Return the description from which GPU kernels for these experts are generated, or None if not supported.
@@ -205,7 +234,7 @@ class ExpertMath:
         is_plain = self._post_norm is None and not self.sums_as_weights
         if not is_plain or layouts is None or len(layouts) > (3 if has_gate else 2):
             return None
-        found, dtype = activation_of(self._module, self._activate, has_gate), str(self._dtype).removeprefix("torch.")
+        found, dtype = activation_of(self._module, self._activate, has_gate), str(self.dtype).removeprefix("torch.")
         if found is None or dtype not in TYPES or (found.takes_turns and len(layouts) > 2):
             return None
         return ExpertKind(self.hidden, self.inner, dtype, layouts[:-1], layouts[-1], found, self._has_bias)
@@ -213,7 +242,7 @@ class ExpertMath:
     def _layouts(self, alignment: int) -> tuple[MatrixLayout, ...] | None:
         """Return the layouts of the matrices in a slot, in the order of `Weights.addresses`; None if a kernel cannot
         read them."""
-        if alignment % self._dtype.itemsize:
+        if alignment % self.dtype.itemsize:
             return None
         up = MatrixLayout(self.up_width, self.hidden, None, self._up_is_transposed, alignment)
         return up, MatrixLayout(self.hidden, self.inner, None, self._down_is_transposed, alignment)
@@ -271,7 +300,7 @@ class ExpertMath:
             self.multiply([Product(x.contiguous(), matrix, out)])
             return out
         if own_order is None or rows > own_order.most_own_rows:
-            return product(x, matrix, self.filling)
+            return product(x, matrix, self.kernels.filling)
         out = x.new_empty(rows, matrix.shape[1])
         own_order.multiply_rows(x.contiguous(), matrix, out)
         return out

@@ -88,8 +88,7 @@ class HostExperts:
         replaces it, or at the end, whether the pool is used or not.
         """
         former, self._pool = self._pool, pool
-        for math in self._math.values():
-            math.compute_by(None, None)
+        self._math = _by_pool(self._math, None)
         if former is not None:
             former.close()
         if pool is None:
@@ -99,8 +98,7 @@ class HostExperts:
             with self._held((layer, 0, EXACT)) as weights:
                 if not self._math[layer].agrees(pool, weights):
                     return False
-        for math in self._math.values():
-            math.compute_by(pool, None)
+        self._math = _by_pool(self._math, pool)
         return True
 
     def submit(self, wanted: Sequence[ExpertTask], hidden: Hidden) -> list[Future[torch.Tensor]]:
@@ -221,6 +219,13 @@ def _begin(threads: int) -> None:
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
+
+
+def _by_pool(maths: Mapping[int, Arithmetic], pool: SpinningPool | None) -> dict[int, Arithmetic]:
+    """Return the arithmetic of every layer with the kernels of `pool`; layers that share an object share the new
+    one."""
+    made = {id(math): math.by_pool(pool) for math in {id(math): math for math in maths.values()}.values()}
+    return {layer: made[id(math)] for layer, math in maths.items()}
 
 
 class Balancer:

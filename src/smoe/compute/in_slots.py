@@ -15,19 +15,12 @@ from collections.abc import Sequence
 
 import torch
 
-from smoe.compute.expert_math import ExpertMath, Weights
+from smoe.compute.expert_math import Weights
 from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
-from smoe.gpu_kernels.source import MOST_TOKENS
 from smoe.memory.streams import on_device
 
 NONE = -1
 """The entry for "no expert" in the order of a sum."""
-
-
-def kernels_for(maths: Sequence[ExpertMath], tokens: int) -> list[SlotExperts] | None:
-    """Return the kernels for `tokens` tokens through the experts of `maths`, or None if one of them has no kernel."""
-    kernels = [math.slots for math in maths if math.slots is not None]
-    return kernels if kernels and len(kernels) == len(maths) and tokens <= MOST_TOKENS else None
 
 
 class InSlots:

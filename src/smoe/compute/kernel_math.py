@@ -26,11 +26,11 @@ _ROWS_AT_ONCE = 512
 class KernelMath:
     """The arithmetic of experts of one shape, in any layer."""
 
-    def __init__(self, hidden: int, inner: int, table: Bits) -> None:
-        """`table`: the activation of every bf16 number [65536]."""
+    def __init__(self, hidden: int, inner: int, table: Bits, pool: SpinningPool | None = None) -> None:
+        """`table`: the activation of every bf16 number [65536]. `pool` computes; None: nothing does yet."""
         self.hidden, self.inner = hidden, inner
         self._table = table
-        self._kernel: TokenExperts | None = None
+        self._kernel = None if pool is None else TokenExperts(pool, hidden, inner, table)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -46,12 +46,9 @@ class KernelMath:
         del pool
         return all(fits_shape(each.columns, each.outputs) for each in weights)
 
-    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """Compute with `pool`; layers that share this object also share the kernel."""
-        if pool is None:
-            self._kernel = None
-        elif self._kernel is None or self._kernel.pool is not pool:
-            self._kernel = kernel or TokenExperts(pool, self.hidden, self.inner, self._table)
+    def by_pool(self, pool: SpinningPool | None) -> KernelMath:
+        """Return the same arithmetic with `pool`."""
+        return KernelMath(self.hidden, self.inner, self._table, pool)
 
     def forward(self, x: Bits, weights: tuple[Matrix, Matrix]) -> Bits:
         """Compute [n, H] -> [n, H], many rows in nearly equal chunks, because a single row has another order of

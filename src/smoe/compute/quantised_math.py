@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smoe.bounds import BF16
-from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
+from smoe.compute.expert_math import ExpertMath, ProvenKernels, Weights, within_rounding
 from smoe.compute.row_groups import MatrixShape, product
 from smoe.gpu_kernels.decoding import fits as has_text
 from smoe.gpu_kernels.source import MatrixLayout
@@ -38,8 +38,6 @@ class UnpackedTile:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.pool: SpinningPool | None = None
-        """The pool that dequantizes; None: torch."""
         self._memory = torch.empty(0, dtype=dtype)
 
     def take(self, outputs: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -57,16 +55,19 @@ class QuantisedWeights:
         data: Sequence[tuple[StoredMatrix, torch.Tensor]],
         tile: UnpackedTile,
         activations: str,
+        pool: SpinningPool | None,
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
-        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product.
+        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product. `pool`
+        dequantizes (None: torch).
 
         Biases are [2I] and [H], in the model's dtype, in the order of the outputs.
         """
         self.data = data
         self._tile = tile
         self._activations = activations
+        self._pool = pool
         self.up_bias = up_bias
         self.down_bias = down_bias
 
@@ -99,8 +100,8 @@ class QuantisedWeights:
         begins = [0]
         for each, _ in data:
             begins.append(begins[-1] + each.outputs)
-        if tile.pool is not None:
-            tile.pool.unpack(
+        if self._pool is not None:
+            self._pool.unpack(
                 [(matrix, out[at].data_ptr()) for matrix, at in zip(self.matrices[which], begins, strict=False)]
             )
         else:
@@ -124,9 +125,10 @@ class QuantisedMath(ExpertMath):
         stored: Sequence[StoredMatrix],
         tile: UnpackedTile,
         activations: str = BF16,
+        kernels: ProvenKernels = ProvenKernels(),  # noqa: B008 (a value)
     ) -> None:
         """`activations`: the type in which our kernels multiply few rows (`EngineConfig.activations`)."""
-        super().__init__(module, parts, dtype)
+        super().__init__(module, parts, dtype, kernels)
         self._stored = stored
         self._tile = tile
         self._activations = activations
@@ -137,13 +139,13 @@ class QuantisedMath(ExpertMath):
     @property
     def rounds_rows(self) -> bool:
         """See `ExpertMath.rounds_rows`."""
-        return self._tile.pool is not None and self._post_norm is None and any(self._are_in_bytes())
+        return self.kernels.pool is not None and self._post_norm is None and any(self._are_in_bytes())
 
     @property
     def byte_kernel(self) -> TokenExperts | None:
         """See `ExpertMath.byte_kernel`."""
-        has_kernel = self.kernel is not None and not self.sums_as_weights
-        return self.kernel if has_kernel and all(self._are_in_bytes()) else None
+        kernel = self.kernels.token
+        return kernel if kernel is not None and not self.sums_as_weights and all(self._are_in_bytes()) else None
 
     def _are_in_bytes(self) -> list[bool]:
         """Return for every matrix whether it is multiplied with 8-bit rows."""
@@ -165,10 +167,10 @@ class QuantisedMath(ExpertMath):
             begin = offsets[each.name]
             data.append((each, rows[begin : begin + each.nbytes].view(each.outputs, -1)))
         if not self._has_bias:
-            return QuantisedWeights(data, self._tile, self._activations)
+            return QuantisedWeights(data, self._tile, self._activations, self.kernels.pool)
         names = f"{self._up_name}_bias", "down_proj_bias"
-        biases = (arena.view(slot, offsets[name], self._shapes[name], self._dtype) for name in names)
-        return QuantisedWeights(data, self._tile, self._activations, *biases)
+        biases = (arena.view(slot, offsets[name], self._shapes[name], self.dtype) for name in names)
+        return QuantisedWeights(data, self._tile, self._activations, self.kernels.pool, *biases)
 
     def _layouts(self, alignment: int) -> tuple[MatrixLayout, ...] | None:
         if not all(has_text(each.form) for each in self._stored):
@@ -195,21 +197,17 @@ class QuantisedMath(ExpertMath):
         """Return the largest number of rows for the kernel; more rows do not change its grade."""
         return most_quantised_rows(weights.matrices)
 
-    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        self._tile.pool = pool
-        self.kernel = kernel
-
     def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
         for row, expert in enumerate(weights):  # all experts share one tile
             out[row : row + 1] = self.forward(x, expert)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        pool = self._tile.pool
+        pool, kernel = self.kernels.pool, self.kernels.token
         if pool is None or x.shape[0] > most_quantised_rows(weights.matrices) or self._post_norm is not None:
             return super().forward(x, weights)
-        if self.kernel is not None and x.shape[0] > 1:
+        if kernel is not None and x.shape[0] > 1:
             rows = x.new_empty(x.shape[0], self.hidden)
-            self.kernel.forward(x.contiguous(), [Expert(weights.matrices, [(n, n) for n in range(len(x))])], rows)
+            kernel.forward(x.contiguous(), [Expert(weights.matrices, [(n, n) for n in range(len(x))])], rows)
             return rows
         *ups, down = weights.matrices
         wide = self._multiplied(pool, x, ups, weights.up_bias)
@@ -224,4 +222,4 @@ class QuantisedMath(ExpertMath):
         return out if bias is None else out.add_(bias)
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        return x @ matrix if x.shape[0] == 1 else product(x, matrix, self.filling)
+        return x @ matrix if x.shape[0] == 1 else product(x, matrix, self.kernels.filling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from smoe.expert import ExpertKey
 from smoe.policy.balance import Sharing
@@ -15,7 +15,6 @@ from smoe.routing import Routing
 if TYPE_CHECKING:
     import torch
 
-    from smoe.kernels.experts import TokenExperts
     from smoe.kernels.spinning_pool import SpinningPool
     from smoe.memory.arena import Arena
     from smoe.memory.streams import Fetched
@@ -45,8 +44,8 @@ class Arithmetic(Protocol):
     def agrees(self, pool: SpinningPool, weights: Any) -> bool:
         """Return whether `pool` may multiply weights like these."""
 
-    def compute_by(self, pool: SpinningPool | None, kernel: TokenExperts | None) -> None:
-        """Compute with these kernels from now on."""
+    def by_pool(self, pool: SpinningPool | None) -> Self:
+        """Return the same arithmetic with the kernels of `pool`; None: torch's."""
 
     def forward(self, x: Any, weights: Any) -> Any:
         """Return the expert's output [n, H] for rows x [n, H], not yet multiplied by the routing weight."""

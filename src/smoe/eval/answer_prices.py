@@ -267,7 +267,7 @@ def _divergences(model: PreTrainedModel, window: Sequence[int], rows: int) -> li
         return (args[0][:, -1:],)
 
     ids = torch.tensor([list(window)] * rows, device=model.device)
-    with engine.turn(), torch.no_grad():
+    with engine.passes.turn(), torch.no_grad():
         hook = head.register_forward_pre_hook(keep_all)
         try:
             last = model(input_ids=ids, use_cache=False).logits[:, -1].float()

@@ -18,7 +18,8 @@ from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.learned import NextUse
 from smoe.policy.registry import EVICTIONS, LEARNED
-from smoe.routing import Phase, Routing, observation
+from smoe.policy.step import observation
+from smoe.routing import Phase, Routing
 from smoe.simulator.replay import first_passes, replay
 from smoe.trace.file import Trace
 from smoe.trace.record import TraceHeader

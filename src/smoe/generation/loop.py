@@ -132,7 +132,7 @@ class DecodeLoop:
                     self._changed.wait()
                 if not self._has_work:
                     return
-            with self._engine.turn():
+            with self._engine.passes.turn():
                 began = self._engine.now()
                 try:
                     while self._has_work:

@@ -46,7 +46,8 @@ class Rows:
         self._used = [0] * count
         """When each row was last taken: a larger number means later."""
         self._turns = 0
-        self.share_passes: bool | None = None if self._texts is not None and engine.rows_of_pass is not None else False
+        can_share = self._texts is not None and engine.passes.rows_of_pass is not None
+        self.share_passes: bool | None = None if can_share else False
         """Whether several texts in one pass have the same results as alone; None: not tested yet."""
 
     @property

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from smoe.kernels import tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.matrix import ByteFunctions, Matrix
-from smoe.kernels.quantised_work import FEW_ROWS, LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT, unit_of
-from smoe.kernels.rows import MOST_ROWS, RowLists, passes
-from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, SpinningPool
+from smoe.kernels.quantised_work import FEW_ROWS, LONE_UNIT, MOST_QUANTISED_ROWS, ROWS_OF_UNIT
+from smoe.kernels.rows import MOST_ROWS, passes
+from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, RowLists, SpinningPool
 
 if TYPE_CHECKING:
     import torch
@@ -65,14 +65,16 @@ class TokenExperts:
     bf16 numbers are a tensor, or `Bits` without torch.
     """
 
-    def __init__(self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor | Bits) -> None:
+    def __init__(
+        self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor | Bits, most_rows: int = 1
+    ) -> None:
+        """`most_rows`: the largest number of tokens per expert; above 1 if torch's bits for several rows are known."""
         self.pool = pool
         self.hidden = hidden
         self.inner = inner
         self.table_at = _address(table)
         self.table: Any = table
-        self.most_rows = 1
-        """The largest number of tokens per expert; above 1 if torch's bits for several rows are known."""
+        self.most_rows = most_rows
         self._wide = self._gated = _NO_ROWS
         self.wide_at = self.gated_at = 0
         """Addresses of the memory for values between the products."""
@@ -154,7 +156,7 @@ class ExpertWork:
         self._size = UNIT if len(experts) > 1 else LONE_UNIT
         few = all(len(expert.places) <= FEW_ROWS for expert in experts)
         outputs = len(experts) * (2 * shape.inner + shape.hidden)
-        self._byte_size = unit_of(shape.pool.threads, outputs) if few else self._size
+        self._byte_size = shape.pool.byte_unit(outputs) if few else self._size
         self._ups: list[int] = []
         """The number of units of each expert's first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 LONE_UNIT = 128
 """The number of outputs per unit of a single product: small, because its last unit is waited for."""
-MOST_UNIT = 1024
-"""The largest number of outputs per unit for few rows: each unit waits for its first lines from memory."""
-_UNITS_OF_THREAD = 4
-"""The number of units per thread for products of few rows with large matrices."""
 FEW_ROWS = 4
 """The number of rows for which reading the matrix takes longer than multiplying."""
 MOST_QUANTISED_ROWS = 32
@@ -40,12 +36,6 @@ def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
     """Return the largest number of rows that these quantized matrices can be multiplied with at once."""
     in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
     return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
-
-
-def unit_of(threads: int, outputs: int) -> int:
-    """Return the outputs per unit for few 8-bit rows and `outputs` outputs in total."""
-    units = -(-outputs // (threads * _UNITS_OF_THREAD * LONE_UNIT))
-    return min(MOST_UNIT, units * LONE_UNIT)
 
 
 class Target(NamedTuple):
@@ -72,7 +62,7 @@ class QuantisedWork:
         self._pool, self._rows, self._x = pool, x.shape[0], x.data_ptr()
         self._referred: list[object] = []
         outputs = sum([each.matrix.outputs for each in targets])
-        self._byte_unit = unit_of(pool.threads, outputs) if self._rows <= FEW_ROWS else LONE_UNIT
+        self._byte_unit = pool.byte_unit(outputs) if self._rows <= FEW_ROWS else LONE_UNIT
         self._make_byte_rows([each.matrix for each in targets])
         pool.row_lists.begin(len(targets) * (1 + 2 * self._rows))
         for target in targets:

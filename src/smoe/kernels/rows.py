@@ -1,10 +1,8 @@
-"""Lists of rows' addresses, as arguments of machine code."""
+"""Passes of a few rows, as arguments of machine code."""
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-import struct
 from collections.abc import Sequence
 
 MOST_ROWS = 4
@@ -28,28 +26,3 @@ class Pairs:
         self.count = len(pairs)
         self._words = (ctypes.c_int64 * (2 * len(pairs)))(*(address for pair in pairs for address in pair))
         self.address = ctypes.addressof(self._words)
-
-
-class RowLists:
-    """Memory for lists of 8-bit rows: the number of rows, then each one's address and that of its product.
-
-    The lists are valid until `begin` is called for the next job.
-    """
-
-    def __init__(self) -> None:
-        self._words = (ctypes.c_int64 * 0)()
-        self._address = self._used = 0
-
-    def begin(self, words: int) -> None:
-        """Allocate `words` words; earlier lists become invalid."""
-        if len(self._words) < words:
-            self._words = (ctypes.c_int64 * words)()
-            self._address = ctypes.addressof(self._words)
-        self._used = 0
-
-    def add(self, pairs: Sequence[tuple[int, int]]) -> int:
-        """Store a list, which takes 1 + 2 * rows words, and return its address."""
-        place, count = self._used, 1 + 2 * len(pairs)
-        self._used += count
-        struct.pack_into(f"{count}q", self._words, 8 * place, len(pairs), *itertools.chain.from_iterable(pairs))
-        return self._address + 8 * place

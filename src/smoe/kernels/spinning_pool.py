@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from smoe.kernels.jit import Source, compile_functions, cpu_has
 from smoe.kernels.matrix import Matrix, own_order
 from smoe.kernels.quantised_work import LONE_UNIT, MOST_QUANTISED_ROWS, QuantisedWork, Target
 from smoe.kernels.row_product import chain_of
-from smoe.kernels.rows import Pairs, RowLists
+from smoe.kernels.rows import Pairs
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,10 @@ another rate."""
 WAKING_WEIGHTS = 1 << 20
 """The number of weights below which the work ends before a sleeping thread would wake up."""
 _CLOSING_SECONDS = 0.001
+MOST_UNIT = 1024
+"""The largest number of outputs per unit for few rows: each unit waits for its first lines from memory."""
+_UNITS_OF_THREAD = 4
+"""The number of units per thread for products of few rows with large matrices."""
 
 
 class Product(NamedTuple):
@@ -87,6 +92,31 @@ class Ahead(NamedTuple):
             words[2 * n : 2 * n + 2] = pieces, address
             pieces += nbytes // tasks.PIECE
         return cls(struct.pack(f"{len(words)}q", *words), pieces)
+
+
+class RowLists:
+    """Memory for lists of 8-bit rows: the number of rows, then each one's address and that of its product.
+
+    The lists are valid until `begin` is called for the next job.
+    """
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_int64 * 0)()
+        self._address = self._used = 0
+
+    def begin(self, words: int) -> None:
+        """Allocate `words` words; earlier lists become invalid."""
+        if len(self._words) < words:
+            self._words = (ctypes.c_int64 * words)()
+            self._address = ctypes.addressof(self._words)
+        self._used = 0
+
+    def add(self, pairs: Sequence[tuple[int, int]]) -> int:
+        """Store a list, which takes 1 + 2 * rows words, and return its address."""
+        place, count = self._used, 1 + 2 * len(pairs)
+        self._used += count
+        struct.pack_into(f"{count}q", self._words, 8 * place, len(pairs), *itertools.chain.from_iterable(pairs))
+        return self._address + 8 * place
 
 
 _LINE = 64
@@ -225,6 +255,11 @@ class SpinningPool:
             self._byte_rows = bytearray(nbytes + _LINE)
             self._byte_rows_at = ctypes.addressof(ctypes.c_char.from_buffer(self._byte_rows))
         return -(-self._byte_rows_at // _LINE) * _LINE
+
+    def byte_unit(self, outputs: int) -> int:
+        """Return the outputs per unit for few 8-bit rows and `outputs` outputs in total."""
+        units = -(-outputs // (self.threads * _UNITS_OF_THREAD * LONE_UNIT))
+        return min(MOST_UNIT, units * LONE_UNIT)
 
     def unpack(self, matrices: Sequence[tuple[Matrix, int]]) -> None:
         """Dequantize matrices to bf16. Each is given as (matrix, address of the result)."""

@@ -21,7 +21,7 @@ from smoe.kernels import attention, norm, tasks
 from smoe.kernels.byte_layout import Layout
 from smoe.kernels.jit import Source, address_of, compile_functions
 from smoe.kernels.matrix import Matrix
-from smoe.kernels.quantised_work import LONE_UNIT, unit_of
+from smoe.kernels.quantised_work import LONE_UNIT
 from smoe.kernels.registers import as_bf16, halved, joined, widened
 from smoe.kernels.spinning_pool import UNIT, WAKING_WEIGHTS, Ahead, SpinningPool
 from smoe.kernels.token_router import TokenRouter
@@ -321,7 +321,7 @@ class _Tasks:
             kind, arguments = tasks.FORMAT, (products.of_rows[0], x, address, out, columns, bias)
         else:
             at, wait = rows[products.in_bytes.layout]
-            unit = unit_of(self._pool.threads, outputs_of_all)
+            unit = self._pool.byte_unit(outputs_of_all)
             listed = self._list(at, out)
             kind, arguments = tasks.FORMAT, (products.in_bytes.products, listed, address, 0, columns, bias)
         self.fields += (self.units, outputs, unit, kind, *wait, done, *arguments)

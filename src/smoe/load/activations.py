@@ -6,13 +6,14 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.bounds import AUTO, BF16, EMULATED, INT8
+from smoe.compute.experts import Experts
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError
 from smoe.formats.activations import fits
 from smoe.kernels.isa import widest
 from smoe.memory.quantised_store import QuantisedStore
+from smoe.memory.store import ExpertStore
 from smoe.models.quantised_linear import QuantisedLinear
-from smoe.runtime.layer import LayerCompute
 
 
 def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
@@ -31,14 +32,15 @@ def on_workers(config: EngineConfig) -> str:
     return BF16 if config.activations == AUTO else config.activations
 
 
-def check_activations(model: PreTrainedModel, config: EngineConfig, compute: LayerCompute) -> None:
+def check_activations(
+    model: PreTrainedModel, config: EngineConfig, experts: Experts, store: ExpertStore, device: torch.device
+) -> None:
     """Raise `ConfigError` if `activations` requires weights that the model lacks, or kernels that this machine lacks.
 
     Call it after the experts' arithmetic has been chosen.
     """
     if config.activations != INT8:
         return
-    store = compute.store
     forms = [module.form for module in model.modules() if isinstance(module, QuantisedLinear)]
     has_codes = isinstance(store, QuantisedStore)
     if isinstance(store, QuantisedStore):
@@ -46,14 +48,14 @@ def check_activations(model: PreTrainedModel, config: EngineConfig, compute: Lay
     if not any(map(fits, forms)):
         owner = "quantised weights whose codes are whole numbers (7 bits, or signed): a GGUF file's, or `precision`"
         raise ConfigError.idle("activations", config.activations, owner)
-    if compute.device.type != "cpu":
-        why = f"it applies to computation on a CPU, and this model is on {compute.device}; use `device` cpu"
-    elif compute.spinning_pool is None:
+    if device.type != "cpu":
+        why = f"it applies to computation on a CPU, and this model is on {device}; use `device` cpu"
+    elif experts.spinning_pool is None:
         why = (
             "smoe's kernels for it need AVX2 or NEON, llvmlite and bfloat16, and a passed self-test, which this "
             "machine lacks"
         )
-    elif has_codes and not compute.multiplies_codes:
+    elif has_codes and not experts.multiplies_codes:
         why = "this family's experts end in a norm, and are computed on unpacked weights"
     else:
         return

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -12,29 +13,34 @@ import torch
 from transformers import PreTrainedModel
 
 from smoe.bounds import DEFAULT_PREFETCH_DEPTH
+from smoe.compute.experts import Experts
 from smoe.compute.host_experts import Balancer, HostExperts
 from smoe.compute.unit import ComputeUnit
 from smoe.config import EngineConfig
 from smoe.errors import BudgetError, ConfigError, UnsupportedModelError
-from smoe.expert import EXACT, LOW
+from smoe.expert import EXACT
+from smoe.fastpath.attention import listen_to
+from smoe.fastpath.rows_of_pass import RowsOfPass
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
 from smoe.load.activations import activations_of
 from smoe.load.calibration import calibrate
-from smoe.load.choose_kernel import choose_arithmetic
+from smoe.load.choose_kernel import ChosenArithmetic, choose_arithmetic, is_native
 from smoe.load.clustered import ClusterInputs, cluster_of
 from smoe.load.experts_math import experts_math
 from smoe.load.known import ResolvedSettings
 from smoe.load.learned import LearnedValues
 from smoe.load.predictor_name import predictor_name
-from smoe.load.selftest import check_experts
+from smoe.load.selftest import Prover, proven_sums
 from smoe.load.tiers import Tiers, make_tiers
 from smoe.machine.processor import reading_threads
 from smoe.memory.arena import Arena
 from smoe.memory.emulation import Emulation
 from smoe.memory.link import Link
 from smoe.memory.pacing import Pacing
+from smoe.memory.quantised_store import QuantisedStore
 from smoe.memory.reading_threads import Transfers
 from smoe.memory.store import ExpertStore, StoredLayer
-from smoe.models.outline import ExpertsSite
+from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import ScoringRule, check_weighs_outputs, find_rule
 from smoe.models.spec import ModelSpec
 from smoe.policy.answering import Answering
@@ -52,10 +58,13 @@ from smoe.prediction.inputs import PredictorInputs
 from smoe.routing import Phase
 from smoe.runtime.answer_costs import FIRST_BYTES_PER_SECOND, Answerer, LoadRate
 from smoe.runtime.arrivals import Arrivals
-from smoe.runtime.engine import Engine
+from smoe.runtime.engine import Engine, fresh_eviction
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.layer import LayerCompute
 from smoe.runtime.offloaded_model import OffloadedModel
+from smoe.runtime.paced import PacedCompute, PacedExecutor
+from smoe.runtime.passes import Passes
+from smoe.runtime.reserve import Reserve
 from smoe.runtime.resident import pass_resident_experts
 from smoe.runtime.running_ahead import DraftRouting
 from smoe.runtime.seam import attach
@@ -110,54 +119,91 @@ def assemble(
         tiers = make_tiers(stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
         transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
         made.callback(transfers.close)
-        compute = _compute(model, spec, config, stores, arena, table, tiers, transfers, pacing)
-        made.callback(compute.close)
-        _prove(model, spec, LayerExecutor(compute=compute), checkpoint)
-        arithmetic = choose_arithmetic(model, spec, config, compute, _host_threads(pacing))
-        balancer = _balancer(config, tiers, compute.units.get(HOST), pacing, ledger.demand.slot_bytes)
-        others = _others(model, spec, config, budget, compute, checkpoint, LoadRate(transfers, tiers.link), made)
-        trial = Trial() if _is_on_trial(config) else None
-        executor = LayerExecutor(
-            compute=compute, predictors=predictors, balancer=others or balancer, trial=trial, upgrades=config.upgrade
+        host = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
+        units: dict[int, ComputeUnit] = {} if host is None else {HOST: host}
+        if host is not None:
+            made.callback(host.close)
+        if host is not None and is_native(spec, config, arena.device) and not pacing.is_emulated:
+            # an emulated device is timed with torch's products (docs/log/device.md)
+            host.multiply_by(SpinningPool(_host_threads(pacing), in_own_order=not is_supported()))
+        arithmetic = _proven_arithmetic(model, spec, config, stores, checkpoint, table, transfers, arena, made)
+        experts, rate = arithmetic.experts, LoadRate(transfers, tiers.link)
+        transfers.reset()  # the proofs' loads do not count
+        eviction = config.eviction_settings._replace(next_use=budget.learned.next_use)
+        arrivals = Arrivals(
+            stores=stores,
+            table=table,
+            eviction=fresh_eviction(eviction, ledger, store),
+            transfers=transfers,
+            arena=arena,
+            math=experts.maths,
+            clock=pacing.now,
+        )
+        balancer = _balancer(config, tiers, host, pacing, ledger.demand.slot_bytes)
+        others = _others(model, spec, config, budget, arrivals, experts.arithmetic, units, checkpoint, rate, made)
+        compute = (PacedCompute if pacing.has_times_of_its_own else LayerCompute)(
+            experts, arrivals, arena.device, units if others is None else others.units, pacing, others
+        )
+        executor = (PacedExecutor if pacing.has_times_of_its_own else LayerExecutor)(
+            compute=compute,
+            predictors=predictors,
+            substitution=substitution_of(config),
+            answerer=_answerer(config, budget.known.prices, stores, rate, balancer),
+            balancer=others or balancer,
+            trial=Trial() if _is_on_trial(config) else None,
+            upgrades=config.upgrade,
+        )
+        reserve = Reserve(
+            ledger,
+            executor,
+            arena,
+            spec.config,
+            spec.context_tokens,
+            config.max_sequences,
+            spec.anatomy.kv_bytes_per_token,
+        )
+        rows = RowsOfPass(experts.spinning_pool, isinstance(store, QuantisedStore), config.reproducible)
+        passes = Passes(
+            executor,
+            store,
+            rules,
+            reserve,
+            rows if listen_to(rows, model) else None,
+            arithmetic.leaves_little,
+            arithmetic.leaves_little_of_prompts,
+            config.turn_timeout_seconds,
         )
         engine = Engine(
             config=config,
-            model_config=spec.config,
             anatomy=spec.anatomy,
             ledger=ledger,
             store=store,
             arena=arena,
             transfers=transfers,
-            executor=executor,
+            passes=passes,
+            reserve=reserve,
+            rotary=RotaryLengths(model),
             budget_reason=budget.reason,
             reasons=budget.known.reasons,
-            eviction=config.eviction_settings._replace(next_use=budget.learned.next_use),
+            eviction=eviction,
             dense_bytes=_dense_bytes(model, ledger),
             context_tokens=spec.context_tokens,
-            rules=rules,
-            leaves_little=arithmetic.leaves_little,
-            leaves_little_of_prompts=arithmetic.leaves_little_of_prompts,
         )
         _put_behind(model, spec, engine, predictors, others)
         if arithmetic.token_pass is not None and _fits_whole(config, ledger, pacing):
             pass_resident_experts(arithmetic.token_pass, engine)
-        answerer = _answerer(config, budget.known.prices, stores, transfers, tiers.link, balancer)
-        _start(model, engine, answerer, tiers.link, pacing)
+        _start(model, engine, tiers.link, pacing)
         made.pop_all()  # the engine closes them from here on
     return cast(OffloadedModel, model)  # the object keeps transformers' class
 
 
-def _start(
-    model: PreTrainedModel, engine: Engine, answerer: Answerer | None, link: Link | None, pacing: Pacing
-) -> None:
-    """Calibrate, reset all measurements, and enable the configured miss resolution; until then misses are loaded."""
+def _start(model: PreTrainedModel, engine: Engine, link: Link | None, pacing: Pacing) -> None:
+    """Calibrate an emulated device, where all misses are loaded, and load experts into free slots."""
     executor = engine.executor
-    executor.reset(engine.fresh_eviction())  # the eviction policy of the self-test knows neither slot sizes nor formats
     if isinstance(pacing, Emulation) and link is not None and engine.config.dilation is None:
-        calibrate(model, pacing, link)
+        with executor.exactly():
+            calibrate(model, pacing, link)
         executor.reset(engine.fresh_eviction())
-    executor.answerer = answerer
-    executor.substitute_by(substitution_of(engine.config))
     if _is_preloaded(engine.config, engine.ledger, pacing):
         executor.arrivals.preload()
 
@@ -171,35 +217,36 @@ def _fits_whole(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
     return ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
 
 
-def _compute(
+def _proven_arithmetic(
     model: PreTrainedModel,
     spec: ModelSpec,
     config: EngineConfig,
     stores: Mapping[int, ExpertStore],
-    arena: Arena,
+    checkpoint: Mapping[int, Mapping[int, StoredLayer]],
     table: SlotTable,
-    tiers: Tiers,
     transfers: Transfers,
-    pacing: Pacing,
-) -> LayerCompute:
-    """Return the experts' arithmetic and the loads for it; nothing is tested or chosen yet."""
-    store = stores[EXACT]
-    math = {
-        (layer, form): each
+    arena: Arena,
+    made: ExitStack,
+) -> ChosenArithmetic:
+    """Compare experts of every distinct layout and format, as the engine computes them, with transformers' own; then
+    choose the kernels by others that are loaded for it. The slots are empty afterwards."""
+    activations = activations_of(config, spec.dtype.torch, arena.device)
+    maths = {
+        (layer, form): math
         for form, of in stores.items()
-        for layer, each in experts_math(model, spec, of, activations_of(config, spec.dtype.torch, arena.device)).items()
+        for layer, math in experts_math(model, spec, of, activations).items()
     }
     arrivals = Arrivals(
-        stores=stores,
-        table=table,
-        eviction=LRU(),  # for the self-test at load, which uses no router
-        transfers=transfers,
-        arena=arena,
-        math=math,
-        clock=pacing.now,
+        stores=stores, table=table, eviction=LRU(), transfers=transfers, arena=arena, math=maths, clock=perf_counter
     )
-    host_experts = _host_experts(model, spec, config, store, tiers, arena.device, pacing)
-    return LayerCompute(store, arrivals, arena, math, {} if host_experts is None else {HOST: host_experts}, pacing)
+    prover = Prover(arrivals, arena.device)
+    try:
+        experts = proven_sums(spec.sites, model, checkpoint, prover, Experts(maths), spec.dtype.torch)
+        return choose_arithmetic(model, spec, config, prover, experts, made)
+    finally:
+        arrivals.recover()
+        arrivals.forget()
+        table.clear()
 
 
 def _others(
@@ -207,7 +254,9 @@ def _others(
     spec: ModelSpec,
     config: EngineConfig,
     budget: Budget,
-    compute: LayerCompute,
+    arrivals: Arrivals,
+    arithmetic: str,
+    units: Mapping[int, ComputeUnit],
     checkpoint: Mapping[int, Mapping[int, StoredLayer]],
     rate: LoadRate,
     made: ExitStack,
@@ -217,21 +266,7 @@ def _others(
         return None
     demand = budget.ledger.demand
     asked = ClusterInputs(budget.weights, rate.seconds_per_byte, demand, budget.files, checkpoint[EXACT], budget.draft)
-    return cluster_of(model, spec, config, compute.store, compute, asked, made)
-
-
-def _prove(
-    model: PreTrainedModel,
-    spec: ModelSpec,
-    executor: LayerExecutor,
-    checkpoint: Mapping[int, Mapping[int, StoredLayer]],
-) -> None:
-    """Compare experts of every distinct layout and format, as the engine computes them, with transformers' own."""
-    modules = dict(model.named_modules())
-    for site in _one_of_each_kind(spec.sites, executor.compute):
-        for form, of in checkpoint.items():
-            with executor.by_low_copies() if form == LOW else nullcontext():
-                check_experts(site, modules[site.name], of[site.layer], executor, spec.dtype.torch)
+    return cluster_of(model, spec, config, arrivals, arithmetic, units, asked, made)
 
 
 def _put_behind(
@@ -290,8 +325,7 @@ def _answerer(
     config: EngineConfig,
     prices: PriceTable | None,
     stores: Mapping[int, ExpertStore],
-    transfers: Transfers,
-    link: Link | None,
+    rate: LoadRate,
     balancer: Balancer | None,
 ) -> Answerer | None:
     """Return the resolver of decode misses within a limit of perplexity or time, or None if there is no limit."""
@@ -307,7 +341,7 @@ def _answerer(
         assert config.max_perplexity_increase is not None
         return Answering(prices, QualityBudget(nats_of_perplexity(config.max_perplexity_increase), first_rate))
 
-    return Answerer(make, slot_bytes, LoadRate(transfers, link), balancer)
+    return Answerer(make, slot_bytes, rate, balancer)
 
 
 def _balancer(
@@ -389,8 +423,3 @@ def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringR
         hidden, top_k = spec.config.get_text_config().hidden_size, spec.anatomy.top_k[site.layer]
         rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
     return rules
-
-
-def _one_of_each_kind(sites: list[ExpertsSite], compute: LayerCompute) -> list[ExpertsSite]:
-    """Return the first layer of every distinct layout."""
-    return list({(site.experts, site.parts, compute.kind(site.layer)): site for site in reversed(sites)}.values())

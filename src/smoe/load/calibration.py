@@ -48,7 +48,7 @@ def _host_seconds(model: PreTrainedModel, engine: Engine, guess: float) -> float
     if host is None:
         return 2 * guess
     layer = min(engine.store.layers)
-    row = torch.zeros(1, engine.executor.compute.hidden_size(layer), dtype=next(model.parameters()).dtype)
+    row = torch.zeros(1, engine.executor.compute.experts.hidden_size(layer), dtype=next(model.parameters()).dtype)
     for expert in range(min(_STEPS, engine.store.layers[layer].experts)):
         host.submit([ExpertTask((layer, expert, EXACT), [0])], Fetched(row))[0].result()
     return _PARALLEL_SLOWDOWN * max(seconds for seconds, _ in host.measured())

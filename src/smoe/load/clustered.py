@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from smoe.compute.expert_math import ExpertMath
 from smoe.compute.experts_alone import LEAST_SLOTS, ExpertsAlone
+from smoe.compute.unit import ComputeUnit
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError
 from smoe.expert import EXACT
@@ -24,7 +25,7 @@ from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.spec import ModelSpec
 from smoe.policy.ahead import Here
 from smoe.policy.budget import Demand, SlotClass
-from smoe.runtime.layer import LayerCompute
+from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.running_ahead import DraftRouting
 
 if TYPE_CHECKING:
@@ -94,12 +95,14 @@ def cluster_of(
     model: PreTrainedModel,
     spec: ModelSpec,
     config: EngineConfig,
-    store: ExpertStore,
-    compute: LayerCompute,
+    arrivals: Arrivals,
+    arithmetic: str,
+    units: Mapping[int, ComputeUnit],
     asked: ClusterInputs,
     made: ExitStack,
 ) -> Cluster:
     """Return a listening cluster with the workers that joined in time; `made` closes it if a later step fails.
+    `arithmetic`: that of the experts here. `units`: those on this machine.
 
     Raises `ClusterError` if the cluster is unknown, its address is in use, or too few workers joined.
     """
@@ -109,12 +112,13 @@ def cluster_of(
 
     assert config.cluster is not None
     coordinator = read_coordinator(config.cluster)
+    store = arrivals.stores[EXACT]
     math = _movable_math(model, spec, config, store)
     own = [each for each in asked.demand.all_classes if each.form == EXACT]
     alone = experts_alone(store, math, own, host_sizes(own, 0, LEAST_SLOTS), config)
     same = {"weights": asked.weights, "precision": spec.precision, "dtype": str(spec.dtype.torch)}
     slot_bytes = max(store.slot_bytes.values())
-    method, arrivals = config.placement or "finish", compute.arrivals
+    method = config.placement or "finish"
     staging = sum(pool.staging_slots for pool in arrivals.table.pools)
     cluster = Cluster(
         coordinator,
@@ -132,11 +136,10 @@ def cluster_of(
         config.draft_extra or 0,
         config.cluster_verify,
     )
-    _furnish(cluster, spec, asked, math, compute.arithmetic, alone.threads)
+    _furnish(cluster, spec, asked, math, arithmetic, alone.threads)
     made.callback(cluster.close)
-    cluster.units.update(compute.units)
-    compute.others, compute.units = cluster, cluster.units
-    cluster.open(compute.arithmetic)
+    cluster.units.update(units)
+    cluster.open(arithmetic)
     _wait_for_workers(cluster, config)
     return cluster
 

@@ -9,18 +9,26 @@ difference beyond rounding is refused.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
-from smoe.compute.expert_math import ROUNDINGS
+from smoe.compute.expert_math import ROUNDINGS, Weights
+from smoe.compute.experts import Experts
 from smoe.errors import UnsupportedModelError
+from smoe.expert import EXACT, LOW, ExpertKey
+from smoe.memory.pacing import Pacing
 from smoe.memory.quantised_store import is_quantised
 from smoe.memory.store import StoredLayer
 from smoe.models.outline import ExpertsSite
 from smoe.models.reference import reference_parameters
+from smoe.policy.plan import Serve
 from smoe.routing import Phase
+from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.layer import LayerCompute
 from smoe.runtime.seam import original_experts_forward
 from smoe.runtime.step import Step
 
@@ -30,38 +38,95 @@ _TF32_EPS = 2.0**-10
 _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 
 
+class Prover:
+    """Computes with experts as the engine does, before it is built: in its slots, by its loads."""
+
+    def __init__(self, arrivals: Arrivals, device: torch.device) -> None:
+        self.arrivals, self.device = arrivals, device
+        self.store = arrivals.stores[EXACT]
+
+    def executor(self, experts: Experts) -> LayerExecutor:
+        """Return an executor of single layers that uses no unit besides the device."""
+        return LayerExecutor(compute=LayerCompute(experts, self.arrivals, self.device, {}, Pacing()))
+
+    def samples(self, experts: Experts) -> dict[tuple[object, ...], tuple[ExpertKey, Weights]]:
+        """Return a resident expert of every kind (`ExpertMath.kind`)."""
+        found: dict[tuple[object, ...], tuple[ExpertKey, Weights]] = {}
+        for key in sorted(self.arrivals.table.ready):
+            found.setdefault(experts.math_of(key).kind, (key, self.arrivals.ready(key)))
+        return found
+
+    def compute_slots(self, experts: Experts, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """Compute one token [1, H] with the content of `count` slots -> [1, H]; for measurements."""
+        weights = self.arrivals.slots_of(experts.maths[layer, EXACT], layer, count)
+        serves = [Serve((layer, n, EXACT), (n,), False) for n in range(count)]
+        token = experts.begin[layer](serves, hidden, hidden.new_ones(1, count))
+        token.compute(0, weights)
+        return token.total()
+
+
+def proven_sums(
+    sites: Sequence[ExpertsSite],
+    model: nn.Module,
+    checkpoint: Mapping[int, Mapping[int, StoredLayer]],
+    prover: Prover,
+    experts: Experts,
+    dtype: torch.dtype,
+) -> Experts:
+    """Return `experts` with the order and dtype of sums that transformers' own have, compared for every distinct layout
+    and format. Raises `UnsupportedModelError` if there is none."""
+    modules = dict(model.named_modules())
+    kinds = {(site.experts, site.parts, experts.kind(site.layer)): site for site in reversed(sites)}
+    for site in kinds.values():
+        for form, of in checkpoint.items():
+            experts = check_experts(site, modules[site.name], of[site.layer], prover, experts, dtype, form)
+    return experts
+
+
 def check_experts(
-    site: ExpertsSite, module: nn.Module, checkpoint: StoredLayer, executor: LayerExecutor, dtype: torch.dtype
-) -> None:
-    """Raise `UnsupportedModelError` if our result for a layer's first two experts differs from transformers'.
+    site: ExpertsSite,
+    module: nn.Module,
+    checkpoint: StoredLayer,
+    prover: Prover,
+    experts: Experts,
+    dtype: torch.dtype,
+    form: int = EXACT,
+) -> Experts:
+    """Raise `UnsupportedModelError` if our result for a layer's first two experts differs from transformers'. Return
+    the experts, which sum in the dtype of the routing weights where that is transformers' way.
 
     For quantized experts the comparison is with transformers' result on dequantized weights.
     """
-    allowed = quantised_rounding(dtype) if is_quantised({site.layer: checkpoint}) else rounding(dtype, executor.device)
+    allowed = quantised_rounding(dtype) if is_quantised({site.layer: checkpoint}) else rounding(dtype, prover.device)
     width = min(2, site.experts)
     for (phase, tokens), type_of_weights in itertools.product(_STEPS, dict.fromkeys((dtype, torch.float32))):
-        hidden = torch.randn(
-            tokens, executor.compute.hidden_size(site.layer), generator=torch.Generator().manual_seed(0)
-        )
-        hidden = hidden.to(dtype).to(executor.device)
-        index = torch.arange(width, device=executor.device).repeat(tokens, 1)
-        weights = torch.linspace(0.3, 0.7, width, device=executor.device).to(type_of_weights).repeat(tokens, 1)
+        hidden = torch.randn(tokens, experts.hidden_size(site.layer), generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(dtype).to(prover.device)
+        index = torch.arange(width, device=prover.device).repeat(tokens, 1)
+        weights = torch.linspace(0.3, 0.7, width, device=prover.device).to(type_of_weights).repeat(tokens, 1)
         try:
             theirs = library_result(module, checkpoint, list(range(width)), hidden, index, weights)
         except RuntimeError:
             if type_of_weights is dtype:
                 raise
             continue  # dbrx: its router never returns such weights, and its loop cannot add them
-        ours = executor.run(Step(site.layer, phase, hidden, index, weights))
+        step = Step(site.layer, phase, hidden, index, weights)
+        ours = _run(prover.executor(experts), step, form)
         if not is_same(ours, theirs, allowed) and type_of_weights is not dtype:  # nemotron_h sums in the weights' dtype
-            executor.compute.sum_as_weights()
-            ours = executor.run(Step(site.layer, phase, hidden, index, weights))
+            experts = experts.summing_as_weights()
+            ours = _run(prover.executor(experts), step, form)
         if not is_same(ours, theirs, allowed):
             difference = (ours.float() - theirs.float()).abs().max().item()
             raise UnsupportedModelError(
                 f"self-test failed in layer {site.layer} ({type(module).__name__}, {phase.value}): our result differs "
                 f"from the library's by {difference:.3g}; this family cannot be served exactly"
             )
+    return experts
+
+
+def _run(executor: LayerExecutor, step: Step, form: int) -> torch.Tensor:
+    with executor.by_low_copies() if form == LOW else nullcontext():
+        return executor.run(step)
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:

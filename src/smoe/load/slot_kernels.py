@@ -13,14 +13,15 @@ from time import perf_counter
 import torch
 
 from smoe.compute.expert_math import ExpertMath, Weights, within_rounding
+from smoe.compute.experts import Experts, Place
 from smoe.config import EngineConfig
-from smoe.expert import EXACT, ExpertKey
+from smoe.expert import EXACT
 from smoe.gpu_kernels import compiled
 from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
 from smoe.gpu_kernels.source import MOST_TOKENS, ExpertKind
 from smoe.kernels.proof import is_no_further
+from smoe.load.selftest import Prover
 from smoe.memory.store import ExpertStore
-from smoe.runtime.layer import LayerCompute
 
 _PROOF_OUTPUTS = 64
 _FP32_LEEWAY = 16.0
@@ -30,45 +31,43 @@ _EXPERTS = 8
 _log = logging.getLogger(__name__)
 
 
-def take_slot_kernels(compute: LayerCompute, config: EngineConfig) -> None:
-    """Use the GPU kernels for few tokens in all layers, if they are supported, correct and not slower."""
-    if not _is_gpu(compute.device) or config.kernels == "torch" or not compiled.is_available():
-        return
+def in_slots(prover: Prover, experts: Experts, config: EngineConfig) -> Experts:
+    """Return the experts with the GPU kernels for few tokens in all layers, if they are supported, correct and not
+    slower."""
+    if not _is_gpu(prover.device) or config.kernels == "torch" or not compiled.is_available():
+        return experts
     try:
-        kernels = proven_kernels(compute, min(config.max_sequences, MOST_TOKENS))
+        kernels = proven_kernels(prover, experts, min(config.max_sequences, MOST_TOKENS))
     except Exception as error:  # Triton has many errors, such as a missing compiler for its launcher or an unknown GPU
         _log.warning("experts are computed by torch: Triton's kernels cannot be used here (%s)", error)
-        return
-    compute.compute_in_slots(kernels)
+        return experts
+    if kernels is None:
+        return experts
+    ours = experts.in_slots(kernels)
     may_measure = config.kernels == "auto" and not config.reproducible
-    if kernels is not None and may_measure and not _is_no_slower(compute, kernels):
-        compute.compute_in_slots(None)
+    return ours if not may_measure or _is_no_slower(prover, ours, experts) else experts
 
 
 def _is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def proven_kernels(compute: LayerCompute, most_tokens: int) -> dict[tuple[int, int], SlotExperts] | None:
+def proven_kernels(prover: Prover, experts: Experts, most_tokens: int) -> dict[Place, SlotExperts] | None:
     """Return the kernels of every layer and format, or None if one is not supported, fails the test or cannot be
     tested.
 
     Each is tested on a resident expert, for one token and up to `most_tokens`.
     """
-    samples: dict[tuple[object, ...], ExpertKey] = {}
-    for key in sorted(compute.arrivals.table.ready):
-        samples.setdefault(compute.math_of(key).kind, key)
-    alignments = _alignments(compute)
+    samples, alignments = prover.samples(experts), _alignments(prover, experts)
     made: dict[ExpertKind, SlotExperts | None] = {}
-    found: dict[tuple[int, int], SlotExperts] = {}
-    for place, math in compute.maths.items():
+    found: dict[Place, SlotExperts] = {}
+    for place, math in experts.maths.items():
         kind = math.slot_kind(alignments[math.kind])
         if kind is None or math.kind not in samples:
             return None
         if kind not in made:
-            kernel = SlotExperts(kind)
-            weights = compute.arrivals.ready(samples[math.kind])
-            made[kind] = kernel if is_proven(kernel, math, weights, compute.device, most_tokens) else None
+            kernel, (_, weights) = SlotExperts(kind), samples[math.kind]
+            made[kind] = kernel if is_proven(kernel, math, weights, prover.device, most_tokens) else None
         proven = made[kind]
         if proven is None:
             return None
@@ -140,14 +139,14 @@ class _Product:
         return self._activate(wide if self._bias is None else wide + self._bias.to(dtype))
 
 
-def _alignments(compute: LayerCompute) -> dict[tuple[object, ...], int]:
+def _alignments(prover: Prover, experts: Experts) -> dict[tuple[object, ...], int]:
     """Return, for each kind of experts, a power of two that divides the addresses of all matrices.
 
     A different value per slot would be a different kernel, and bits would depend on the slot.
     """
     found: dict[tuple[object, ...], int] = {}
-    for (layer, form), math in compute.maths.items():
-        store = compute.arrivals.stores[form]
+    for (layer, form), math in experts.maths.items():
+        store = prover.arrivals.stores[form]
         found[math.kind] = min(found.get(math.kind, 16), alignment_in(store, layer))
     return found
 
@@ -161,26 +160,24 @@ def alignment_in(store: ExpertStore, layer: int) -> int:
     return bits & -bits
 
 
-def _is_no_slower(compute: LayerCompute, kernels: dict[tuple[int, int], SlotExperts]) -> bool:
+def _is_no_slower(prover: Prover, ours: Experts, theirs: Experts) -> bool:
     """Return whether the kernels are at least as fast as torch for one token through the first layer, by the fastest of
     alternating runs."""
-    layer = next(layer for layer, form in kernels if form == EXACT)
-    seconds = {True: float("inf"), False: float("inf")}
+    layer = next(layer for layer, form in ours.maths if form == EXACT)
+    seconds = [float("inf")] * 2
     for _ in range(_ROUNDS):
-        for is_ours in seconds:
-            compute.compute_in_slots(kernels if is_ours else None)
-            seconds[is_ours] = min(seconds[is_ours], _seconds(compute, layer, kernels[layer, EXACT].kind))
-    compute.compute_in_slots(kernels)
-    return seconds[True] <= seconds[False]
+        for n, experts in enumerate((ours, theirs)):
+            seconds[n] = min(seconds[n], _seconds(experts, prover, layer))
+    return seconds[0] <= seconds[1]
 
 
-def _seconds(compute: LayerCompute, layer: int, kind: ExpertKind) -> float:
+def _seconds(experts: Experts, prover: Prover, layer: int) -> float:
     """Return the seconds until the device has finished one token."""
-    hidden = torch.zeros(1, kind.hidden, dtype=getattr(torch, kind.dtype), device=compute.device)
-    _finish(compute.device)
+    hidden = torch.zeros(1, experts.hidden_size(layer), dtype=experts.maths[layer, EXACT].dtype, device=prover.device)
+    _finish(prover.device)
     started = perf_counter()
-    compute.compute_slots(layer, hidden, _EXPERTS)
-    _finish(compute.device)
+    prover.compute_slots(experts, layer, hidden, _EXPERTS)
+    _finish(prover.device)
     return perf_counter() - started
 
 

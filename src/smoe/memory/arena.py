@@ -86,6 +86,11 @@ class Arena:
     def nbytes(self) -> int:
         return self.begins[-1]
 
+    @property
+    def slots(self) -> int:
+        """The number of slots of all sizes."""
+        return len(self.begins) - 1
+
     def touch(self, threads: int = 1, slots: Sequence[range] | None = None) -> None:
         """Allocate the pages of all slots, or of the ranges `slots`, in background threads. Contents do not change.
 
@@ -93,7 +98,7 @@ class Arena:
         """
         if self._map is None or _POPULATE_WRITE is None:
             return
-        parts = [range(len(self.begins) - 1)] if slots is None else slots
+        parts = [range(self.slots)] if slots is None else slots
         spans = [(self.begins[part.start], self.begins[part.stop]) for part in parts]
         steps = [
             (at, min(at + _POPULATE_BYTES, end)) for begin, end in spans for at in range(begin, end, _POPULATE_BYTES)

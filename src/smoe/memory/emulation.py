@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from smoe.errors import ConfigError
-from smoe.memory.pacing import Pacing
+from smoe.memory.pacing import Clock, Pacing
 from smoe.memory.shared_bandwidth import OVERSLEPT_SECONDS, SharedBandwidth
 
 _LEAST, _MOST = 1e-12, 1e21
@@ -101,6 +101,7 @@ class Emulation(Pacing):
     """The slowed-down clock of one engine. Any thread may call `finish`."""
 
     is_emulated = True
+    has_times_of_its_own = True
 
     def __init__(
         self,
@@ -129,8 +130,12 @@ class Emulation(Pacing):
         self.dilation = dilation
         self._memory = SharedBandwidth(self.profile.host_bytes_per_second / dilation)
 
-    def now(self) -> float:
-        """Return the reported time in seconds."""
+    @property
+    def now(self) -> Clock:
+        """The function that returns the reported time in seconds."""
+        return self._now
+
+    def _now(self) -> float:
         return time.perf_counter() / self.dilation
 
     def finish(self, began: float, seconds: float) -> None:

@@ -131,15 +131,16 @@ class SlotMover:
     def __init__(self, filler: Filler, reader: DiskReader, arena: Arena) -> None:
         self._filler = filler
         self._reader = reader
-        self._arena = arena
+        self._buffers = [arena.buffer(slot) for slot in range(arena.slots)]
 
     def move(self, ticket: Ticket, between: Callable[[], None] | None) -> int:
-        return self._filler.fill(ticket.load.key, self._arena.buffer(ticket.load.slot), between)
+        return self._filler.fill(ticket.load.key, self._buffers[ticket.load.slot], between)
 
     def mark_free(self) -> Any:
         return None
 
     def close(self) -> None:
+        self._buffers.clear()  # they would keep the arena's memory
         self._reader.close()
 
 

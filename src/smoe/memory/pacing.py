@@ -13,11 +13,13 @@ Clock = Callable[[], float]
 class Pacing:
     """Real time: the methods do nothing, because work ends when it ends.
 
-    Code that computes reports what it has done and when that began (on the real clock). An emulation then waits until
-    the work would have ended on the emulated device.
+    Where another device `has_times_of_its_own`, code that computes reports what it has done and when that began (on the
+    real clock). An emulation then waits until the work would have ended on the emulated device (`runtime/paced.py`).
     """
 
     is_emulated = False
+    has_times_of_its_own = False
+    """Whether work ends later than on this machine."""
     is_paced = True
     """False while the real machine is measured for an emulation."""
     dilation = 1.0
@@ -25,9 +27,10 @@ class Pacing:
     late_seconds = 0.0
     """The total reported time by which work ended too late."""
 
-    def now(self) -> float:
-        """Return the reported time in seconds."""
-        return time.perf_counter()
+    @property
+    def now(self) -> Clock:
+        """The function that returns the reported time in seconds."""
+        return time.perf_counter
 
     def begin_pass(self) -> None:
         """Note the beginning of a forward pass."""

@@ -6,7 +6,6 @@ Enqueuing returns at once, and operations run later in the order of their queue.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -103,17 +102,6 @@ class Fetched:
         if self._event is not None:
             self._event.synchronize()
         return self._here
-
-
-class Waits(Counter[str]):
-    """How often the computing thread has waited for the device, by purpose. Each wait lasts until everything enqueued
-    before is done. All waits within a layer go through this class."""
-
-    def fetch(self, what: str, x: torch.Tensor) -> list[Any]:
-        """Return the values of a tensor on the computing device, and count the wait."""
-        self[what] += 1
-        numbers: list[Any] = x.tolist()
-        return numbers
 
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -54,7 +54,8 @@ def plan_decode(
         if not wanted and not staged_keys:
             continue
         free = deque(residency.pool(routing.layer, form).free_cache)
-        victims = deque(eviction.of(form).victims(max(0, len(wanted) + len(staged_keys) - len(free)), routes))
+        ranking = eviction.of(form) if residency.has_low else eviction  # formats have slots, and policies, of their own
+        victims = deque(ranking.victims(max(0, len(wanted) + len(staged_keys) - len(free)), routes))
         promoted = _promote(staged_keys, free, victims)
         promotions += promoted
         loads += _loads(wanted, serves, free, victims, residency, {p.key for p in promoted})

@@ -128,6 +128,15 @@ class Predictor(PredictorKind, ABC):
     helpers: Sequence[Any] = ()
     """The predictor's threads, which are closed with the engine. They must not refer to the engine or its model."""
 
+    @property
+    def observes(self) -> bool:
+        """Whether it processes the routers' choices or inputs."""
+        return (type(self).observe, type(self).observe_input) != (Predictor.observe, Predictor.observe_input)
+
+    def grade_by(self, alpha: float, thresholds: Thresholds) -> None:
+        """Use these thresholds from now on."""
+        self.alpha, self.thresholds = alpha, thresholds
+
     def install(self) -> None:
         """Add hooks to the model. The engine calls this after it has replaced the model's experts."""
 

@@ -38,7 +38,7 @@ from smoe.policy.plan_decode import plan_decode
 from smoe.policy.plan_prefill import plan_prefill
 from smoe.policy.residency import ExpertsAtHand, ExpertsUnderWay, SlotTable
 from smoe.policy.substitution import Selection, applied, substitute
-from smoe.routing import Phase, Routing, observation
+from smoe.routing import Phase, Routing, last_rows
 
 LOW_USE = ("asked", "meanwhile", "only")
 """Which experts are computed with their low copies. asked: experts that are not at hand and for which a low copy
@@ -129,6 +129,16 @@ def decide(
     if assigned is not None and selection is not None:
         skipped = sum(replacement.substitute is None for replacement in selection.replacements)
     return Decision(routing, selection, plan, skipped)
+
+
+def observation(routing: Routing) -> Routing:
+    """Return the part of a step's routing that an eviction policy observes: a decode step completely, and of a prefill
+    only the last tokens."""
+    if routing.phase is Phase.DECODE:
+        return routing
+    last = last_rows(routing)
+    weights = None if routing.weights is None else [routing.weights[row] for row in last]
+    return routing._replace(top_k_index=[routing.top_k_index[row] for row in last], weights=weights, sequences=1)
 
 
 def plan_layer(

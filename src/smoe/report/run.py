@@ -187,7 +187,7 @@ def report_on(generation: Generation, model: PreTrainedModel, rates: Rates | Non
         bench=_bench_of(generation, pacing),
         alpha=engine.config.alpha,
         arithmetic=engine.arithmetic,
-        activations=engine.executor.compute.activations,
+        activations=engine.executor.compute.experts.activations,
         lossy=tuple(engine.config.lossy),
         tpot_asked_seconds=engine.config.tpot_seconds,
         routes=route_shares(decode),

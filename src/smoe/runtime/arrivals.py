@@ -42,6 +42,7 @@ class Arrivals:
         self.tickets: dict[ExpertKey, Ticket] = {}
         """Submitted loads whose end has not been recorded in the slot table."""
         self.stores = stores
+        self._experts = len(stores[EXACT].keys())
         self._arena = arena
         self._math = math
         self._clock = clock
@@ -60,6 +61,12 @@ class Arrivals:
     def slots(self) -> int:
         """The number of cache and staging slots."""
         return len(self._weights)
+
+    @property
+    def is_all_here(self) -> bool:
+        """Whether every expert is resident, so that nothing is read. Always false where there are low copies, which
+        would be unused with such a budget."""
+        return not self.table.has_low and len(self.table.ready) == self._experts
 
     @property
     def running(self) -> float:
@@ -141,6 +148,12 @@ class Arrivals:
         if weights is None:
             weights = self._views[key] = self._math[layer, form].bind(self._arena, load.slot, placement.parts)
         return weights
+
+    def slots_of(self, math: ExpertMath, layer: int, count: int) -> list[Weights]:
+        """Return `count` slots with their content as weights of the layer, in turns; for measurements."""
+        pool, parts = self.table.pool(layer), self.stores[EXACT].placement(layer, 0).parts
+        slots = range(pool.first, pool.end)
+        return [math.bind(self._arena, slots[n % len(slots)], parts) for n in range(count)]
 
     def _arrive(self, key: ExpertKey) -> Weights:
         """Return the weights of a load in flight after waiting for it; where possible, only the device waits."""

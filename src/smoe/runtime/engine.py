@@ -1,6 +1,6 @@
 """The engine of one model: its budget, slots and threads. Users access it as `model.offload`.
 
-One thread generates at a time; others wait for their turn (`turns.py`). A forked child cannot use the engine (threads
+One thread generates at a time; others wait for their turn (`passes.py`). A forked child cannot use the engine (threads
 and, on a GPU, the context do not survive a fork) and gets an error. The memory and threads of an engine without
 `close()` are freed when Python collects it.
 """
@@ -8,18 +8,15 @@ and, on a GPU, the context do not survive a fork) and gets an error. The memory 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from smoe.config import EngineConfig
-from smoe.errors import ConfigError, EngineStateError
-from smoe.fastpath.rows_of_pass import RowsOfPass
-from smoe.kernels.threads import threads
+from smoe.errors import ConfigError
 from smoe.memory.arena import Arena
 from smoe.memory.pacing import Pacing
 from smoe.memory.reading_threads import Transfers
@@ -29,21 +26,15 @@ from smoe.models.guards import not_copied
 from smoe.models.kv_cache import RowCache
 from smoe.models.outline import Anatomy
 from smoe.models.rotary_lengths import RotaryLengths
-from smoe.models.scoring import ScoringRule
 from smoe.policy.budget import Ledger
 from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.registry import make_eviction_for
-from smoe.routing import Phase, Routing
-from smoe.runtime.caches import Caches
-from smoe.runtime.cancellation import Cancellation
-from smoe.runtime.execute import LayerExecutor
+from smoe.routing import Routing
 from smoe.runtime.lifetime import Held
 from smoe.runtime.observer import RoutingList, StepObserver
-from smoe.runtime.rerouting import Scored
+from smoe.runtime.passes import Passes
 from smoe.runtime.reserve import Reserve
-from smoe.runtime.step import Step
 from smoe.runtime.substitution import substitution_of
-from smoe.runtime.turns import Turns
 from smoe.units import format_bytes, identifier
 
 
@@ -54,63 +45,41 @@ class Engine:
         self,
         *,
         config: EngineConfig,
-        model_config: PretrainedConfig,
         anatomy: Anatomy,
         ledger: Ledger,
         store: ExpertStore,
         arena: Arena,
         transfers: Transfers,
-        executor: LayerExecutor,
+        passes: Passes,
+        reserve: Reserve,
+        rotary: RotaryLengths,
         budget_reason: str,
         dense_bytes: int,
         context_tokens: int,
-        rules: Mapping[int, ScoringRule],
         reasons: Mapping[str, str],
         eviction: EvictionSettings,
-        leaves_little: bool,
-        leaves_little_of_prompts: bool = False,
     ) -> None:
-        """`leaves_little`: our kernels compute almost all products of one token, so the library needs one thread
-        only; `leaves_little_of_prompts`: the same for several tokens."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
         self.store = store
+        self.passes = passes
+        """The model's forward passes: what its modules call."""
+        self.executor = passes.executor
+        self.rotary = rotary
+        self.rules = passes.rules
         self.budget_reason = budget_reason
         self.reasons = reasons
         """The origin of each setting that the user left out, by setting name."""
         self.context_tokens = context_tokens
         """The number of positions reserved for every sequence."""
-        self._turns, self.eviction_settings = Turns(), eviction
+        self.eviction_settings = eviction
         self._threads = torch.get_num_threads()
-        """The number of computing threads, on which our kernels have been compared."""
-        self.executor = executor
-        self.rows_of_pass: RowsOfPass | None = None
-        """Gives attention the texts of a batch with their own lengths; None where the model's attention does not
-        support it."""
-        self.rotary: RotaryLengths  # set with the seam
-        self.rules = rules
-        self._logits: dict[int, torch.Tensor] = {}
-        """The routers' logits in this pass, until their experts run."""
-        self._leaves_little, self._leaves_little_of_prompts = leaves_little, leaves_little_of_prompts
-        self._arena = arena
-        self._transfers = transfers
+        self._arena, self._transfers, self._reserve = arena, transfers, reserve
         self._process = os.getpid()
-        self._is_closing = False
         self._is_closed = False
-        self._is_in_pass = False
-        self._phase = Phase.PREFILL
-        self._sequences = 1
-        self.answer: Callable[[Step], torch.Tensor] = executor.run
-        """Computes the experts' output [T, H] of a layer; measurements replace it (`stand_in.py`)."""
-        self._silent: torch.Tensor | None = None
-        """[T] of this pass, True at positions that need no expert; None where all do."""
-        positions = context_tokens * config.max_sequences
-        self._caches = Caches(model_config, context_tokens, config.max_sequences, ledger.demand.kv_cache_bytes)
-        self._reserve = Reserve(ledger, executor, arena, self._caches, anatomy.kv_bytes_per_token, positions)
-        self._caches.note_growth = self._reserve.note_growth
         self._dense_bytes = dense_bytes
-        self._held = Held(self, transfers, arena, executor.helpers)
+        self._held = Held(self, transfers, arena, self.executor.helpers)
 
     # -- for users ----------------------------------------------------------------------------------------------------
 
@@ -133,13 +102,13 @@ class Engine:
 
         Where there is no room, the oldest caches are invalidated. Waits while another request is running.
         """
-        with self.turn():
-            return self._caches.new(sequences)
+        with self.passes.turn():
+            return self._reserve.caches.new(sequences)
 
     def new_caches(self) -> list[RowCache]:
         """Return `max_sequences` caches of one sequence each, of `context_tokens` positions; see `new_cache`."""
-        with self.turn():
-            return self._caches.new_ones()
+        with self.passes.turn():
+            return self._reserve.caches.new_ones()
 
     def use_alpha(self, alpha: float) -> None:
         """Change the substitution threshold, with a cold cache and counters at zero. Raises `ConfigError` where the
@@ -151,16 +120,15 @@ class Engine:
                 given=alpha,
                 allowed="0 for a model loaded with alpha 0 and an eviction other than score",
             )
-        with self.turn():
-            self._refuse_in_pass("use_alpha")
+        with self.passes.turn():
+            self.passes.refuse_in_pass("use_alpha")
             self.config = replace(self.config, alpha=alpha)
             self.executor.substitute_by(substitution_of(self.config))
             self.executor.reset(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
         """Return a new eviction policy according to `eviction_settings`, without history."""
-        experts = {layer: held.experts for layer, held in self.store.layers.items()}
-        return make_eviction_for(self.eviction_settings, self.ledger.pools, experts)
+        return fresh_eviction(self.eviction_settings, self.ledger, self.store)
 
     def wait_ready(self) -> None:
         """Wait until the operating system has allocated all slots; only measurements need this."""
@@ -191,11 +159,6 @@ class Engine:
             yield
 
     @property
-    def is_changing_steps(self) -> bool:
-        """Whether some positions of the pass need no expert, or something else stands in the place of the experts."""
-        return self._silent is not None or self.answer != self.executor.run
-
-    @property
     def pacing(self) -> Pacing:
         """The clock of the computation: real time, or that of an emulated device."""
         return self.executor.compute.pacing
@@ -204,14 +167,14 @@ class Engine:
     def arithmetic(self) -> str:
         """The kernels that multiply few rows, one of `KERNELS`: torch, native (our kernels with torch's bits) or
         own-order (E1); or, on a GPU, slots (our kernels for experts, E2)."""
-        compute = self.executor.compute
-        return "slots" if compute.is_in_slots else compute.arithmetic
+        experts = self.executor.compute.experts
+        return "slots" if experts.is_in_slots else experts.arithmetic
 
     def cancel(self) -> bool:
         """End the running request at its next layer, or its next token if all experts are resident: it raises
         `GenerationCancelledError` there. Any thread may call this. Waiting requests continue (a `Cancellation` ends one
         call). Return False where none was running."""
-        return self._turns.cancel("this request was cancelled by model.offload.cancel()")
+        return self.passes.turns.cancel("this request was cancelled by model.offload.cancel()")
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Cancel the running request, stop the threads and free the memory. Repeated calls have no effect; other
@@ -221,16 +184,8 @@ class Engine:
         `EngineBusyError` is raised, and the engine is closed when the request ends. Within a request of the same thread
         (a hook, a stopping criterion, a signal handler) closing takes effect at its end.
         """
-        if self._is_closed:
-            return
-        self._is_closing = True
-        if self._process != os.getpid():
-            self._shut_down()  # the thread that has the turn is in another process
-            return
-        self._turns.cancel("this request was cancelled because its model was closed")
-        if not self._turns.is_mine:
-            with self._turns.taken(timeout_seconds, "close(timeout_seconds=...)"):
-                self._shut_down()
+        if not self._is_closed:
+            self.passes.close(self._shut_down, timeout_seconds)
 
     def _shut_down(self) -> None:
         if self._is_closed:
@@ -251,7 +206,7 @@ class Engine:
 
     def __repr__(self) -> str:
         ledger, config, counters = self.ledger, self.config, self.stats()
-        state = "closed" if self._is_closing else "running" if self._turns.is_running else "ready"
+        state = "closed" if self.passes.is_closing else "running" if self.passes.turns.is_running else "ready"
         served = f"{counters.tokens} tokens in {counters.forward_passes} passes"
         if counters.decode_uses:
             served += f", hit ratio {counters.hit_ratio:.0%}"
@@ -263,136 +218,6 @@ class Engine:
             f"{config.max_sequences}; {self._threads} threads on {self._arena.device}\n"
             f"so far {served}, {format_bytes(counters.bytes_read)} read"
         )
-
-    # -- for the seam -------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def turn(self, cancellations: Sequence[Cancellation] = ()) -> Iterator[None]:
-        """Take the turn for a computation or a new cache: one thread at a time, with the engine's number of threads.
-
-        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` for a closed engine, and
-        `GenerationCancelledError` where one of `cancellations` ends the request while it waits.
-        """
-        if self._turns.is_mine and self._process == os.getpid():
-            yield  # also while it is closing: the pass says so
-            return
-        self._check_usable()
-        with self._turns.taken(self.config.turn_timeout_seconds, "turn_timeout_seconds", cancellations):
-            try:
-                self._check_usable()
-                self._is_in_pass = False
-                with threads(self._threads):
-                    yield
-            finally:
-                if self._is_closing:
-                    self._shut_down()
-
-    @contextmanager
-    def forward_pass(self, given: torch.Tensor, padding: torch.Tensor | None, cache: RowCache | None) -> Iterator[None]:
-        """Prepare and finish one forward pass of the model, within a turn. `given`: token ids [rows, new positions], or
-        their embeddings [rows, new positions, H].
-
-        `padding`: [rows, tokens], True at padding positions, which no expert computes. Raises
-        `GenerationCancelledError` where the turn was cancelled, here or in `run_experts`.
-        """
-        self._refuse_in_pass("the model")
-        self._is_in_pass = True
-        rows, tokens = given.shape[:2]
-        try:
-            if cache is not None:
-                cache.begin(tokens, rows)
-            self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
-            self._sequences = rows
-            self._reserve.begin(tokens * rows)
-            self._note_silent(tokens, padding, cache)
-            self.executor.begin_pass(given if given.dim() == 2 else None, cache)
-            started = self.now()
-            try:
-                self._turns.check()
-                with torch.no_grad(), self._apart(cache, tokens) as alone, self._threads_for(tokens * rows, alone):
-                    yield
-            except BaseException:
-                self.executor.recover()  # no read stays in flight
-                raise
-            if cache is not None:
-                cache.commit()
-                self._caches.check()
-            self._count_pass(tokens * rows, self.now() - started)
-        finally:
-            self._is_in_pass = False
-
-    def _note_silent(self, tokens: int, padding: torch.Tensor | None, cache: RowCache | None) -> None:
-        """Determine the positions of the pass that need no expert: padding, and finished rows."""
-        silent = cache.padding(tokens) if padding is None and cache is not None else padding
-        if cache is not None and cache.ended is not None:
-            ended = cache.ended.unsqueeze(1).expand(-1, tokens)
-            silent = ended if padding is None else ended | padding
-        self._silent = None if silent is None else silent.reshape(-1)
-
-    def _count_pass(self, positions: int, seconds: float) -> None:
-        counters, trial = self.executor.counters, self.executor.trial
-        counters.forward_passes += 1
-        counters.tokens += positions - (int(self._silent.sum()) if self._silent is not None else 0)
-        counters.forward_seconds += seconds
-        if self.executor.answerer is not None and self._phase is Phase.DECODE:
-            self.executor.answerer.answering.note_step(seconds)
-        if trial is not None:
-            guesses = counters.prefetches, counters.prefetches_used
-            if self._phase is Phase.DECODE:
-                trial.note(seconds, *guesses)
-            else:
-                trial.pass_over(*guesses)
-
-    def run_experts(
-        self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Compute the experts of one layer -> [T, H]. Shapes are the library's: hidden [T, H], top_k_index and
-        top_k_weights [T, K]."""
-        self._turns.check()
-        if self._silent is not None:
-            top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), self.store.layers[layer].experts)
-        logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
-        scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
-        step = Step(layer, self._phase, hidden, top_k_index, top_k_weights, self._sequences, logits, scored)
-        for observer in self.executor.observers:
-            observer.routed(step)
-        output = self.answer(step)
-        for observer in self.executor.observers:
-            observer.computed(step, output)
-        return output
-
-    def note_logits(self, layer: int, logits: torch.Tensor) -> None:
-        """Store a router's logits [T, E] until the experts of its layer run."""
-        self._logits[layer] = logits
-
-    def _apart(self, cache: RowCache | None, tokens: int) -> AbstractContextManager[bool]:
-        """Compute rows of separate texts separately during a pass. Yield whether each row is computed as it would be
-        alone."""
-        if cache is None or cache.row_lengths is None or self.rows_of_pass is None:
-            return nullcontext(False)
-        return self.rows_of_pass.apart(cache.row_keys(tokens), tokens)
-
-    def _threads_for(self, positions: int, alone: bool) -> AbstractContextManager[None]:
-        """Limit the library to one thread where our kernels compute the large products.
-
-        Dividing such short work takes longer than doing it, and the library's threads, once awake, delay ours: on a
-        busy machine each of a layer's small operations waits for a core, which makes a prompt of 16 tokens three times
-        as slow. Our kernels' bits for one token have been compared with the library's on one thread and on all; a
-        remaining product that depends on it uses all threads (`fastpath/linear.py`).
-        """
-        is_several = positions > 1 and not alone
-        return threads(1) if (self._leaves_little_of_prompts if is_several else self._leaves_little) else nullcontext()
-
-    def _check_usable(self) -> None:
-        """Raise `EngineStateError` where the engine is closed or belongs to the parent of a forked process."""
-        if self._is_closing:
-            raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")
-        if self._process != os.getpid():
-            raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
-
-    def _refuse_in_pass(self, what: str) -> None:
-        if self._is_in_pass:
-            raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
 
     def peak_memory_bytes(self) -> int:
         """Return the highest number of budget bytes that were in use at once.
@@ -408,7 +233,7 @@ class Engine:
         fixed = self._dense_bytes + demand.workspace_bytes + of_predictors
         if self._reserve.is_lent:
             return fixed + self._reserve.peak_bytes
-        return fixed + self._arena.nbytes + demand.step_bytes(demand.step_tokens) + self._caches.peak_bytes
+        return fixed + self._arena.nbytes + demand.step_bytes(demand.step_tokens) + self._reserve.caches.peak_bytes
 
     @property
     def slot_memory(self) -> torch.Tensor:
@@ -428,3 +253,9 @@ class Engine:
             "resident_share": self.ledger.resident_share,
             "eviction_rule": self.executor.arrivals.eviction.rule,
         }
+
+
+def fresh_eviction(settings: EvictionSettings, ledger: Ledger, store: ExpertStore) -> Eviction:
+    """Return a new eviction policy for these slots and experts."""
+    experts = {layer: held.experts for layer, held in store.layers.items()}
+    return make_eviction_for(settings, ledger.pools, experts)

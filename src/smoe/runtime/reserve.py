@@ -1,4 +1,4 @@
-"""Lends unused workspace and KV cache to experts, and takes them back in time.
+"""The KV caches within the memory budget; lends unused workspace and KV cache to experts, and takes them back in time.
 
     KV cache    |####..........|  positions without text
     workspace   |##............|  positions beyond this step's
@@ -11,10 +11,15 @@ take the same slots again and again.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
+from transformers import PretrainedConfig
+
 from smoe.machine.native_heap import give_back_heap
 from smoe.memory.arena import Arena
+from smoe.models.kv_cache import RowCache
 from smoe.policy.budget import Ledger
-from smoe.runtime.caches import Caches
 from smoe.runtime.execute import LayerExecutor
 
 _WORTH_RETURNING = 4 * 2**20
@@ -26,12 +31,22 @@ class Reserve:
     it."""
 
     def __init__(
-        self, ledger: Ledger, executor: LayerExecutor, arena: Arena, caches: Caches, position_bytes: int, positions: int
+        self,
+        ledger: Ledger,
+        executor: LayerExecutor,
+        arena: Arena,
+        config: PretrainedConfig,
+        context_tokens: int,
+        sequences: int,
+        position_bytes: int,
     ) -> None:
-        """`position_bytes`: bytes of the KV cache for each of `positions`; the rest of its entry is always in use."""
-        self._ledger, self._executor, self._arena, self._caches = ledger, executor, arena, caches
+        """`config`: the model's. `position_bytes`: bytes of the KV cache for each of `context_tokens * sequences`
+        positions; the rest of its entry is always in use."""
+        self._ledger, self._executor, self._arena = ledger, executor, arena
+        cache_bytes = ledger.demand.kv_cache_bytes
+        self.caches = Caches(config, context_tokens, sequences, cache_bytes, self.note_growth)
         self._position_bytes = position_bytes
-        self._state_bytes = ledger.demand.kv_cache_bytes - position_bytes * positions
+        self._state_bytes = cache_bytes - position_bytes * context_tokens * sequences
         self.is_lent = any(pool.spare for pool in ledger.pools)
         """Whether experts use what is unused."""
         self._step_bytes = 0
@@ -73,9 +88,66 @@ class Reserve:
 
     @property
     def _cache_bytes(self) -> int:
-        return self._state_bytes + self._position_bytes * self._caches.backed_tokens
+        return self._state_bytes + self._position_bytes * self.caches.backed_tokens
 
     @property
     def _slots_bytes(self) -> int:
         pools = zip(self._executor.table.pools, self._ledger.demand.all_classes, strict=True)
         return sum((pool.cache_slots + pool.staging_slots) * each.slot_bytes for pool, each in pools)
+
+
+class Caches:
+    """The KV caches of one engine, `context_tokens * sequences` positions in all. A new cache invalidates the oldest
+    ones where there is no room."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        context_tokens: int,
+        sequences: int,
+        promised_bytes: int,
+        note_growth: Callable[[], None],
+    ) -> None:
+        """`promised_bytes`: the ledger's entry. `note_growth` is called before more of them are used."""
+        self._config = config
+        self._context_tokens, self._sequences = context_tokens, sequences
+        self._promised_bytes = promised_bytes
+        self.note_growth = note_growth
+        self._made: list[weakref.ref[RowCache]] = []
+        self.peak_bytes = 0
+
+    def new(self, sequences: int) -> RowCache:
+        """Return a cache of `sequences` rows, which share all positions."""
+        return self._kept(self._made_of(sequences, self._reserved // sequences))
+
+    def new_ones(self) -> list[RowCache]:
+        """Return one cache for every sequence."""
+        return [self._kept(self._made_of(1, self._context_tokens)) for _ in range(self._sequences)]
+
+    @property
+    def backed_tokens(self) -> int:
+        """The number of positions of all sequences that may have memory."""
+        return sum(cache.backed_tokens for cache in self._alive())
+
+    def _made_of(self, rows: int, tokens: int) -> RowCache:
+        return RowCache(self._config, rows, tokens, weakref.ref(self))
+
+    def check(self) -> None:
+        """Assert that the caches in use fit their entry of the ledger."""
+        used = sum(cache.nbytes for cache in self._alive())
+        self.peak_bytes = max(self.peak_bytes, used)
+        assert used <= self._promised_bytes, f"the KV caches take {used} bytes, the ledger has {self._promised_bytes}"
+
+    @property
+    def _reserved(self) -> int:
+        return self._context_tokens * self._sequences
+
+    def _alive(self) -> list[RowCache]:
+        return [cache for cache in (ref() for ref in self._made) if cache is not None]
+
+    def _kept(self, cache: RowCache) -> RowCache:
+        live = [each for each in self._alive() if each.reserved_tokens]
+        while live and sum(each.reserved_tokens for each in live) + cache.reserved_tokens > self._reserved:
+            live.pop(0).retire()
+        self._made = [weakref.ref(each) for each in [*live, cache]]
+        return cache

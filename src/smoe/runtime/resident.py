@@ -11,10 +11,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from smoe.compute.expert_math import ExpertMath
 from smoe.expert import EXACT
 from smoe.fastpath.token_pass import TokenPass
-from smoe.kernels.experts import PreparedToken
+from smoe.kernels.experts import PreparedToken, TokenExperts
 from smoe.kernels.token_router import TokenRouter
 from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
@@ -44,14 +43,13 @@ class ResidentExperts:
         executor = self._engine.executor
         table = executor.table
         is_complete = len(table.ready) == self._experts and not table.inflight and not table.staged
-        if not is_complete or self._engine.is_changing_steps or not _is_plain(executor):
+        if not is_complete or self._engine.passes.is_changing_steps or not _is_plain(executor):
             return None
         if table.arrived != self._arrived:
             self._layers, self._arrived = self._made(executor), table.arrived
-        pool = executor.compute.spinning_pool
-        if len(self._layers) != len(self._routers) or pool is None:
+        if len(self._layers) != len(self._routers):
             return None
-        pool.expect_readers(False)
+        executor.compute.experts.expect_readers(False)
         return self._layers
 
     def _made(self, executor: LayerExecutor) -> list[_ResidentLayer]:
@@ -59,26 +57,25 @@ class ResidentExperts:
         missing."""
         made = []
         for layer, router in self._routers:
-            math = executor.compute.math_of((layer, 0, EXACT))
-            if math.kernel is not None and not math.sums_as_weights and math.slots is None:
-                made.append(_ResidentLayer(executor, layer, router, math))
+            kernel = executor.compute.experts.token_kernels[layer]
+            if kernel is not None:
+                made.append(_ResidentLayer(executor, layer, router, kernel))
         return made
 
 
 class _ResidentLayer:
     """The resident experts of one layer, and the kernel call that computes those that the router has chosen."""
 
-    def __init__(self, executor: LayerExecutor, layer: int, router: TokenRouter, math: ExpertMath) -> None:
-        ready, experts = executor.arrivals.ready, executor.compute.store.layers[layer].experts
+    def __init__(self, executor: LayerExecutor, layer: int, router: TokenRouter, kernel: TokenExperts) -> None:
+        ready, experts = executor.arrivals.ready, executor.arrivals.stores[EXACT].layers[layer].experts
         self._matrices = [ready((layer, expert, EXACT)).matrices for expert in range(experts)]
         self._addresses = np.array([[each.address for each in some] for some in self._matrices], np.int64)
-        self._executor, self._math, self._router = executor, math, router
+        self._executor, self._kernel, self._router = executor, kernel, router
         self._prepare()
 
     def _prepare(self) -> None:
-        assert self._math.kernel is not None
         chosen = self._matrices[: self._router.top_k]  # the same tasks for all: the router writes the addresses
-        self._prepared = PreparedToken(self._math.kernel, chosen, self._router.gains_at)
+        self._prepared = PreparedToken(self._kernel, chosen, self._router.gains_at)
         each = self._addresses.shape[1]
         places = [(at, *divmod(n, each)) for at, n in self._prepared.places()]
         self._router.complete(self._addresses, np.array(places, np.int64), self._prepared)

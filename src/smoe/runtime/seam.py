@@ -23,17 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from smoe.errors import EngineStateError
-from smoe.fastpath.attention import listen_to
-from smoe.fastpath.rows_of_pass import RowsOfPass
-from smoe.memory.quantised_store import QuantisedStore
 from smoe.models.ended_rows import EndedRows
 from smoe.models.guards import guard, refuse_gradients, uncompiled, without_backward
 from smoe.models.kv_cache import RowCache
 from smoe.models.outline import ExpertsSite
-from smoe.models.rotary_lengths import RotaryLengths
 from smoe.models.scoring import in_order
 from smoe.runtime.cancellation import Cancellation
 from smoe.runtime.engine import Engine
+from smoe.runtime.passes import Passes
 
 
 def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, listen: Mapping[int, str]) -> None:
@@ -44,17 +41,13 @@ def attach(model: PreTrainedModel, sites: list[ExpertsSite], engine: Engine, lis
     observe_routers(model, engine, listen)
     modules = dict(model.named_modules())
     for site in sites:
-        modules[site.name].forward = _experts_forward(engine, site.layer)  # type: ignore[method-assign]
-    ended, rotary = EndedRows(), RotaryLengths(model)
+        modules[site.name].forward = _experts_forward(engine.passes, site.layer)  # type: ignore[method-assign]
+    ended = EndedRows()
     model.forward = uncompiled(_model_forward(model, engine))  # type: ignore[method-assign]
-    model.generate = _generate(model, engine, ended, rotary)  # type: ignore[method-assign]
+    model.generate = _generate(model, engine, ended)  # type: ignore[method-assign]
     model._prepare_cache_for_generation = _prepare_cache(engine, ended)  # type: ignore[method-assign]
     model._get_stopping_criteria = ended.listening(model._get_stopping_criteria)  # type: ignore[method-assign]
     model.offload = engine  # type: ignore[assignment]
-    pool, is_quantised = engine.executor.compute.spinning_pool, isinstance(engine.store, QuantisedStore)
-    rows = RowsOfPass(pool, is_quantised, engine.config.reproducible)
-    engine.rows_of_pass = rows if listen_to(rows, model) else None
-    engine.rotary = rotary
     guard(model)
 
 
@@ -80,14 +73,14 @@ def observed_routers(model: PreTrainedModel, engine: Engine) -> Iterator[None]:
 
 def _note_logits(engine: Engine, layer: int) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        engine.note_logits(layer, in_order(output)[0])
+        engine.passes.note_logits(layer, in_order(output)[0])
 
     return hook
 
 
-def _experts_forward(engine: Engine, layer: int) -> Callable[..., torch.Tensor]:
+def _experts_forward(passes: Passes, layer: int) -> Callable[..., torch.Tensor]:
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return engine.run_experts(layer, hidden_states, top_k_index, top_k_weights)
+        return passes.run_experts(layer, hidden_states, top_k_index, top_k_weights)
 
     return forward
 
@@ -103,10 +96,10 @@ def _model_forward(model: PreTrainedModel, engine: Engine) -> Callable[..., Any]
         given = kwargs.get("inputs_embeds") if given is None else given
         if given is None:
             return original(**kwargs)  # the library's error names the missing argument
-        with engine.turn():  # before a cache is made: the thread with the turn has the budget
+        with engine.passes.turn():  # before a cache is made: the thread with the turn has the budget
             refuse_gradients(model, given)
             cache = _our_cache(kwargs, engine, model, given.shape[0])
-            with engine.forward_pass(given, _padding(kwargs.get("attention_mask"), given.shape[1]), cache):
+            with engine.passes.forward_pass(given, _padding(kwargs.get("attention_mask"), given.shape[1]), cache):
                 output = original(**kwargs)
         return without_backward(output)
 
@@ -135,7 +128,7 @@ def _padding(attention_mask: Any, tokens: int) -> torch.Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: RotaryLengths) -> Callable[..., Any]:
+def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows) -> Callable[..., Any]:
     original = model.generate
 
     @functools.wraps(original)
@@ -149,9 +142,9 @@ def _generate(model: PreTrainedModel, engine: Engine, ended: EndedRows, rotary: 
         criteria = kwargs.get("stopping_criteria", args[2] if len(args) > 2 else None)
         cancellations = [each for each in criteria or () if isinstance(each, Cancellation)]
         with (
-            engine.turn(cancellations),
+            engine.passes.turn(cancellations),
             ended.observed(is_plain=kwargs.get("custom_generate") is None),
-            rotary.reading(whole),
+            engine.rotary.reading(whole),
         ):
             return original(inputs, *args, **kwargs)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from smoe.expert import EXACT
+from smoe.runtime.engine import Engine
 from smoe.runtime.execute import LayerExecutor
 from smoe.runtime.step import Step
-from smoe.runtime.substitution import EXACTLY
 
 
 class LayerExperts(NamedTuple):
@@ -25,7 +26,7 @@ class LayerExperts(NamedTuple):
     @property
     def no_expert(self) -> int:
         """The index E, "no expert"."""
-        return self.executor.compute.store.layers[self.step.layer].experts
+        return self.executor.arrivals.stores[EXACT].layers[self.step.layer].experts
 
     def routed(self) -> torch.Tensor:
         """Return [T, H], the output for the router's choice."""
@@ -45,23 +46,10 @@ StandIn: TypeAlias = Callable[[LayerExperts], torch.Tensor]
 """A function that returns the experts' output [T, H] of one layer."""
 
 
-class Answering(Protocol):
-    """The part of an engine that `answered_by` needs."""
-
-    answer: Callable[[Step], torch.Tensor]
-    executor: LayerExecutor
-
-
 @contextmanager
-def answered_by(engine: Answering, stand_in: StandIn) -> Iterator[None]:
+def answered_by(engine: Engine, stand_in: StandIn) -> Iterator[None]:
     """Let `stand_in` compute the output of every layer's experts for the duration of the `with` block, without
     substitution or dropping; observers receive that output."""
     executor = engine.executor
-    before, substitution, answerer = engine.answer, executor.substitution, executor.answerer
-    engine.answer, executor.answerer = (lambda step: stand_in(LayerExperts(executor, step))), None
-    executor.substitute_by(EXACTLY)
-    try:
+    with executor.exactly(), engine.passes.answered_by(lambda step: stand_in(LayerExperts(executor, step))):
         yield
-    finally:
-        engine.answer, executor.answerer = before, answerer
-        executor.substitute_by(substitution)

@@ -19,8 +19,8 @@ from smoe.policy.eviction.base import Eviction, EvictionSettings
 from smoe.policy.eviction.multidimensional import Multidimensional
 from smoe.policy.eviction.pools import FormPools
 from smoe.policy.registry import EVICTIONS
-from smoe.policy.step import Switches
-from smoe.routing import Routing, observation
+from smoe.policy.step import Switches, observation
+from smoe.routing import Routing
 from smoe.simulator.replay import replay
 
 CacheWeights = tuple[float, float, float, float]

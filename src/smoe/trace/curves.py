@@ -21,7 +21,8 @@ from smoe.machine.processor import usable_cores
 from smoe.policy.budget import MIN_STAGING_SLOTS
 from smoe.policy.eviction.base import EvictionSettings
 from smoe.policy.registry import EVICTIONS, LEARNED, ONLINE_EVICTION
-from smoe.routing import Phase, Routing, observation
+from smoe.policy.step import observation
+from smoe.routing import Phase, Routing
 from smoe.simulator.replay import ReplayCounts, first_passes, replay
 from smoe.simulator.sweep import sweep
 from smoe.trace.file import Trace

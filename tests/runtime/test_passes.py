@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from smoe.errors import ConfigError, EngineBusyError, EngineStateError, GenerationCancelledError
 from smoe.presets import configure
-from smoe.runtime import turns
+from smoe.runtime import passes
 from tests import oracle
 from tests.runtime.test_faults import assert_healthy
 from tests.threads import engine_threads
@@ -242,7 +242,7 @@ def test_a_bad_bound_is_refused(bad: Any) -> None:
 def test_who_waits_long_says_so(
     toy: Toy, open_model: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(passes, "PATIENCE_SECONDS", 0.01)
     model = open_model(toy("mixtral"))
     aside = Aside(lambda: model(OTHER))
     with caplog.at_level(logging.WARNING, logger="smoe"):

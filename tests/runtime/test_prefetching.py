@@ -20,7 +20,7 @@ from smoe.kernels.threads import threads
 from smoe.policy.plan import Load, LoadReason, Serve
 from smoe.policy.prediction import ASKED, Moment, Prediction, Predictor, Sight
 from smoe.routing import Phase, Routing
-from smoe.runtime.asking import Asking
+from smoe.runtime.prefetching import Asking
 from tests import oracle
 from tests.threads import engine_threads
 
@@ -136,7 +136,7 @@ class Course:
         self.events: list[tuple[str, int]] = []
         self.threads: set[int] = set()
         executor = model.offload.executor
-        predictor, arrivals = executor._predictors[Phase.DECODE], executor.arrivals
+        predictor, arrivals = executor.prefetching.predictors[Phase.DECODE], executor.arrivals
         observe, predict = predictor.observe, predictor.predict
         served, prefetch = arrivals.served, arrivals.prefetch
 
@@ -198,7 +198,7 @@ def test_an_error_of_the_asking_thread_ends_the_request_alone(
 ) -> None:
     folder = toy("mixtral")
     model = open_model(folder, "half", prefetch="previous-token", prefetch_asked="concurrent")
-    predictor = model.offload.executor._predictors[Phase.DECODE]
+    predictor = model.offload.executor.prefetching.predictors[Phase.DECODE]
     assert predictor.asked is Moment.CONCURRENT
 
     def fail(sight: Sight) -> Sequence[Prediction]:

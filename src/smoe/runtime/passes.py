@@ -1,0 +1,340 @@
+"""The forward passes of one engine: one thread at a time runs them, others wait, and any thread can end the running
+request.
+
+    thread A   | turn: generate: pass, pass, pass ...              | done
+    thread B        | waits ............. logs a warning .... | turn: ...
+    thread C                  | cancel(): A's next layer raises
+
+A `Cancellation` instead ends one call, whether it runs or waits.
+
+No lock is held during a turn, only a note of its thread: a `finally` can then undo an interrupt (Ctrl-C) at any point,
+which is not possible for a lock that was just being acquired.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+
+from smoe.errors import EngineBusyError, EngineStateError, GenerationCancelledError
+from smoe.fastpath.rows_of_pass import RowsOfPass
+from smoe.kernels.threads import threads
+from smoe.memory.store import ExpertStore
+from smoe.models.kv_cache import RowCache
+from smoe.models.scoring import ScoringRule
+from smoe.routing import Phase
+from smoe.runtime.cancellation import Cancellation
+from smoe.runtime.execute import LayerExecutor
+from smoe.runtime.rerouting import Scored
+from smoe.runtime.reserve import Reserve
+from smoe.runtime.step import Step
+
+PATIENCE_SECONDS = 2.0
+"""A thread that waits longer than this logs a warning."""
+_LOOK_AGAIN_SECONDS = 1.0
+"""An interrupt can lose the notification that a turn has ended, so waiting threads check again after this time."""
+
+_log = logging.getLogger(__name__)
+
+
+class Passes:
+    """The passes of one engine through its model. The model's modules call it (`seam.py`)."""
+
+    def __init__(
+        self,
+        executor: LayerExecutor,
+        store: ExpertStore,
+        rules: Mapping[int, ScoringRule],
+        reserve: Reserve,
+        rows_of_pass: RowsOfPass | None,
+        leaves_little: bool,
+        leaves_little_of_prompts: bool,
+        turn_timeout_seconds: float | None,
+    ) -> None:
+        """`rules`: the scoring rules of routers whose scores a policy reads, by layer. `rows_of_pass` gives attention
+        the texts of a batch with their own lengths; None where the model's attention does not support it.
+        `leaves_little`: our kernels compute almost all products of one token, so the library needs one thread only;
+        `leaves_little_of_prompts`: the same for several tokens."""
+        self.turns = Turns()
+        self.executor, self.rules, self.rows_of_pass = executor, rules, rows_of_pass
+        self._shut_down: Callable[[], None] | None = None
+        """Frees the engine at the end of the running turn, once it is to be closed; no further turn may begin then."""
+        self._experts = {layer: held.experts for layer, held in store.layers.items()}
+        self._reserve = reserve
+        self._leaves_little, self._leaves_little_of_prompts = leaves_little, leaves_little_of_prompts
+        self._timeout_seconds = turn_timeout_seconds
+        self._threads = torch.get_num_threads()
+        """The number of computing threads, on which our kernels have been compared."""
+        self._process = os.getpid()
+        self._is_in_pass = False
+        self._phase = Phase.PREFILL
+        self._sequences = 1
+        self._answer: Callable[[Step], torch.Tensor] = executor.run
+        """Computes the experts' output [T, H] of a layer; measurements replace it (`stand_in.py`)."""
+        self._logits: dict[int, torch.Tensor] = {}
+        """The routers' logits in this pass, until their experts run."""
+        self._silent: torch.Tensor | None = None
+        """[T] of this pass, True at positions that need no expert; None where all do."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether no further turn may begin."""
+        return self._shut_down is not None
+
+    @property
+    def is_changing_steps(self) -> bool:
+        """Whether some positions of the pass need no expert, or something else stands in the place of the experts."""
+        return self._silent is not None or self._answer != self.executor.run
+
+    @contextmanager
+    def answered_by(self, answer: Callable[[Step], torch.Tensor]) -> Iterator[None]:
+        """Let `answer` compute the experts' output [T, H] of every layer for the duration of the `with` block."""
+        before, self._answer = self._answer, answer
+        try:
+            yield
+        finally:
+            self._answer = before
+
+    def close(self, shut_down: Callable[[], None], timeout_seconds: float | None) -> None:
+        """Cancel the running request and call `shut_down`, which may be called twice, at its end. Raises
+        `EngineBusyError` where that takes longer than `timeout_seconds`."""
+        self._shut_down = shut_down
+        if self._process != os.getpid():
+            shut_down()  # the thread that has the turn is in another process
+            return
+        self.turns.cancel("this request was cancelled because its model was closed")
+        if not self.turns.is_mine:
+            with self.turns.taken(timeout_seconds, "close(timeout_seconds=...)"):
+                shut_down()
+
+    @contextmanager
+    def turn(self, cancellations: Sequence[Cancellation] = ()) -> Iterator[None]:
+        """Take the turn for a computation or a new cache: one thread at a time, with the engine's number of threads.
+
+        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` for a closed engine, and
+        `GenerationCancelledError` where one of `cancellations` ends the request while it waits.
+        """
+        if self.turns.is_mine and self._process == os.getpid():
+            yield  # also while it is closing: the pass says so
+            return
+        self._check_usable()
+        with self.turns.taken(self._timeout_seconds, "turn_timeout_seconds", cancellations):
+            try:
+                self._check_usable()
+                self._is_in_pass = False
+                with threads(self._threads):
+                    yield
+            finally:
+                if self._shut_down is not None:
+                    self._shut_down()
+
+    @contextmanager
+    def forward_pass(self, given: torch.Tensor, padding: torch.Tensor | None, cache: RowCache | None) -> Iterator[None]:
+        """Prepare and finish one forward pass of the model, within a turn. `given`: token ids [rows, new positions], or
+        their embeddings [rows, new positions, H].
+
+        `padding`: [rows, tokens], True at padding positions, which no expert computes. Raises
+        `GenerationCancelledError` where the turn was cancelled, here or in `run_experts`.
+        """
+        self.refuse_in_pass("the model")
+        self._is_in_pass = True
+        rows, tokens = given.shape[:2]
+        try:
+            if cache is not None:
+                cache.begin(tokens, rows)
+            self._phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
+            self._sequences = rows
+            self._reserve.begin(tokens * rows)
+            self._note_silent(tokens, padding, cache)
+            self.executor.begin_pass(given if given.dim() == 2 else None, cache)
+            started = self.executor.now()
+            try:
+                self.turns.check()
+                with torch.no_grad(), self._apart(cache, tokens) as alone, self._threads_for(tokens * rows, alone):
+                    yield
+            except BaseException:
+                self.executor.recover()  # no read stays in flight
+                raise
+            if cache is not None:
+                cache.commit()
+                self._reserve.caches.check()
+            self._count_pass(tokens * rows, self.executor.now() - started)
+        finally:
+            self._is_in_pass = False
+
+    def _note_silent(self, tokens: int, padding: torch.Tensor | None, cache: RowCache | None) -> None:
+        """Determine the positions of the pass that need no expert: padding, and finished rows."""
+        silent = cache.padding(tokens) if padding is None and cache is not None else padding
+        if cache is not None and cache.ended is not None:
+            ended = cache.ended.unsqueeze(1).expand(-1, tokens)
+            silent = ended if padding is None else ended | padding
+        self._silent = None if silent is None else silent.reshape(-1)
+
+    def _count_pass(self, positions: int, seconds: float) -> None:
+        counters, answerer = self.executor.counters, self.executor.answerer
+        counters.forward_passes += 1
+        counters.tokens += positions - (int(self._silent.sum()) if self._silent is not None else 0)
+        counters.forward_seconds += seconds
+        if answerer is not None and self._phase is Phase.DECODE:
+            answerer.answering.note_step(seconds)
+        self.executor.prefetching.note_pass(self._phase, seconds)
+
+    def run_experts(
+        self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the experts of one layer -> [T, H]. Shapes are the library's: hidden [T, H], top_k_index and
+        top_k_weights [T, K]."""
+        self.turns.check()
+        if self._silent is not None:
+            top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), self._experts[layer])
+        logits, rule = self._logits.pop(layer, None), self.rules.get(layer)
+        scored = Scored(rule, rule.scores(logits)) if rule is not None and logits is not None else None
+        step = Step(layer, self._phase, hidden, top_k_index, top_k_weights, self._sequences, logits, scored)
+        for observer in self.executor.observers:
+            observer.routed(step)
+        output = self._answer(step)
+        for observer in self.executor.observers:
+            observer.computed(step, output)
+        return output
+
+    def note_logits(self, layer: int, logits: torch.Tensor) -> None:
+        """Store a router's logits [T, E] until the experts of its layer run."""
+        self._logits[layer] = logits
+
+    def _apart(self, cache: RowCache | None, tokens: int) -> AbstractContextManager[bool]:
+        """Compute rows of separate texts separately during a pass. Yield whether each row is computed as it would be
+        alone."""
+        if cache is None or cache.row_lengths is None or self.rows_of_pass is None:
+            return nullcontext(False)
+        return self.rows_of_pass.apart(cache.row_keys(tokens), tokens)
+
+    def _threads_for(self, positions: int, alone: bool) -> AbstractContextManager[None]:
+        """Limit the library to one thread where our kernels compute the large products.
+
+        Dividing such short work takes longer than doing it, and the library's threads, once awake, delay ours: on a
+        busy machine each of a layer's small operations waits for a core, which makes a prompt of 16 tokens three times
+        as slow. Our kernels' bits for one token have been compared with the library's on one thread and on all; a
+        remaining product that depends on it uses all threads (`fastpath/linear.py`).
+        """
+        is_several = positions > 1 and not alone
+        return threads(1) if (self._leaves_little_of_prompts if is_several else self._leaves_little) else nullcontext()
+
+    def _check_usable(self) -> None:
+        """Raise `EngineStateError` where the engine is closed or belongs to the parent of a forked process."""
+        if self._shut_down is not None:
+            raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")
+        if self._process != os.getpid():
+            raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
+
+    def refuse_in_pass(self, what: str) -> None:
+        """Raise `EngineStateError` where a pass is running."""
+        if self._is_in_pass:
+            raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
+
+
+class Turns:
+    """The turns of one engine. A turn that a thread begins within its own turn is part of the first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self._began = 0.0
+        self._why_cancelled: str | None = None
+        self._cancellations: Sequence[Cancellation] = ()
+        """The cancellations of the running turn."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any thread has the turn."""
+        return self._holder is not None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread has the turn."""
+        return self._holder == threading.get_ident()
+
+    @contextmanager
+    def taken(
+        self, timeout_seconds: float | None, bound: str, cancellations: Sequence[Cancellation] = ()
+    ) -> Iterator[None]:
+        """Give the calling thread the turn for the duration of the `with` block.
+
+        Raises `EngineBusyError` after waiting `timeout_seconds` (None: for ever); `bound` is the user's name of that
+        time. Raises `GenerationCancelledError` where one of `cancellations` ends the call before its turn.
+        """
+        if self.is_mine:
+            yield
+            return
+        with ExitStack() as watched:
+            for each in cancellations:
+                watched.enter_context(each.waking(self._wake))
+            try:
+                try:
+                    self._wait(timeout_seconds, bound, cancellations)
+                    yield
+                finally:
+                    self._end()
+            finally:
+                self._end()  # again, in case an interrupt occurred within the first call
+
+    def cancel(self, why: str) -> bool:
+        """Make the running turn raise at its next layer; returns whether there was one. Any thread may call this."""
+        with self._changed:
+            if self._holder is None:
+                return False
+            self._why_cancelled = why
+            return True
+
+    def check(self) -> None:
+        """Raise `GenerationCancelledError` where the running turn was cancelled."""
+        if self._why_cancelled is not None:
+            raise GenerationCancelledError(self._why_cancelled)
+        _check(self._cancellations)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        if self.is_mine:
+            self._holder = None
+            with self._changed:
+                self._changed.notify()
+
+    def _wait(self, timeout_seconds: float | None, bound: str, cancellations: Sequence[Cancellation]) -> None:
+        asked = time.monotonic()
+        end = None if timeout_seconds is None else asked + timeout_seconds
+        is_patient = True
+        with self._changed:
+            while self._holder is not None:
+                _check(cancellations)
+                now = time.monotonic()
+                if end is not None and now >= end:
+                    raise EngineBusyError(
+                        f"another request has been running for {now - self._began:.1f} s, and this one was to wait "
+                        f"{timeout_seconds:g} s at most ({bound}); try again later, end the other with "
+                        "model.offload.cancel(), or wait longer"
+                    )
+                if is_patient and now - asked >= PATIENCE_SECONDS:
+                    is_patient = False
+                    _log.warning(
+                        "waiting for this model: another request has been running for %.1f s; model.offload.cancel() "
+                        "ends it, turn_timeout_seconds bounds the wait",
+                        now - self._began,
+                    )
+                left = _LOOK_AGAIN_SECONDS if end is None else min(_LOOK_AGAIN_SECONDS, end - now)
+                self._changed.wait(min(left, PATIENCE_SECONDS) if is_patient else left)
+            self._began = time.monotonic()
+            self._why_cancelled, self._cancellations = None, cancellations
+            self._holder = threading.get_ident()
+
+
+def _check(cancellations: Sequence[Cancellation]) -> None:
+    if any(each.ends_without_tokens for each in cancellations):
+        raise GenerationCancelledError("this request was cancelled by its Cancellation before its first token")
