@@ -45,7 +45,7 @@ def run_case(name: str, soak: int, dtype: str) -> dict[str, Any]:
     """One case, in this process."""
     import torch
 
-    import smoe.load.assembly  # noqa: F401 - so that the first reading has all imports
+    import smoe.load.build  # noqa: F401 - so that the first reading has all imports
     from smoe import from_pretrained
 
     case = CASES[name]

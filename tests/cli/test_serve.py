@@ -232,7 +232,7 @@ main()
 """A server that two signals reach as soon as a module is being imported."""
 
 
-@pytest.mark.parametrize("moment", ["torch", "smoe.load.assembly", "smoe.load.selftest", "smoe.server.app"])
+@pytest.mark.parametrize("moment", ["torch", "smoe.load.build", "smoe.load.selftest", "smoe.server.app"])
 def test_whenever_ctrl_c_comes_while_it_loads_it_ends_in_order(moment: str) -> None:
     line = [sys.executable, "-c", HITS_ITSELF, *DEMO, "--port", "0", moment]
     if moment == "torch":

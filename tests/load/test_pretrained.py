@@ -131,11 +131,11 @@ class LateError(Exception):
             {"kernels": "native"},
             marks=pytest.mark.skipif(not is_supported(), reason="no kernel"),
         ),
-        ("smoe.load.assembly._dense_bytes", {}),
-        ("smoe.load.assembly.attach", {}),
-        ("smoe.load.assembly.Trial", {}),
-        ("smoe.load.assembly.calibrate", {"device": "emulated"}),
-        ("smoe.load.assembly.Balancer", {"device": "emulated", "dilation": 1.0, "balance": "optimal"}),
+        ("smoe.load.build._dense_bytes", {}),
+        ("smoe.load.build.attach", {}),
+        ("smoe.load.build.Trial", {}),
+        ("smoe.load.build.calibrate", {"device": "emulated"}),
+        ("smoe.load.build.Balancer", {"device": "emulated", "dilation": 1.0, "balance": "optimal"}),
     ],
 )
 def test_a_late_failure_leaves_no_thread_behind(
@@ -178,7 +178,7 @@ def test_whether_reads_pass_the_page_cache_is_decided_once(
     made: list[bool] = []
     spec = read_spec(str(folder), configure())
     free = (4 << 20) + int(spare_share * spec.experts_bytes)
-    monkeypatch.setattr("smoe.load.pretrained.free_device_bytes", lambda device: (free, "test"))
+    monkeypatch.setattr("smoe.load.divide.free_device_bytes", lambda device: (free, "test"))
     monkeypatch.setattr("smoe.load.tiers.free_device_bytes", lambda device: (0, "test"))
 
     class Asked(DiskReader):

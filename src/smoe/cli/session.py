@@ -16,8 +16,8 @@ from smoe.cli.settings import in_words
 from smoe.config import EngineConfig
 from smoe.garbage import present_objects_excluded
 from smoe.generation.generate import encode
+from smoe.load.draft_model import is_apart, placed_draft
 from smoe.load.pretrained import load
-from smoe.load.remote_draft import is_apart, placed_draft
 from smoe.load.tokenizer import load_tokenizer
 from smoe.policy.budget import Ledger
 from smoe.units import format_bytes, format_count

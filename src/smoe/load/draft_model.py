@@ -1,4 +1,4 @@
-"""The draft model (`prefetch` draft): a copy of the model in fewer bits, with an engine of its own, that runs ahead.
+"""Plan the draft model (`prefetch` draft): a copy of the model in fewer bits, with an engine of its own.
 
 Its experts come from a file of `smoe pack --precision` and all stay in memory. The other weights are the model's own
 memory, unless the file keeps them quantized.
@@ -7,36 +7,25 @@ memory, unless the file keeps them quantized.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
-from smoe.bounds import DEPARTURE, EMULATED
+from smoe.bounds import DEFAULT_DRAFT, DEPARTURE, EMULATED
 from smoe.config import EngineConfig
 from smoe.errors import ConfigError, UnpreparedError, UnsupportedModelError
-from smoe.expert import EXACT
-from smoe.kernels.threads import threads
-from smoe.load.assembly import Budget, assemble, scoring_rules
 from smoe.load.draft_size import draft_config
-from smoe.load.known import ResolvedSettings
-from smoe.load.learned import LearnedValues
 from smoe.load.ledger import demand_of, open_store
-from smoe.memory.arena import Arena
-from smoe.memory.pacing import Pacing
 from smoe.memory.store import ExpertStore, StoredLayer
 from smoe.models.checkpoint import Checkpoint
 from smoe.models.read_spec import read_spec
 from smoe.models.spec import LibrarySpec, ModelSpec
-from smoe.models.twin import share_weights
 from smoe.policy.budget import Ledger, allocate, full_bytes
 from smoe.policy.registry import DRAFT
-from smoe.runtime.draft_model import Draft
-from smoe.runtime.running_ahead import DraftRouting, RunningAhead
-from smoe.runtime.seam import observe_routers
 
-_THREADS = 1
-"""The number of threads that the draft model computes on; the model needs the others."""
+if TYPE_CHECKING:
+    from smoe.cluster.following import Following
 
 
 class PlannedDraft(NamedTuple):
@@ -46,6 +35,8 @@ class PlannedDraft(NamedTuple):
     spec: LibrarySpec
     config: EngineConfig
     ledger: Ledger
+    stored: Mapping[int, StoredLayer]
+    """The stored tensors of every layer's experts."""
     store: ExpertStore
     device: torch.device
     departure: str
@@ -54,40 +45,12 @@ class PlannedDraft(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The number of bytes of memory in addition to the model's."""
-        return self.ledger.budget_bytes - (self.ledger.demand.weights_bytes if self._shares_weights else 0)
+        return self.ledger.budget_bytes - (self.ledger.demand.weights_bytes if self.shares_weights else 0)
 
     @property
-    def _shares_weights(self) -> bool:
+    def shares_weights(self) -> bool:
+        """Whether its other weights are the model's own memory."""
         return not self.spec.dense
-
-    def open(self, model: PreTrainedModel | None, computing: int = _THREADS) -> Draft:
-        """Open the draft model on `computing` threads.
-
-        `model` is the loaded model without an engine, whose weights are shared; with None the draft model loads its
-        own.
-        """
-        with threads(computing):
-            draft = self.checkpoint.load_dense(self.spec, self.device)
-            if model is not None and self._shares_weights:
-                share_weights(draft, model)
-            arena = Arena(self.ledger.sizes, self.device, huge_pages=False)
-            try:
-                budget = Budget(self.ledger, "of a draft model", ResolvedSettings(self.config, {}), LearnedValues())
-                stores, experts = {EXACT: self.store}, {EXACT: self.checkpoint.experts(self.spec)}
-                assemble(draft, self.spec, self.config, budget, stores, arena, experts, Pacing())
-            except BaseException:
-                arena.close()
-                raise
-        engine = draft.offload
-        without_rules = {layer: path for layer, path in engine.anatomy.routers.items() if layer not in engine.rules}
-        observe_routers(draft, engine, without_rules)
-        draft_routing = Draft(draft, scoring_rules(draft, self.spec), self.spares)
-        engine.executor.observers.append(draft_routing)
-        return draft_routing
-
-    def on_thread(self, model: PreTrainedModel) -> DraftRouting:
-        """Run the draft model on a thread; `model` is as for `open`."""
-        return DraftRouting(RunningAhead(self.open(model), self.departure))
 
 
 def check_draft(spec: ModelSpec, config: EngineConfig) -> None:
@@ -123,7 +86,7 @@ def planned_draft(
     demand = demand_of(its, own, device, store)
     ledger = allocate(full_bytes(demand), demand)
     departure, spares = config.draft_start or DEPARTURE[0], config.draft_extra or 0
-    return PlannedDraft(checkpoint, its, own, ledger, store, device, departure, spares)
+    return PlannedDraft(checkpoint, its, own, ledger, experts, store, device, departure, spares)
 
 
 def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec, Mapping[int, StoredLayer]]:
@@ -139,3 +102,40 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec
             given=own.precision,
             allowed="a precision in which the model is packed",
         ) from error
+
+
+def placed_draft(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the draft model's place: in the cluster if it has a machine for it, else on the
+    coordinator."""
+    if config.prefetch != DRAFT or config.draft_on is not None:
+        return config
+    place = "coordinator"
+    if config.cluster is not None:
+        from smoe.cluster.identity import read_coordinator
+
+        place = "cluster" if read_coordinator(config.cluster).drafts else "coordinator"
+    return replace(config, draft_on=place)
+
+
+def is_apart(config: EngineConfig) -> bool:
+    """Return whether the draft model runs on another machine; the configuration must state its place."""
+    return config.prefetch == DRAFT and config.draft_on == "cluster"
+
+
+def following(spec: ModelSpec, config: EngineConfig) -> Following:
+    """Return the coordinator's client of a draft model on another machine. Raises the errors of `check_draft`."""
+    from smoe.cluster.following import Following
+
+    check_draft(spec, config)
+    experts = {site.layer: site.experts for site in spec.sites}
+    chosen, spares = spec.anatomy.top_k, config.draft_extra or 0
+    named = {layer: min(count, chosen[layer] + spares) for layer, count in experts.items()}
+    wanted = {
+        "context_tokens": spec.context_tokens,
+        "dtype": str(spec.dtype),
+        "activations": config.activations,
+        "draft_precision": config.draft_precision or DEFAULT_DRAFT,
+        "draft_start": config.draft_start or DEPARTURE[0],
+        "draft_extra": spares,
+    }
+    return Following(wanted, experts, named, spec.context_tokens)

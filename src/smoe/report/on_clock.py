@@ -224,7 +224,7 @@ class Scene:
     config: EngineConfig
     """The settings, in which every `auto` is already replaced by a choice (`load/known.py`)."""
     predictor: str
-    """The predictor in decode (`predictor_name` in `load/assembly.py`)."""
+    """The predictor in decode (`load/predictor_name.py`)."""
     prices: PriceTable | None = None
     """The quality costs, where misses are resolved within a budget."""
     faster_reads: float = 1.0
@@ -393,7 +393,7 @@ def _predictor(scene: Scene, drawn: Drawn) -> Predictor | None:
 
 
 def _answering(config: EngineConfig, prices: PriceTable | None, layers: int, times: StepTimes) -> Answering | None:
-    """Return the rule by which misses are resolved, made as in `load/assembly.py`, with the quality costs of the
+    """Return the rule by which misses are resolved, made as in `load/build.py`, with the quality costs of the
     simulated layers."""
     if prices is None:
         return None

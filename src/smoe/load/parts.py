@@ -1,0 +1,193 @@
+"""Open a model's parts: tiers below its slots, reading threads, predictors, proven kernels (third value of loading)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from smoe.bounds import DEFAULT_PREFETCH_DEPTH
+from smoe.compute.experts import Experts
+from smoe.compute.host_experts import HostExperts
+from smoe.config import EngineConfig
+from smoe.errors import ConfigError, UnsupportedModelError
+from smoe.expert import EXACT
+from smoe.kernels.spinning_pool import SpinningPool, is_supported
+from smoe.load.activations import activations_of
+from smoe.load.choose_kernel import ChosenArithmetic, choose_arithmetic, is_native
+from smoe.load.divide import Divided
+from smoe.load.experts_math import experts_math
+from smoe.load.predictor_name import predictor_name
+from smoe.load.resolve import Resolved
+from smoe.load.selftest import Prover, proven_sums
+from smoe.load.tiers import Tiers, make_tiers
+from smoe.machine.processor import reading_threads
+from smoe.memory.arena import Arena
+from smoe.memory.pacing import Pacing
+from smoe.memory.reading_threads import Transfers
+from smoe.models.scoring import ScoringRule, check_weighs_outputs, find_rule
+from smoe.models.spec import ModelSpec
+from smoe.policy.eviction.lru import LRU
+from smoe.policy.prediction import ASKED, Predictor
+from smoe.policy.registry import predictor_kind
+from smoe.policy.residency import SlotTable
+from smoe.prediction.inputs import PredictorInputs
+from smoe.routing import Phase
+from smoe.runtime.arrivals import Arrivals
+from smoe.runtime.running_ahead import DraftRouting
+
+
+class Parts(NamedTuple):
+    """What an engine is made of; its slots are empty."""
+
+    model: PreTrainedModel
+    """The model without experts."""
+    arena: Arena
+    table: SlotTable
+    pacing: Pacing
+    tiers: Tiers
+    transfers: Transfers
+    host: HostExperts | None
+    """The unit that computes missing experts on the CPU of a machine with a device; None: none."""
+    arithmetic: ChosenArithmetic
+    rules: Mapping[int, ScoringRule]
+    """The scoring rules of routers whose scores a policy reads, by layer."""
+    predictors: Mapping[Phase, Predictor]
+    draft: DraftRouting | None
+    """The routing of the draft model, if the prefetch uses one."""
+
+
+def open_parts(
+    model: PreTrainedModel,
+    arena: Arena,
+    pacing: Pacing,
+    draft: DraftRouting | None,
+    resolved: Resolved,
+    divided: Divided,
+    made: ExitStack,
+    on_host_tier: Callable[[int], None] | None,
+) -> Parts:
+    """Open the parts of `model`, which was built without experts. `made` closes them if a later step fails.
+
+    `on_host_tier` is called with the bytes of host memory that will be allocated and locked for a GPU, which takes a
+    while. Raises `UnsupportedModelError` if experts or a required scoring rule cannot be verified, and `ConfigError`
+    for settings that this machine or family does not support.
+    """
+    config, spec, ledger = divided.config, divided.spec, divided.ledger
+    if config.alpha > 0 or config.prices_answers:
+        check_weighs_outputs(model.get_submodule(spec.sites[0].name))
+    rules = scoring_rules(model, spec) if config.needs_scores else {}
+    predictors = _predictors(model, divided, rules, draft, arena.device)
+    table = SlotTable(*ledger.pools)
+    tiers = make_tiers(resolved.stores, arena, table, ledger.demand.all_classes, config, pacing, on_host_tier)
+    transfers = Transfers(tiers.mover, reading_threads(config), pacing.now)
+    made.callback(transfers.close)
+    host = _host_experts(model, resolved, divided, tiers, pacing)
+    if host is not None:
+        made.callback(host.close)
+        if is_native(spec, config, arena.device) and not pacing.is_emulated:
+            # an emulated device is timed with torch's products (docs/log/device.md)
+            host.multiply_by(SpinningPool(_host_threads(pacing), in_own_order=not is_supported()))
+    arithmetic = _proven_arithmetic(model, resolved, divided, table, transfers, arena, made)
+    return Parts(model, arena, table, pacing, tiers, transfers, host, arithmetic, rules, predictors, draft)
+
+
+def balance_of(config: EngineConfig, tiers: Tiers) -> str:
+    """Return the name of the method by which missing experts are divided between CPU and link."""
+    if config.balance == "auto":
+        return "none" if tiers.host is None else "optimal"
+    return config.balance
+
+
+def _host_experts(
+    model: PreTrainedModel, resolved: Resolved, divided: Divided, tiers: Tiers, pacing: Pacing
+) -> HostExperts | None:
+    """Return the unit that computes missing experts on the CPU of a machine with a device, or None."""
+    config, spec, store, device = divided.config, divided.spec, resolved.stores[EXACT], resolved.device
+    if balance_of(config, tiers) == "none":
+        return None
+    assert tiers.host is not None, "refused before loading"
+    math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, device))
+    if device.type != "cpu" and not all(layer.is_movable for layer in math.values()):
+        raise ConfigError(
+            f"`balance` {balance_of(config, tiers)}: this family's experts end in a norm that only the device has; use "
+            "none",
+            setting="balance",
+            given=config.balance,
+            allowed="none for this model",
+        )
+    return HostExperts(tiers.host, tiers.filler, store, math, _host_threads(pacing), pacing)
+
+
+def _host_threads(pacing: Pacing) -> int:
+    return 1 if pacing.is_emulated else torch.get_num_threads()
+
+
+def _proven_arithmetic(
+    model: PreTrainedModel,
+    resolved: Resolved,
+    divided: Divided,
+    table: SlotTable,
+    transfers: Transfers,
+    arena: Arena,
+    made: ExitStack,
+) -> ChosenArithmetic:
+    """Compare experts of every distinct layout and format, as the engine computes them, with transformers' own; then
+    choose the kernels by others that are loaded for it. The slots are empty afterwards."""
+    spec, config, stores = divided.spec, divided.config, resolved.stores
+    activations = activations_of(config, spec.dtype.torch, arena.device)
+    maths = {
+        (layer, form): math
+        for form, of in stores.items()
+        for layer, math in experts_math(model, spec, of, activations).items()
+    }
+    arrivals = Arrivals(
+        stores=stores, table=table, eviction=LRU(), transfers=transfers, arena=arena, math=maths, clock=perf_counter
+    )
+    prover = Prover(arrivals, arena.device)
+    try:
+        experts = proven_sums(spec.sites, model, resolved.stored, prover, Experts(maths), spec.dtype.torch)
+        return choose_arithmetic(model, spec, config, prover, experts, made)
+    finally:
+        arrivals.recover()
+        arrivals.forget()
+        table.clear()
+
+
+def _predictors(
+    model: PreTrainedModel,
+    divided: Divided,
+    rules: Mapping[int, ScoringRule],
+    draft: DraftRouting | None,
+    device: torch.device,
+) -> Mapping[Phase, Predictor]:
+    """Return the predictor of each phase. A prefill always predicts by the next gate: nearly all experts are needed."""
+    config, spec, learned = divided.config, divided.spec, divided.learned
+    depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
+    what = config.prefetch_what
+    subject = PredictorInputs(model, spec, rules, what, depth, learned.corrections, learned.fitted, draft)
+    found: dict[Phase, Predictor] = {Phase.PREFILL: subject.next_gate}
+    decode = predictor_kind(predictor_name(spec, config, device)).make(subject)
+    if decode is not None and config.prefetch_asked is not None:
+        decode.asked = ASKED[config.prefetch_asked]
+    return found if decode is None else found | {Phase.DECODE: decode}
+
+
+def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
+    """Return the scoring rule of every layer's router; raises `UnsupportedModelError` if one cannot be verified."""
+    modules, rules = dict(model.named_modules()), {}
+    for site in spec.sites:
+        name = spec.anatomy.routers.get(site.layer)
+        if name is None:
+            raise UnsupportedModelError(
+                f"the router of layer {site.layer} could not be found, so its scores cannot be read; leave out "
+                "`alpha`, and use an `eviction` other than score and a `prefetch` other than stacked-gates"
+            )
+        block = modules[site.name.rpartition(".")[0]]
+        hidden, top_k = spec.config.get_text_config().hidden_size, spec.anatomy.top_k[site.layer]
+        rules[site.layer] = find_rule(modules[name], block, hidden, site.experts, top_k, site.layer)
+    return rules
