@@ -282,8 +282,8 @@ def _together(
     limit: float,
     bare: int,
 ) -> ResolvedMisses:
-    """Return the best plan of all combinations of the experts' `options`, by dynamic programming over states
-    (`FIRST_BARE`). `bare` is the number of bare tokens."""
+    """Return the best plan of all combinations of the experts' `options`, by dynamic programming. A state is a number
+    whose bits are described at `FIRST_BARE`. `bare` is the number of bare tokens."""
     states: dict[int, _Way] = {0: (0.0, None, _EXACT)}
     for ways in options:
         reached: dict[int, _Way] = {}

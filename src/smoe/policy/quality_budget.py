@@ -131,8 +131,9 @@ class TimeBudget:
     def note(self, seconds: float, waited_seconds: float) -> None:
         """Record a step's duration, and the predicted part of it in which layers waited for missing experts.
 
-        The rate affects only the waiting, so errors are fractions of the decaying mean of the waiting seconds. Each
-        sequence of a batch gets one token from the step, so the step's seconds are the seconds of one token.
+        The rate is adapted to the difference between the target and the step's duration. Since the rate can shorten
+        only the waiting, the difference is divided by the decaying mean of the waiting seconds. Each sequence of a
+        batch gets one token from the step, so the step's seconds are the seconds of one token.
         """
         before = waited_seconds if self._waited is None else self._waited
         self._waited = before + RECENT * (waited_seconds - before)
