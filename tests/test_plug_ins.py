@@ -111,7 +111,7 @@ def test_what_cannot_be_used_is_refused(write: Write, tmp_path: Path, monkeypatc
 def test_a_policy_for_replays_serves_no_requests(write: Write) -> None:
     path = write("plug_in_d", SOURCE)
     assert EVICTIONS.find(f"{path}:Offline").only_replayed
-    with pytest.raises(ConfigError, match="reads tea leaves: use it in the simulator"):
+    with pytest.raises(ConfigError, match="reads tea leaves: use it in smoe replay"):
         configure(eviction=f"{path}:Offline")
 
 

@@ -86,7 +86,7 @@ class ConfigError(SmoeError, ValueError):
     def idle(cls, setting: str, given: object, owner: str) -> ConfigError:
         """Return the error for a setting that has no effect because `owner`, the setting that it belongs to, was not
         given."""
-        message = f"`{setting}` belongs to {owner}; add that, or leave it out"
+        message = f"`{setting}` has an effect only with {owner}; add that, or leave out `{setting}`"
         return cls(message, setting=setting, given=given, allowed=f"only with {owner}")
 
 

@@ -189,12 +189,12 @@ def test_an_interrupted_ablation_shows_what_it_has(run, checkpoint, quick, monke
         (("--ablation", "smoe", "--rounds", 0), "--rounds is 0; it must be at least 1"),
         (("--ablation", "smoe", "--batch", -1), "--batch is -1; it must be at least 1"),
         (("--ablation", "smoe", "--tokens", 0), "at least 1"),
-        (("--quick", "--tokens", 9), "--tokens belongs to --ablation"),
+        (("--quick", "--tokens", 9), "--tokens has an effect only with --ablation"),
         (("--ablation", "smoe", "--plot", "/nowhere/x.png"), "does not exist: create it"),
         (("--ablation", "smoe", "--plot", "x.gif"), ".png, .svg or .pdf"),
         (("--ablation", "smoe", "--quick"), "--quick"),
         (("--ablation", "smoe", "--preset", "lru"), "--preset"),
-        (("--quick", "--batch", 2), "--batch belongs to --ablation"),
+        (("--quick", "--batch", 2), "--batch has an effect only with --ablation"),
     ],
 )
 def test_a_bad_ablation_is_refused(run, checkpoint, arguments, words):

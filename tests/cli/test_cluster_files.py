@@ -74,7 +74,7 @@ def test_bad_input_is_refused_at_once(run: Any, checkpoint: Path, cluster: str, 
     both = run("cluster", "join", cluster, checkpoint, "--fetch", tmp_path / "f")
     assert both.code == 2 and "downloads the coordinator's model" in both.err
     alone = run("cluster", "join", cluster, checkpoint, "--rate", "1MiB/s")
-    assert alone.code == 2 and "--rate belongs to --fetch" in alone.err
+    assert alone.code == 2 and "--rate has an effect only with --fetch" in alone.err
     for rate, why in (("fast", "is not a size"), ("0", "is nothing"), ("20/s", "has no unit")):
         wrong = run("cluster", "join", cluster, "--fetch", tmp_path / "f", "--rate", rate)
         assert wrong.code == 2 and why in wrong.err

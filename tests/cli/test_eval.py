@@ -71,7 +71,7 @@ def test_eval_goes_on_and_says_when_it_cannot(run, checkpoint, text, tmp_path):
         (("--plot", "/nowhere/price.png"), "does not exist: create it"),
         (("--alpha", 0.3), "this command sets alpha"),
         (("--tasks", "piqa", "--questions", "q.jsonl"), "both choose the questions"),
-        (("--task-folder", "mine"), "belongs to --tasks"),
+        (("--task-folder", "mine"), "has an effect only with --tasks"),
         (("--tasks", "piqa", "--most-questions", 0), "at least 1"),
         (("--tasks", " , "), "--tasks is ' , '; it must be names of tasks"),
         (("--most-questions", -1), "--most-questions is -1; it must be at least 0"),

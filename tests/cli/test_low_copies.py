@@ -43,9 +43,9 @@ def test_options_are_settings():
 @pytest.mark.parametrize(
     ("given", "setting", "says"),
     [
-        ({"low_threshold": 0.5}, "low_threshold", "belongs to `low_precision` int4"),
-        ({"upgrade": True}, "upgrade", "belongs to `low_precision` int4"),
-        ({"precision_shares": "67,30,3"}, "precision_shares", "belongs to `low_precision` int4"),
+        ({"low_threshold": 0.5}, "low_threshold", "has an effect only with `low_precision` int4"),
+        ({"upgrade": True}, "upgrade", "has an effect only with `low_precision` int4"),
+        ({"precision_shares": "67,30,3"}, "precision_shares", "has an effect only with `low_precision` int4"),
         ({"preset": "hobbit", "precision_shares": "67,30"}, "precision_shares", "three numbers whose sum is 100"),
         ({"preset": "hobbit", "precision_shares": "a,b,c"}, "precision_shares", "`precision_shares` is 'a,b,c'"),
         ({"preset": "smoe", "low_precision": "int4"}, "low_threshold", "int4 would have no effect"),
@@ -69,8 +69,8 @@ def test_a_run_says_what_low_copies_did(run, packed):
     assert value["lossy"] == ["missing experts in int4 beyond 0.3", "none beyond 0.9"]
     said = " ".join(run(*asked).err.split())
     assert (
-        "of the experts used were low copies" in said
-        and "of low copies read per token" in said
+        "of the experts used were low-precision copies" in said
+        and "of such copies read per token" in said
         and "smoe eval measures" in said
     )
     assert run("generate", packed, *FEW, "--context", 128, "-p", "x", "--json").json["low_copies"] == {}
@@ -147,7 +147,7 @@ def test_tune_profiles_a_text_and_presets_use_it(run, packed, text, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (("--trace", "run.trace"), "--trace belongs to --predictor or --shares"),
+        (("--trace", "run.trace"), "--trace has an effect only with --predictor or --shares"),
         (("--shares", "67,30,3", "--tpot", "80ms"), "are two measurements; give one of them"),
         (("--shares", "67,30,3", "--text", "a.txt", "--trace", "run.trace"), "both give the data to profile"),
         (("--shares", "67,30"), "--precision-shares is"),

@@ -93,9 +93,9 @@ def test_drafts_that_do_not_fit_are_refused(run, packed, monkeypatch):
         (("--recall", "--tokens", 20, "--text", "missing.txt"), "cannot read"),
         (("--recall", "--plot", "/nowhere/pictures"), "the folder /nowhere does not exist; create it"),
         (("--recall", "--plot", "/proc/nowhere"), "nothing can be written in /proc"),
-        (("--draft", "int4"), "--draft belongs to --recall"),
-        (("--periods", "1"), "--periods belongs to --recall"),
-        (("--prompt-tokens", "1"), "--prompt-tokens belongs to --recall"),
+        (("--draft", "int4"), "--draft has an effect only with --recall"),
+        (("--periods", "1"), "--periods has an effect only with --recall"),
+        (("--prompt-tokens", "1"), "--prompt-tokens has an effect only with --recall"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_loaded(run, packed, arguments, words):

@@ -76,7 +76,7 @@ def test_a_text_is_read_token_by_token(run, checkpoint, tmp_path):
         (("--out", "a.trace", "--text", __file__, "-p", "x"), "leave out --prompt"),
         (("--out", "a.trace", "--text", "missing.txt"), "cannot read"),
         (("--out", "a.trace"), "nothing to record"),
-        (("--out", "a.trace", "-p", "x", "--tokens", 9), "--tokens belongs to --text"),
+        (("--out", "a.trace", "-p", "x", "--tokens", 9), "--tokens has an effect only with --text"),
         (("--out", "a.trace", "--text", __file__, "--tokens", 0), "--tokens is 0; it must be at least 1"),
         (("--out", "a.trace", "-p", "x", "--max-new-tokens", 0), "at least 1"),
         (("--out", "a.trace", "-p", "x", "--eviction", "fifo"), "fifo"),

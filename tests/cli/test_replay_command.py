@@ -66,7 +66,7 @@ def test_times_are_those_of_the_virtual_clock(run, trace):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--slots", 9, "--balance", "optimal"), "--balance belongs to --profile"),
+        (("--slots", 9, "--balance", "optimal"), "--balance has an effect only with --profile"),
         (("--slots", 9, "--profile", "rtx-a6000"), "add --expert-size"),
         (
             ("--slots", 9, "--profile", "rtx-1", "--expert-size", "9MiB"),

@@ -87,13 +87,13 @@ def zigzag(slope, height):
 
 
 @pytest.mark.parametrize(
-    ("budget", "said"), [("90ms", "it may be anything from 0."), ("77ms", ", or higher, or none at all")]
+    ("budget", "said"), [("90ms", "a token may be anything from 0."), ("77ms", " or higher, or no alpha may meet it")]
 )
 def test_a_budget_within_the_noise_is_said(run, checkpoint, text, measured, budget, said):
     measured(zigzag(0.05, 0.012))
     ran = run("tune", checkpoint, *SIZE, "--text", text, "--json", "--tpot", budget)
     assert ran.json["is_within_noise"] and not ran.json["is_flat"] and ran.json["alpha"] > 0
-    assert f"{budget[:2]} ms a token is within the noise of what was measured (+/- 6 ms): " in ran.err
+    assert f"noise of +/- 6 ms, so the smallest alpha that meets {budget[:2]} ms" in ran.err
     assert said in ran.err and "changes nothing" not in ran.err
 
 
@@ -155,7 +155,7 @@ def test_times_are_told_for_one_rate_of_reading(run, checkpoint, text, paced):
     paced(drifting)
     ran = run(*asked)
     assert ran.out.splitlines()[1].split() == ["0", "250", "ms", "0", "us", "250", "ms"]
-    assert "experts were read at 1 GB/s to 4 GB/s; times per token are converted to 2 GB/s" in ran.err
+    assert "experts were read at 1 GB/s to 4 GB/s; the times per token are converted to 2 GB/s" in ran.err
     assert " while experts were read at 1 GB/s, which is 1" in ran.out and " ms at 2 GB/s" in ran.out
 
 
@@ -282,8 +282,8 @@ def test_what_costs_too_much_is_not_chosen(run, checkpoint, priced_text, monkeyp
         (("--max-perplexity-increase", "1%", "--tpot", "40ms"), "are two measurements"),
         (("--max-perplexity-increase", "1%", "--tokens", 30), "--tokens is 30; it must be at least 640"),
         (("--max-perplexity-increase", "1%", "--alpha", 0.2), "does not go with --alpha"),
-        (("--tokens", 800), "--tokens belongs to --prices or --cache"),
-        (("--out", "results"), "belongs to --max-perplexity-increase"),
+        (("--tokens", 800), "--tokens has an effect only with --prices or --cache"),
+        (("--out", "results"), "has an effect only with --max-perplexity-increase"),
     ],
 )
 def test_bad_prices_are_refused_before_the_model_is_loaded(run, arguments, words):
@@ -332,9 +332,9 @@ def test_a_time_that_prices_cannot_buy_is_said(run, checkpoint, text):
     [
         (("--tpot", "1s"), "--prices and --tpot are two measurements; give one of them"),
         (("--max-perplexity-increase", "1%"), "--prices and --max-perplexity-increase are two measurements"),
-        (("--out", "x"), "--out belongs to --max-perplexity-increase; add that, or leave it out"),
-        (("--trace", "x"), "--trace belongs to --predictor or --shares"),
-        (("--held-out", "x"), "--held-out belongs to --cache or --predictor"),
+        (("--out", "x"), "--out has an effect only with --max-perplexity-increase; add that, or leave out --out"),
+        (("--trace", "x"), "--trace has an effect only with --predictor or --shares"),
+        (("--held-out", "x"), "--held-out has an effect only with --cache or --predictor"),
         (("--tokens", "0"), "greater than or equal to 1"),
     ],
 )

@@ -42,7 +42,7 @@ def test_what_it_does_not_look_at_is_refused(run, checkpoint, text):
     idle = run("tune", checkpoint, *SIZE, *ASKED, "--held-out", text)
     assert (
         idle.code == 2
-        and "--held-out belongs to --predictor expert-mlp, or another that is fitted on traces"
+        and "--held-out has an effect only with --predictor expert-mlp, or another that is fitted on traces"
         in " ".join(idle.err.split())
     )
     two = run("tune", checkpoint, *SIZE, *ASKED, "--prices")

@@ -157,7 +157,7 @@ def test_it_is_named_as_lossy() -> None:
 
 @needs_kernels
 def test_where_nothing_is_quantised(toy: Callable[..., Path], open_model: Open) -> None:
-    with pytest.raises(ConfigError, match="belongs to quantised weights"):
+    with pytest.raises(ConfigError, match="has an effect only with quantised weights"):
         open_model(toy("qwen3_moe", dtype=torch.bfloat16), "half", activations=INT8)
 
 

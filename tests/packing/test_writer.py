@@ -116,7 +116,7 @@ def test_a_disk_that_fills_up_can_be_gone_on_from(folder: Path, number: int, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", third_fails)
-        with pytest.raises(DiskSpaceError, match="goes on after the last whole layer"):
+        with pytest.raises(DiskSpaceError, match="continues after the last complete layer"):
             pack_folder(folder, precision="int4")
     assert packed_again(folder, "int4")[1] == list(range(17, 33))
 

@@ -181,8 +181,10 @@ def _refuse_idle_copies(config: EngineConfig) -> None:
     by_thresholds = config.precision_shares is None and not config.prices_answers
     if config.has_low and by_thresholds and config.low_threshold >= config.skip_threshold:
         raise ConfigError(
-            f"`low_precision` {config.low_precision} would have no effect: no expert comes as a low copy where "
-            f"`low_threshold` is {config.low_threshold:g} and `skip_threshold` {config.skip_threshold:g}; give a lower "
+            f"`low_precision` {config.low_precision} would have no effect: with `low_threshold` "
+            f"{config.low_threshold:g} "
+            f"and `skip_threshold` {config.skip_threshold:g}, no expert is loaded as a low-precision copy; give a "
+            "lower "
             "`low_threshold` such as 0.6, a higher `skip_threshold`, or `precision_shares` such as 67,30,3",
             setting="low_threshold",
             given=config.low_threshold,

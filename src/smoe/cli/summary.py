@@ -103,7 +103,7 @@ def _forecast(report: RunReport) -> str:
     if forecast is None or not forecast.is_calibrated or mean is None or first is None:
         return ""
     off, off_first = mean / forecast.seconds_per_token - 1, first / forecast.ttft_seconds - 1
-    measured = f"{format_seconds(mean)} in the mean, {off:+.0%}"
+    measured = f"{format_seconds(mean)} on average, {off:+.0%}"
     return (
         f"{format_seconds(forecast.seconds_per_token)} per token (measured {measured}), first token "
         f"{format_seconds(forecast.ttft_seconds)} ({off_first:+.0%}), by the times of earlier runs"
@@ -124,8 +124,8 @@ def _beyond(report: RunReport) -> str:
     if asked is None or median is None or median <= _MET * asked:
         return ""
     return (
-        f"; {format_seconds(asked)} were requested and not met: give more --memory or a longer --tpot; after a short "
-        "run, more tokens, as the control needs some to settle"
+        f"; {format_seconds(asked)} were requested and not met: give more --memory or a longer --tpot; if the "
+        "run was short, generate more tokens, because the control needs some tokens to settle"
     )
 
 
@@ -199,10 +199,10 @@ def _by_low_copies(report: RunReport) -> str:
     found = report.low_copies
     if not found:
         return ""
-    text = f"{found['served']:.1%} of the experts used were low copies"
+    text = f"{found['served']:.1%} of the experts used were low-precision copies"
     if found["left_out"]:
         text += f", {found['left_out']:.1%} were dropped"
-    text += f", {format_bytes(found['bytes_per_token'])} of low copies read per token"
+    text += f", {format_bytes(found['bytes_per_token'])} of such copies read per token"
     upgrades = found["upgrades_per_token"]
     return f"{text}, {upgrades:.2g} upgrades a token" if upgrades else text
 

@@ -184,7 +184,7 @@ def rows_of(found: TraceSurvey) -> list[tuple[str, str]]:
     rows.append(("entropy", f"uses {entropy.used.mean():.2f} of {entropy.most.mean():.2f} bits{tokens}"))
     rows.append(("most, least used", _extremes(found)))
     if affinity is not None:
-        known = f"affinity names {affinity.by_affinity.mean():.0%}, popularity {affinity.by_popularity.mean():.0%}"
+        known = f"affinity predicts {affinity.by_affinity.mean():.0%}, popularity {affinity.by_popularity.mean():.0%}"
         rows.append(("next layer's experts", f"{known}: {100 * affinity.gain:+.1f} points"))
     if found.curves is not None:
         rows.append(("memory", in_words(found.curves, LEADER, found.experts_bytes)))

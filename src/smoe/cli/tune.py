@@ -271,7 +271,7 @@ def _flat(tuning: Tuning) -> str:
     return (
         f"alpha changes nothing here: from {tuning.alphas[0]:g} to {tuning.alphas[-1]:g} the time per token stays the "
         f"same within the noise (+/- {format_seconds(tuning.noise_seconds)}); "
-        "0, which replaces nothing, is as fast as any"
+        "alpha 0, with which no expert is replaced, is as fast as any other"
     )
 
 
@@ -280,8 +280,9 @@ def _rates(tuning: Tuning, rate: float) -> str:
 
     lowest, highest = format_bytes_rate(min(tuning.rates)), format_bytes_rate(max(tuning.rates))
     return (
-        f"experts were read at {lowest} to {highest}; times per token are converted to {format_bytes_rate(rate)}; the "
-        "column by the clock has the measured ones"
+        f"experts were read at {lowest} to {highest}; the times per token are converted to "
+        f"{format_bytes_rate(rate)}; the "
+        'column "by the clock" has the times as measured'
     )
 
 
@@ -289,10 +290,11 @@ def _unsure(tuning: Tuning, choice: AlphaChoice) -> str:
     from smoe.units import format_seconds
 
     low, high = f"{choice.lowest_alpha:g}", choice.highest_alpha
-    found = f"anything from {low} to {high:g}" if high is not None else f"{low}, or higher, or none at all"
+    found = f"anything from {low} to {high:g}" if high is not None else f"{low} or higher, or no alpha may meet it"
     return (
-        f"{format_seconds(choice.tpot_seconds)} a token is within the noise of what was measured (+/- "
-        f"{format_seconds(tuning.noise_seconds)}): the smallest alpha that meets it may be {found}"
+        f"the measured times have a noise of +/- {format_seconds(tuning.noise_seconds)}, so the smallest alpha that "
+        "meets "
+        f"{format_seconds(choice.tpot_seconds)} a token may be {found}"
     )
 
 

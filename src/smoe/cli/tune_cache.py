@@ -44,8 +44,8 @@ def tune_cache(
         print_json({"model": model, "traces": [*map(str, fitted)], "held_out": [*map(str, held_out)]} | found.as_json())
         return
     heading = (
-        f"{found.cache.slots} slots ({found.resident_share:.0%} of the experts) and {found.cache.low_slots} for low "
-        f"copies; a low miss costs {found.cache.low_cost:.2f}"
+        f"{found.cache.slots} slots ({found.resident_share:.0%} of the experts) and {found.cache.low_slots} for "
+        f"low-precision copies; a miss of such a copy costs {found.cache.low_cost:.2f} of a full one"
     )
     print_evictions(heading, "penalty", "lru", found.penalties, found.held_out)
     lru, lfu, lhu, fld = found.weights

@@ -83,6 +83,7 @@ def _print_table(found: FittedCorrections) -> None:
         table.add_row(str(each.distance), *(f"{share:.1%}" for share in shares))
     output().print(table)
     print(
-        f"shares of the experts chosen, on the last tenth of {found.tokens} tokens; requested are those needed with a "
-        f"probability of {WORTH:g} or more; a prediction takes {format_seconds(found.seconds_per_layer)} a layer"
+        f"next gate, corrected: which share of the chosen experts each predicts, on the last tenth of {found.tokens} "
+        f"tokens. requested: only experts that are needed with a probability of {WORTH:g} or more. a prediction takes "
+        f"{format_seconds(found.seconds_per_layer)} a layer"
     )

@@ -40,7 +40,9 @@ def tune_policies(model: str, engine: EngineOptions, text: Path | None, tokens: 
     kinds = [kind for kind in CHOICES if getattr(engine, kind) == "auto"]
     if engine.prefetch not in (None, "auto", "none"):
         raise ConfigError(
-            "evictions are compared without prefetch, or before it; leave out `prefetch`, or give auto",
+            "evictions are compared without prefetch, so `prefetch` cannot be set; leave it out, or give auto to "
+            "compare "
+            "predictors, too",
             setting="prefetch",
             given=engine.prefetch,
             allowed="auto or none in a tournament",

@@ -141,7 +141,7 @@ class ClusterLink:
                 poller.poll(math.ceil(1000 * max(0.0, left)))
                 self._turn()
             except Exception:  # the thread must not end while requests wait
-                _log.exception("the link failed; experts in flight are computed here")
+                _log.exception("the connections to workers failed; the coordinator computes the experts in flight")
         if self.seat is not None:
             self.seat.put_out("", self._send)
         for member in self.members.values():
@@ -283,7 +283,7 @@ class ClusterLink:
         member.why = why
 
     def _failed(self, request: ExpertRequest, member: Member, why: str) -> None:
-        _log.warning("worker %s could not serve a request: %s", member.name, why)
+        _log.warning("worker %s could not compute a request: %s", member.name, why)
         if request.trial is not None:
             self._out(member, why)
             return

@@ -89,7 +89,7 @@ class ReceivedFiles:
         path, part = self._folder / file.name, self._part(number)
         for each in (path, part):
             if (each.exists() or each.is_symlink()) and not each.is_file():
-                raise ClusterError(f"{each} must be written, and exists but is not a file; move it away")
+                raise ClusterError(f"the download must write {each}, which exists and is not a file; move it away")
         if path.exists():
             is_other = path.stat().st_size != file.nbytes
             if is_other or sums_of(path, file.name, self._before).digest != file.digest:

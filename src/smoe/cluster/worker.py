@@ -202,5 +202,5 @@ def _outcome(request: int, futures: list[Future[torch.Tensor]], times: Times) ->
     try:
         return frames.done(request, times, [future.result() for future in futures])
     except Exception as error:
-        _log.warning("request %d failed: %s", request, error)
+        _log.warning("the coordinator's request %d failed: %s", request, error)
         return frames.failed(request, f"{type(error).__name__}: {error}")

@@ -69,8 +69,8 @@ def pack(
         if error.errno not in _FULL:
             raise
         raise DiskSpaceError(
-            f"the disk of {partial} is full ({error.strerror}); make room, and the same command goes on after the last "
-            "whole layer"
+            f"the disk of {partial} is full ({error.strerror}); free some space and run the same command again: it "
+            "continues after the last complete layer"
         ) from error
     notes.unlink(missing_ok=True)
     return records
@@ -88,9 +88,11 @@ def check_places(place: Path, wanted: Sequence[Contents]) -> None:
         partial, notes = _unfinished(path)
         for each in (path, partial, notes):
             if each.exists() and not each.is_file():
-                raise CheckpointError(f"{each}, which is to be written, is there and is no file; move it away")
+                raise CheckpointError(f"smoe pack must write {each}, which exists and is not a file; move it away")
         if path.exists() and not may_be_packed(path):
-            raise CheckpointError(f"{path}, which is to be written, is there and no packed expert file; move it away")
+            raise CheckpointError(
+                f"smoe pack must write {path}, which exists and is another kind of file; move it away"
+            )
         written = partial.stat().st_size if partial.exists() else 0
         needed += max(0, len(header_bytes(contents.header(place))) + contents.experts * contents.stride - written)
     if wanted:

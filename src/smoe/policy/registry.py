@@ -113,7 +113,7 @@ def eviction_kind(name: str) -> type[Eviction]:
     if found.only_replayed:
         live = LIVE_EVICTIONS.allowed
         raise ConfigError(
-            f"`eviction` is {name!r} ({name} {found.only_replayed}: use it in the simulator); choose one of: {live}",
+            f"`eviction` is {name!r} ({name} {found.only_replayed}: use it in smoe replay); choose one of: {live}",
             setting="eviction",
             given=name,
             allowed=live,

@@ -25,7 +25,8 @@ def of_one_machine(config: EngineConfig) -> tuple[EngineConfig, dict[str, str]]:
     """
     if config.cluster is not None:
         raise ConfigError(
-            f"`cluster` {config.cluster} is for a run; to plan with its measured workers, give `name`",
+            f"`cluster` {config.cluster} makes a run use that cluster; to plan with its measured workers, give "
+            "`name` instead",
             setting="cluster",
             given=config.cluster,
             allowed="`name` instead, in a plan",

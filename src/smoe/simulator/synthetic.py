@@ -29,7 +29,7 @@ from smoe.errors import TraceError
 from smoe.policy.importance import scaled
 from smoe.routing import Phase, Routing, last_rows
 
-SAYS = "routing is synthetic: drawn with the habits of the embedded model's recorded runs, not this model's own"
+SAYS = "routing is synthetic: as repetitive as in recorded runs of the demo, not of this model"
 
 
 @dataclass(frozen=True)
