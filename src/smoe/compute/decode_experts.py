@@ -1,9 +1,9 @@
-"""Compute few tokens through the experts of a layer: by torch's operations, by one call of our kernel, or in a GPU's
-slots (`in_slots.py`).
+"""Computes few tokens through the experts of a layer, by one of three methods: torch's operations, one call of our CPU
+kernel, or GPU kernels that read the slots (`in_slots.py`).
 
-All methods store every expert's output separately and add them at the end in ascending expert order, whatever the order
-of arrival. So a result never depends on residency. torch sums several rows in another order than one; if the kernel has
-that order too, it computes an expert that several of the tokens chose.
+Every method stores each expert's output separately and adds the outputs at the end in ascending order of experts, in
+whatever order the experts arrived. So a result never depends on residency. torch sums in another order for several rows
+than for one. Our kernel computes an expert that several of the tokens chose only if it has that order too.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ class DecodeExperts(Protocol):
     """The experts of one layer for T tokens, computed in the order of the plan."""
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
-        """Compute consecutive experts of the plan, from number `first` on."""
+        """Compute consecutive experts of the plan, beginning with number `first`, from `weights`, one entry for each
+        expert."""
 
     def put(self, n: int, rows: torch.Tensor) -> None:
-        """Store the outputs of expert number n, computed elsewhere: [its routes, H], before the routing weights."""
+        """Store the rows of expert number `n` that another unit has computed: [its routes, H], not yet multiplied by
+        the routing weights."""
 
     def partial(self, count: int) -> torch.Tensor:
-        """Return the sum of the first `count` experts' outputs: [T, H]. For predictions only: last bits may differ from
-        `total`'s."""
+        """Return the weighted sum of the outputs of the first `count` experts [T, H]. It is only for predictions: last
+        bits may differ from those of `total`."""
 
     def total(self) -> torch.Tensor:
-        """Return the sum of all experts' outputs: [T, H]."""
+        """Return the weighted sum of all experts' outputs, [T, H]."""
 
 
 Way: TypeAlias = Callable[
@@ -61,7 +63,8 @@ serves."""
 
 
 def begin_of(maths: Mapping[int, ExpertMath], thread_pool: ThreadPool | None) -> Begin:
-    """Return how the experts of a layer are computed, given the arithmetic of each format."""
+    """Return a function that begins the computation of a layer's experts for few tokens. `maths`: the arithmetic of the
+    layer's experts, by format."""
     way = way_of(list(maths.values()), thread_pool)
 
     def begin(serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor) -> DecodeExperts:
@@ -73,7 +76,7 @@ def begin_of(maths: Mapping[int, ExpertMath], thread_pool: ThreadPool | None) ->
 
 
 def way_of(maths: Sequence[ExpertMath], thread_pool: ThreadPool | None) -> Way:
-    """Return how the experts of a layer are computed, given the arithmetic of all their formats."""
+    """Return the class that computes a layer's experts, chosen by the arithmetic of all formats that the layer has."""
     if all(math.kernels.slots is not None for math in maths):
         return _in_slots
     if all(math.kernels.token is not None and not math.sums_as_weights for math in maths):
@@ -122,14 +125,16 @@ def _by_operations(
 
 
 def routes_on_device(routes: Routes, width: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return every expert's routes [n] and their tokens [n] on the device, with one transfer for all."""
+    """Return for every expert its routes [n] and the tokens of these routes [n], on the device. One transfer copies all
+    of them."""
     flat = on_device([route for some in routes for route in some], device)
     counts = [len(some) for some in routes]
     return list(zip(flat.split(counts), (flat // width).split(counts), strict=True))
 
 
 def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> TokenExperts | None:
-    """Return the kernel for one token through these experts if it has torch's bits with these weights, else None."""
+    """Return the kernel that computes one token through these experts if a test shows that it has torch's bits; else
+    None."""
     math = math.by_pool(pool)
     kernel = math.kernel_of(pool)
     if kernel is None:
@@ -147,7 +152,7 @@ def proven_kernel(math: ExpertMath, pool: SpinningPool, weights: Weights) -> Tok
 
 
 class _OneByOperations:
-    """Computes one token by torch's operations, distributed over a pool of threads if there is one."""
+    """Computes one token by torch's operations, distributed over a pool of threads if there is a pool."""
 
     def __init__(
         self,
@@ -236,7 +241,7 @@ class _InOnePiece:
     """Computes few tokens by our kernel, which adds the outputs right after the last expert, without returning to
     Python.
 
-    Outputs are ordered by token, and within a token by ascending expert.
+    Output rows are ordered by token, and those of a token by ascending expert.
     """
 
     def __init__(
@@ -251,15 +256,15 @@ class _InOnePiece:
         self._maths = maths
         self._kernels = kernels
         self._kernel = kernels[0]
-        """The kernel for copies of all formats: these differ only in their matrices and in the number of rows
-        allowed."""
+        """The kernel for copies of all formats. Kernels of different formats differ only in the number of rows that
+        they allow; the matrices are arguments."""
         self._hidden = hidden.contiguous()
         tokens, width = top_k_weights.shape
         given = top_k_weights.flatten().tolist()
         ordered = _by_token(tokens, width, routes, ascending)
         row_of = {route: row for row, route in enumerate([route for token in ordered for route in token])}
         self._places = [[(route // width, row_of[route]) for route in some] for some in routes]
-        """Every expert's routes in their order: (token, row of the outputs)."""
+        """For each expert, its routes in their order, each as (token, row of the outputs)."""
         self._gains = [given[route] for route in row_of]
         spans = [(row_of[token[0]] if token else 0, len(token)) for token in ordered]
         self._rows = hidden.new_empty(len(self._gains), hidden.shape[1])
@@ -284,7 +289,8 @@ class _InOnePiece:
         self._end(1, [])
 
     def _end(self, count: int, ours: list[Expert]) -> None:
-        """Compute the experts `ours`, which completes `count` experts; the sum follows the last."""
+        """Compute the experts `ours`, after which `count` more experts are complete. After the last expert, also
+        compute the sum."""
         self._open -= count
         while len(ours) > MOST_EXPERTS:
             self._kernel.forward(self._hidden, ours[:MOST_EXPERTS], self._rows)
@@ -305,7 +311,7 @@ class _InOnePiece:
 
 
 def _by_token(tokens: int, width: int, routes: Routes, ascending: Sequence[int]) -> list[list[int]]:
-    """Return every token's routes in the order of the sum."""
+    """Return for every token its routes, in the order of the sum."""
     if tokens == 1:
         return [[route for n in ascending for route in routes[n]]]
     found: list[list[int]] = [[] for _ in range(tokens)]

@@ -1,10 +1,10 @@
-"""The arithmetic of one expert: transformers' eager operations, one by one, on weights in a slot.
+"""The arithmetic of one expert: the operations of transformers' eager implementation, one by one, on weights in a slot.
 
-Grade E0 depends on this file: it has the operations of transformers' eager loop, in the same order and shapes (`x @
-up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending expert order). `load/selftest.py` compares
-it with that loop when a model is loaded. The product of a single row may be our kernel's if it has torch's bits
-(`kernels/spinning_pool.py`). If torch's order is slow, few rows may be multiplied in our own order (grade E1,
-`kernels/own_order.py`).
+Grade E0 depends on this file. It has the operations of transformers' eager loop, in the same order and with the same
+shapes: `x @ up`, bias, gate, `@ down`, bias, post norm, routing weight, sum in ascending order of experts.
+`load/selftest.py` compares both when a model is loaded. Our kernel may compute the product of a single row if it has
+torch's bits (`kernels/spinning_pool.py`). If torch's order is slow, few rows may be multiplied in our own order (grade
+E1, `kernels/own_order.py`).
 """
 
 from __future__ import annotations
@@ -31,37 +31,38 @@ from smoe.memory.store import Part
 from smoe.models.experts import is_transposed
 
 ROUNDINGS = 4
-"""The number of roundings to the model's dtype between an expert's input and output: two correct results may differ by
-as many."""
+"""The number of roundings to the model's dtype between an expert's input and output. Two correct results may differ by
+that many roundings."""
 
 
 def within_rounding(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether two outputs of experts differ by no more than rounding."""
+    """Return whether two outputs of an expert differ by no more than the error of `ROUNDINGS` roundings."""
     far = (ours.float() - theirs.float()).abs().max()
     return bool(far <= ROUNDINGS * torch.finfo(theirs.dtype).eps * theirs.float().abs().max())
 
 
 def library_products(products: Sequence[Product]) -> None:
-    """Compute one-row products by torch."""
+    """Compute products of single rows by torch; each product contains its operands and its output."""
     for x, matrix, out, *_ in products:
         torch.mm(x, matrix, out=out)
 
 
 def empty_sum(math: ExpertMath, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Return zeros [T, H] for summing outputs, in the dtype in which transformers sums them."""
+    """Return zeros [T, H] to which outputs of experts are added, in the dtype in which transformers adds them."""
     return torch.zeros_like(hidden, dtype=top_k_weights.dtype if math.sums_as_weights else hidden.dtype)
 
 
 class Weights(Protocol):
-    """One expert in its slot, ready for `x @ up` and `h @ down`."""
+    """One expert's weights in a slot, in the form for `x @ up` and `h @ down`. H is the hidden size, I the expert's
+    inner size."""
 
     @property
     def up(self) -> torch.Tensor:
-        """The matrix [H, 2I] (gate and up in the family's order), or [H, I] without a gate."""
+        """The matrix of the first product: [H, 2I] with gate and up in the family's order, or [H, I] without a gate."""
 
     @property
     def down(self) -> torch.Tensor:
-        """The matrix [I, H]."""
+        """The matrix of the second product, [I, H]."""
 
     @property
     def up_bias(self) -> torch.Tensor | None: ...
@@ -71,15 +72,15 @@ class Weights(Protocol):
 
     @property
     def matrices(self) -> Sequence[Matrix]:
-        """The matrices for machine code: those that form `up`, then `down`."""
+        """The matrices in the form for machine code: those that form `up`, then `down`."""
 
     @property
     def addresses(self) -> Sequence[int]:
-        """The addresses of the matrices on the device, followed by the biases'."""
+        """The device addresses of the matrices, followed by those of the biases."""
 
 
 class DenseWeights(NamedTuple):
-    """Weights in the model's own dtype: views of the slot."""
+    """An expert's weights in the model's own dtype, as views of its slot."""
 
     up: torch.Tensor
     down: torch.Tensor
@@ -94,20 +95,21 @@ class DenseWeights(NamedTuple):
 
 
 class ProvenKernels(NamedTuple):
-    """The kernels that compute a layer's experts, each proven before; by default torch computes everything."""
+    """The kernels that compute a layer's experts, each tested before. By default torch computes everything."""
 
     pool: SpinningPool | None = None
     """Multiplies single rows, and few rows in its own order; None: torch."""
     token: TokenExperts | None = None
     """Computes few tokens through several experts at once on a CPU; None: there is none."""
     slots: SlotExperts | None = None
-    """The same on a GPU."""
+    """The GPU kernel that computes few tokens through several experts; None if torch computes them."""
     filling: Filling | None = None
-    """The rule for padding several rows to one of few sizes; None: no padding."""
+    """The rule by which several rows are padded to one of few sizes; None if rows are not padded."""
 
 
 class ExpertMath:
-    """The arithmetic of one layer's experts module: a value, made again with other kernels (`by`)."""
+    """The arithmetic of one layer's experts, for weights in the model's dtype. It is a value: `by` returns another one
+    with other kernels."""
 
     def __init__(
         self,
@@ -117,7 +119,8 @@ class ExpertMath:
         kernels: ProvenKernels = ProvenKernels(),  # noqa: B008 (a value)
         sums_as_weights: bool = False,
     ) -> None:
-        """`sums_as_weights`: outputs are summed in the dtype of the routing weights instead of the hidden states'."""
+        """`parts`: the weights that an expert has. `sums_as_weights`: outputs are summed in the dtype of the routing
+        weights, not in that of the hidden states."""
         self._module = module
         self._shapes = {part.name: part.stored_shape for part in parts}
         self.dtype = dtype
@@ -140,17 +143,17 @@ class ExpertMath:
         self.inner = down[0] if self._down_is_transposed else down[1]
 
     def by(self, kernels: ProvenKernels) -> Self:
-        """Return the same arithmetic with these kernels."""
+        """Return the same arithmetic, computed by these kernels."""
         math = copy(self)
         math._use(kernels)
         return math
 
     def by_pool(self, pool: SpinningPool | None) -> Self:
-        """Return the same arithmetic with single rows multiplied by `pool`; None: by torch."""
+        """Return the same arithmetic, where `pool` multiplies single rows; None: torch does."""
         return self.by(ProvenKernels(pool))
 
     def summing_as_weights(self) -> Self:
-        """Return the same arithmetic with sums in the dtype of the routing weights."""
+        """Return the same arithmetic, with outputs summed in the dtype of the routing weights."""
         math = copy(self)
         math.sums_as_weights = True
         return math
@@ -164,32 +167,34 @@ class ExpertMath:
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether rows are rounded to 8 bits before products."""
+        """Whether activation rows are rounded to 8 bits before products."""
         return False
 
     @property
     def byte_kernel(self) -> TokenExperts | None:
-        """The kernel for any number of tokens through these experts in 8 bits; None if there is none."""
+        """The kernel that multiplies any number of tokens with these experts in 8 bits; None if there is no such
+        kernel."""
         return None
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
-        """The shapes of the two matrices."""
+        """The shapes of the matrices of both products."""
         up, down = not self._up_is_transposed, not self._down_is_transposed  # attributes of the family's own layout
         return MatrixShape(self.hidden, self.up_width, up), MatrixShape(self.inner, self.hidden, down)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """A value that is equal for layers whose experts the same kernel computes."""
+        """A value that is equal for layers whose experts can use the same kernel."""
         return self.hidden, self.inner
 
     @property
     def is_movable(self) -> bool:
-        """Whether another device can compute the experts: it needs nothing but their weights."""
+        """Whether another device can compute these experts, because it needs only their weights."""
         return self._post_norm is None
 
     def bind(self, arena: Arena, slot: int, offsets: Mapping[str, int]) -> Weights:
-        """Return views of the expert in `slot`; `offsets` are the parts' slot offsets in bytes."""
+        """Return the weights of the expert in `slot`, as views of the slot. `offsets`: the offset of each part in the
+        slot, in bytes."""
 
         def part(name: str) -> torch.Tensor:
             return arena.view(slot, offsets[name], self._shapes[name], self.dtype)
@@ -202,17 +207,18 @@ class ExpertMath:
         return DenseWeights(up, down, part(f"{self._up_name}_bias"), part("down_proj_bias"), matrices)
 
     def agrees(self, pool: SpinningPool, weights: Weights) -> bool:
-        """Return whether our kernel has torch's bits with these weights, or in its own order an error no larger than
-        torch's."""
+        """Return whether our kernel has torch's bits with these weights. For a kernel with its own order of sums:
+        whether its error is no larger than torch's."""
         return agrees(pool, weights.up) and agrees(pool, weights.down)
 
     def is_proof(self, pool: SpinningPool, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-        """Return whether one token's output by our kernel equals that of torch's operations, up to rounding in our own
-        order."""
+        """Return whether one token's output by our kernel, `ours`, is as required: equal to torch's, or equal up to
+        rounding if the pool has its own order."""
         return same_bits(ours, theirs) if pool.own_order is None else within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
-        """Return the number of tokens per expert that our kernel may compute at once with acceptable bits."""
+        """Return for how many tokens of one expert our kernel may be used at once: a test shows whether it has torch's
+        bits for several rows."""
         matrices = weights.up, weights.down
         is_proven = pool.several and all(agrees_on_rows(pool, each, n) for each in matrices for n in (2, MOST_ROWS))
         if pool.own_order is not None:
@@ -220,15 +226,16 @@ class ExpertMath:
         return MOST_ROWS if is_proven else 1
 
     def kernel_of(self, pool: SpinningPool, most_rows: int = 1) -> TokenExperts | None:
-        """Return the kernel for few tokens through these experts, or None if their form is not supported. `most_rows`:
-        the proven number of tokens of one expert."""
+        """Return the kernel that computes few tokens through these experts, or None if their form is not supported.
+        `most_rows`: the number of tokens of one expert for which a test has succeeded."""
         table = self.gate_table()
         return None if table is None else TokenExperts(pool, self.hidden, self.inner, table, most_rows)
 
     def slot_kind(self, alignment: int) -> ExpertKind | None:
-        """Return the description from which GPU kernels for these experts are generated, or None if not supported.
+        """Return the description from which GPU kernels for these experts are generated, or None if the experts are not
+        supported.
 
-        `alignment` is a power of two that divides the address of every matrix, in bytes.
+        `alignment`: a power of two, in bytes, that divides the address of every matrix.
         """
         layouts, has_gate = self._layouts(alignment), bool(getattr(self._module, "has_gate", True))
         is_plain = self._post_norm is None and not self.sums_as_weights
@@ -240,7 +247,7 @@ class ExpertMath:
         return ExpertKind(self.hidden, self.inner, dtype, layouts[:-1], layouts[-1], found, self._has_bias)
 
     def _layouts(self, alignment: int) -> tuple[MatrixLayout, ...] | None:
-        """Return the layouts of the matrices in a slot, in the order of `Weights.addresses`; None if a kernel cannot
+        """Return the layouts of the matrices in a slot, in the order of `Weights.addresses`. None if GPU kernels cannot
         read them."""
         if alignment % self.dtype.itemsize:
             return None
@@ -248,28 +255,29 @@ class ExpertMath:
         return up, MatrixLayout(self.hidden, self.inner, None, self._down_is_transposed, alignment)
 
     def numbers(self, weights: Weights, matrix: int, rows: slice) -> torch.Tensor:
-        """Return some outputs of an expert's matrix, dequantized: [n, K] in float32 on the host.
+        """Return some rows of one of an expert's matrices [n, K], dequantized to float32, on the host. Each row belongs
+        to one output.
 
-        `matrix` counts in the order of `Weights.addresses`.
+        `matrix` is the number of the matrix in the order of `Weights.addresses`.
         """
         return (weights.down if matrix else weights.up).t()[rows].float().cpu()
 
     def gate_table(self) -> torch.Tensor | None:
-        """Return the activation of every bf16 number [65536], or None unless the experts are two products and
-        table[gate] * up."""
+        """Return the activation's value for every bf16 number, [65536]. None unless the experts are two products with
+        table[gate] * up between them."""
         return activation_table(self._activate) if self.is_gated_product else None
 
     @property
     def is_gated_product(self) -> bool:
-        """Whether the experts are two products without bias and with a gated activation between them."""
+        """Whether an expert is two products without bias, with a gated activation between them, and nothing else."""
         return not self._has_bias and self._post_norm is None and bool(getattr(self._module, "has_gate", True))
 
     def has_activation(self, table: torch.Tensor) -> bool:
-        """Return whether the experts' activation is this table (`kernels/elementwise.py`)."""
+        """Return whether `table` is the activation of these experts (`kernels/elementwise.py`)."""
         return is_table_of(table, self._activate)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Compute x [n, H] -> [n, H], before the routing weight."""
+        """Return the expert's output [n, H] for rows x [n, H], not yet multiplied by the routing weight."""
         y = self._times(x, weights.up)
         if weights.up_bias is not None:
             y = y + weights.up_bias
@@ -279,10 +287,11 @@ class ExpertMath:
         return y if self._post_norm is None else self._post_norm(y)
 
     def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
-        """Compute one token through several experts: x [1, H] -> out [n, H], equal to `forward` row by row.
+        """Compute one token x [1, H] through several experts and write one output row for each to `out` [n, H]. The
+        rows equal those of `forward`.
 
-        The matrix products are the same calls. Elementwise operations between them run once for all rows, which changes
-        no bit and saves most of Python's time for small experts.
+        The matrix products are the same calls as in `forward`. Elementwise operations between them run once for all
+        rows, which changes no bit and saves most of Python's time for small experts.
         """
         if self._has_bias or self._post_norm is not None:
             for row, expert in enumerate(weights):
@@ -294,6 +303,7 @@ class ExpertMath:
         self.multiply([Product(inner, expert.down, row) for expert, inner, row in rows])
 
     def _times(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the product of x [n, K] and a matrix [K, N]."""
         rows, own_order = x.shape[0], self._own_order
         if rows == 1:
             out = x.new_empty(1, matrix.shape[1])

@@ -1,4 +1,5 @@
-"""The arithmetic of all layers' experts on one device: a value, made again at load until its kernels are proven."""
+"""The arithmetic of all layers' experts on one device. It is a value: while a model is loaded, methods return new
+values with other kernels, until all kernels have been tested."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ Place = tuple[int, int]
 
 
 class Experts:
-    """How the experts of every layer and format are computed."""
+    """How the experts of every layer and format are computed on one device."""
 
     def __init__(self, maths: Mapping[Place, ExpertMath], helpers: SpinningPool | ThreadPool | None = None) -> None:
-        """`helpers` multiply single rows: our kernel (`SpinningPool`), the library with one thread for each expert
-        (`ThreadPool`), or the library alone (None)."""
+        """`maths`: the arithmetic by (layer, format). `helpers`: what multiplies single rows. A `SpinningPool`: our
+        kernel; a `ThreadPool`: the library, with one thread for each expert; None: the library alone."""
         self.maths = maths
         self.spinning_pool = helpers if isinstance(helpers, SpinningPool) else None
         self.thread_pool = helpers if isinstance(helpers, ThreadPool) else None
@@ -33,18 +34,19 @@ class Experts:
         for (layer, form), math in maths.items():
             layers.setdefault(layer, {})[form] = math
         self.begin = {layer: begin_of(of, self.thread_pool) for layer, of in layers.items()}
-        """By layer, the function that begins its experts for few tokens."""
+        """For each layer, the function that begins the computation of its experts for few tokens."""
         self.token_kernels = {layer: _token_kernel(list(of.values())) for layer, of in layers.items()}
-        """By layer, the kernel for one token through all its experts at once; None: there is none."""
+        """For each layer, the kernel that computes one token through all its experts at once; None if there is no such
+        kernel."""
         pool = self.spinning_pool
         self.expect_readers: Callable[[bool], None] = _expect if pool is None else pool.expect_readers
-        """Notes for our kernel's threads whether other threads need the cores between two layers."""
+        """Tells the threads of our kernel whether other threads need the cores between two layers."""
 
     def by(
         self, helpers: SpinningPool | ThreadPool | None, kernels: Mapping[Place, TokenExperts] | None = None
     ) -> Experts:
-        """Return the same experts with other helpers, and with `kernels` for few tokens. A pool must have been proven
-        on these experts."""
+        """Return the same experts with other `helpers`, and with `kernels` for few tokens. A test must have shown that
+        the pool gives correct results for these experts."""
         pool, found = helpers if isinstance(helpers, SpinningPool) else None, kernels or {}
         return Experts(
             {
@@ -55,11 +57,12 @@ class Experts:
         )
 
     def in_slots(self, kernels: Mapping[Place, SlotExperts] | None) -> Experts:
-        """Return the same experts with these GPU kernels for few tokens; None: with torch."""
+        """Return the same experts, where these GPU kernels compute few tokens; None: torch computes them."""
         return self._with(lambda place, of: of._replace(slots=None if kernels is None else kernels[place]))
 
     def filling_up_rows(self, dtype: torch.dtype) -> Experts:
-        """Return the same experts with groups of rows padded to a few fixed sizes, where that changes no bit."""
+        """Return the same experts, where the rows of an expert are padded to one of a few fixed numbers if this changes
+        no bit of the results."""
         found: dict[tuple[MatrixShape, MatrixShape], Filling] = {}
         for math in self.maths.values():
             if math.shapes not in found:
@@ -67,7 +70,7 @@ class Experts:
         return self._with(lambda place, of: of._replace(filling=found[self.maths[place].shapes]))
 
     def summing_as_weights(self) -> Experts:
-        """Return the same experts with outputs summed in the data type of the routing weights."""
+        """Return the same experts, with outputs summed in the data type of the routing weights."""
         return Experts({place: math.summing_as_weights() for place, math in self.maths.items()}, self._helpers)
 
     def _with(self, change: Callable[[Place, ProvenKernels], ProvenKernels]) -> Experts:
@@ -80,40 +83,42 @@ class Experts:
 
     @property
     def helpers(self) -> list[SpinningPool | ThreadPool]:
-        """The objects that have threads."""
+        """The pools of threads that compute the experts."""
         return [each for each in (self.spinning_pool, self.thread_pool) if each is not None]
 
     def math_of(self, key: ExpertKey) -> ExpertMath:
-        """Return the arithmetic of a copy."""
+        """Return the arithmetic for the copy of an expert that `key` names: (layer, expert, format)."""
         return self.maths[key[0], key[2]]
 
     def kind(self, layer: int) -> tuple[object, ...]:
-        """Return a value that is equal for layers whose experts are computed alike."""
+        """Return a value that is equal for two layers whose experts are computed in the same way."""
         return self.maths[layer, EXACT].kind
 
     def hidden_size(self, layer: int) -> int:
+        """Return H, the length of the rows that a layer's experts take."""
         return self.maths[layer, EXACT].hidden
 
     @property
     def multiplies_codes(self) -> bool:
-        """Whether our kernels multiply all quantized experts directly from their codes."""
+        """Whether our kernels multiply all quantized experts directly from their codes, without dequantizing them
+        first."""
         return self.spinning_pool is not None and all(math.is_movable for math in self.maths.values())
 
     @property
     def is_in_slots(self) -> bool:
-        """Whether few tokens use the GPU kernels."""
+        """Whether GPU kernels compute few tokens directly from the slots."""
         return bool(self.maths) and all(math.kernels.slots is not None for math in self.maths.values())
 
     @property
     def arithmetic(self) -> str:
-        """The kernels that multiply few rows, one of `KERNELS`: torch, native (our kernels with torch's bits) or
-        own-order (E1)."""
+        """The kernels that multiply few rows. One of `KERNELS`: torch, native (our kernels with torch's bits) or
+        own-order (our kernels, grade E1)."""
         pool = self.spinning_pool
         return "torch" if pool is None else "native" if pool.own_order is None else "own-order"
 
     @property
     def activations(self) -> str:
-        """The type to which rows are rounded before quantized experts multiply them: `INT8` or `BF16`."""
+        """The type to which activation rows are rounded before quantized experts multiply them: `INT8` or `BF16`."""
         return INT8 if any(math.rounds_rows for math in self.maths.values()) else BF16
 
 
@@ -125,4 +130,5 @@ def _token_kernel(maths: Sequence[ExpertMath]) -> TokenExperts | None:
 
 
 def _expect(are_there: bool) -> None:
-    """Do nothing: the library's threads are not ours."""
+    """Do nothing. It replaces `SpinningPool.expect_readers` if the library computes, whose threads we do not
+    control."""

@@ -222,8 +222,8 @@ def _begin(threads: int) -> None:
 
 
 def _by_pool(maths: Mapping[int, Arithmetic], pool: SpinningPool | None) -> dict[int, Arithmetic]:
-    """Return the arithmetic of every layer with the kernels of `pool`; layers that share an object share the new
-    one."""
+    """Return the arithmetic of every layer with the kernels of `pool`. Layers that shared one object before share one
+    afterwards."""
     made = {id(math): math.by_pool(pool) for math in {id(math): math for math in maths.values()}.values()}
     return {layer: made[id(math)] for layer, math in maths.items()}
 

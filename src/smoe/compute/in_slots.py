@@ -1,12 +1,13 @@
-"""Compute few tokens through experts in the slots of a GPU, by kernels that take addresses (`gpu_kernels/`).
+"""Computes few tokens through experts in the slots of a GPU, by kernels that take the experts' addresses
+(`gpu_kernels/`).
 
-    resident experts    table -> device    experts, sum     one launch for all of them; if no other expert is missing,
-                                                            it includes the layer's sum
-    each late expert    table -> device    expert, sum      after the event of its copy; the host continues at once;
-                                                            the last launch includes the sum
+The host copies a table of addresses to the device and launches kernels:
 
-Every route has a float32 row of its own, whichever launch writes it. The sum adds a token's rows in ascending expert
-order. So the bits depend neither on residency nor on the time of arrival.
+    resident experts    one launch for all of them; if no other expert is missing, it also computes the layer's sum
+    each late expert    one launch after the event of its copy; the host does not wait; the last one includes the sum
+
+Every route has a float32 row of its own, whichever launch writes it. The sum adds a token's rows in ascending order of
+experts. So the bits depend neither on residency nor on the time of arrival.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from smoe.gpu_kernels.slot_experts import Entry, Layer, SlotExperts
 from smoe.memory.streams import on_device
 
 NONE = -1
-"""The entry for "no expert" in the order of a sum."""
+"""The entry that means "no expert" in the order of a sum."""
 
 
 class InSlots:
-    """The experts of one layer (`DecodeExperts`). The host waits for nothing."""
+    """The experts of one layer on a GPU, as `DecodeExperts` describes. The host never waits for the device."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class InSlots:
         routes: Sequence[Sequence[int]],
         by_token: Sequence[Sequence[int]],
     ) -> None:
-        """`kernels` and `routes` are those of every expert; `by_token` has every token's routes in the order of the
+        """`kernels` and `routes`: one entry for each expert; `by_token`: for each token, its routes in the order of the
         sum."""
         self._kernels = kernels
         self._routes = routes
@@ -43,7 +44,7 @@ class InSlots:
         gains = top_k_weights.contiguous()
         self._layer = Layer.of(kernels[0].kind, hidden.contiguous(), gains, _order(by_token, gains))
         self._open = len(routes)
-        """The number of experts whose rows are missing."""
+        """The number of experts whose output rows are still missing."""
 
     def compute(self, first: int, weights: Sequence[Weights]) -> None:
         launches: dict[SlotExperts, list[Entry]] = {}
@@ -71,7 +72,8 @@ class InSlots:
 
 
 def _order(by_token: Sequence[Sequence[int]], weights: torch.Tensor) -> torch.Tensor:
-    """Return every token's routes, padded with `NONE` to the width of weights [T, K]: int64 [T, K]."""
+    """Return each token's routes as int64 [T, K], where rows with fewer routes are padded with `NONE`. K is the width
+    of `weights` [T, K]."""
     width = weights.shape[1]
     flat = [route for routes in by_token for route in (*routes, *[NONE] * (width - len(routes)))]
     return on_device(flat, weights.device)

@@ -1,9 +1,12 @@
-"""The arithmetic of bf16 experts without torch: our kernels alone, on weights in a slot.
+"""The arithmetic of bf16 experts without torch, by our kernels alone, on weights in a slot.
 
-    x [n, H] --up--> [n, 2I] --table[gate] * up--> [n, I] --down--> [n, H]        `kernels/experts.py`, in one call
+One call of a kernel (`kernels/experts.py`) computes, for n rows:
+
+    x [n, H] --up--> [n, 2I] --table[gate] * up--> [n, I] --down--> [n, H]
 
 Other forms of experts (biases, other activations, other dtypes) are not supported. The coordinator, which has torch,
-decides whether the bits are torch's: it has tested the number of rows (`kernel_rows.py`) and requires a proof.
+decides whether the bits are torch's. It has tested the number of rows (`kernel_rows.py`) and lets the worker first
+compute experts whose results it knows.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from smoe.kernels.spinning_pool import SpinningPool
 from smoe.memory.arena import Arena
 
 UP, DOWN = "gate_up_proj", "down_proj"
-"""The parts of such an expert."""
+"""The names of the parts of such an expert."""
 _ROWS_AT_ONCE = 512
 
 
 class KernelMath:
-    """The arithmetic of experts of one shape, in any layer."""
+    """The arithmetic of experts of one shape, for any layer."""
 
     def __init__(self, hidden: int, inner: int, table: Bits, pool: SpinningPool | None = None) -> None:
-        """`table`: the activation of every bf16 number [65536]. `pool` computes; None: nothing does yet."""
+        """`hidden`: H; `inner`: I; `table`: the activation's value for every bf16 number [65536]. `pool`: the threads
+        that compute; None: the object cannot compute yet."""
         self.hidden, self.inner = hidden, inner
         self._table = table
         self._kernel = None if pool is None else TokenExperts(pool, hidden, inner, table)
@@ -42,17 +46,18 @@ class KernelMath:
         return up, Matrix(begin + offsets[DOWN], self.hidden, self.inner)
 
     def agrees(self, pool: SpinningPool, weights: tuple[Matrix, Matrix]) -> bool:
-        """Return whether the kernel supports the shapes; its bits cannot be compared here."""
+        """Return whether the kernel supports the shapes of these weights. (Without torch, bits cannot be compared
+        here.)"""
         del pool
         return all(fits_shape(each.columns, each.outputs) for each in weights)
 
     def by_pool(self, pool: SpinningPool | None) -> KernelMath:
-        """Return the same arithmetic with `pool`."""
+        """Return the same arithmetic, computed by `pool`."""
         return KernelMath(self.hidden, self.inner, self._table, pool)
 
     def forward(self, x: Bits, weights: tuple[Matrix, Matrix]) -> Bits:
-        """Compute [n, H] -> [n, H], many rows in nearly equal chunks, because a single row has another order of
-        sums."""
+        """Return the expert's output [n, H] for rows x [n, H]. Many rows are computed in chunks of nearly equal size,
+        because a chunk of one row would have another order of sums."""
         assert self._kernel is not None, "nothing multiplies"
         x, out = np.ascontiguousarray(x), np.empty_like(x)
         pool, rows = self._kernel.pool, len(x)

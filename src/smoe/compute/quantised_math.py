@@ -1,7 +1,8 @@
-"""The arithmetic of a quantized expert: directly from its slot for few tokens, dequantized for many.
+"""The arithmetic of a quantized expert. Few tokens are multiplied directly with the codes in the slot; for many tokens,
+each matrix is dequantized first.
 
-    few tokens   the codes themselves, times x                  (`kernels/quantised.py`)
-    many         slot -> a tile in the model's dtype -> x @ tile    one expert's tile is in memory at a time
+    few tokens    x times the codes in the slot                          (`kernels/quantised.py`)
+    many tokens   slot -> a tile in the model's dtype -> x @ tile        one matrix at a time is dequantized
 
 transformers has no such weights, so there are no bits to compare with. Results depend only on the input and the chosen
 kernels (grade E1), and are as accurate as torch's products with dequantized weights.
@@ -34,21 +35,22 @@ _PROOF_OUTPUTS = 64
 
 
 class UnpackedTile:
-    """Memory for one expert's dequantized matrix, shared by all layers; used by one thread at a time."""
+    """Memory for one dequantized matrix of an expert. All layers share it, and one thread at a time uses it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._memory = torch.empty(0, dtype=dtype)
 
     def take(self, outputs: int, columns: int, device: torch.device) -> torch.Tensor:
-        """Return memory for a matrix [outputs, columns]; its former contents are lost."""
+        """Return memory for a matrix [outputs, columns]. The matrix that was there before is lost."""
         if self._memory.numel() < outputs * columns or self._memory.device != device:
             self._memory = torch.empty(outputs * columns, dtype=self.dtype, device=device)
         return self._memory[: outputs * columns].view(outputs, columns)
 
 
 class QuantisedWeights:
-    """One expert in its slot. `up` and `down` are dequantized on access, each overwriting the other."""
+    """One quantized expert in its slot. Reading `up` or `down` dequantizes that matrix into memory that both share, so
+    each overwrites the other."""
 
     def __init__(
         self,
@@ -59,11 +61,9 @@ class QuantisedWeights:
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
-        """`data`: bytes [outputs, bytes of a row] of every matrix; the last is that of the second product. `pool`
-        dequantizes (None: torch).
-
-        Biases are [2I] and [H], in the model's dtype, in the order of the outputs.
-        """
+        """`data`: for each matrix, its description and its bytes [outputs, bytes of a row]; the last matrix is that of
+        the second product. `pool`: the threads that dequantize; None: torch dequantizes. The biases are [2I] and [H],
+        in the model's dtype, in the order of the outputs."""
         self.data = data
         self._tile = tile
         self._activations = activations
@@ -73,7 +73,8 @@ class QuantisedWeights:
 
     @cached_property
     def matrices(self) -> Sequence[Matrix]:
-        """The matrices for machine code, which is compiled on first access: some tenths of a second per format."""
+        """The matrices in the form for machine code. The code is compiled on first access, which takes some tenths of a
+        second for each format."""
         return [
             Matrix(rows.data_ptr(), each.outputs, each.columns, products_of(each.form, self._activations))
             for each, rows in self.data
@@ -93,7 +94,7 @@ class QuantisedWeights:
         return self._unpacked(slice(-1, None))
 
     def _unpacked(self, which: slice) -> torch.Tensor:
-        """Dequantize matrices, concatenated and transposed for `x @ ...`."""
+        """Return the dequantized matrices `which`, concatenated and transposed for `x @ ...`."""
         data, tile = self.data[which], self._tile
         stored, rows = data[0]
         out = tile.take(sum(each.outputs for each, _ in data), stored.columns, rows.device)
@@ -111,10 +112,10 @@ class QuantisedWeights:
 
 
 class QuantisedMath(ExpertMath):
-    """The arithmetic of one layer's experts module with quantized weights.
+    """The arithmetic of one layer's experts with quantized weights.
 
-    If the module interleaves gate and up but they are stored separately, their outputs are interleaved before the
-    activation.
+    If transformers interleaves gate and up but the file stores them separately, their outputs are interleaved before
+    the activation.
     """
 
     def __init__(
@@ -127,7 +128,8 @@ class QuantisedMath(ExpertMath):
         activations: str = BF16,
         kernels: ProvenKernels = ProvenKernels(),  # noqa: B008 (a value)
     ) -> None:
-        """`activations`: the type in which our kernels multiply few rows (`EngineConfig.activations`)."""
+        """`stored`: the matrices of an expert; `activations`: the type in which our kernels multiply few rows
+        (`EngineConfig.activations`)."""
         super().__init__(module, parts, dtype, kernels)
         self._stored = stored
         self._tile = tile
@@ -148,13 +150,13 @@ class QuantisedMath(ExpertMath):
         return kernel if kernel is not None and not self.sums_as_weights and all(self._are_in_bytes()) else None
 
     def _are_in_bytes(self) -> list[bool]:
-        """Return for every matrix whether it is multiplied with 8-bit rows."""
+        """Return for each matrix whether our kernel multiplies it with rows of 8-bit numbers."""
         products = [products_of(each.form, self._activations) for each in self._stored]
         return [each is not None and each.in_bytes is not None for each in products]
 
     @property
     def shapes(self) -> tuple[MatrixShape, MatrixShape]:
-        """The shapes of the two matrices after dequantizing, which keeps the stored row order."""
+        """The shapes of the matrices of both products after dequantizing, which keeps the stored order of rows."""
         return MatrixShape(self.hidden, self.up_width, True), MatrixShape(self.inner, self.hidden, True)
 
     @property
@@ -194,7 +196,8 @@ class QuantisedMath(ExpertMath):
         return within_rounding(ours, theirs)
 
     def most_rows(self, pool: SpinningPool, weights: Weights) -> int:
-        """Return the largest number of rows for the kernel; more rows do not change its grade."""
+        """Return the largest number of rows that the kernel supports. (The number does not change the grade of the
+        result.)"""
         return most_quantised_rows(weights.matrices)
 
     def forward_each(self, x: torch.Tensor, weights: Sequence[Weights], out: torch.Tensor) -> None:
@@ -216,7 +219,7 @@ class QuantisedMath(ExpertMath):
     def _multiplied(
         self, pool: SpinningPool, x: torch.Tensor, matrices: Sequence[Matrix], bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multiply few rows with matrices, concatenate the outputs and add the bias."""
+        """Return the products of few rows x with `matrices`, concatenated, plus the bias."""
         x, out = x.contiguous(), x.new_empty(x.shape[0], sum(matrix.outputs for matrix in matrices))
         pool.multiply_quantised(x, matrices, out)
         return out if bias is None else out.add_(bias)

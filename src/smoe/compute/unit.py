@@ -45,7 +45,7 @@ class Arithmetic(Protocol):
         """Return whether `pool` may multiply weights like these."""
 
     def by_pool(self, pool: SpinningPool | None) -> Self:
-        """Return the same arithmetic with the kernels of `pool`; None: torch's."""
+        """Return the same arithmetic with the kernels of `pool`; None: with torch."""
 
     def forward(self, x: Any, weights: Any) -> Any:
         """Return the expert's output [n, H] for rows x [n, H], not yet multiplied by the routing weight."""

@@ -1,11 +1,14 @@
-"""Compute tokens through their experts in one call of machine code: products, activation, weighted sum.
+"""Computes tokens through their experts in one call of machine code: products, activation and weighted sum.
+
+The work is divided into units, in this order (the numbers are those of experts):
 
     up 0 | up 1 | ... | gate 0 | down 0 | gate 1 | down 1 | ... | sum
 
-Every thread takes the next free unit. A unit that needs another thread's result waits for it in machine code, so no
-thread sleeps within a layer, and Python runs once. The bits are those of torch's separate operations (grade E0):
-products by `row_product.py`, the rest by `elementwise.py`, both compared with torch on the model's own experts at load.
-A pool with its own order of sums (`own_order.py`) uses that order for the products (grade E1).
+Every thread takes the next unit. A unit that needs the result of another thread waits for it in machine code. So no
+thread sleeps within a layer, and Python is called only once. The bits are those of torch's separate operations (grade
+E0): `row_product.py` computes the products and `elementwise.py` the rest. Both are compared with torch on the model's
+own experts when a model is loaded. A pool with its own order of sums (`own_order.py`) uses that order for the products
+(grade E1).
 """
 
 from __future__ import annotations
@@ -29,38 +32,40 @@ if TYPE_CHECKING:
     import torch
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
-"""bf16 numbers as 16-bit integers, for processes without torch."""
+"""bf16 numbers as an array of 16-bit integers, for processes without torch."""
 _NO_ROWS = np.empty((0, 0), np.uint16)
 MOST_EXPERTS = 128
-"""The largest number of experts per call; each has a progress counter of its own."""
+"""The largest number of experts in one call; each has a progress counter."""
 MOST_TOKENS = tasks.MOST_TASKS - MOST_EXPERTS * (MOST_QUANTISED_ROWS + 3 * (MOST_QUANTISED_ROWS // MOST_ROWS))
-"""The largest number of tokens per call: each needs a sum, and each expert a gate per row and three products in several
-passes."""
+"""The largest number of tokens in one call. Each token needs a sum; each expert needs a gate per row, and three
+products in several passes."""
 _SUM_UNIT = 512
 
 
 class Expert(NamedTuple):
-    """An expert's matrices and the tokens routed to it."""
+    """One expert's matrices, and the tokens that are routed to it."""
 
     matrices: Sequence[Matrix]
-    """The matrices of the first product, concatenated [2I, H] (gate, then up), and then that of the second [H, I]."""
+    """The matrices that together form the first product [2I, H] (gate, then up), followed by the matrix of the second
+    product [H, I]."""
     places: Sequence[tuple[int, int]]
-    """(token, row of the outputs) for each token of the expert, in transformers' order."""
+    """For each token of the expert, in transformers' order: (number of the token, row of the outputs)."""
 
 
 class Sums(NamedTuple):
-    """The sums over each token's experts, computed after all products."""
+    """The weighted sums over the experts of each token, which are computed after all products."""
 
     gains: Sequence[float]
     """The routing weight of every row of the outputs."""
     spans: Sequence[tuple[int, int]]
-    """For every token, its first row and number of rows; for a token without rows, `out` is unchanged."""
+    """For every token: its first row and its number of rows. For a token without rows, `out` does not change."""
     out: torch.Tensor
-    """The output [T, H]."""
+    """The weighted sums, [T, H]."""
 
 
 class TokenExperts:
-    """The kernel for experts of one shape: hidden size `hidden`, inner size `inner`, activation `table` (bf16 [65536]).
+    """The kernel for experts of one shape: hidden size `hidden`, inner size `inner`, and the activation as a table
+    (bf16 [65536]).
 
     bf16 numbers are a tensor, or `Bits` without torch.
     """
@@ -68,7 +73,8 @@ class TokenExperts:
     def __init__(
         self, pool: SpinningPool, hidden: int, inner: int, table: torch.Tensor | Bits, most_rows: int = 1
     ) -> None:
-        """`most_rows`: the largest number of tokens per expert; above 1 if torch's bits for several rows are known."""
+        """`most_rows`: the largest number of tokens of one expert. It is above 1 if a test has shown that several rows
+        have torch's bits."""
         self.pool = pool
         self.hidden = hidden
         self.inner = inner
@@ -77,12 +83,12 @@ class TokenExperts:
         self.most_rows = most_rows
         self._wide = self._gated = _NO_ROWS
         self.wide_at = self.gated_at = 0
-        """Addresses of the memory for values between the products."""
+        """The addresses of the memory for values between the products, before and after the gate."""
         self.reserve(8)
         self._prepared: dict[tuple[int, ...], PreparedToken] = {}
 
     def reserve(self, rows: int) -> None:
-        """Allocate memory for the values of `rows` rows between the products."""
+        """Allocate the memory for the values of `rows` rows between the products."""
         if rows > self._wide.shape[0]:
             self._wide = np.empty((rows, 2 * self.inner), np.uint16)
             self._gated = np.empty((rows, self.inner), np.uint16)
@@ -91,10 +97,11 @@ class TokenExperts:
     def forward(
         self, x: torch.Tensor | Bits, experts: Sequence[Expert], rows: torch.Tensor | Bits, sums: Sums | None = None
     ) -> None:
-        """Compute x [T, H] through at most `MOST_EXPERTS` experts: each token's outputs go to `rows` [n, H].
+        """Compute tokens x [T, H] through at most `MOST_EXPERTS` experts, and write each expert's outputs to `rows` [n,
+        H].
 
-        With `sums`, also compute `out`: each token's rows times their gains, added in ascending order. All tensors are
-        contiguous and in bf16.
+        With `sums`, also write the weighted sum of each token's rows to `sums.out`, added in ascending order. All
+        tensors are contiguous and in bf16.
         """
         self.reserve(sum([len(expert.places) for expert in experts]))
         work = ExpertWork(self, _address(x), _address(rows), experts)
@@ -109,8 +116,8 @@ class TokenExperts:
     def one_token(
         self, x: torch.Tensor, experts: Sequence[Sequence[Matrix]], gains: Sequence[float], out: torch.Tensor
     ) -> None:
-        """Compute one token x [1, H] through experts, given as matrices: out [1, H] is their sum, weighted by `gains`,
-        in this order.
+        """Compute one token x [1, H] through experts, given by their matrices, and write the sum of their outputs to
+        `out` [1, H]. The sum is weighted by `gains` and added in this order.
 
         Both tensors are contiguous and in bf16.
         """
@@ -122,13 +129,13 @@ class TokenExperts:
         prepared.run(x.data_ptr(), addresses, gains, out.data_ptr())
 
     def run(self, work: ExpertWork, experts: int) -> None:
-        """Run the tasks of `experts` experts on the pool."""
+        """Run the tasks of `work`, which are those of `experts` experts, on the pool."""
         is_long = 3 * self.inner * self.hidden * experts >= WAKING_WEIGHTS
         self.pool.run(work.fields, work.units, is_long, counts=experts + len(work.layouts))
 
 
 def byte_functions(matrices: Sequence[Matrix]) -> list[ByteFunctions]:
-    """Return the functions of all matrices that are multiplied with 8-bit rows."""
+    """Return the functions for products in 8 bits, of each of the matrices that is multiplied with 8-bit rows."""
     return [
         each.products.in_bytes for each in matrices if each.products is not None and each.products.in_bytes is not None
     ]
@@ -140,15 +147,16 @@ def _address(numbers: torch.Tensor | Bits) -> int:
 
 
 class ExpertWork:
-    """The tasks of one call and the memory that they refer to.
+    """The tasks for one call of the kernel, as a list of integers, and the memory to which they refer.
 
-    An expert's first product, its gates and its second product share one progress counter.
+    The first product, the gates and the second product of an expert share one progress counter.
     """
 
     def __init__(
         self, shape: TokenExperts, x: int, rows: int, experts: Sequence[Expert], lists: RowLists | None = None
     ) -> None:
-        """`x` and `rows` are addresses. `lists`: memory for this object's lists of rows; None uses the pool's."""
+        """`x` and `rows` are the addresses of the tokens and of the outputs. `lists`: memory for lists of rows; None:
+        that of the pool."""
         self.fields: list[int] = []
         self.units = 0
         self._shape = shape
@@ -158,23 +166,24 @@ class ExpertWork:
         outputs = len(experts) * (2 * shape.inner + shape.hidden)
         self._byte_size = shape.pool.byte_unit(outputs) if few else self._size
         self._ups: list[int] = []
-        """The number of units of each expert's first product."""
+        """For each expert, the number of units of its first product."""
         self._counts = shape.pool.word(tasks.PROGRESS)
         self._x, self._out = x, rows
         self.layouts: dict[Layout, tuple[int, int, int]] = {}
-        """For each layout of 8-bit tokens: their address, the counter of units done, and the number of units."""
+        """For each layout of tokens in 8 bits: their address, the address of the counter of finished units, and the
+        number of units."""
         self.prepared: dict[Layout, tuple[int, int, int]] = {}
-        """As `layouts`, for tokens that an earlier `ExpertWork` has rounded."""
+        """The same as `layouts`, for tokens that an earlier `ExpertWork` has rounded."""
         self.byte_rows = 0
-        """The size in bytes of all 8-bit rows."""
+        """The bytes of all rows in 8 bits."""
         self._gated_byte_rows = 0
-        """The address of the next gated 8-bit rows."""
+        """The address for the next gated rows in 8 bits."""
         self._kept: list[object] = []
         self._lists = shape.pool.row_lists if lists is None else lists
 
     def make_byte_rows(self, tokens: int) -> None:
-        """Add tasks that round the tokens to 8 bits, in every layout of a first product, and reserve memory for gated
-        rows."""
+        """Add tasks that round the tokens to 8 bits, for every layout that a first product needs. Also reserve memory
+        for gated rows."""
         hidden, pool = self._shape.hidden, self._shape.pool
         ups = {each.layout: each for expert in self._experts for each in byte_functions(expert.matrices[:-1])}
         sizes = [tokens * layout.nbytes(hidden) for layout in ups]
@@ -192,7 +201,8 @@ class ExpertWork:
         self._begin_row_lists()
 
     def take_byte_rows(self, prepared: Mapping[Layout, int]) -> None:
-        """Use tokens that are in 8 bits already, at these addresses, instead of calling `make_byte_rows`."""
+        """Use tokens that have been rounded to 8 bits already, at these addresses. This replaces a call of
+        `make_byte_rows`."""
         pool = self._shape.pool
         self.prepared = {layout: (at, pool.at_once, 0) for layout, at in prepared.items()}
         self._gated_byte_rows = pool.byte_rows(self._gated_bytes)
@@ -200,7 +210,7 @@ class ExpertWork:
 
     @property
     def _gated_bytes(self) -> int:
-        """The size in bytes of all gated rows in 8 bits."""
+        """The bytes of all gated rows in 8 bits."""
         inner = self._shape.inner
         return sum(
             [
@@ -211,13 +221,13 @@ class ExpertWork:
         )
 
     def _begin_row_lists(self) -> None:
-        """Reserve memory for one list of rows per matrix and one of all rows."""
+        """Reserve memory for lists of rows: one for each matrix, and one of all rows."""
         counts = [(len(expert.matrices), len(expert.places)) for expert in self._experts]
         words = sum([matrices * (1 + 2 * rows) for matrices, rows in counts])
         self._lists.begin(words + 1 + 2 * sum([rows for _, rows in counts]))
 
     def ups(self) -> None:
-        """Add the first products; results go to scratch memory, by expert and then row."""
+        """Add tasks for the first products. Their results go to scratch memory, ordered by expert and then by row."""
         inner, hidden, x, at_once = self._shape.inner, self._shape.hidden, self._x, self._shape.pool.at_once
         wide, count = self._shape.wide_at, self._counts
         for matrices, places in self._experts:
@@ -252,7 +262,7 @@ class ExpertWork:
         count: int,
         ups: int,
     ) -> None:
-        """Add tasks that gate and round rows to 8 bits, and the second product with them."""
+        """Add tasks that apply the gate and round the result to 8 bits, and tasks for the second product with it."""
         shape, rows, size = self._shape, self._gated_byte_rows, min(len(places), ROWS_OF_UNIT)
         self.fields += (self.units, len(places), size, tasks.FORMAT, count, ups, count, functions.gated_rows)
         self.fields += (wide, shape.table_at, rows, shape.inner, 0)
@@ -277,7 +287,7 @@ class ExpertWork:
         self.units += -(-matrix.outputs // self._byte_size)
 
     def downs(self) -> None:
-        """Add the gates and the second products."""
+        """Add tasks for the gates and the second products."""
         shape, fields, out = self._shape, self.fields, self._out
         hidden, inner, nowhere, table = shape.hidden, shape.inner, shape.pool.nowhere, shape.table_at
         wide, gated, count = shape.wide_at, shape.gated_at, self._counts
@@ -303,7 +313,7 @@ class ExpertWork:
             count += 8
 
     def _row(self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, x: int, out: int) -> None:
-        """Add the product of a matrix with one row."""
+        """Add tasks that multiply a matrix with one row."""
         address, outputs, columns, products = matrix
         size, products = self._size, products or self._shape.pool.own_order
         if products is None:
@@ -317,7 +327,7 @@ class ExpertWork:
     def _rows(
         self, matrix: Matrix, wait_at: int, wait_for: int, count_at: int, pairs: Sequence[tuple[int, int]]
     ) -> None:
-        """Add the product of a matrix with several rows, given as (x, out) addresses."""
+        """Add tasks that multiply a matrix with several rows. `pairs`: (address of the row, address of its outputs)."""
         address, outputs, columns, products = matrix
         size, products = self._size, products or self._shape.pool.own_order
         if products is not None and self._shape.pool.rows_are_alone:
@@ -336,7 +346,8 @@ class ExpertWork:
             self.units += -(-outputs // size)
 
     def add_rows(self, function: int, gains: int, totals: Sequence[int]) -> None:
-        """Add the task that adds every row times its gain to the totals at these addresses, after all products."""
+        """Add a task that, after all products, adds every row times its gain to the total at the row's address in
+        `totals`."""
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
         given = self._lists.add([(self._out + 2 * hidden * n, total) for n, total in enumerate(totals)])
         self.fields += (self.units, hidden, _SUM_UNIT, tasks.FORMAT, pool.finished, before, pool.nowhere, function)
@@ -344,8 +355,8 @@ class ExpertWork:
         self.units += -(-hidden // _SUM_UNIT)
 
     def sums(self, spans: Sequence[tuple[int, int]], gains: int, out: int) -> None:
-        """Add the sums of every token's rows, after all products: `spans` as in `Sums`; `gains` and `out` are
-        addresses."""
+        """Add tasks that compute the weighted sums of tokens after all products. `spans` is as in `Sums`; `gains` and
+        `out` are addresses."""
         pool, hidden, before = self._shape.pool, self._shape.hidden, self.units
         for token, (first, count) in enumerate(spans):
             if count:
@@ -356,18 +367,20 @@ class ExpertWork:
 
 
 _X, _OUT, _FIRST = 1 << 50, 1 << 51, 1 << 52
-"""Placeholders in tasks for the addresses of the token, of its sum, and of the first of its experts' matrices."""
+"""Placeholders in tasks for three addresses: that of the token, that of its sum, and that of the first matrix of its
+experts."""
 
 
 class PreparedToken:
-    """The tasks of one token's experts, prepared with placeholders for addresses and reused for experts of the same
-    formats.
+    """The tasks for the experts of one token, with placeholders for addresses. They are used again for other experts of
+    the same formats.
 
     Making tasks in Python takes a fifth of the time of the products.
     """
 
     def __init__(self, shape: TokenExperts, experts: Sequence[Sequence[Matrix]], gains_at: int | None = None) -> None:
-        """`gains_at`: the address of the experts' gains, float32, which the caller writes; None: `run` takes them."""
+        """`gains_at`: the address of the experts' gains, float32, which the caller writes; None: `run` takes the gains
+        as an argument."""
         count = len(experts)
         shape.reserve(count)
         self._shape, self._count = shape, count
@@ -392,30 +405,29 @@ class PreparedToken:
         self._counts = count + len(work.layouts)
 
     def _places(self) -> tuple[int, int, int]:
-        """Return the addresses of scratch memory in the pool and the shape."""
+        """Return the addresses of the scratch memory that the tasks contain, as they are at present."""
         return self._shape.pool.byte_rows(self._work.byte_rows), self._shape.wide_at, self._shape.gated_at
 
     @property
     def is_current(self) -> bool:
-        """Whether the scratch memory is still at the same addresses."""
+        """Whether the scratch memory is still at the addresses that the tasks contain."""
         return self._places() == self._memory
 
     def run(self, x: int, matrices: Sequence[int], gains: Sequence[float], out: int) -> None:
-        """Run the tasks for a token, its experts' matrices and its sum, given as addresses."""
+        """Run the tasks for a token. `x`, `matrices` and `out` are the addresses of the token, of its experts' matrices
+        and of the sum."""
         self._fields[self._at_matrices] = [matrices[n] for n in self._order]
         self._gains[:] = list(gains)
         self.run_completed(x, out)
 
     def places(self) -> list[tuple[int, int]]:
-        """Return (address of the field, index of the matrix) for each field with the address of a matrix.
-
-        The index counts the matrices of all experts in their order.
-        """
+        """Return for each task field that contains the address of a matrix: (address of the field, index of the
+        matrix). The index counts the matrices of all experts in their order."""
         return [(self._fields_at + 8 * int(field), n) for field, n in zip(self._at_matrices, self._order, strict=True)]
 
     def run_completed(self, x: int, out: int) -> None:
-        """Run the tasks for the token at address `x`; the sum of its experts' outputs goes to the address `out`. The
-        addresses of matrices and the routing weights must be written already."""
+        """Run the tasks for the token at the address `x`, and write the sum of its experts' outputs to the address
+        `out`. The addresses of matrices and the routing weights must have been written already."""
         fields = self._fields
         fields[self._at_x], fields[self._at_out] = x, out
         self._shape.pool.run_packed(self._fields_at, fields.nbytes, self._work.units, self._is_long, self._counts)

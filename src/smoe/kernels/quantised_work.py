@@ -1,7 +1,7 @@
 """The tasks of products with quantized matrices, for the threads of a pool (`tasks.py`).
 
-rows of bf16     one row per task, or passes of up to four
-rows in 8 bits   tasks that round them, for which the tasks of all matrices wait; then any number of rows together
+rows of bf16      one row per task, or several in passes of up to four
+rows in 8 bits    first, tasks that round them, for which the tasks of all matrices wait; then any number together
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ if TYPE_CHECKING:
     from smoe.kernels.spinning_pool import SpinningPool
 
 LONE_UNIT = 128
-"""The number of outputs per unit of a single product: small, because its last unit is waited for."""
+"""The number of outputs in a unit of a single product. It is small, because all threads wait for the last unit."""
 FEW_ROWS = 4
-"""The number of rows for which reading the matrix takes longer than multiplying."""
+"""The largest number of rows for which reading the matrix takes longer than multiplying."""
 MOST_QUANTISED_ROWS = 32
-"""The largest number of bf16 rows for our kernels, in passes of `MOST_ROWS`; for more, dequantizing the matrix once is
-faster."""
+"""The largest number of bf16 rows that our kernels multiply, in passes of `MOST_ROWS`. For more rows, dequantizing the
+matrix once is faster."""
 MOST_BYTE_ROWS = 4096
-"""The largest number of 8-bit rows: each needs 64 bytes on a thread's stack."""
+"""The largest number of rows in 8 bits; each needs 64 bytes on a thread's stack."""
 ROWS_OF_UNIT = 4
-"""The number of rows per unit of rounding to 8 bits."""
+"""The number of rows that one unit rounds to 8 bits."""
 
 
 def most_quantised_rows(matrices: Sequence[Matrix]) -> int:
-    """Return the largest number of rows that these quantized matrices can be multiplied with at once."""
+    """Return the largest number of rows with which these quantized matrices can be multiplied at once."""
     in_bytes = all(each.products is not None and each.products.in_bytes is not None for each in matrices)
     return MOST_BYTE_ROWS if in_bytes else MOST_QUANTISED_ROWS
 
 
 class Target(NamedTuple):
-    """A matrix and the address of its products with all rows."""
+    """A matrix, and where its products with all rows are written."""
 
     matrix: Matrix
     out: int
     """The address of the first row's outputs, in bf16."""
     stride: int
-    """The number of bytes between two rows' outputs."""
+    """The number of bytes from the outputs of one row to those of the next."""
     bias: int = 0
     """The address of the bias, one number per output; 0 for none."""
 
 
 class QuantisedWork:
-    """The tasks of one product with quantized matrices, and the memory that they refer to."""
+    """The tasks of one product with quantized matrices, and the memory to which they refer."""
 
     def __init__(self, pool: SpinningPool, x: torch.Tensor, targets: Sequence[Target]) -> None:
-        """x is [M, K], in bf16 and contiguous."""
+        """`x` is [M, K], in bf16 and contiguous."""
         self.fields: list[int] = []
         self.units = self.weights = 0
         self.layouts: dict[Layout, tuple[int, int, int]] = {}
-        """For each layout of 8-bit rows: their address, the counter of units done, and the number of units."""
+        """For each layout of rows in 8 bits: their address, the address of the counter of finished units, and the
+        number of units."""
         self._pool, self._rows, self._x = pool, x.shape[0], x.data_ptr()
         self._referred: list[object] = []
         outputs = sum([each.matrix.outputs for each in targets])
@@ -69,7 +70,7 @@ class QuantisedWork:
             self._add(target)
 
     def _make_byte_rows(self, matrices: Sequence[Matrix]) -> None:
-        """Add tasks that round the rows to 8 bits in every layout of the matrices."""
+        """Add tasks that round the rows to 8 bits, for every layout that the matrices need."""
         functions = {
             each.products.in_bytes.layout: (each.products.in_bytes.rows, each.columns)
             for each in matrices

@@ -52,7 +52,8 @@ WAKING_WEIGHTS = 1 << 20
 """The number of weights below which the work ends before a sleeping thread would wake up."""
 _CLOSING_SECONDS = 0.001
 MOST_UNIT = 1024
-"""The largest number of outputs per unit for few rows: each unit waits for its first lines from memory."""
+"""The largest number of outputs in a unit for few rows. Units should not be small, because each waits for its first
+lines from memory."""
 _UNITS_OF_THREAD = 4
 """The number of units per thread for products of few rows with large matrices."""
 
@@ -95,7 +96,8 @@ class Ahead(NamedTuple):
 
 
 class RowLists:
-    """Memory for lists of 8-bit rows: the number of rows, then each one's address and that of its product.
+    """Memory for lists of rows in 8 bits. A list contains the number of rows, and then for each row its address and
+    that of its product.
 
     The lists are valid until `begin` is called for the next job.
     """
@@ -105,14 +107,14 @@ class RowLists:
         self._address = self._used = 0
 
     def begin(self, words: int) -> None:
-        """Allocate `words` words; earlier lists become invalid."""
+        """Provide `words` words of memory. Earlier lists become invalid."""
         if len(self._words) < words:
             self._words = (ctypes.c_int64 * words)()
             self._address = ctypes.addressof(self._words)
         self._used = 0
 
     def add(self, pairs: Sequence[tuple[int, int]]) -> int:
-        """Store a list, which takes 1 + 2 * rows words, and return its address."""
+        """Store a list, which takes 1 + 2 * rows words. Return its address."""
         place, count = self._used, 1 + 2 * len(pairs)
         self._used += count
         struct.pack_into(f"{count}q", self._words, 8 * place, len(pairs), *itertools.chain.from_iterable(pairs))
@@ -257,7 +259,7 @@ class SpinningPool:
         return -(-self._byte_rows_at // _LINE) * _LINE
 
     def byte_unit(self, outputs: int) -> int:
-        """Return the outputs per unit for few 8-bit rows and `outputs` outputs in total."""
+        """Return the number of outputs in a unit, for few rows in 8 bits and `outputs` outputs in total."""
         units = -(-outputs // (self.threads * _UNITS_OF_THREAD * LONE_UNIT))
         return min(MOST_UNIT, units * LONE_UNIT)
 

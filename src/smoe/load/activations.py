@@ -1,4 +1,5 @@
-"""Choose whether activations are rounded to 8 bits, and refuse the setting where it would have no effect."""
+"""Chooses whether activations are rounded to 8 bits, and refuses the setting `activations` if it would have no
+effect."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from smoe.models.quantised_linear import QuantisedLinear
 
 
 def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Return the type to which rows are rounded before quantized weights multiply them: `BF16` or `INT8`."""
+    """Return the type to which activation rows are rounded before quantized weights multiply them: `BF16` or `INT8`."""
     if config.activations != AUTO or config.cluster is not None:
         return on_workers(config)
     if config.device == EMULATED:  # the times of prompts are emulated from torch's products
@@ -27,17 +28,18 @@ def activations_of(config: EngineConfig, dtype: torch.dtype, device: torch.devic
 
 
 def on_workers(config: EngineConfig) -> str:
-    """Return the type for several machines that compute one model: the configured one, because all must compute the
-    same bits."""
+    """Return the type of activations (`BF16` or `INT8`) for machines that compute one model together. The setting
+    decides, because all machines must compute the same bits."""
     return BF16 if config.activations == AUTO else config.activations
 
 
 def check_activations(
     model: PreTrainedModel, config: EngineConfig, experts: Experts, store: ExpertStore, device: torch.device
 ) -> None:
-    """Raise `ConfigError` if `activations` requires weights that the model lacks, or kernels that this machine lacks.
+    """Raise `ConfigError` if the setting `activations` needs weights that the model lacks, or kernels that this machine
+    lacks.
 
-    Call it after the experts' arithmetic has been chosen.
+    To be called after the experts' arithmetic has been chosen.
     """
     if config.activations != INT8:
         return

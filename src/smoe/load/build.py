@@ -1,4 +1,4 @@
-"""Build an engine from its parts, and connect it to the model: the last value of loading."""
+"""Builds an engine from its parts and connects it to the model: the last step of loading."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assemble(
     draft: DraftRouting | None = None,
     on_host_tier: Callable[[int], None] | None = None,
 ) -> OffloadedModel:
-    """Put an engine behind `model`, which was built without experts, and return the same object. Raises the errors of
+    """Connect an engine to `model`, which was built without experts, and return the same object. Raises the errors of
     `open_parts`."""
     with ExitStack() as made:  # closed in reverse order if a later step fails
         parts = open_parts(model, arena, pacing, draft, resolved, divided, made, on_host_tier)
@@ -110,7 +110,7 @@ def _executor(
     balancer: Sharer | None,
     others: Cluster | None,
 ) -> LayerExecutor:
-    """Return the executor of steps, in this machine's times or those of another device."""
+    """Return the executor of steps. It works in real time, or in the times of an emulated device."""
     config, pacing = divided.config, parts.pacing
     kinds = (PacedCompute, PacedExecutor) if pacing.has_times_of_its_own else (LayerCompute, LayerExecutor)
     units = _units(parts) if others is None else others.units
@@ -127,7 +127,7 @@ def _executor(
 
 
 def _engine(resolved: Resolved, divided: Divided, parts: Parts, executor: LayerExecutor) -> Engine:
-    """Return the engine of these parts."""
+    """Return the engine made of these parts."""
     config, spec, ledger, store = divided.config, divided.spec, divided.ledger, resolved.stores[EXACT]
     position_bytes = spec.anatomy.kv_bytes_per_token
     reserve = Reserve(
@@ -168,14 +168,15 @@ def _eviction(divided: Divided) -> EvictionSettings:
 
 
 def _units(parts: Parts) -> dict[int, ComputeUnit]:
-    """Return the units of this machine that compute in parallel with the device."""
+    """Return the compute units of this machine that work in parallel with the device, by their number in plans
+    (`Serve.unit`)."""
     return {} if parts.host is None else {HOST: parts.host}
 
 
 def _others(
     resolved: Resolved, divided: Divided, parts: Parts, arrivals: Arrivals, rate: LoadRate, made: ExitStack
 ) -> Cluster | None:
-    """Return the cluster, or None if none is configured; `made` closes what is opened for it."""
+    """Return the cluster that the settings name, or None. `made` closes the cluster's resources."""
     config, spec = divided.config, divided.spec
     if config.cluster is None:
         return None
@@ -198,8 +199,8 @@ def _put_behind(
     predictors: Mapping[Phase, Predictor],
     others: Listener | None,
 ) -> None:
-    """Connect MoE blocks and observed routers to the engine, and predictors to the model and to the workers
-    `others`."""
+    """Connect the model's MoE blocks and routers to the engine, and the predictors to the model. Predictors also report
+    to the workers `others`."""
     attach(model, spec.sites, engine, {layer: spec.anatomy.routers[layer] for layer in engine.rules})
     for predictor in set(predictors.values()):
         predictor.install()
@@ -208,7 +209,8 @@ def _put_behind(
 
 
 def _start(model: PreTrainedModel, engine: Engine, link: Link | None, pacing: Pacing) -> None:
-    """Calibrate an emulated device, where all misses are loaded, and load experts into free slots."""
+    """Calibrate an emulated device, during which all misses are loaded. Then load experts into free slots if the
+    settings say so."""
     executor = engine.executor
     if isinstance(pacing, Emulation) and link is not None and engine.config.dilation is None:
         with executor.exactly():
@@ -223,7 +225,7 @@ def _is_preloaded(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
 
 
 def _fits_whole(config: EngineConfig, ledger: Ledger, pacing: Pacing) -> bool:
-    """Return whether all experts stay in memory once they are loaded."""
+    """Return whether all experts stay in memory once they have been loaded."""
     return ledger.cache_slots >= ledger.demand.total_experts and not pacing.is_emulated and config.keeps_experts
 
 
@@ -238,7 +240,8 @@ def _answerer(
     rate: LoadRate,
     balancer: Balancer | None,
 ) -> Answerer | None:
-    """Return the resolver of decode misses within a limit of perplexity or time, or None if there is no limit."""
+    """Return the resolver of misses in decode, which stays within a limit of perplexity or of time. None if no limit is
+    set."""
     if prices is None:
         return None
     slot_bytes = {form: store.slot_bytes for form, store in stores.items()}
@@ -257,7 +260,7 @@ def _answerer(
 def _balancer(
     config: EngineConfig, tiers: Tiers, host: ComputeUnit | None, pacing: Pacing, own_bytes: int
 ) -> Balancer | None:
-    """Return the balancer of missing experts between the link and the CPU, or None if the CPU computes no
+    """Return the object that divides missing experts between the link and the CPU. None if the CPU computes no
     experts."""
     if host is None:
         return None
@@ -284,7 +287,7 @@ def _balancer(
 
 
 def _dense_bytes(model: PreTrainedModel, ledger: Ledger) -> int:
-    """Return the bytes that transformers allocated for the non-expert weights; raises `BudgetError` if they exceed the
+    """Return the bytes that transformers has allocated for non-expert weights. Raise `BudgetError` if they exceed the
     plan."""
     tensors = [*model.parameters(), *model.buffers()]
     used: int = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())  # tied weights count once

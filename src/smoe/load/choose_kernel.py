@@ -1,10 +1,11 @@
-"""Choose a model's arithmetic on a CPU: torch's, our kernels with torch's bits, or our own order of sums.
+"""Chooses a model's arithmetic on a CPU: torch's operations, our kernels with torch's bits, or our kernels with their
+own order of sums.
 
-Bits come first (grade E0): our kernels are used if they have torch's bits. The fastest method for one token's experts
-is measured once at start: one expert on all threads, several experts on one thread each, or all in one call of machine
-code. The result depends on the machine and on how its OpenMP runtime waits (`OMP_WAIT_POLICY`). On CPUs without AVX-512
-BF16, where torch's bits are slow, our kernels use their own order of sums (grade E1), if they are at least a tenth
-faster and as accurate as torch.
+Equal bits come first (grade E0): our kernels are used if they have torch's bits. The fastest method for the experts of
+one token is measured once at start. The methods are: one expert after the other on all threads, several experts on one
+thread each, or all experts in one call of machine code. The result depends on the machine and on how its OpenMP runtime
+waits (`OMP_WAIT_POLICY`). On CPUs without AVX-512 BF16, where torch's bits are slow, our kernels use their own order of
+sums (grade E1), if they are at least a tenth faster and as accurate as torch.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from smoe.memory.store import ExpertStore
 from smoe.models.spec import ModelSpec
 
 MIN_EXPERT_BYTES = 1 << 20
-"""The size below which experts are not measured: our kernel computes them if its bits agree, because it wakes no
-thread, else torch."""
+"""The size in bytes below which experts are not measured. Our kernel computes such experts if its bits agree, because
+it wakes no thread; otherwise torch does."""
 _NEARLY_ALL = 0.9
-"""The share of linear weights that our kernel must multiply before torch is limited to one thread."""
+"""The fraction of linear weights that our kernel must multiply before torch is limited to one thread."""
 _ROUNDS = 9
 _EXPERTS = 8
 
 
 class ChosenArithmetic(NamedTuple):
-    """The result of the choice: the experts, and what concerns a whole token."""
+    """The result of the choice: the arithmetic of the experts, and what is known about a whole token."""
 
     experts: Experts
     leaves_little: bool = False
     """Whether torch has almost nothing left to compute for one token."""
     leaves_little_of_prompts: bool = False
-    """Whether the same holds for a prompt."""
+    """Whether torch has almost nothing left to compute for a prompt either."""
     token_pass: TokenPass | None = None
     """Our forward function of the whole model for one token; None if transformers' is used."""
 
@@ -63,8 +64,8 @@ def choose_arithmetic(
     experts: Experts,
     made: ExitStack,
 ) -> ChosenArithmetic:
-    """Return the best arithmetic for the experts, and install that of the non-expert layers. `made` closes the threads
-    that the experts use."""
+    """Return the best arithmetic for the experts, and set that of the non-expert layers of `model`. `made` closes the
+    threads that compute experts."""
     device, store, dtype = prover.device, prover.store, spec.dtype.torch
     may_be_ours = dtype is torch.bfloat16 and config.kernels != "torch"
     if may_be_ours and device.type == "cpu":
@@ -85,7 +86,7 @@ def choose_arithmetic(
 
 
 def is_native(spec: ModelSpec, config: EngineConfig, device: torch.device) -> bool:
-    """Return whether this machine has kernels of ours for the model's experts."""
+    """Return whether this machine has kernels of ours for the dtype of the model's experts."""
     activations = activations_of(config, spec.dtype.torch, device)
     return spec.dtype.torch is torch.bfloat16 and config.kernels != "torch" and widest(activations) is not None
 
@@ -98,7 +99,7 @@ def _with_the_rest(
     store: ExpertStore,
     device: torch.device,
 ) -> ChosenArithmetic:
-    """Install our kernels in the non-expert layers, where they are proven."""
+    """Make non-expert layers use our kernels where a test allows it. Return the result of the whole choice."""
     norms = norm.speed_up(model)
     # even on one thread our attention is several times as fast as torch's on all
     chosen, may_round = experts.spinning_pool, _may_round(config, experts, store)
@@ -124,8 +125,8 @@ def _with_the_rest(
 
 
 def _may_round(config: EngineConfig, experts: Experts, store: ExpertStore) -> bool:
-    """Return whether our own order of sums is allowed, because this model's experts use it or similar rounding
-    anyway."""
+    """Return whether results may differ from torch's by rounding in other modules, because the model's experts use our
+    own order of sums or are quantized."""
     chosen = experts.spinning_pool
     has_own = chosen is not None and chosen.own_order is not None
     is_asked = config.kernels == "own-order"
@@ -143,7 +144,8 @@ def _not_here(config: EngineConfig, why: str) -> ConfigError:
 
 
 def _proven(config: EngineConfig, prover: Prover, experts: Experts, made: ExitStack) -> Experts | None:
-    """Return the experts by our kernel: with torch's bits if possible, else in our own order if allowed, else None."""
+    """Return the experts computed by our kernel. It has torch's bits if possible, else our own order of sums if the
+    settings allow it. None if neither is possible."""
     orders = [False] if is_supported() and config.kernels != "own-order" else []
     may_differ = config.kernels == "auto" and not config.reproducible  # measuring finds the faster one
     if may_differ or config.kernels == "own-order" or isinstance(prover.store, QuantisedStore):
@@ -159,8 +161,8 @@ def _proven(config: EngineConfig, prover: Prover, experts: Experts, made: ExitSt
 
 
 def agreeing_kernels(prover: Prover, experts: Experts, pool: SpinningPool) -> dict[Place, TokenExperts] | None:
-    """Return the kernels for few tokens by layer and format, where there are such; None where products by `pool` do not
-    have the library's bits on resident experts, one of every shape."""
+    """Return the kernels for few tokens, by layer and format, for those that have one. Return None if products by
+    `pool` lack the library's bits for some resident expert; one of every shape is tested."""
     found: dict[tuple[object, ...], TokenExperts | None] = {}
     for kind, (key, weights) in prover.samples(experts).items():
         math = experts.math_of(key)
@@ -182,9 +184,10 @@ def choose_way(
     always: bool,
     made: ExitStack,
 ) -> Experts:
-    """Return the experts in the fastest way, and close the threads of the others. Takes some tens of milliseconds.
+    """Return the experts with the fastest method for one token, and close the threads of the other methods. Takes some
+    tens of milliseconds.
 
-    `proven`: the experts by our kernel; `always`: use it without measuring.
+    `proven`: the experts computed by our kernel, or None. `always`: choose it without measuring.
     """
     is_small = prover.store.expert_bytes < MIN_EXPERT_BYTES
     has_own_bits = proven is not None and proven.arithmetic == "own-order"
@@ -215,8 +218,8 @@ def _close(experts: Experts) -> None:
 
 
 def _seconds(experts: Experts, prover: Prover, layer: int, dtype: torch.dtype) -> float:
-    """Return the time of one decode layer with the slots' current contents, preceded by a dense product on all
-    threads."""
+    """Return the time of the experts of one decode step in one layer, in seconds, whatever the slots contain. A product
+    on all threads precedes them, as in a model."""
     dense = torch.ones(1, 2048, dtype=dtype), torch.ones(2048, 2048, dtype=dtype).t()  # as in linear layers
     hidden = torch.zeros(1, experts.hidden_size(layer), dtype=dtype)
     torch.mm(*dense)

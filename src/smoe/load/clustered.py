@@ -1,4 +1,5 @@
-"""Connect an engine to the workers of a cluster, and prepare the coordinator to compute experts itself."""
+"""Connects an engine to the workers of a cluster, and prepares the coordinator to compute experts itself if workers
+fail."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def experts_alone(
     sizes: Sequence[tuple[int, int]],
     config: EngineConfig,
 ) -> ExpertsAlone:
-    """Return the experts for computing alone; `sizes` has (number of slots, bytes per slot) for each class of full
-    copies."""
+    """Return the service by which the coordinator computes experts itself. `sizes`: (number of slots, bytes per slot)
+    for each slot class of full copies."""
     free, _ = free_device_bytes(torch.device("cpu"))
     is_direct = reads_directly(config, store.total_bytes, free - sum(slots * each for slots, each in sizes))
     threads = config.threads or torch.get_num_threads()
@@ -48,15 +49,15 @@ def experts_alone(
 
 
 class ClusterInputs(NamedTuple):
-    """The engine's data that a cluster needs."""
+    """The data of an engine that its cluster needs."""
 
     weights: str
-    """The checkpoint's checksum, which workers must share."""
+    """The checkpoint's checksum, which all workers must share."""
     seconds_per_byte: Callable[[], float]
-    """Returns the seconds per byte of recent loads on this machine."""
+    """A function that returns the seconds per byte of recent loads on this machine."""
     demand: Demand
     files: Mapping[str, Path]
-    """The files that workers without the checkpoint can download, by name."""
+    """The files, by name, that workers without the checkpoint can download."""
     stored: Mapping[int, StoredLayer]
     """The stored tensors of the experts, by layer."""
     draft: DraftRouting | None = None
@@ -64,10 +65,10 @@ class ClusterInputs(NamedTuple):
 
 
 def check_cluster(config: EngineConfig) -> None:
-    """Check the cluster's settings before anything is read.
+    """Check the cluster's settings, before anything is read.
 
-    Raises `ClusterError` if there is no such cluster, and `ConfigError` without pyzmq or if cluster settings are given
-    without a cluster.
+    Raises `ClusterError` if there is no cluster of this name. Raises `ConfigError` if pyzmq is missing, or if cluster
+    settings are given without a cluster.
     """
     if config.cluster is None:
         if config.placement is not None:
@@ -101,10 +102,10 @@ def cluster_of(
     asked: ClusterInputs,
     made: ExitStack,
 ) -> Cluster:
-    """Return a listening cluster with the workers that joined in time; `made` closes it if a later step fails.
-    `arithmetic`: that of the experts here. `units`: those on this machine.
+    """Return a cluster that listens for workers, after waiting for them. `arithmetic`: the kernels that compute experts
+    on this machine. `units`: the compute units of this machine. `made` closes the cluster if a later step fails.
 
-    Raises `ClusterError` if the cluster is unknown, its address is in use, or too few workers joined.
+    Raises `ClusterError` if the cluster is unknown, if its address is in use, or if too few workers joined in time.
     """
     from smoe.cluster.frames import RowFormat
     from smoe.cluster.identity import read_coordinator
@@ -147,7 +148,7 @@ def cluster_of(
 def _movable_math(
     model: PreTrainedModel, spec: ModelSpec, config: EngineConfig, store: ExpertStore
 ) -> dict[int, ExpertMath]:
-    """Return the arithmetic by layer. Raises `ConfigError` for experts that other machines cannot compute."""
+    """Return the arithmetic of experts by layer. Raise `ConfigError` if other machines cannot compute these experts."""
     math = experts_math(model, spec, store, activations_of(config, spec.dtype.torch, torch.device("cpu")))
     if not all(layer.is_movable for layer in math.values()):
         raise ConfigError(
@@ -162,7 +163,7 @@ def _movable_math(
 def _furnish(
     cluster: Cluster, spec: ModelSpec, asked: ClusterInputs, math: dict[int, ExpertMath], arithmetic: str, threads: int
 ) -> None:
-    """Prepare the workers' WELCOME message and files, and the connection of the draft model."""
+    """Prepare what the cluster sends to workers, a WELCOME message and files, and the connection of the draft model."""
     from smoe.cluster.describing import Describer
     from smoe.cluster.draft_session import Seat
     from smoe.cluster.following import Following
@@ -176,7 +177,7 @@ def _furnish(
 
 
 def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
-    """Wait for workers. Raises `ClusterError` if too few joined in time."""
+    """Wait until enough workers have joined. Raise `ClusterError` if too few did so in time."""
     from smoe.errors import ClusterError
 
     coordinator = cluster.coordinator
@@ -195,7 +196,7 @@ def _wait_for_workers(cluster: Cluster, config: EngineConfig) -> None:
 
 
 def _most_rows(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the largest number of rows per request to a worker: a prompt's chunk through one expert, or the tokens of
-    all sequences through all their experts."""
+    """Return the largest number of rows in a request to a worker. That is a prompt's chunk through one expert, or the
+    tokens of all sequences through all of their experts."""
     piece = min(config.prefill_tokens, spec.context_tokens * config.max_sequences)
     return max(piece, config.max_sequences * max(spec.anatomy.top_k.values()))

@@ -1,6 +1,6 @@
-"""Divide the memory budget, and settle every setting that depends on it: the second value of loading.
+"""Divides the memory budget, and decides every setting that depends on it: the second step of loading.
 
-Values that were measured for the model take the place of settings that the user left out (`winners.py`, `known.py`).
+Settings that the user left out get values that were measured for the model (`winners.py`, `known.py`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from smoe.policy.prices import PriceTable
 
 
 class Divided(NamedTuple):
-    """The divided budget, and the settings as they stay."""
+    """The memory budget by purpose, and the final settings."""
 
     ledger: Ledger
     budget_reason: str
-    """The origin of the budget's size, in words."""
+    """The origin of the budget's size, as a text for users."""
     config: EngineConfig
     spec: LibrarySpec
     reasons: Mapping[str, str] = {}
-    """The origin of settings that the user left out, by name."""
+    """The origin of each setting that the user left out, by its name."""
     prices: PriceTable | None = None
-    """Quality costs of miss resolutions, if these have a budget; else None."""
+    """The quality costs of miss resolutions, if misses have a budget; else None."""
     learned: LearnedValues = LearnedValues()
     draft: PlannedDraft | None = None
-    """The draft model on this machine; None: there is none."""
+    """The draft model on this machine, or None."""
 
 
 def divide(resolved: Resolved) -> Divided:
-    """Divide the budget. Raises `BudgetError` for one that cannot work, and `ConfigError` for a setting that needs
-    values which have not been measured."""
+    """Divide the memory budget. Raises `BudgetError` if it is too small, and `ConfigError` if a setting needs measured
+    values that do not exist."""
     _, spec, config, device, _, stores, _, outside, fitted = resolved
     place, store = resolved.checkpoint.place, stores[EXACT]
     draft = planned_draft(resolved.checkpoint, spec, config, device)
@@ -71,7 +71,8 @@ def divide(resolved: Resolved) -> Divided:
 def _settled_reads(
     config: EngineConfig, stores: Iterable[ExpertStore], ledger: Ledger, device: torch.device
 ) -> EngineConfig:
-    """Decide whether reads into slots bypass the page cache, before memory is allocated."""
+    """Return the settings with the decision whether reads into slots bypass the page cache. Memory must not have been
+    allocated yet."""
     if device.type != "cpu" or config.device == EMULATED:
         return config  # reads go to the host tier (`tiers.py`)
     spare = free_device_bytes(device)[0] - ledger.budget_bytes

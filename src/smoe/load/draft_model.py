@@ -1,7 +1,7 @@
-"""Plan the draft model (`prefetch` draft): a copy of the model in fewer bits, with an engine of its own.
+"""Plans the draft model (setting `prefetch` draft): a copy of the model in fewer bits, with an engine of its own.
 
-Its experts come from a file of `smoe pack --precision` and all stay in memory. The other weights are the model's own
-memory, unless the file keeps them quantized.
+Its experts come from a file of `smoe pack --precision`, and all of them stay in memory. Its other weights are the
+model's own memory, unless the file has them in quantized form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PlannedDraft(NamedTuple):
-    """The draft model's files and memory demand, before anything large is read."""
+    """The draft model's files and the memory that it needs, before anything large is read."""
 
     checkpoint: Checkpoint
     spec: LibrarySpec
@@ -44,17 +44,18 @@ class PlannedDraft(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of memory in addition to the model's."""
+        """The bytes of memory that the draft model takes in addition to the model's."""
         return self.ledger.budget_bytes - (self.ledger.demand.weights_bytes if self.shares_weights else 0)
 
     @property
     def shares_weights(self) -> bool:
-        """Whether its other weights are the model's own memory."""
+        """Whether the draft model's non-expert weights are the model's own memory."""
         return not self.spec.dense
 
 
 def check_draft(spec: ModelSpec, config: EngineConfig) -> None:
-    """Raise `ConfigError` for the emulated device, and `UnsupportedModelError` for a family with a recurrent state."""
+    """Raise `ConfigError` if the device is emulated, and `UnsupportedModelError` for a family with a recurrent
+    state."""
     if config.device == EMULATED:
         raise ConfigError(
             f"`prefetch` {DRAFT} computes on this CPU, and the `device` {EMULATED} does not emulate its times; "
@@ -73,9 +74,9 @@ def check_draft(spec: ModelSpec, config: EngineConfig) -> None:
 def planned_draft(
     checkpoint: Checkpoint, spec: ModelSpec, config: EngineConfig, device: torch.device
 ) -> PlannedDraft | None:
-    """Return the configured draft model on the coordinator, or None; only headers are read.
+    """Return the draft model that the settings request on this machine, or None. Only headers are read.
 
-    Raises `ConfigError` if the model is not packed in its precision, and the errors of `check_draft`.
+    Raises `ConfigError` if the model is not packed in the draft model's precision, and the errors of `check_draft`.
     """
     if config.prefetch != DRAFT or config.draft_on == "cluster":
         return None
@@ -105,8 +106,8 @@ def _its_experts(checkpoint: Checkpoint, own: EngineConfig) -> tuple[LibrarySpec
 
 
 def placed_draft(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the draft model's place: in the cluster if it has a machine for it, else on the
-    coordinator."""
+    """Return the settings with a decision where the draft model runs: in the cluster if it has a machine for it, else
+    on the coordinator."""
     if config.prefetch != DRAFT or config.draft_on is not None:
         return config
     place = "coordinator"
@@ -118,12 +119,13 @@ def placed_draft(config: EngineConfig) -> EngineConfig:
 
 
 def is_apart(config: EngineConfig) -> bool:
-    """Return whether the draft model runs on another machine; the configuration must state its place."""
+    """Return whether the draft model runs on another machine. The settings must be those that `placed_draft`
+    returned."""
     return config.prefetch == DRAFT and config.draft_on == "cluster"
 
 
 def following(spec: ModelSpec, config: EngineConfig) -> Following:
-    """Return the coordinator's client of a draft model on another machine. Raises the errors of `check_draft`."""
+    """Return the coordinator's client of a draft model on another machine. Raise the errors of `check_draft`."""
     from smoe.cluster.following import Following
 
     check_draft(spec, config)

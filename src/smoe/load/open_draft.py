@@ -1,4 +1,4 @@
-"""Open a planned draft model with an engine of its own, and let it run ahead."""
+"""Loads a draft model, with an engine of its own, and can run it on a thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from smoe.runtime.running_ahead import DraftRouting, RunningAhead
 from smoe.runtime.seam import observe_routers
 
 _THREADS = 1
-"""The number of threads that the draft model computes on; the model needs the others."""
+"""The number of threads that compute the draft model; the model needs the others."""
 
 
 def open_draft(planned: PlannedDraft, model: PreTrainedModel | None, computing: int = _THREADS) -> Draft:
-    """Open the draft model on `computing` threads.
+    """Load the draft model so that it computes on `computing` threads.
 
-    `model` is the loaded model without an engine, whose weights are shared; with None the draft model loads its own.
+    `model`: the loaded model without an engine, whose weights are shared; None: the draft model loads its own weights.
     """
     spec, config, ledger = planned.spec, planned.config, planned.ledger
     stored, stores = {EXACT: planned.stored}, {EXACT: planned.store}
@@ -49,5 +49,5 @@ def open_draft(planned: PlannedDraft, model: PreTrainedModel | None, computing: 
 
 
 def draft_on_thread(planned: PlannedDraft, model: PreTrainedModel) -> DraftRouting:
-    """Run the draft model on a thread; `model` is as for `open_draft`."""
+    """Load the draft model and run it on a thread. Return its predictions. `model` is as for `open_draft`."""
     return DraftRouting(RunningAhead(open_draft(planned, model), planned.departure))

@@ -1,4 +1,5 @@
-"""Open a model's parts: tiers below its slots, reading threads, predictors, proven kernels (third value of loading)."""
+"""Makes the parts of an engine: memory tiers below its slots, reading threads, predictors and tested kernels. This is
+the third step of loading."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from smoe.runtime.running_ahead import DraftRouting
 
 
 class Parts(NamedTuple):
-    """What an engine is made of; its slots are empty."""
+    """The parts of an engine. Its slots are empty."""
 
     model: PreTrainedModel
     """The model without experts."""
@@ -52,13 +53,13 @@ class Parts(NamedTuple):
     tiers: Tiers
     transfers: Transfers
     host: HostExperts | None
-    """The unit that computes missing experts on the CPU of a machine with a device; None: none."""
+    """The compute unit that computes missing experts on the CPU of a machine with a device, or None."""
     arithmetic: ChosenArithmetic
     rules: Mapping[int, ScoringRule]
-    """The scoring rules of routers whose scores a policy reads, by layer."""
+    """By layer, the scoring rules of routers whose scores a policy reads."""
     predictors: Mapping[Phase, Predictor]
     draft: DraftRouting | None
-    """The routing of the draft model, if the prefetch uses one."""
+    """The predictions of the draft model, if prefetching uses one."""
 
 
 def open_parts(
@@ -71,9 +72,10 @@ def open_parts(
     made: ExitStack,
     on_host_tier: Callable[[int], None] | None,
 ) -> Parts:
-    """Open the parts of `model`, which was built without experts. `made` closes them if a later step fails.
+    """Make the parts of an engine for `model`, which was built without experts. `made` closes them if a later step
+    fails.
 
-    `on_host_tier` is called with the bytes of host memory that will be allocated and locked for a GPU, which takes a
+    `on_host_tier` is called with the bytes of host memory that are allocated and locked for a GPU, because this takes a
     while. Raises `UnsupportedModelError` if experts or a required scoring rule cannot be verified, and `ConfigError`
     for settings that this machine or family does not support.
     """
@@ -97,7 +99,7 @@ def open_parts(
 
 
 def balance_of(config: EngineConfig, tiers: Tiers) -> str:
-    """Return the name of the method by which missing experts are divided between CPU and link."""
+    """Return the name of the method that divides missing experts between CPU and link."""
     if config.balance == "auto":
         return "none" if tiers.host is None else "optimal"
     return config.balance
@@ -106,7 +108,8 @@ def balance_of(config: EngineConfig, tiers: Tiers) -> str:
 def _host_experts(
     model: PreTrainedModel, resolved: Resolved, divided: Divided, tiers: Tiers, pacing: Pacing
 ) -> HostExperts | None:
-    """Return the unit that computes missing experts on the CPU of a machine with a device, or None."""
+    """Return the unit that computes missing experts on the CPU of a machine with a device, or None without such a
+    unit."""
     config, spec, store, device = divided.config, divided.spec, resolved.stores[EXACT], resolved.device
     if balance_of(config, tiers) == "none":
         return None
@@ -136,8 +139,8 @@ def _proven_arithmetic(
     arena: Arena,
     made: ExitStack,
 ) -> ChosenArithmetic:
-    """Compare experts of every distinct layout and format, as the engine computes them, with transformers' own; then
-    choose the kernels by others that are loaded for it. The slots are empty afterwards."""
+    """Compare experts with transformers' own, for every distinct layout and format, and then choose the kernels. Return
+    the chosen arithmetic. Experts are loaded into the slots for this, and the slots are empty afterwards."""
     spec, config, stores = divided.spec, divided.config, resolved.stores
     activations = activations_of(config, spec.dtype.torch, arena.device)
     maths = {
@@ -165,7 +168,8 @@ def _predictors(
     draft: DraftRouting | None,
     device: torch.device,
 ) -> Mapping[Phase, Predictor]:
-    """Return the predictor of each phase. A prefill always predicts by the next gate: nearly all experts are needed."""
+    """Return the predictor of each phase. For prefill it is always the next gate, because nearly all experts are
+    needed."""
     config, spec, learned = divided.config, divided.spec, divided.learned
     depth = config.prefetch_depth or DEFAULT_PREFETCH_DEPTH
     what = config.prefetch_what
@@ -178,7 +182,8 @@ def _predictors(
 
 
 def scoring_rules(model: PreTrainedModel, spec: ModelSpec) -> dict[int, ScoringRule]:
-    """Return the scoring rule of every layer's router; raises `UnsupportedModelError` if one cannot be verified."""
+    """Return the scoring rule of every layer's router. Raise `UnsupportedModelError` if one of the rules cannot be
+    verified."""
     modules, rules = dict(model.named_modules()), {}
     for site in spec.sites:
         name = spec.anatomy.routers.get(site.layer)

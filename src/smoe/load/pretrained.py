@@ -1,11 +1,12 @@
-"""Load a model from a name and settings, in four values, each finished before the next begins.
+"""Loads a model from a name and settings, in four steps. Each begins when the previous one is complete.
 
-    resolve.py   Resolved   the model's files, structure and the places of its experts
-    divide.py    Divided    the memory budget, and the settings as they stay
-    parts.py     Parts      slots, tiers and reading threads; kernels that are proven
-    build.py     Engine     what computes steps with these, connected to the model
+    module       makes      which contains
+    resolve.py   Resolved   the model's files, its structure, and where its experts are stored
+    divide.py    Divided    the memory budget, and the final settings
+    parts.py     Parts      slots, memory tiers, reading threads, and tested kernels
+    build.py     Engine     what computes steps with these parts; it is connected to the model
 
-So what cannot work is refused before anything large is read.
+In this order, an error is found before anything large is read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from smoe.units import parse_bytes, parse_share
 
 _log = logging.getLogger(__name__)
 _TOUCH_SECONDS = 2.0
-"""How long loading waits for the allocation of slots; the rest is allocated while the model runs."""
+"""How long loading waits, in seconds, for the allocation of slots. What remains is allocated while the model runs."""
 
 
 def from_pretrained(
@@ -61,13 +62,13 @@ def from_pretrained(
 ) -> OffloadedModel:
     """Load a Mixture-of-Experts model whose experts stay on disk until they are needed.
 
-    Returns the ordinary transformers model; `model.offload` is its `Engine`. `memory` is the budget ("8GiB" or bytes;
-    None: free memory less a margin). With `count` "process" it is the limit of this whole process. `resident` ("40%",
-    0.4) instead requests the memory for that share of the routed experts. `switches` are fields of `EngineConfig`,
-    which override those of `preset`; `dtype` and `device` may be torch objects.
+    Returns the ordinary transformers model; its attribute `offload` is the `Engine`. `memory` is the budget ("8GiB" or
+    bytes; None: free memory less a margin). With `count` "process", `memory` is the limit of this whole process.
+    `resident` ("40%" or 0.4) requests the memory for that fraction of the routed experts instead. `switches` are fields
+    of `EngineConfig` and override those of `preset`; `dtype` and `device` may be torch objects.
 
-    Raises `ConfigError` for bad settings, `BudgetError` (with the ledger) for a budget that cannot work, `ModelError`
-    and its subclasses for models that cannot be served exactly.
+    Raises `ConfigError` for invalid settings, `BudgetError` (with the ledger) for a budget that is too small, and
+    `ModelError` or a subclass for models that smoe cannot compute exactly.
     """
     if resident is not None:
         switches["resident_share"] = parse_share(resident, "resident_share") if isinstance(resident, str) else resident
@@ -88,11 +89,12 @@ def load(
     on_shortage: Callable[[str], None] = _log.warning,
     on_pack_bytes: OnBytes = lambda done, total: None,
 ) -> OffloadedModel:
-    """Load a model as `from_pretrained`, from a finished configuration.
+    """Load a model as `from_pretrained` does, with the settings `config`.
 
-    `on_ledger` is called with the budget before anything large is read, `on_host_tier` with the bytes of host memory
-    that will be locked for a GPU, `on_shortage` with a message if more memory is requested than free, and
-    `on_pack_bytes` with the progress of comparing a pack with its checksums, once per machine.
+    `on_ledger` is called with the budget before anything large is read. `on_host_tier` is called with the bytes of host
+    memory that will be locked for a GPU. `on_shortage` is called with a message if more memory is requested than is
+    free. `on_pack_bytes` is called with the progress of comparing a pack with its checksums, which is done once per
+    machine.
     """
     collect_dropped()
     note_start()
@@ -109,7 +111,7 @@ def load(
 
 
 def _open(resolved: Resolved, divided: Divided, on_host_tier: Callable[[int], None] | None) -> OffloadedModel:
-    """Allocate the slots, load the weights that are not experts, and put an engine behind the model."""
+    """Allocate the slots, load the non-expert weights, and connect an engine to the model."""
     ledger, device = divided.ledger, resolved.device
     forget_peak(device)
     arena = Arena(ledger.sizes, device, huge_pages=divided.config.direct_io == "on")
@@ -131,7 +133,8 @@ def _verify_packs(
     by_form: Mapping[int, Mapping[int, StoredLayer]],
     on_pack_bytes: OnBytes,
 ) -> None:
-    """Compare the packs of both formats with their checksums, if they have any and were not compared here before."""
+    """Compare the packs of both formats with their checksums, if there are packs and this machine has not done so
+    before."""
     for form, of in ((EXACT, spec), (LOW, spec.low)):
         if of is not None:
             verify_pack(checkpoint, of, by_form[form], on_pack_bytes)
@@ -140,14 +143,15 @@ def _verify_packs(
 def _draft_routing(
     draft: PlannedDraft | None, loaded: PreTrainedModel, spec: ModelSpec, config: EngineConfig
 ) -> DraftRouting | None:
-    """Return the routing of the draft model, which runs in the cluster or on a thread here; None without one."""
+    """Return the predictor that follows the draft model, which runs in the cluster or on a thread here. None without a
+    draft model."""
     if is_apart(config):
         return DraftRouting(following(spec, config))
     return None if draft is None else draft_on_thread(draft, loaded)
 
 
 def _pacing(resolved: Resolved, divided: Divided) -> Pacing:
-    """Return the clock of this machine, or of the device to emulate."""
+    """Return the clock of this machine, or that of the device to emulate."""
     if resolved.profile is None:
         return Pacing()
     config, layer_bytes = divided.config, divided.ledger.demand.weights_bytes / len(divided.spec.sites)

@@ -1,4 +1,4 @@
-"""Open a draft model on a machine of its own, as the coordinator requests it."""
+"""Loads a draft model on a machine of its own, as the coordinator requests it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from smoe.runtime.running_ahead import RunningAhead
 from smoe.units import format_bytes
 
 _WANTED = {"context_tokens", "dtype", "activations", "draft_precision", "draft_start", "draft_extra"}
-"""The settings by which the coordinator requests a draft model, as it would configure its own."""
+"""The settings by which the coordinator requests a draft model. They are those of a draft model on the coordinator."""
 
 
 class DraftFiles:
-    """A model's files on the draft model's machine."""
+    """A model's files on the machine of the draft model."""
 
     def __init__(self, model: str | Path, threads: int | None = None) -> None:
-        """Open the model's files. Raises `ModelError` if they are missing."""
+        """Open the files of `model`. Raise `ModelError` if they are missing."""
         self._model = model
         self._threads = threads
         read_spec(model, configure())
@@ -42,10 +42,11 @@ class DraftFiles:
         self.weights = checksum(self._checkpoint.place)
 
     def open(self, wanted: Mapping[str, Any], on_prediction: Callable[[TokenStep, Expected], None]) -> ReadAlong:
-        """Open the draft model with the coordinator's settings, completely in memory.
+        """Load the draft model, completely into memory, with the settings `wanted` of the coordinator. `on_prediction`
+        receives its predictions.
 
-        Raises `ClusterError` for invalid settings, `ConfigError` if the model is not packed in the precision, and
-        `BudgetError` if memory is insufficient.
+        Raises `ClusterError` for invalid settings, `ConfigError` if the model is not packed in the requested precision,
+        and `BudgetError` if the memory is not enough.
         """
         config = _config_of(wanted)
         spec, device = read_spec(self._model, config), choose_device(config)

@@ -1,7 +1,7 @@
-"""Resolve a model's name and settings: its files, its structure and the places of its experts.
+"""Finds a model's files, its structure and where its experts are stored, and checks the settings against them.
 
-This is the first of the four values of loading, `Resolved` -> `Divided` -> `Parts` -> `Engine`; each is finished before
-the next begins.
+This is the first of the four steps of loading, which make `Resolved`, `Divided`, `Parts` and `Engine`. Each step begins
+when the previous one is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smoe.policy.budget import allocate
 
 
 class Resolved(NamedTuple):
-    """A model and the settings that do not depend on memory; only headers have been read."""
+    """A model, and the settings that do not depend on memory. Only headers of files have been read."""
 
     checkpoint: Checkpoint
     spec: LibrarySpec
@@ -41,20 +41,20 @@ class Resolved(NamedTuple):
     stored: Mapping[int, Mapping[int, StoredLayer]]
     """The stored tensors of every layer's experts, by format."""
     stores: Mapping[int, ExpertStore]
-    """How the experts are read into slots, by format: from the checkpoint, or from a pack."""
+    """How experts are read into slots, by format. They come from the checkpoint or from a pack."""
     profile: DeviceProfile | None = None
-    """The device to emulate; None: none."""
+    """The device to emulate, or None."""
     outside: Mapping[str, int] = {}
-    """What the process needs outside the budget, by name."""
+    """The bytes of memory that the process needs outside the budget, by purpose."""
     reasons: Mapping[str, str] = {}
-    """The origin of settings that the user left out, by name."""
+    """The origin of each setting that the user left out, by its name."""
 
 
 def resolve(model: str | Path, config: EngineConfig, revision: str | None) -> Resolved:
     """Find a model's files, and download them if necessary.
 
-    Raises `ConfigError` for settings that this machine or model does not support, `ModelError` and its subclasses for
-    models that cannot be served, and `BudgetError` for an insufficient budget, before a download.
+    Raises `ConfigError` for settings that this machine or model does not support, and `ModelError` or a subclass for
+    models that smoe cannot compute. Raises `BudgetError` for a budget that is too small, before anything is downloaded.
     """
     device = choose_device(config)
     profile = read_emulated(config.profile) if config.device == EMULATED else None
@@ -77,7 +77,7 @@ def _open_checkpoint(
 ) -> tuple[Checkpoint, LibrarySpec, Mapping[int, Mapping[int, StoredLayer]]]:
     """Return a model's files (downloaded if necessary), its spec, and the experts of every format.
 
-    An insufficient budget is refused before a download.
+    If the budget is too small, this raises an error before anything is downloaded.
     """
     spec = read_spec(model, config, revision)
     checkpoint = local_checkpoint(model)
@@ -97,7 +97,7 @@ def _open_checkpoint(
 
 
 def _check_balance(config: EngineConfig) -> None:
-    """Raise `ConfigError` if the device is the CPU, which cannot also be a second unit."""
+    """Raise `ConfigError` if `balance` would divide experts although the CPU is the only device."""
     if config.balance not in ("auto", "none"):
         raise UnpreparedError(
             f"`balance` {config.balance} (an option, or part of a preset) needs a device in addition to the CPU, "

@@ -1,9 +1,9 @@
-"""The self-test at load: compare two experts of every distinct layer with transformers' own loop.
+"""The self-test when a model is loaded: compares two experts of every distinct layer with transformers' own loop.
 
-transformers' loop runs on fused parameters of just these two experts, read by safetensors' own reader and joined by the
-checkpoint's conversion rules. So the index, the order of gate and up, the slot layout and the arithmetic are all
-compared. On a CPU a difference of one bit is refused. On a GPU, where products are equal up to rounding (grade E2), a
-difference beyond rounding is refused.
+transformers' loop runs on fused parameters of only these two experts, which safetensors' own reader reads and the
+checkpoint's conversion rules join. So the index, the order of gate and up, the slot layout and the arithmetic are all
+compared. On a CPU a difference of one bit is an error. On a GPU, where products are equal up to rounding (grade E2), a
+difference beyond rounding is an error.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from smoe.runtime.seam import original_experts_forward
 from smoe.runtime.step import Step
 
 FP32_ROUNDING = 1e-5
-"""The tolerance of grade E2 in 32 bits, relative to the largest value."""
+"""The tolerance of grade E2 for 32-bit results, relative to the largest value."""
 _TF32_EPS = 2.0**-10
 _STEPS = ((Phase.PREFILL, 3), (Phase.DECODE, 1))
 
 
 class Prover:
-    """Computes with experts as the engine does, before it is built: in its slots, by its loads."""
+    """Computes experts as the engine will, before the engine exists: it uses the engine's slots and loads."""
 
     def __init__(self, arrivals: Arrivals, device: torch.device) -> None:
         self.arrivals, self.device = arrivals, device
         self.store = arrivals.stores[EXACT]
 
     def executor(self, experts: Experts) -> LayerExecutor:
-        """Return an executor of single layers that uses no unit besides the device."""
+        """Return an executor of single layers that uses no compute unit except the device."""
         return LayerExecutor(compute=LayerCompute(experts, self.arrivals, self.device, {}, Pacing()))
 
     def samples(self, experts: Experts) -> dict[tuple[object, ...], tuple[ExpertKey, Weights]]:
-        """Return a resident expert of every kind (`ExpertMath.kind`)."""
+        """Return one resident expert of every kind (`ExpertMath.kind`): its key and its weights."""
         found: dict[tuple[object, ...], tuple[ExpertKey, Weights]] = {}
         for key in sorted(self.arrivals.table.ready):
             found.setdefault(experts.math_of(key).kind, (key, self.arrivals.ready(key)))
         return found
 
     def compute_slots(self, experts: Experts, layer: int, hidden: torch.Tensor, count: int) -> torch.Tensor:
-        """Compute one token [1, H] with the content of `count` slots -> [1, H]; for measurements."""
+        """Return the output [1, H] of one token [1, H] for the experts in `count` slots, whatever experts they contain.
+        For measurements."""
         weights = self.arrivals.slots_of(experts.maths[layer, EXACT], layer, count)
         serves = [Serve((layer, n, EXACT), (n,), False) for n in range(count)]
         token = experts.begin[layer](serves, hidden, hidden.new_ones(1, count))
@@ -73,8 +74,8 @@ def proven_sums(
     experts: Experts,
     dtype: torch.dtype,
 ) -> Experts:
-    """Return `experts` with the order and dtype of sums that transformers' own have, compared for every distinct layout
-    and format. Raises `UnsupportedModelError` if there is none."""
+    """Return `experts` with outputs summed as in transformers: in its order and its dtype. Every distinct layout and
+    format is compared. Raise `UnsupportedModelError` if no dtype gives transformers' result."""
     modules = dict(model.named_modules())
     kinds = {(site.experts, site.parts, experts.kind(site.layer)): site for site in reversed(sites)}
     for site in kinds.values():
@@ -93,9 +94,9 @@ def check_experts(
     form: int = EXACT,
 ) -> Experts:
     """Raise `UnsupportedModelError` if our result for a layer's first two experts differs from transformers'. Return
-    the experts, which sum in the dtype of the routing weights where that is transformers' way.
+    the experts; if transformers sums in the dtype of the routing weights, they do so too.
 
-    For quantized experts the comparison is with transformers' result on dequantized weights.
+    Quantized experts are compared with transformers' result on dequantized weights.
     """
     allowed = quantised_rounding(dtype) if is_quantised({site.layer: checkpoint}) else rounding(dtype, prover.device)
     width = min(2, site.experts)
@@ -130,10 +131,10 @@ def _run(executor: LayerExecutor, step: Step, form: int) -> torch.Tensor:
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the tolerance relative to the largest value: 0 on a CPU.
+    """Return the tolerance of the comparison, relative to the largest value. It is 0 on a CPU.
 
-    In 32 bits only the order of long sums differs, unless TF32 is enabled. In 16 bits results may round to neighbours
-    after the up product, the activation, the down product and the weighted sum.
+    With 32 bits only the order of long sums differs, unless TF32 is enabled. With 16 bits, results may be rounded to
+    neighbouring numbers after the up product, the activation, the down product and the weighted sum.
     """
     if device.type == "cpu":
         return 0.0
@@ -143,7 +144,7 @@ def rounding(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def quantised_rounding(dtype: torch.dtype) -> float:
-    """Return the tolerance for quantized experts on any device: our products differ from torch's, and dequantized
+    """Return the tolerance for quantized experts, on any device. Our products differ from torch's, and dequantized
     matrices may be summed in another order."""
     return FP32_ROUNDING if dtype is torch.float32 else ROUNDINGS * torch.finfo(dtype).eps
 
@@ -157,8 +158,8 @@ def _has_tf32() -> bool:
 
 
 def is_same(ours: torch.Tensor, theirs: torch.Tensor, rounding: float) -> bool:
-    """Return whether results are bit-equal, or with a `rounding` above 0 differ by no more; non-finite values are never
-    equal."""
+    """Return whether two results are bit-equal, or with a `rounding` above 0 whether they differ by no more than it.
+    Non-finite values are never equal."""
     if rounding == 0:
         return torch.equal(ours, theirs)
     far = (ours.float() - theirs.float()).abs().max()
@@ -173,7 +174,7 @@ def library_result(
     index: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the result of transformers' eager loop with only the experts `chosen`; `index` counts within `chosen`."""
+    """Return the result of transformers' eager loop with only the experts `chosen`. `index` counts within `chosen`."""
     parameters = reference_parameters(checkpoint, chosen, hidden.dtype)
     experts = module.num_experts
     try:

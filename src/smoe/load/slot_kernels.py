@@ -1,7 +1,8 @@
-"""Choose whether a GPU computes experts directly from their slots (`gpu_kernels/`) or by torch's operations.
+"""Chooses how a GPU computes experts: by kernels that read the slots (`gpu_kernels/`), or by torch's operations.
 
-The kernels are used if Triton is installed, they support the experts, they are as accurate as torch on an expert of
-every kind, and they are not slower. Otherwise torch computes, with dequantized weights if the experts are quantized.
+The kernels are used under four conditions: Triton is installed, they support the experts, they are as accurate as torch
+on an expert of every kind, and they are not slower. Otherwise torch computes, with dequantized weights if the experts
+are quantized.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from smoe.memory.store import ExpertStore
 
 _PROOF_OUTPUTS = 64
 _FP32_LEEWAY = 16.0
-"""The tolerance in 32 bits, where both are nearly exact and it is chance which sum is more accurate."""
+"""The tolerance for 32-bit results. Both sums are nearly exact then, and it is chance which one is more accurate."""
 _ROUNDS = 9
 _EXPERTS = 8
 _log = logging.getLogger(__name__)
 
 
 def in_slots(prover: Prover, experts: Experts, config: EngineConfig) -> Experts:
-    """Return the experts with the GPU kernels for few tokens in all layers, if they are supported, correct and not
-    slower."""
+    """Return the experts with GPU kernels for few tokens in all layers, if these kernels are supported, correct and not
+    slower; else return them unchanged."""
     if not _is_gpu(prover.device) or config.kernels == "torch" or not compiled.is_available():
         return experts
     try:
@@ -53,10 +54,10 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def proven_kernels(prover: Prover, experts: Experts, most_tokens: int) -> dict[Place, SlotExperts] | None:
-    """Return the kernels of every layer and format, or None if one is not supported, fails the test or cannot be
-    tested.
+    """Return the GPU kernel of every layer and format, by both. None if one of them is not supported, fails its test or
+    cannot be tested.
 
-    Each is tested on a resident expert, for one token and up to `most_tokens`.
+    Each kernel is tested on a resident expert, with one token and with up to `most_tokens`.
     """
     samples, alignments = prover.samples(experts), _alignments(prover, experts)
     made: dict[ExpertKind, SlotExperts | None] = {}
@@ -76,12 +77,13 @@ def proven_kernels(prover: Prover, experts: Experts, most_tokens: int) -> dict[P
 
 
 def is_proven(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, most_tokens: int) -> bool:
-    """Return whether the kernel is correct on one expert, for all sizes of entries."""
+    """Return whether the kernel is correct on one expert, for all numbers of tokens that are compiled separately."""
     return all(_is_right(kernel, math, weights, device, tokens) for tokens in (1, 2, 4, 8) if tokens < 2 * most_tokens)
 
 
 def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: torch.device, tokens: int) -> bool:
-    """Compare the first outputs of each product with exact ones, and the whole result with torch's."""
+    """Return whether the kernel is correct for this number of tokens. The first outputs of each product are compared
+    with exact ones, and the whole result with torch's."""
     kind, dtype = kernel.kind, getattr(torch, kernel.kind.dtype)
     x = torch.randn(tokens, kind.hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     routes = torch.arange(tokens, device=device).unsqueeze(1)
@@ -103,22 +105,23 @@ def _is_right(kernel: SlotExperts, math: ExpertMath, weights: Weights, device: t
 
 
 def _first_outputs(kind: ExpertKind, some: int) -> list[tuple[int, slice]]:
-    """Return (matrix, rows) whose products the activation turns into the first outputs."""
+    """Return as (matrix, rows) which rows of the first product's matrices give the first `some` outputs after the
+    activation."""
     if len(kind.ups) > 1:
         return [(0, slice(some)), (1, slice(some))]
     return [(0, rows) for rows in _bias_rows(kind, some)]
 
 
 def _bias_rows(kind: ExpertKind, some: int) -> list[slice]:
-    """Return the rows among all outputs of the first product that the activation turns into the first outputs."""
+    """Return which rows among all outputs of the first product give the first `some` outputs after the activation."""
     if not kind.activation.has_gate:
         return [slice(some)]
     return [slice(2 * some)] if kind.activation.takes_turns else [slice(some), slice(kind.inner, kind.inner + some)]
 
 
 class _Product:
-    """Rows x [n, K] times a matrix [outputs, K], plus a bias, through an activation: exact and in torch's
-    arithmetic."""
+    """A product of rows x [n, K] and a matrix [outputs, K], plus a bias, followed by an activation. It can be computed
+    exactly and in torch's arithmetic."""
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class _Product:
         self._x, self._numbers, self._bias, self._activate = x, numbers, bias, activate
 
     def is_near(self, ours: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Return whether our rounded result is as accurate as torch's, whose input is rounded too."""
+        """Return whether our rounded result is as accurate as that of torch, which rounds its input too."""
         leeway = {"leeway": _FP32_LEEWAY} if dtype is torch.float32 else {}
         return is_no_further(ours.to(dtype), self._in(dtype), self._in(torch.float64), **leeway)
 
@@ -142,7 +145,7 @@ class _Product:
 def _alignments(prover: Prover, experts: Experts) -> dict[tuple[object, ...], int]:
     """Return, for each kind of experts, a power of two that divides the addresses of all matrices.
 
-    A different value per slot would be a different kernel, and bits would depend on the slot.
+    One value is used for all slots. Otherwise each slot might need another kernel, and bits would depend on the slot.
     """
     found: dict[tuple[object, ...], int] = {}
     for (layer, form), math in experts.maths.items():
@@ -161,8 +164,8 @@ def alignment_in(store: ExpertStore, layer: int) -> int:
 
 
 def _is_no_slower(prover: Prover, ours: Experts, theirs: Experts) -> bool:
-    """Return whether the kernels are at least as fast as torch for one token through the first layer, by the fastest of
-    alternating runs."""
+    """Return whether the kernels are at least as fast as torch for one token through the first layer. The fastest of
+    several alternating runs decides."""
     layer = next(layer for layer, form in ours.maths if form == EXACT)
     seconds = [float("inf")] * 2
     for _ in range(_ROUNDS):
@@ -172,7 +175,7 @@ def _is_no_slower(prover: Prover, ours: Experts, theirs: Experts) -> bool:
 
 
 def _seconds(experts: Experts, prover: Prover, layer: int) -> float:
-    """Return the seconds until the device has finished one token."""
+    """Return the seconds until the device has computed one token."""
     hidden = torch.zeros(1, experts.hidden_size(layer), dtype=experts.maths[layer, EXACT].dtype, device=prover.device)
     _finish(prover.device)
     started = perf_counter()

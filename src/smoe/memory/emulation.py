@@ -1,18 +1,19 @@
-"""Emulate a device with its own memory on the CPU, in slowed-down time, to test concurrency and measure ablations.
+"""Emulates a device with its own memory on the CPU, in slowed-down time, to test concurrency and measure ablations.
 
-Experts are stored in two arenas, copied by a thread and computed, on the same code path as on a GPU above the link.
-Only time is emulated. Every resource (link, device, CPU) ends a piece of work at the later of its real end and the time
-in the profile, stretched by one factor, the *dilation*, which is large enough for the real machine to keep up. Reported
-times are divided by it. Work that could not keep up is counted, so that a benchmark can report it.
+As on a GPU, experts are stored in two arenas (host and device), copied by a thread, and computed by the same code. Only
+time is emulated. Each resource (link, device, CPU) has a duration for its work in the profile. This duration is
+multiplied by one factor for all, the *dilation*, which is large enough that the real machine can do the work in that
+time. The work then ends at the later of its real end and this time. Reported times are divided by the dilation. Work
+that ended too late is counted, so that a benchmark can report it.
 
-    link (profile 0.4 ms, dilation 10)   | copy 1.3 ms | sleep 2.7 ms |
-    reported                             | 0.4 ms                     |
+    link (profile 0.4 ms, dilation 10)     | copy 1.3 ms | sleep 2.7 ms |
+    reported                               | 0.4 ms                     |
 
-The time that smoe's Python code takes for decisions is real, is in no profile, and is stretched like the rest. Link and
-CPU share the profile's RAM bandwidth (`shared_bandwidth.py`). A small model can stand for one with larger experts: then
-link, device and CPU take the time of those.
+The time that smoe's Python code takes for decisions is real and in no profile, and it is multiplied too. Link and CPU
+share the profile's RAM bandwidth (`shared_bandwidth.py`). A small model can represent one with larger experts: link,
+device and CPU then take the time of the larger experts.
 
-This is a test bench and proves nothing about a real GPU.
+This is for tests, and proves nothing about a real GPU.
 """
 
 from __future__ import annotations
@@ -32,65 +33,66 @@ from smoe.memory.pacing import Clock, Pacing
 from smoe.memory.shared_bandwidth import OVERSLEPT_SECONDS, SharedBandwidth
 
 _LEAST, _MOST = 1e-12, 1e21
-"""Bounds for plausible figures of a machine, in seconds, bytes and operations per second."""
+"""Bounds for plausible figures of a machine: seconds, bytes, and operations per second."""
 PUBLISHED, MEASURED = FIGURES = ("published", "measured")
-"""The possible origins of a profile's figures: data sheets, or measurements of the machine."""
+"""The possible origins of a profile's figures: data sheets, or measurements on the machine."""
 MARGIN = 4.0
-"""How much slower than its fastest measurement the real machine may be without being late. Link, CPU and device are
-measured one by one, but are emulated concurrently on the same cores and memory."""
+"""How many times slower than its fastest measurement the real machine may be without being late. Link, CPU and device
+are measured one by one, but they are emulated concurrently on the same cores and memory."""
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The costs of a machine with a device: a piece of work takes the larger of its bytes and arithmetic, plus a
-    constant."""
+    """The costs of a machine with a device. Work takes the larger of two times, that for its bytes and that for its
+    arithmetic, plus a constant."""
 
     name: str
     source: str
-    """The origin of the figures, in words."""
+    """A text about where the figures come from."""
     link_bytes_per_second: float
     link_latency_seconds: float
-    """The latency of a copy."""
+    """The constant part of the time of a copy."""
     device_bytes_per_second: float
     device_flops: float
     device_expert_seconds: float
-    """The time of launching one expert's kernels."""
+    """The time to launch the kernels of one expert."""
     device_layer_seconds: float
-    """The time of launching a layer's other kernels."""
+    """The time to launch the other kernels of a layer."""
     host_bytes_per_second: float
-    """The RAM bandwidth, for reading an expert on the CPU, and for link and CPU together."""
+    """The RAM bandwidth: of the CPU when it reads an expert, and of link and CPU together."""
     host_flops: float
     host_expert_seconds: float
-    """The time of passing one expert's rows to the CPU and the result back."""
+    """The time to pass one expert's rows to the CPU, and its result back."""
     date: str = ""
     """The date of the figures."""
     figures: str = ""
     """`PUBLISHED` or `MEASURED`; empty if unknown."""
     disk_bytes_per_second: float | None = None
-    """The rate of expert-sized reads past the page cache. This and the following fields are only for `smoe plan`."""
+    """The rate of expert-sized reads past the page cache. Only `smoe plan` uses this field and those below."""
     device_memory_bytes: float | None = None
     host_memory_bytes: float | None = None
     has_link: bool = True
-    """Whether the device has memory of its own. If not, experts come from disk, and the link's figures are the
-    disk's."""
+    """Whether the device has memory of its own. If not, experts are loaded from disk, and the link's figures are those
+    of the disk."""
 
     def link_seconds(self, nbytes: float) -> float:
         return self.link_latency_seconds + nbytes / self.link_bytes_per_second
 
     def expert_seconds(self, nbytes: float, rows: int) -> float:
-        """Return the time of one expert with `nbytes` bytes (two per element) for `rows` tokens on the device."""
+        """Return the device's time for one expert with `nbytes` bytes of weights (two per element) and `rows`
+        tokens."""
         return self.device_expert_seconds + max(
             nbytes / self.device_bytes_per_second, nbytes * rows / self.device_flops
         )
 
     def layer_seconds(self, nbytes: float, tokens: int) -> float:
-        """Return the time of a layer without its experts, with `nbytes` bytes of weights."""
+        """Return the device's time for a layer without its experts, with `nbytes` bytes of weights."""
         return self.device_layer_seconds + max(
             nbytes / self.device_bytes_per_second, nbytes * tokens / self.device_flops
         )
 
     def host_seconds(self, nbytes: float, rows: int) -> float:
-        """Return the time of one expert on the CPU if nothing else uses RAM."""
+        """Return the CPU's time for one expert if nothing else reads RAM."""
         return self.host_expert_seconds + self.host_arithmetic_seconds(nbytes, rows)
 
     def host_arithmetic_seconds(self, nbytes: float, rows: int) -> float:
@@ -111,35 +113,36 @@ class Emulation(Pacing):
         expert_bytes: int,
         as_if_bytes: int | None = None,
     ) -> None:
-        """`expert_bytes` is the size of the real experts; `as_if_bytes` the size of those they stand for."""
+        """`layer_bytes`: bytes of non-expert weights per layer. `expert_bytes`: the size of the model's experts.
+        `as_if_bytes`: the size of the larger experts that they represent; None: their own."""
         self.profile = profile
         self.layer_bytes = layer_bytes
-        """A layer's share of the non-expert weights."""
+        """Bytes of non-expert weights per layer."""
         self.expert_bytes = as_if_bytes or expert_bytes
         self.scale = self.expert_bytes / expert_bytes
-        """Emulated bytes per byte of a real expert."""
+        """How many emulated bytes one byte of a real expert represents."""
         self.is_paced = True
-        """False while the real machine is measured: then nothing waits for the profile."""
+        """False while the real machine is measured; then nothing waits for the profile's times."""
         self.late_seconds = 0.0
-        """The total reported time by which work ended later than in the profile."""
+        """The sum of the times, in reported seconds, by which work ended later than in the profile."""
         self._layer_began = time.perf_counter()
         self.set_dilation(dilation or 1.0)
 
     def set_dilation(self, dilation: float) -> None:
-        """Set the number of real seconds per reported second; no work may be running."""
+        """Set the number of real seconds per reported second. No work may be running."""
         self.dilation = dilation
         self._memory = SharedBandwidth(self.profile.host_bytes_per_second / dilation)
 
     @property
     def now(self) -> Clock:
-        """The function that returns the reported time in seconds."""
+        """A function that returns the time on the reported clock, in seconds."""
         return self._now
 
     def _now(self) -> float:
         return time.perf_counter() / self.dilation
 
     def finish(self, began: float, seconds: float) -> None:
-        """Wait until work that began at `began` (real clock) has taken `seconds` of profile time."""
+        """Wait until work that began at `began` (on the real clock) has taken `seconds` of the profile's time."""
         if not self.is_paced:
             return
         due = began + seconds * self.dilation
@@ -147,41 +150,45 @@ class Emulation(Pacing):
         _wait_until(due)
 
     def begin_pass(self) -> None:
-        """Note the beginning of a forward pass."""
+        """Record that a forward pass begins."""
         self._layer_began = time.perf_counter()
 
     def reach_experts(self, tokens: int) -> None:
-        """Wait until the device would have computed a layer up to its experts: attention, router and so on."""
+        """Wait until the device would have computed a layer up to its experts (attention, router and so on)."""
         self.finish(self._layer_began, self.profile.layer_seconds(self.layer_bytes, tokens))
 
     def leave_experts(self) -> None:
-        """Note that a layer's experts are done, so that the next layer begins."""
+        """Record that a layer's experts are done and the next layer begins."""
         self._layer_began = time.perf_counter()
 
     def compute_experts(self, began: float, rows: list[int]) -> None:
-        """Wait until the device would have computed one expert for each entry of `rows`, for that number of tokens."""
+        """Wait until the device would have computed one expert for each entry of `rows`, each for that number of
+        tokens."""
         self.finish(began, sum(self.profile.expert_seconds(self.expert_bytes, count) for count in rows))
 
     def look_ahead(self, began: float, tokens: int) -> None:
-        """Wait until the device would have run another layer's attention and router: their launches, without bytes."""
+        """Wait until the device would have run the attention and router of another layer. Only launches count, no bytes
+        of weights."""
         self.finish(began, self.profile.layer_seconds(0.0, tokens))
 
     def ask_gate(self, began: float) -> None:
-        """Wait until the device would have run another layer's router."""
+        """Wait until the device would have run the router of another layer."""
         self.finish(began, self.profile.device_expert_seconds)
 
     def begin_planning(self) -> float:
-        """Return this thread's CPU time, which excludes time when other threads use the core or the interpreter."""
+        """Return this thread's CPU time so far. It does not include time in which other threads had the core or the
+        interpreter."""
         return time.thread_time()
 
     def end_planning(self, began: float) -> None:
-        """Account for the time of a decision, which takes as long with a fast device as it did here."""
+        """Wait until the decision that began at `began` (CPU time) has taken its real time on the reported clock: a
+        fast device does not make Python faster."""
         seconds = time.thread_time() - began
         self.finish(time.perf_counter() - seconds, seconds)
 
     @contextmanager
     def computing_on_host(self, rows: int) -> Iterator[None]:
-        """Account for the CPU's computing of one expert for `rows` tokens within this context."""
+        """Account for the CPU's work during the `with` block: one expert for `rows` tokens."""
         with self._reading(
             self.expert_bytes,
             self.profile.host_arithmetic_seconds(self.expert_bytes, rows),
@@ -191,8 +198,8 @@ class Emulation(Pacing):
 
     @contextmanager
     def carrying(self, nbytes: int, is_first: bool) -> Iterator[None]:
-        """Account for the link's copying of `nbytes` of a real expert within this context; the first chunk includes the
-        latency."""
+        """Account for the link's work during the `with` block: copying `nbytes` of a real expert. The first chunk of a
+        copy includes the latency."""
         as_if = nbytes * self.scale
         latency = self.profile.link_latency_seconds if is_first else 0.0
         with self._reading(as_if, as_if / self.profile.link_bytes_per_second, latency):
@@ -200,8 +207,8 @@ class Emulation(Pacing):
 
     @contextmanager
     def _reading(self, nbytes: float, seconds: float, constant: float) -> Iterator[None]:
-        """Account for work that reads `nbytes` of RAM, takes `seconds` without other reads, and `constant` in
-        addition."""
+        """Account for work during the `with` block that reads `nbytes` of RAM. It takes `seconds` if nothing else reads
+        RAM, and `constant` seconds in addition."""
         if not self.is_paced:
             yield
             return
@@ -213,7 +220,8 @@ class Emulation(Pacing):
         _wait_until(flow.ended + constant * self.dilation)
 
     def choose_dilation(self, copy: float, expert: float, host: float, layer: float) -> None:
-        """Set the dilation by the slowest of the real machine's times relative to the profile."""
+        """Set the dilation so that the real machine can keep up. The arguments are its times in seconds to copy an
+        expert, to compute an expert on the device and on the CPU, and to compute a layer."""
         profile = self.profile
         ratios = (
             copy / profile.link_seconds(self.expert_bytes),
@@ -225,7 +233,8 @@ class Emulation(Pacing):
 
 
 def _wait_until(due: float) -> None:
-    """Wait with microsecond precision, because oversleeping would add to every piece of work."""
+    """Wait until the real clock shows `due`, precisely to microseconds, because every delay would add to the measured
+    times."""
     left = due - time.perf_counter()
     if left > OVERSLEPT_SECONDS:
         time.sleep(left - OVERSLEPT_SECONDS)
@@ -234,9 +243,10 @@ def _wait_until(due: float) -> None:
 
 
 def read_profile(name: str) -> DeviceProfile:
-    """Return a profile, given the name of a shipped one or the path of a JSON file.
+    """Return a profile, given the name of one that smoe contains or the path of a JSON file.
 
-    Raises `ConfigError` if it is missing, or an entry is missing, unknown or not a positive number.
+    Raises `ConfigError` if there is no such profile, or if one of its entries is missing, unknown or not a positive
+    number.
     """
     shipped = resources.files("smoe") / "profiles"
     known = sorted(entry.name.removesuffix(".json") for entry in shipped.iterdir() if entry.name.endswith(".json"))
@@ -258,8 +268,8 @@ def read_profile(name: str) -> DeviceProfile:
 
 
 def read_emulated(name: str) -> DeviceProfile:
-    """Return the profile of a device to emulate. Raises `ConfigError` like `read_profile`, and for a machine without a
-    link."""
+    """Return the profile of a device to emulate. Raise `ConfigError` as `read_profile` does, and also for a machine
+    without a link."""
     profile = read_profile(name)
     if profile.has_link:
         return profile
@@ -283,13 +293,13 @@ def _why_unread(name: str, error: OSError | ValueError) -> str:
 
 
 _ENTRIES = {field.name: str(field.type) for field in fields(DeviceProfile)}
-"""The entries of a profile with their types."""
+"""The names of a profile's entries with their types."""
 _NEEDED = [field.name for field in fields(DeviceProfile) if field.default is MISSING]
-"""The entries that every profile needs."""
+"""The entries that every profile must have."""
 
 
 def _wrong_entries(entries: Any) -> str | None:
-    """Return a message about what is wrong with a JSON file's contents, or None if they are a profile."""
+    """Return a message about an error in the contents of a profile's file; None if they are correct."""
     if not isinstance(entries, dict):
         kind = "list" if isinstance(entries, list) else "value"
         return f"holds a JSON {kind}; it must hold an object with the entries {', '.join(_NEEDED)}"

@@ -1,16 +1,17 @@
-"""Files of experts: their identity, and reads of byte ranges past the page cache where the file system allows it.
+"""Files of experts: their identity, and reads of byte ranges, which bypass the page cache where the file system allows
+it.
 
-Direct reads keep experts out of the page cache, which under a memory limit would compete with the slots for RAM, and
-they save a copy. They require an aligned address, offset and length, which `memory/store.py` arranges, and are
-requested by the method of each operating system:
+Such direct reads keep experts out of the page cache, which under a memory limit would compete with the slots for RAM,
+and they save a copy. They require an aligned address, offset and length, which `memory/store.py` arranges. Each
+operating system has its own way to request them:
 
-    Linux, FreeBSD    `O_DIRECT`, `preadv`      address, offset and length must be whole sectors
-    macOS             `F_NOCACHE`, `preadv`     unaligned reads are allowed, with an additional copy
-    Windows           `FILE_FLAG_NO_BUFFERING`  as Linux (`windows_file.py`)
+    Linux, FreeBSD    `O_DIRECT`, `preadv`        address, offset and length must be whole sectors
+    macOS             `F_NOCACHE`, `preadv`       unaligned reads are allowed, with an additional copy
+    Windows           `FILE_FLAG_NO_BUFFERING`    as on Linux (`windows_file.py`)
 
 Read requests are multiples of `PAGE` (`store.py`), which is a multiple of the sector size of all common disks. If a
-file system refuses direct reads (tmpfs, some network file systems), reads are buffered and their pages are dropped
-afterwards. If RAM is much larger than the model, the page cache is better, and `direct=False` uses it.
+file system refuses direct reads (tmpfs, some network file systems), reads are buffered, and their pages are dropped
+from the cache afterwards. If RAM is much larger than the model, the page cache is better, and `direct=False` uses it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     from smoe.memory.store import Read
 
 CHUNK_BYTES = 4 * 2**20
-"""The size of a prefetch's read requests: nearly full speed, and a demand load waits for one chunk at most."""
+"""The size of one read request of a prefetch: nearly full speed, and a demand load waits for one chunk at most."""
 REQUEST_BYTES = 64 * 2**20
-"""The largest read request of demand loads. Reading a whole expert at once is a fifth faster than in chunks and takes
-less CPU time (docs/log/disk.md)."""
+"""The largest read request of a demand load. Reading a whole expert at once is a fifth faster than reading it in
+chunks, and takes less CPU time (docs/log/disk.md)."""
 TRIES = 6
-"""The number of attempts for reads that are interrupted or find a full queue, with doubling pauses."""
+"""The number of attempts for a read that is interrupted or finds a full queue. The pauses between attempts double."""
 _PASSING = (errno.EINTR, errno.EAGAIN)
 _FIRST_PAUSE_SECONDS = 0.001
 
@@ -43,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class FileIdentity(NamedTuple):
-    """The identity and state of a file; writing the file changes it."""
+    """What identifies a file and its state: writing or replacing the file changes it."""
 
     device: int
     inode: int
@@ -58,7 +59,7 @@ def identity_of(descriptor: int) -> FileIdentity:
 
 
 def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
-    """Raise `CheckpointError` if an open file differs from what it was when it was indexed."""
+    """Raise `CheckpointError` if an open file has changed since it was indexed."""
     if identity_of(descriptor) != expected:
         raise CheckpointError(
             f"{path} was written or replaced while the model was loaded; what is read from it now belongs to other "
@@ -67,31 +68,31 @@ def check_identity(path: Path, descriptor: int, expected: FileIdentity) -> None:
 
 
 class ExpertFile(Protocol):
-    """A file open for reading; several threads may read concurrently."""
+    """A file that is open for reading. Several threads may read from it at once."""
 
     descriptor: int
-    """The descriptor for `fstat`, to identify the file and its state."""
+    """The file descriptor, from which `fstat` finds the file's identity."""
     is_direct: bool
     """Whether reads bypass the page cache."""
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """Read from `offset` into the buffer with one request; return the number of bytes, 0 at the end of the file.
+        """Read from `offset` into the buffer with one request. Return the number of bytes, 0 at the end of the file.
 
         Releases the interpreter lock. Raises `OSError`, with `EINVAL` if a direct read is refused.
         """
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Advise the system to drop these bytes from the page cache, for files that are not direct."""
+        """Advise the system to drop these bytes from the page cache. Only for files that are not read directly."""
 
     def close(self) -> None: ...
 
 
 Opening = Callable[[Path, bool], ExpertFile]
-"""A function (path, directly) that opens a file. Raises `OSError`, with `EINVAL` if it cannot be read directly."""
+"""A function (path, direct) that opens a file. Raises `OSError`, with `EINVAL` if the file cannot be read directly."""
 
 
 class PosixFile:
-    """A file that is read by its descriptor, on systems other than Windows."""
+    """A file that is read through its descriptor, on systems other than Windows."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         flag = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -117,7 +118,7 @@ class PosixFile:
 
 
 def _is_uncached(descriptor: int) -> bool:
-    """Disable caching of the file; return False if the system cannot."""
+    """Disable caching of an open file. Return False if the system cannot."""
     import fcntl
 
     if not hasattr(fcntl, "F_NOCACHE"):
@@ -130,7 +131,7 @@ def _is_uncached(descriptor: int) -> bool:
 
 
 def opening() -> Opening:
-    """Return this system's function for opening files."""
+    """Return the function that opens files on this operating system."""
     if sys.platform == "win32":
         from smoe.memory.windows_file import WindowsFile
 
@@ -139,7 +140,7 @@ def opening() -> Opening:
 
 
 def direct_name() -> str:
-    """Return this system's name for reading past the page cache."""
+    """Return the name that this operating system has for reading past the page cache."""
     return {"darwin": "F_NOCACHE", "win32": "unbuffered"}.get(sys.platform, "O_DIRECT")
 
 
@@ -147,7 +148,7 @@ class DiskReader:
     """The open files of one store. Several threads may call `read`."""
 
     def __init__(self, direct: bool, opened: Opening | None = None) -> None:
-        """`opened`: the function that opens files; None: this system's own."""
+        """`direct`: read past the page cache. `opened`: the function that opens files; None: this system's own."""
         self._wants_direct = direct
         self._opening = opened or opening()
         self._lock = threading.Lock()
@@ -156,7 +157,7 @@ class DiskReader:
         self._identities: dict[Path, FileIdentity] = {}
 
     def expect(self, identities: Mapping[Path, FileIdentity]) -> None:
-        """Set the identities of files; a file that differs from its identity before or after a read is refused."""
+        """Set the expected identities of files. If a file's identity differs before or after a read, the read fails."""
         self._identities.update(identities)
 
     @property
@@ -165,10 +166,10 @@ class DiskReader:
         return bool(self._files) and all(file.is_direct for file in self._files.values())
 
     def read(self, read: Read, buffer: memoryview, between: Callable[[], None] | None = None) -> int:
-        """Read into `buffer` from its beginning; return the number of bytes, at least `read.need`.
+        """Read a byte range into `buffer`, from its beginning. Return the number of bytes read, at least `read.need`.
 
         `between` is called between two chunks, so that a more urgent read can go first. Raises `TransferError` if the
-        system cannot read, and `CheckpointError` if the file was written since it was indexed.
+        system cannot read, and `CheckpointError` if the file was written after it was indexed.
         """
         file = self._open(read.path)
         done, request = 0, REQUEST_BYTES if between is None else CHUNK_BYTES
@@ -237,8 +238,8 @@ class DiskReader:
         return file
 
     def _reopen_buffered(self, path: Path) -> None:
-        """Open a file again for buffered reads: some file systems allow opening for direct reads and then refuse
-        these."""
+        """Open a file again for buffered reads. Some file systems allow opening a file for direct reads and then refuse
+        to read."""
         with self._lock:
             file = self._files[path]
             if file.is_direct:
@@ -250,7 +251,7 @@ class DiskReader:
 
 
 def _insistently(call: Callable[[], _T]) -> _T:
-    """Return the result of `call`, retried after temporary errors."""
+    """Return the result of `call`, which is repeated after temporary errors."""
     for attempt in range(TRIES - 1):
         try:
             return call()

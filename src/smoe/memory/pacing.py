@@ -1,4 +1,4 @@
-"""The time of a device: real time, or slowed down for an emulated device (`emulation.py`)."""
+"""How time passes on the computing device: in real time, or slowed down for an emulated device (`emulation.py`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ Clock = Callable[[], float]
 
 
 class Pacing:
-    """Real time: the methods do nothing, because work ends when it ends.
+    """How time passes in real time: the methods do nothing. An emulation overrides them.
 
-    Where another device `has_times_of_its_own`, code that computes reports what it has done and when that began (on the
-    real clock). An emulation then waits until the work would have ended on the emulated device (`runtime/paced.py`).
+    If a device `has_times_of_its_own`, code that computes calls these methods to report what it has computed, and when
+    the work began on the real clock. An emulation then waits until the work would have ended on the emulated device
+    (`runtime/paced.py`).
     """
 
     is_emulated = False
@@ -23,40 +24,41 @@ class Pacing:
     is_paced = True
     """False while the real machine is measured for an emulation."""
     dilation = 1.0
-    """The real seconds per reported second."""
+    """The number of real seconds per reported second."""
     late_seconds = 0.0
-    """The total reported time by which work ended too late."""
+    """The sum of the times, in reported seconds, by which work ended too late."""
 
     @property
     def now(self) -> Clock:
-        """The function that returns the reported time in seconds."""
+        """A function that returns the time on the reported clock, in seconds."""
         return time.perf_counter
 
     def begin_pass(self) -> None:
-        """Note the beginning of a forward pass."""
+        """Report that a forward pass begins."""
 
     def reach_experts(self, tokens: int) -> None:
-        """Note that the device has computed a layer up to its experts: attention, router and so on."""
+        """Report that the device has computed a layer up to its experts (attention, router and so on) for `tokens`
+        tokens."""
 
     def leave_experts(self) -> None:
-        """Note that a layer's experts are done, so that the next layer begins."""
+        """Report that a layer's experts are done and the next layer begins."""
 
     def compute_experts(self, began: float, rows: list[int]) -> None:
-        """Note that the device has computed one expert for each entry of `rows`, for that number of tokens."""
+        """Report that the device has computed one expert for each entry of `rows`, each for that number of tokens."""
 
     def look_ahead(self, began: float, tokens: int) -> None:
-        """Note that the device has run another layer's attention and router."""
+        """Report that the device has run the attention and router of another layer."""
 
     def ask_gate(self, began: float) -> None:
-        """Note that the device has run another layer's router."""
+        """Report that the device has run the router of another layer."""
 
     def begin_planning(self) -> float:
-        """Note that Python code for decisions begins; return the argument for `end_planning`."""
+        """Report that a decision in Python begins. Return the argument for `end_planning`."""
         return 0.0
 
     def end_planning(self, began: float) -> None:
-        """Note that the decision has ended."""
+        """Report that the decision has ended; `began` is the result of `begin_planning`."""
 
     def computing_on_host(self, rows: int) -> AbstractContextManager[object]:
-        """Return a context for the CPU's computing of one expert for `rows` tokens."""
+        """Return a context for the time in which the CPU computes one expert for `rows` tokens."""
         return nullcontext()

@@ -1,7 +1,7 @@
-"""GPU operations besides computing: a queue for copies, events in both queues, and small transfers to the host.
+"""Operations of a GPU besides computing: a queue of copies, events in the queues, and small transfers to the host.
 
-Enqueuing returns at once, and operations run later in the order of their queue. The link uses the device only through
-`Streams`, so that tests can replace it (`tests/memory/fake_streams.py`).
+Enqueuing returns at once, and operations run later, in the order of their queue. The link uses the device only through
+`Streams`, so tests can replace it (`tests/memory/fake_streams.py`).
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ import torch
 
 
 class Event(Protocol):
-    """An event in a queue; it occurs when everything enqueued before it is done."""
+    """An event in a queue of the device. It occurs when everything that was enqueued before it is done."""
 
     def query(self) -> bool:
         """Return whether the event has occurred."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until the event occurs; raises the device's errors."""
+        """Block the calling thread until the event occurs. Raises errors of the device."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds on the device from this event to a later one; both must have occurred."""
+        """Return the milliseconds, on the device, from this event to a later one. Both must have occurred."""
 
 
 class Streams(Protocol):
-    """The computing queue and the copying queue. Only the computing thread calls `mark_computing` and `hold_computing`;
-    reading threads call the other methods, one at a time."""
+    """The device's queues for computing and for copying. Only the computing thread calls `mark_computing` and
+    `hold_computing`; reading threads call the other methods, one thread at a time."""
 
     def mark_computing(self) -> Event:
-        """Return an event after everything enqueued for computing so far."""
+        """Return an event that occurs after everything enqueued for computing so far."""
 
     def hold_computing(self, event: Any) -> None:
-        """Make everything enqueued for computing from now on wait for an event."""
+        """Make everything that is enqueued for computing from now on wait for an event."""
 
     def hold_copying(self, event: Any) -> None:
-        """Make everything enqueued for copying from now on wait for an event."""
+        """Make everything that is enqueued for copying from now on wait for an event."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> tuple[Event, Event]:
-        """Enqueue a copy of `source` (uint8 [n], on the host) to `target`; return the events directly before and after
-        it."""
+        """Enqueue a copy of `source` (uint8 [n], on the host) to `target`. Return the events directly before and after
+        the copy."""
 
     def finish_copying(self) -> None:
         """Block until all copies are done."""
 
 
 class CudaStreams:
-    """The caller's current stream for computing, and a stream of our own for copying."""
+    """A GPU's queues: the caller's current stream for computing, and a stream of our own for copying."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,9 +78,10 @@ class CudaStreams:
 
 
 class Fetched:
-    """A tensor being copied from the computing device to the host; a host tensor is available at once.
+    """A tensor that is being copied from the computing device to the host. A tensor that is on the host already is
+    available at once.
 
-    The computing thread creates it and continues; any thread may wait.
+    The computing thread creates the object and continues; any thread may wait for the tensor.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -98,14 +99,14 @@ class Fetched:
         return self._event is not None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the tensor and return it on the host."""
+        """Wait until the tensor is on the host, and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._here
 
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return integers as int64 [n] on the computing device, without waiting for it."""
+    """Return integers as an int64 tensor [n] on the computing device, without waiting for the device."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.long, device=device)
     # a copy from pageable memory would wait for everything enqueued before it

@@ -1,7 +1,7 @@
-"""The loads in flight: their slots, which may start now, and which have finished.
+"""Tracks the loads in flight: starts each load when its slot is free, and records in the slot table when it has ended.
 
-This module is between the plan's loads and the computation that waits for them. Slot table, eviction policy and
-transfers are changed together, here only, so that they agree after an error at any point.
+A plan names the loads, and the computation waits for them; this module connects both. Only this module changes the slot
+table, the eviction policy and the transfers, and always all three, so that they agree after an error at any point.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smoe.routing import Phase, Routing
 
 
 class Arrivals:
-    """The loads of one device. Only the computing thread may use it."""
+    """All loads into the slots of one device. Only the computing thread may call its methods."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class Arrivals:
         math: Mapping[tuple[int, int], ExpertMath],
         clock: Callable[[], float],
     ) -> None:
-        """`stores`: the stored experts, by format; `math`: the expert arithmetic, by layer and format."""
+        """`stores`: the stored experts, by format; `math`: the arithmetic of experts, by (layer, format); `clock`
+        returns seconds."""
         self.table = table
         self.transfers = transfers
         self.counters = Counters()
@@ -50,8 +51,8 @@ class Arrivals:
         self._weights: list[Weights | None] = [None] * table.slots
         self._views: dict[tuple[int, int], Weights] = {}
         self._flowing: list[Ticket] = []
-        """Loads recorded as arrived while their bytes are still being copied: the device waits for them, no thread
-        needs to."""
+        """Loads that the slot table lists as arrived while their bytes are still being copied: the device waits for
+        them, and no thread has to."""
 
     @property
     def eviction(self) -> Eviction:
@@ -64,17 +65,18 @@ class Arrivals:
 
     @property
     def is_all_here(self) -> bool:
-        """Whether every expert is resident, so that nothing is read. Always false where there are low copies, which
-        would be unused with such a budget."""
+        """Whether every expert is resident, so that nothing must be read. Always False if there are low copies, which
+        would be useless with such a budget."""
         return not self.table.has_low and len(self.table.ready) == self._experts
 
     @property
     def running(self) -> float:
-        """The number of running loads; each counts half, because half of it is done on average."""
+        """The number of loads that are being transferred, where each counts half, because half of it is done on
+        average."""
         return sum(0.5 for ticket in (*self.tickets.values(), *self._flowing) if ticket.state is TicketState.RUNNING)
 
     def awaited(self, plan: LayerPlan) -> list[Ticket]:
-        """Return the unfinished loads that the plan's serves wait for."""
+        """Return the unfinished loads for which expert tasks of the plan must wait."""
         found = (self.tickets.get(serve.key) for serve in plan.serves if serve.waits)
         return [ticket for ticket in found if ticket is not None and not ticket.is_over]
 
@@ -86,12 +88,12 @@ class Arrivals:
         self.transfers.reset()
 
     def forget(self) -> None:
-        """Drop all references to the slots' memory. No load may be in flight, and none may follow."""
+        """Drop all references to the slots' memory. No load may be in flight, and no load may start afterwards."""
         self._weights = [None] * len(self._weights)
         self._views.clear()
 
     def adopt(self, plan: LayerPlan) -> None:
-        """Start a plan: its loads begin in their order, as their slots become free."""
+        """Start the loads of a plan in their order, each as soon as its slot is free."""
         self._progress.adopt(plan)
 
     def prefetch(self, loads: Sequence[Load]) -> None:
@@ -104,7 +106,8 @@ class Arrivals:
         self._progress.prefetch(loads)
 
     def preload(self) -> None:
-        """Load experts into free slots, in order and after all loads on demand."""
+        """Queue loads of missing experts, in order of layer and expert, into all free cache slots. They follow all
+        loads on demand."""
         keys, here = self.stores[EXACT].keys(), self.table.ready.keys() | self.table.inflight.keys()
         missing = [key for key in ((*at, EXACT) for at in keys) if key not in here]
         free = {pool: iter(list(pool.free_cache)) for pool in self.table.pools}
@@ -114,8 +117,8 @@ class Arrivals:
         )
 
     def resize(self, pool: SlotPool, cache_slots: int) -> list[int]:
-        """Change the number of cache slots of a pool, between passes. Return the slots that are no longer used; their
-        content is lost."""
+        """Set a pool's number of cache slots, between passes. Return the slots that were withdrawn; their content is
+        lost."""
         count = pool.cache_slots - cache_slots
         if count <= 0:
             pool.give(-count)
@@ -128,7 +131,7 @@ class Arrivals:
         return slots
 
     def _end_loads(self, pool: SlotPool) -> None:
-        """End all loads into a pool's cache slots, so that each slot is free or holds a resident."""
+        """Cancel or await all loads into a pool's cache slots, so that each slot is free or holds a complete expert."""
         for key, ticket in list(self.tickets.items()):
             if self.table.pool_of(key) is pool and key not in self.table.staged:
                 if not self.transfers.cancel(ticket) and not ticket.is_over:
@@ -140,7 +143,8 @@ class Arrivals:
         self.tickets[load.key] = self.transfers.submit(load)
 
     def _bind(self, load: Load) -> Weights:
-        """Return the weights of the load as views of its slot; made once for each slot and layout."""
+        """Return the weights of a load's expert as views of its slot. The views of one slot and layout are made only
+        once."""
         layer, expert, form = load.key
         placement = self.stores[form].placement(layer, expert)
         key = (load.slot, placement.layout)  # a slot's format never changes
@@ -150,13 +154,15 @@ class Arrivals:
         return weights
 
     def slots_of(self, math: ExpertMath, layer: int, count: int) -> list[Weights]:
-        """Return `count` slots with their content as weights of the layer, in turns; for measurements."""
+        """Return the weights in `count` slots, whatever experts they contain, in the form for the layer `layer`. Slots
+        are used again in turn if there are fewer. For measurements."""
         pool, parts = self.table.pool(layer), self.stores[EXACT].placement(layer, 0).parts
         slots = range(pool.first, pool.end)
         return [math.bind(self._arena, slots[n % len(slots)], parts) for n in range(count)]
 
     def _arrive(self, key: ExpertKey) -> Weights:
-        """Return the weights of a load in flight after waiting for it; where possible, only the device waits."""
+        """Return the weights of an expert whose load is in flight, after waiting for the load. If the load is already
+        in the device's copy queue, only the device waits and not the thread."""
         ticket = self.tickets[key]
         if not ticket.is_over:
             self.transfers.urge(ticket)
@@ -172,7 +178,8 @@ class Arrivals:
         return self.ready(key)
 
     def _close(self, key: ExpertKey, ticket: Ticket) -> None:
-        """Record that a load has ended, or (on a GPU) that only the device still waits for it."""
+        """Record in the slot table that a load has succeeded or failed. On a GPU the copy may still be in the device's
+        queue, for which only the device waits."""
         del self.tickets[key]
         if ticket.state in (TicketState.FAILED, TicketState.CANCELLED):
             self._progress.fail(key)
@@ -182,10 +189,11 @@ class Arrivals:
             self._flowing.append(ticket)
 
     def collect(self) -> None:
-        """Record prefetches that have ended since the last layer; a failed one is loaded again on demand.
+        """Record in the slot table the loads that have ended since the last layer. An expert whose load failed is
+        loaded again on demand.
 
-        The host does not wait for prefetches that are already on the device. If a load that only the device waits for
-        has failed, its error is raised, because results already used it.
+        The host does not wait for prefetches that are already in the device's copy queue. If a load that only the
+        device waits for has failed, its error is raised, because results were computed from the slot's content.
         """
         if self._flowing:
             for ticket in self._flowing:
@@ -198,10 +206,11 @@ class Arrivals:
                     self._close(key, ticket)
 
     def drop_stale(self, routing: Routing) -> None:
-        """Drop prefetched copies that `routing` does not use (`Progress.look_through`).
+        """Free the staging slots of prefetched experts that `routing` does not use (`Progress.look_through` finds
+        them).
 
-        In decode, an unused copy that is still being read stays, because its slot is not needed yet, and is dropped at
-        a later layer. A prefill needs these slots, so it waits for the read.
+        In decode, an unused copy that is still being read stays until a later layer, because its slot is not needed
+        yet. A prefill needs the slot, so it waits for the read.
         """
         wanted, stale = self._progress.look_through(routing)
         self.counters.prefetches_used += len(wanted)
@@ -211,14 +220,14 @@ class Arrivals:
                 if not self.transfers.cancel(ticket) and not ticket.is_over:
                     if routing.phase is Phase.DECODE:
                         continue
-                    ticket.join()  # the next load into the slot must follow it
+                    ticket.join()  # the next load into the slot must begin after this one
                 self._close(key, ticket)
             if key in self.table.ready:
                 self.table.release(key)
 
     def recover(self) -> None:
-        """Restore consistency after an error or an interrupt at any point: no load is in flight, only complete experts
-        stay."""
+        """Restore a consistent state after an error or an interrupt: wait until no load is in flight, and keep only
+        completely loaded experts."""
         self.transfers.drain()
         for ticket in self._flowing:
             if ticket.error is not None:
@@ -228,14 +237,16 @@ class Arrivals:
         self._progress.recover()
 
     def weights_of(self, serve: Serve) -> Weights:
+        """Return the weights of the expert of a task, after waiting for its load if necessary."""
         return self.ready(serve.key) if serve.key in self.table.ready else self._arrive(serve.key)
 
     def ready(self, key: ExpertKey) -> Weights:
+        """Return the weights of an expert that is in a slot."""
         weights = self._weights[self.table.ready[key]]
         assert weights is not None, key
         return weights
 
     def served(self, serve: Serve, computed: int) -> None:
-        """Record that a serve has been computed: its staged copy leaves or stays, and loads that waited for its slot
-        start."""
+        """Record that an expert task is done, as number `computed` (from 1) of its plan. If its copy was staged, the
+        slot is freed or becomes a cache slot. Loads that waited for the slot start."""
         self._progress.served(serve, computed)

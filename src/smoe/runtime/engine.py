@@ -1,8 +1,8 @@
-"""The engine of one model: its budget, slots and threads. Users access it as `model.offload`.
+"""The engine of one model: it owns the memory budget, the slots and the threads. Users access it as `model.offload`.
 
-One thread generates at a time; others wait for their turn (`passes.py`). A forked child cannot use the engine (threads
-and, on a GPU, the context do not survive a fork) and gets an error. The memory and threads of an engine without
-`close()` are freed when Python collects it.
+One thread generates at a time; others wait for their turn (`passes.py`). A forked child process gets an error when it
+uses the engine, because threads and a GPU's context do not survive a fork. If an engine is never closed, Python's
+garbage collection frees its memory and ends its threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from smoe.units import format_bytes, identifier
 
 
 class Engine:
-    """The offloading runtime of one model: budget, slots, threads. `close()`, or a `with` statement, frees them."""
+    """The offloading runtime of one model: memory budget, slots and threads. `close()` or the end of a `with` block
+    frees them."""
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class Engine:
         reasons: Mapping[str, str],
         eviction: EvictionSettings,
     ) -> None:
+        """`leaves_little`: our kernels compute almost all products of one token, so the library needs only one thread.
+        `leaves_little_of_prompts`: the same for passes of several tokens."""
         self.config = config
         self.anatomy = anatomy
         self.ledger = ledger
@@ -88,7 +91,8 @@ class Engine:
         return self.executor.now()
 
     def stats(self) -> Counters:
-        """Return counters since the start; subtract two results for an interval."""
+        """Return counters of all work since the engine was made. The difference of two results describes the interval
+        between them."""
         counters = self.executor.counters.copy()
         counters.bytes_read = self._transfers.bytes_read
         counters.read_busy_seconds = self._transfers.busy_seconds
@@ -98,9 +102,10 @@ class Engine:
         return counters
 
     def new_cache(self, sequences: int = 1) -> RowCache:
-        """Return a KV cache within the budget: `context_tokens * max_sequences` positions shared by `sequences` rows.
+        """Return a KV cache of `sequences` rows within the budget. The rows share `context_tokens * max_sequences`
+        positions.
 
-        Where there is no room, the oldest caches are invalidated. Waits while another request is running.
+        If there is no room, the oldest caches are invalidated. The call waits while another request is running.
         """
         with self.passes.turn():
             return self._reserve.caches.new(sequences)
@@ -111,8 +116,9 @@ class Engine:
             return self._reserve.caches.new_ones()
 
     def use_alpha(self, alpha: float) -> None:
-        """Change the substitution threshold, with a cold cache and counters at zero. Raises `ConfigError` where the
-        model was loaded without scores (no `alpha`, and an eviction policy that needs none)."""
+        """Set the substitution threshold `alpha`, empty the expert cache and set counters to zero. Raise `ConfigError`
+        if alpha is above 0 and the model was loaded without router scores: with alpha 0 and an eviction policy that
+        needs none."""
         if alpha > 0 and not self.rules:
             raise ConfigError(
                 "load the model with an alpha above 0, or with `eviction` score, to substitute experts",
@@ -127,24 +133,24 @@ class Engine:
             self.executor.reset(self.fresh_eviction())
 
     def fresh_eviction(self) -> Eviction:
-        """Return a new eviction policy according to `eviction_settings`, without history."""
+        """Return a new eviction policy, without history, of the kind in `eviction_settings`."""
         return fresh_eviction(self.eviction_settings, self.ledger, self.store)
 
     def wait_ready(self) -> None:
-        """Wait until the operating system has allocated all slots; only measurements need this."""
+        """Wait until the operating system has allocated the memory of all slots. Only measurements need this."""
         self._arena.wait_touched(None)
 
     @contextmanager
     def recording(self) -> Iterator[list[Routing]]:
-        """Record every routing for the duration of the `with` block. Yield the list of them: input for
-        `smoe.simulator`."""
+        """Record the routing of every layer and step during the `with` block. Yield the growing list, which
+        `smoe.simulator` can replay."""
         routing = RoutingList()
         with self.observed_by(routing):
             yield routing.trace
 
     @contextmanager
     def observed_by(self, observer: StepObserver) -> Iterator[None]:
-        """Register `observer` for every step of every layer, for the duration of the `with` block."""
+        """Call the methods of `observer` for every step of every layer during the `with` block."""
         self.executor.observers.append(observer)
         try:
             yield
@@ -153,27 +159,27 @@ class Engine:
 
     @contextmanager
     def loading_all(self) -> Iterator[None]:
-        """Load all missing experts for the duration of the `with` block, also those that `balance` would assign to the
-        CPU. The resulting placement stays afterwards, as in Fiddler's profiling."""
+        """Load every missing expert during the `with` block, including experts that `balance` would give to the CPU.
+        The experts in the slots stay there afterwards, as in Fiddler's profiling."""
         with self.executor.unbalanced():
             yield
 
     @property
     def pacing(self) -> Pacing:
-        """The clock of the computation: real time, or that of an emulated device."""
+        """The clock of the computation: real time, or the time of an emulated device."""
         return self.executor.compute.pacing
 
     @property
     def arithmetic(self) -> str:
-        """The kernels that multiply few rows, one of `KERNELS`: torch, native (our kernels with torch's bits) or
-        own-order (E1); or, on a GPU, slots (our kernels for experts, E2)."""
+        """The kernels that multiply few rows. One of `KERNELS`: torch, native (our kernels with torch's bits),
+        own-order (our kernels, grade E1), or slots (our GPU kernels for experts, E2)."""
         experts = self.executor.compute.experts
         return "slots" if experts.is_in_slots else experts.arithmetic
 
     def cancel(self) -> bool:
-        """End the running request at its next layer, or its next token if all experts are resident: it raises
-        `GenerationCancelledError` there. Any thread may call this. Waiting requests continue (a `Cancellation` ends one
-        call). Return False where none was running."""
+        """End the running request: it raises `GenerationCancelledError` at its next layer or, if all experts are
+        resident, at its next token. Return False if no request was running. Any thread may call this. Waiting requests
+        continue; use a `Cancellation` to end one particular call."""
         return self.passes.turns.cancel("this request was cancelled by model.offload.cancel()")
 
     def close(self, timeout_seconds: float | None = None) -> None:
@@ -181,8 +187,8 @@ class Engine:
         methods fail afterwards.
 
         A request of another thread ends at its next layer. If that takes longer than `timeout_seconds`,
-        `EngineBusyError` is raised, and the engine is closed when the request ends. Within a request of the same thread
-        (a hook, a stopping criterion, a signal handler) closing takes effect at its end.
+        `EngineBusyError` is raised, and the engine is closed when the request ends. If a request's own thread calls
+        this (from a hook, a stopping criterion or a signal handler), the engine is closed when the request ends.
         """
         if not self._is_closed:
             self.passes.close(self._shut_down, timeout_seconds)
@@ -220,11 +226,11 @@ class Engine:
         )
 
     def peak_memory_bytes(self) -> int:
-        """Return the highest number of budget bytes that were in use at once.
+        """Return the largest number of bytes of the budget that were in use at once.
 
         On a GPU this is the allocator's peak since a model was last loaded there (`memory/arena.py`). On a CPU it is
-        what is allocated for slots, weights and caches, and the reserve for activations; `bench/limits.py` checks the
-        sum with a cgroup.
+        the sum of the memory for slots, weights and caches and the reserve for activations; `bench/limits.py` checks
+        the sum with a cgroup.
         """
         if self._arena.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._arena.device))
@@ -237,12 +243,12 @@ class Engine:
 
     @property
     def slot_memory(self) -> torch.Tensor:
-        """The slots' bytes (uint8). The memory rate is measured on them, because other memory would exceed the
-        budget."""
+        """The bytes of all slots, as a uint8 tensor. The memory's read rate is measured on them, because additional
+        memory would exceed the budget."""
         return self._arena.bytes
 
     def describe(self) -> dict[str, Any]:
-        """Return the entries of the budget and the numbers of slots, for programs."""
+        """Return the entries of the memory budget and the numbers of slots as a dictionary, for programs."""
         return {
             "bytes": {identifier(name): count for name, count in self.ledger.entries().items()},
             "memory_budget_bytes": self.ledger.budget_bytes,
@@ -256,6 +262,6 @@ class Engine:
 
 
 def fresh_eviction(settings: EvictionSettings, ledger: Ledger, store: ExpertStore) -> Eviction:
-    """Return a new eviction policy for these slots and experts."""
+    """Return a new eviction policy, without history, for these slots and experts."""
     experts = {layer: held.experts for layer, held in store.layers.items()}
     return make_eviction_for(settings, ledger.pools, experts)

@@ -1,14 +1,15 @@
-"""Executes one layer's plan on hardware: starts loads, computes resident experts, waits for the others, sums in fixed
-order.
+"""Executes a layer's plan: starts the loads, computes resident experts, waits for the others, and sums the outputs in a
+fixed order.
 
-One layer in decode, time to the right; the CPU's line exists only with a device that has its own memory:
+One layer in decode, time to the right. The line of the CPU exists only on a machine with a device that has its own
+memory. The letters a, b and c are experts; a and b are loaded, and the CPU computes c:
 
-    reading threads   | load a ........ | load b ........ |  prefetch ...
-    the CPU           | compute c ............ |
-    computing thread  | plan | resident experts | look ahead | wait | a | wait | b | c | sum
-    predictor thread         | predict ... |  (where a predictor runs concurrently: `prefetching.py`)
+    reading threads     | load a ........ | load b ........ |  prefetch ...
+    the CPU             | compute c ............ |
+    computing thread    | plan | resident experts | look ahead | wait | a | wait | b | c | sum
+    predictor thread         | predict ... |    (where a predictor runs concurrently: `prefetching.py`)
 
-The sum is in ascending order of experts, whatever the order of arrival, so a result never depends on residency (grade
+The sum is in ascending order of experts, in whatever order they arrive, so a result never depends on residency (grade
 E1, and E0 on a CPU).
 """
 
@@ -50,7 +51,7 @@ costs a quarter, and most misses would be resolved by a low copy anyway."""
 
 
 class Planned(NamedTuple):
-    """What is decided about a layer before its experts are computed."""
+    """What has been decided about a layer before its experts are computed."""
 
     decision: Decision
     top_k_weights: torch.Tensor
@@ -58,7 +59,7 @@ class Planned(NamedTuple):
 
 
 class LayerExecutor:
-    """Computes the experts of all layers on one device. One thread at a time may use it."""
+    """Computes the experts of all layers on one device. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -71,10 +72,10 @@ class LayerExecutor:
         trial: Trial | None = None,
         upgrades: bool = False,
     ) -> None:
-        """`answerer` resolves the misses of decode steps within a budget (None: `substitution` decides). `balancer`
-        decides which missing experts other units compute (None: none). `trial` decides whether prefetching in decode
-        pays (None: always). `upgrades`: whether idle time of the disk or link is used to load full copies of experts
-        that low copies compute."""
+        """`answerer` resolves the misses of decode steps within a quality budget; None: `substitution` does. `balancer`
+        decides which missing experts other units compute; None: no other unit computes. `trial` decides whether
+        prefetching in decode pays; None: it always runs. `upgrades`: use idle time of the disk or link to load full
+        copies of experts that low copies compute."""
         self.compute = compute
         self.arrivals = compute.arrivals
         self.table: SlotTable = self.arrivals.table
@@ -94,7 +95,7 @@ class LayerExecutor:
 
     @property
     def helpers(self) -> list[Any]:
-        """Threads that end with the engine; they do not refer to it."""
+        """Objects whose threads end with the engine; they must not refer to the engine."""
         return [*self.compute.helpers, *(helper for predictor in self._all for helper in predictor.helpers)]
 
     @property
@@ -102,11 +103,11 @@ class LayerExecutor:
         return self.arrivals.counters
 
     def share_slots(self) -> None:
-        """Divide the slots among the layers again after their number has changed."""
+        """Divide the slots among the layers again; to be called after the number of slots has changed."""
         self._layer_shares = layer_shares(self.table, list(self.arrivals.stores[EXACT].layers))
 
     def reset(self, eviction: Eviction) -> None:
-        """Reset slots, statistics and counters, so that measurements during loading do not count."""
+        """Empty the slots and reset statistics and counters, so that measurements during loading do not count."""
         self.compute.reset()
         self.prefetching.reset()
         self.arrivals.reset(eviction)
@@ -114,7 +115,7 @@ class LayerExecutor:
             self.answerer.reset()
 
     def substitute_by(self, substitution: Substitution) -> None:
-        """Replace missing low-score experts according to `substitution` from now on."""
+        """Replace missing experts of low score according to `substitution` from now on."""
         self._resolve_by(substitution, self.answerer)
         thresholds = substitution.switches.thresholds
         if self.answerer is not None and self.table.has_low:
@@ -128,7 +129,8 @@ class LayerExecutor:
         self._needs_weights = substitution.switches.needs_weights or answerer is not None
 
     def predict_by(self, predictors: Mapping[Phase, Predictor]) -> None:
-        """Let these predictors decide what each phase prefetches from now on; nothing in a phase without one."""
+        """Let `predictors` choose what each phase prefetches from now on. A phase without a predictor prefetches
+        nothing."""
         prefetching = self.prefetching
         prefetching.use(predictors)
         self._prefetch = {phase: prefetching.begin if phase in predictors else _prefetch_nothing for phase in Phase}
@@ -136,7 +138,8 @@ class LayerExecutor:
         self._observing = [predictor for predictor in self._all if predictor.observes]
 
     def guess_by(self, predictor: Predictor | None) -> None:
-        """Let `predictor` decide what decode steps prefetch from now on; None: nothing."""
+        """Let `predictor` choose the experts that decode steps prefetch from now on; None turns this prefetching
+        off."""
         predictors = dict(self.prefetching.predictors)
         predictors.pop(Phase.DECODE, None)
         if predictor is not None:
@@ -145,7 +148,7 @@ class LayerExecutor:
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
-        """Load all misses for the duration of the `with` block, without substitution or dropping."""
+        """Load all missing experts during the `with` block, without substitution or dropping."""
         before, answerer = self.substitution, self.answerer
         self._resolve_by(EXACTLY, None)
         self.substitute_by(EXACTLY)
@@ -157,8 +160,8 @@ class LayerExecutor:
 
     @contextmanager
     def by_low_copies(self) -> Iterator[None]:
-        """Compute all experts with low copies for the duration of the `with` block, without substitution or dropping;
-        for tests and quality costs."""
+        """Compute all experts from their low copies during the `with` block, without substitution or dropping. For
+        tests and for measurements of quality cost."""
         before, answerer = self.substitution, self.answerer
         self._resolve_by(EXACTLY._replace(switches=EXACT_SWITCHES._replace(low_use="only")), None)
         try:
@@ -169,7 +172,7 @@ class LayerExecutor:
 
     @contextmanager
     def unbalanced(self) -> Iterator[None]:
-        """Let the CPU compute no experts in parallel with the device, for the duration of the `with` block."""
+        """Compute all experts on the device during the `with` block, none on the CPU in parallel."""
         balancer, self._balancer = self._balancer, None
         try:
             yield
@@ -177,9 +180,9 @@ class LayerExecutor:
             self._balancer = balancer
 
     def run(self, step: Step) -> torch.Tensor:
-        """Return the sum of a layer's experts, weighted: [T, H].
+        """Return the weighted sum of a layer's experts, [T, H].
 
-        An error (a failed read, an interrupt) leaves the tables consistent and affects this request only.
+        After an error (a failed read, an interrupt) the slot table is consistent, and only this request fails.
         """
         try:
             return self._serve(step)
@@ -190,7 +193,7 @@ class LayerExecutor:
     def _serve(self, step: Step) -> torch.Tensor:
         started, phase = self.now(), step.phase
         routing = self._routing_of(step)
-        if self.device.type != "cpu":  # the time until here is the device's, not that of our Python code
+        if self.device.type != "cpu":  # until here our Python code has only waited for the device
             computed_at = self.now()
             self.counters.device_wait_seconds += computed_at - started
             started = computed_at
@@ -208,8 +211,8 @@ class LayerExecutor:
         return output
 
     def _routing_of(self, step: Step) -> Routing:
-        """Return the router's choice in the policies' form, after the predictors have observed it."""
-        rows = self.waits.fetch("choice", step.top_k_index)  # the only wait of a layer: all else depends on it
+        """Return the router's choice in the form that policies take, after every predictor has observed it."""
+        rows = self.waits.fetch("choice", step.top_k_index)  # the only wait of a layer: all else needs the choice
         experts = self.arrivals.stores[EXACT].layers[step.layer].experts
         routing = Routing(step.layer, step.phase, experts, rows, None, step.sequences)
         if step.scored is not None:
@@ -223,7 +226,7 @@ class LayerExecutor:
         return routing
 
     def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:
-        """Start a forward pass over the tokens `ids` [rows, new positions], which follow those in the cache."""
+        """Start a forward pass over the tokens `ids` [rows, new positions], which follow the tokens in `cache`."""
         if self._balancer is not None:
             self._balancer.begin_pass(0 if cache is None else cache.length)
         if self.prefetching.is_on:
@@ -231,20 +234,22 @@ class LayerExecutor:
                 predictor.begin(ids, cache)
 
     def recover(self) -> None:
-        """Restore consistency after an error at any point of a pass: no load is in flight, and the tables agree."""
+        """Restore a consistent state after an error at any point of a pass: no load is in flight, and the tables
+        agree."""
         self.prefetching.recover()
         self.compute.recover()
         self.arrivals.recover()
 
     def close(self) -> None:
-        """End the helper threads."""
+        """End the helper threads of prediction and computation."""
         self.prefetching.close()
         self.compute.close()
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def _plan(self, step: Step, routing: Routing) -> Planned:
-        """Take over the loads that have ended, decide the layer's plan and start its loads."""
+        """Return what is decided about a layer, after recording loads that have ended. Also start the loads of its
+        plan."""
         self.arrivals.collect()
         decision = self._decide(routing)
         top_k_weights = step.top_k_weights
@@ -253,7 +258,8 @@ class LayerExecutor:
         return Planned(decision, top_k_weights)
 
     def _decide(self, routing: Routing) -> Decision:
-        """Decide the plan, count it, and start its loads."""
+        """Return the decision about a layer (its plan and substitutes), after counting it and starting the plan's
+        loads."""
         balancer, answerer = self._balancer, self.answerer
         decision = decide(
             routing,
@@ -275,8 +281,8 @@ class LayerExecutor:
         return decision
 
     def _upgrade(self, decision: Decision) -> None:
-        """Start loads of full copies for experts that low copies compute: where routes need them, or in idle time. Not
-        where low copies compute all experts for a measurement."""
+        """Start loads of full copies of experts that low copies compute: those that routes need, and others while
+        nothing is in flight. Do nothing during a measurement that computes all experts from low copies."""
         if self.substitution.switches.low_use == "only":
             return
         is_idle = self.upgrades and not self.table.inflight
@@ -285,22 +291,23 @@ class LayerExecutor:
         self.arrivals.bring(loads)
 
     def _guess(self, predictions: Iterable[Prediction]) -> Iterable[Prediction]:
-        """Announce predictions to other units, and return those to prefetch here."""
+        """Pass predicted experts to other units that prefetch. Return the predictions that this machine should
+        prefetch."""
         return predictions if self._balancer is None else self._balancer.guess(predictions)
 
 
 def _prefetch_nothing(step: Step, decision: Decision) -> Meanwhile:
-    """Prefetch in a phase without a predictor."""
+    """Do nothing, for a phase that has no predictor."""
     del step, decision
     return NOTHING
 
 
 class Waits(Counter[str]):
-    """How often the computing thread has waited for the device, by purpose. Each wait lasts until everything enqueued
-    before is done. All waits within a layer go through this class."""
+    """Counts how often the computing thread has waited for the device, by purpose. Each wait lasts until everything
+    enqueued before is done. All waits within a layer go through this class."""
 
     def fetch(self, what: str, x: torch.Tensor) -> list[Any]:
-        """Return the values of a tensor on the computing device, and count the wait."""
+        """Return the values of a tensor on the computing device. Counts one wait for the purpose `what`."""
         self[what] += 1
         numbers: list[Any] = x.tolist()
         return numbers
@@ -309,7 +316,8 @@ class Waits(Counter[str]):
 def _count_selection(
     counters: Counters, selection: Selection, routing: Routing, table: SlotTable, is_answered: bool
 ) -> None:
-    """Count missing and replaced experts. `is_answered`: misses are resolved within a budget."""
+    """Add the missing and the replaced experts of a step to the counters. `is_answered`: misses are resolved within a
+    quality budget."""
     none = routing.experts
     counters.routes += sum(expert != none for row in routing.top_k_index for expert in row)
     counters.low_score += selection.low_score
@@ -321,7 +329,7 @@ def _count_selection(
 
 
 def _count_decision(counters: Counters, decision: Decision, routing: Routing, has_low: bool) -> None:
-    """Count a plan's computed experts, by where they were, and its loads."""
+    """Add a plan's loads and computed experts to the counters, by where the experts were."""
     plan = decision.plan
     elsewhere = sum(serve.unit != DEVICE for serve in plan.serves)
     counters.loads += len(plan.loads)

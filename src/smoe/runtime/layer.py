@@ -1,8 +1,8 @@
-"""Computes the experts of one layer according to its plan: resident ones first, then others as they arrive, summed in
-fixed order.
+"""Computes the experts of one layer according to its plan: resident experts first, then others as they arrive. Their
+outputs are summed in a fixed order.
 
-Few tokens pass through all resident experts at once, a prompt through one expert after the other. Experts that the CPU
-computes in parallel with the device are started first and fetched last.
+Few tokens pass through all resident experts in one call, a long prompt through one expert after the other. Experts that
+the CPU computes in parallel with the device are started first, and their results are fetched last.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from smoe.runtime.arrivals import Arrivals
 from smoe.runtime.lifetime import Helpers
 
 _SHORT_PROMPT = 64
-"""The maximum number of tokens of a prompt that may pass through a layer's experts at once: all outputs are separate
-until the end."""
+"""The maximum number of tokens of a prompt that may pass through all experts of a layer at once, which stores each
+expert's output separately until the end."""
 _HANDED_OVER = 4
 """The maximum number of experts of a prompt that another unit computes at a time."""
 
 
 class Meanwhile:
-    """What the computing thread does between a layer's experts: by default nothing."""
+    """Work that the computing thread does between the experts of a layer. This base class does nothing."""
 
     may_start_loads = False
-    """Whether `finished` may start loads, so that the first expert is computed alone."""
+    """Whether `finished` may start loads. If so, the first expert is computed alone, so that loads can start soon."""
 
     def residents_done(self, output: Callable[[], torch.Tensor]) -> None:
-        """Called when the resident experts are done and others are not; `output` returns their sum so far [T, H]."""
+        """Called when the resident experts are computed and others are still missing. `output` returns the sum of the
+        outputs so far, [T, H]."""
 
     def finished(self, experts: int) -> None:
-        """Called where `may_start_loads`, with the number of finished experts, when there is time for other work: after
-        the first, after the other residents, and before and after each expert that is waited for."""
+        """Called, if `may_start_loads`, with the number of experts computed so far: after the first expert, after the
+        other resident experts, and before and after each expert that must be waited for."""
 
     def end(self) -> None:
-        """Called when the layer's experts are done."""
+        """Called when all experts of the layer are computed."""
 
 
 NOTHING = Meanwhile()
 
 
 class LayerCompute:
-    """The arithmetic of all layers' experts on one device. Only the computing thread may use it."""
+    """The computation of all layers' experts on one device. Only the computing thread may use it."""
 
     def __init__(
         self,
@@ -66,8 +67,8 @@ class LayerCompute:
         pacing: Pacing,
         others: Others | None = None,
     ) -> None:
-        """`units`: the units that compute in parallel with the device, by their number in plans (`Serve.unit`).
-        `others`: the owner of those on other machines."""
+        """`units`: the compute units that work in parallel with the device, by their number in plans (`Serve.unit`).
+        `others`: the owner of those units that are on other machines."""
         self.experts = experts
         self.arrivals = arrivals
         self.device = device
@@ -77,23 +78,23 @@ class LayerCompute:
         self._now = pacing.now
 
     def reset(self) -> None:
-        """Reset the units and the counters; nothing may be in flight."""
+        """Reset the other compute units and the counters; nothing may be in flight."""
         for unit in self.units.values():
             unit.reset()
         self.pacing.late_seconds = 0.0
 
     def recover(self) -> None:
-        """Wait for the units after an error in a pass, so that nothing is in flight."""
+        """Wait, after an error in a pass, until no other compute unit has work in flight."""
         for unit in self.units.values():
             unit.drain()
 
     @property
     def helpers(self) -> list[Helpers]:
-        """The objects that have threads, except units."""
+        """The objects that own threads, except the other compute units."""
         return [*self.experts.helpers, *([] if self.others is None else [self.others])]
 
     def close(self) -> None:
-        """End all threads and units."""
+        """End all threads and the other compute units."""
         for each in (*self.helpers, *self.units.values()):
             each.close()
 
@@ -104,8 +105,8 @@ class LayerCompute:
         top_k_weights: torch.Tensor,
         meanwhile: Meanwhile = NOTHING,
     ) -> torch.Tensor:
-        """Compute few tokens: experts in the plan's order, with separate outputs, summed at the end in ascending order
-        -> [T, H]."""
+        """Return the weighted sum of a plan's experts [T, H] for few tokens `hidden` [T, H]. Experts run in the plan's
+        order; their outputs are stored separately and summed at the end, in ascending order of experts."""
         if not plan.serves:
             return torch.zeros_like(hidden)
         counters = self.arrivals.counters
@@ -118,7 +119,7 @@ class LayerCompute:
     def _start_elsewhere(
         self, plan: LayerPlan, hidden: torch.Tensor, width: int
     ) -> dict[ExpertKey, Future[torch.Tensor]]:
-        """Start the experts of other units."""
+        """Start the plan's experts that other units compute. Return their results as futures, by key."""
         given: dict[int, list[ExpertTask]] = {}
         for serve in plan.serves if self.units else ():
             if serve.unit != DEVICE:
@@ -139,7 +140,8 @@ class LayerCompute:
         from_unit: dict[ExpertKey, Future[torch.Tensor]],
         meanwhile: Meanwhile,
     ) -> torch.Tensor:
-        """Compute all experts of few tokens [T, H] -> [T, H]."""
+        """Return the weighted sum of a plan's experts [T, H] for few tokens; `from_unit` has the results of other
+        units."""
         serves = plan.serves
         kernel = self._kernel_of_token(plan, hidden) if not meanwhile.may_start_loads else None
         if kernel is not None:
@@ -167,8 +169,8 @@ class LayerCompute:
         return tokens.total()
 
     def _kernel_of_token(self, plan: LayerPlan, hidden: torch.Tensor) -> TokenExperts | None:
-        """Return the kernel that computes all experts of one token at once; None unless all are resident and it
-        supports them."""
+        """Return the kernel that computes all experts of one token at once, or None. It requires one token, and that
+        all of its experts are resident and supported by the kernel."""
         serves, kernel = plan.serves, self.experts.token_kernels[plan.layer]
         if hidden.shape[0] != 1 or plan.loads or len(serves) > MOST_EXPERTS or not hidden.is_contiguous():
             return None
@@ -179,7 +181,7 @@ class LayerCompute:
     def _one_token(
         self, kernel: TokenExperts, serves: Sequence[Serve], hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute resident experts of one token [1, H] -> [1, H]; top_k_weights [1, K]."""
+        """Return the weighted sum [1, H] of resident experts for one token [1, H]; top_k_weights [1, K]."""
         gains, out, ascending = top_k_weights.flatten().tolist(), torch.empty_like(hidden), sorted(serves, key=_key_of)
         matrices = [self.arrivals.ready(serve.key).matrices for serve in ascending]
         self._multiply(kernel, hidden, matrices, [gains[serve.routes[0]] for serve in ascending], out)
@@ -194,41 +196,43 @@ class LayerCompute:
         gains: Sequence[float],
         out: torch.Tensor,
     ) -> None:
-        """Compute all experts of one token by one call of machine code."""
+        """Compute all experts of one token [1, H] by one call of machine code, and write their weighted sum to
+        `out`."""
         kernel.one_token(hidden, matrices, gains, out)
 
     def _note_served(self, serves: Sequence[Serve], first: int) -> None:
-        """Record that these serves are computed; `first`: the number of serves before them."""
+        """Record that these expert tasks are done. `first`: the number of tasks of the plan that were done before."""
         for computed, serve in enumerate(serves, start=first + 1):
             self.arrivals.served(serve, computed)
 
     def _residents(self, tokens: DecodeExperts, serves: Sequence[Serve], begin: int, end: int) -> None:
-        """Compute the plan's serves `begin` to `end`, which are resident, at once."""
+        """Compute the expert tasks `begin` to `end` of the plan in one call; all of these experts are resident."""
         weights = [self.arrivals.ready(serve.key) for serve in serves[begin:end]]
         self._compute(tokens, begin, weights, serves[begin:end])
         self._note_served(serves[begin:end], begin)
 
     def _compute(self, tokens: DecodeExperts, first: int, weights: Sequence[Weights], serves: Sequence[Serve]) -> None:
-        """Compute consecutive serves of the plan, from number `first` on."""
+        """Compute consecutive expert tasks of the plan, beginning with number `first`."""
         del serves  # only their number of rows takes time on another device (`paced.py`)
         tokens.compute(first, weights)
 
     def _is_short(self, plan: LayerPlan, hidden: torch.Tensor) -> bool:
-        """Return whether a prompt is so short that its tokens pass through all experts at once, and all are
-        resident."""
+        """Return whether a prompt is computed as few tokens are: it is short, a kernel computes its experts, and all
+        are resident."""
         if self.experts.maths[plan.layer, EXACT].kernels.token is None or hidden.shape[0] > _SHORT_PROMPT:
             return False
         return not plan.loads and not any(serve.waits or serve.unit != DEVICE for serve in plan.serves)
 
     def _from_unit(self, from_unit: dict[ExpertKey, Future[torch.Tensor]], serve: Serve) -> torch.Tensor:
+        """Wait for the output of an expert that another unit computes, and return it on the device."""
         started = self._now()
         result = from_unit.pop(serve.key).result()
         self.arrivals.counters.host_wait_seconds += self._now() - started
         return result.to(self.device, non_blocking=True)
 
     def prefill(self, plan: LayerPlan, hidden: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Compute many tokens: experts in ascending order, each read once, while loads of this and the next layer run
-        -> [T, H]."""
+        """Return the weighted sum of a plan's experts [T, H] for many tokens. Experts run in ascending order, each is
+        read once, and loads of this and the next layer run meanwhile."""
         kernel = self._prompt_kernel(plan)
         if kernel is not None:
             return self._prompt_in_bytes(plan, kernel, hidden, top_k_weights)
@@ -262,26 +266,28 @@ class LayerCompute:
         tokens: torch.Tensor,
         gains: torch.Tensor,
     ) -> None:
-        """Add the output of an expert for some tokens of a prompt, times their gains [n, 1], to the total [T, H]."""
+        """Add the output of one expert for some tokens of a prompt, multiplied by their gains [n, 1], to the total [T,
+        H]."""
         y = self.experts.math_of(serve.key).forward(hidden[tokens], weights)
         total.index_add_(0, tokens, (y * gains).to(total.dtype))
 
     def _prompt_kernel(self, plan: LayerPlan) -> TokenExperts | None:
-        """Return the kernel that multiplies all experts of a prompt in 8 bits; None unless all are computed here in
-        this way."""
+        """Return the kernel that multiplies all experts of a prompt in 8 bits, or None if some expert is computed in
+        another way or by another unit."""
         kernels = [self.experts.math_of(serve.key).byte_kernel for serve in plan.serves if serve.unit == DEVICE]
         return kernels[0] if kernels and all(kernels) and len(kernels) == len(plan.serves) else None
 
     def _prompt_in_bytes(
         self, plan: LayerPlan, kernel: TokenExperts, hidden: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute many tokens in 8 bits, experts in ascending order, as many at once as are resident -> [T, H]."""
+        """Return the weighted sum of a plan's experts [T, H] for many tokens, multiplied in 8 bits. Experts run in
+        ascending order, as many in one call as are resident."""
         counters, width = self.arrivals.counters, top_k_weights.shape[1]
         started, before = self._now(), counters.elsewhere_seconds
         gains, prompt, computed = top_k_weights.flatten().tolist(), PromptExperts(kernel, hidden), 0
 
         def finish(done: int) -> int:
-            """Release the slots of the next `done` experts. Return the number of computed experts."""
+            """Release the slots of the next `done` experts. Return the number of all computed experts."""
             for n in range(computed, computed + done):
                 self.arrivals.served(plan.serves[n], n + 1)
             return computed + done
@@ -299,8 +305,8 @@ class LayerCompute:
 
 
 class _HandedOver:
-    """A prompt's experts on other units: each unit gets a few at a time, because the workspace has no room for their
-    results."""
+    """A prompt's experts that other units compute. Each unit gets a few at a time, because the workspace has no room
+    for the results of all."""
 
     def __init__(self, serves: Sequence[Serve], units: Mapping[int, ComputeUnit], hidden: Fetched, width: int) -> None:
         self.under_way: dict[ExpertKey, Future[torch.Tensor]] = {}
@@ -314,7 +320,7 @@ class _HandedOver:
                 self.go_on(unit)
 
     def go_on(self, unit: int) -> None:
-        """Give the unit its next expert."""
+        """Submit the next expert to a unit, if one is left for it."""
         if self._waiting[unit]:
             serve = self._waiting[unit].popleft()
             (self.under_way[serve.key],) = self._units[unit].submit([_wanted(serve, self._width)], self._hidden)

@@ -1,4 +1,5 @@
-"""Executes steps in the times of an emulated device: work ends when it would have ended there (`memory/pacing.py`)."""
+"""Executes steps in the times of an emulated device: work ends when it would have ended on that device
+(`memory/pacing.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from smoe.runtime.step import Step
 
 
 class PacedExecutor(LayerExecutor):
-    """A `LayerExecutor` in the times of another device."""
+    """A `LayerExecutor` for an emulated device: it reports its work to the device's clock, which waits."""
 
     def begin_pass(self, ids: torch.Tensor | None, cache: RowCache | None) -> None:
         self.compute.pacing.begin_pass()
@@ -40,7 +41,7 @@ class PacedExecutor(LayerExecutor):
 
 
 class PacedCompute(LayerCompute):
-    """A `LayerCompute` in the times of another device."""
+    """A `LayerCompute` for an emulated device: it reports its work to the device's clock, which waits."""
 
     def _compute(self, tokens: DecodeExperts, first: int, weights: Sequence[Weights], serves: Sequence[Serve]) -> None:
         began = time.perf_counter()

@@ -1,14 +1,16 @@
-"""The forward passes of one engine: one thread at a time runs them, others wait, and any thread can end the running
+"""The forward passes of one engine. One thread at a time runs them and others wait; any thread can end the running
 request.
 
-    thread A   | turn: generate: pass, pass, pass ...              | done
-    thread B        | waits ............. logs a warning .... | turn: ...
-    thread C                  | cancel(): A's next layer raises
+Three threads, time to the right:
 
-A `Cancellation` instead ends one call, whether it runs or waits.
+    thread A     | turn: generate: pass, pass, pass ...              | done
+    thread B        | waits ............. logs a warning ....        | turn: ...
+    thread C                                    | cancel(): A's next layer raises
 
-No lock is held during a turn, only a note of its thread: a `finally` can then undo an interrupt (Ctrl-C) at any point,
-which is not possible for a lock that was just being acquired.
+`cancel()` ends whichever request runs. A `Cancellation` ends one particular call, whether it runs or waits.
+
+No lock is held during a turn; the turn is only a record of the thread that has it. So a `finally` clause can undo an
+interrupt (Ctrl-C) at any point, which is impossible for a lock that was just being acquired.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from smoe.runtime.step import Step
 PATIENCE_SECONDS = 2.0
 """A thread that waits longer than this logs a warning."""
 _LOOK_AGAIN_SECONDS = 1.0
-"""An interrupt can lose the notification that a turn has ended, so waiting threads check again after this time."""
+"""Waiting threads check again after this time, because an interrupt can lose the notification that a turn has ended."""
 
 _log = logging.getLogger(__name__)
 
 
 class Passes:
-    """The passes of one engine through its model. The model's modules call it (`seam.py`)."""
+    """The forward passes of one engine through its model. The model's modules call its methods (`seam.py`)."""
 
     def __init__(
         self,
@@ -57,10 +59,10 @@ class Passes:
         leaves_little_of_prompts: bool,
         turn_timeout_seconds: float | None,
     ) -> None:
-        """`rules`: the scoring rules of routers whose scores a policy reads, by layer. `rows_of_pass` gives attention
-        the texts of a batch with their own lengths; None where the model's attention does not support it.
-        `leaves_little`: our kernels compute almost all products of one token, so the library needs one thread only;
-        `leaves_little_of_prompts`: the same for several tokens."""
+        """`rules`: by layer, the scoring rules of routers whose scores a policy reads. `rows_of_pass`: passes the
+        lengths of the texts in a batch to attention; None if the model's attention does not support that.
+        `leaves_little`: our kernels compute almost all products of one token, so the library needs only one thread.
+        `leaves_little_of_prompts`: the same for passes of several tokens."""
         self.turns = Turns()
         self.executor, self.rules, self.rows_of_pass = executor, rules, rows_of_pass
         self._shut_down: Callable[[], None] | None = None
@@ -84,17 +86,18 @@ class Passes:
 
     @property
     def is_closing(self) -> bool:
-        """Whether no further turn may begin."""
+        """Whether the engine is being closed or is closed, so that no further turn may begin."""
         return self._shut_down is not None
 
     @property
     def is_changing_steps(self) -> bool:
-        """Whether some positions of the pass need no expert, or something else stands in the place of the experts."""
+        """Whether the running pass differs from a plain one: some positions need no expert, or a measurement replaces
+        the experts."""
         return self._silent is not None or self._answer != self.executor.run
 
     @contextmanager
     def answered_by(self, answer: Callable[[Step], torch.Tensor]) -> Iterator[None]:
-        """Let `answer` compute the experts' output [T, H] of every layer for the duration of the `with` block."""
+        """Let `answer` compute the output [T, H] of every layer's experts during the `with` block."""
         before, self._answer = self._answer, answer
         try:
             yield
@@ -102,8 +105,8 @@ class Passes:
             self._answer = before
 
     def close(self, shut_down: Callable[[], None], timeout_seconds: float | None) -> None:
-        """Cancel the running request and call `shut_down`, which may be called twice, at its end. Raises
-        `EngineBusyError` where that takes longer than `timeout_seconds`."""
+        """Cancel the running request, and call `shut_down` when it has ended. (`shut_down` may be called twice.) Raise
+        `EngineBusyError` if that takes longer than `timeout_seconds`."""
         self._shut_down = shut_down
         if self._process != os.getpid():
             shut_down()  # the thread that has the turn is in another process
@@ -115,10 +118,11 @@ class Passes:
 
     @contextmanager
     def turn(self, cancellations: Sequence[Cancellation] = ()) -> Iterator[None]:
-        """Take the turn for a computation or a new cache: one thread at a time, with the engine's number of threads.
+        """Give the calling thread the turn during the `with` block, to compute or to make a cache. Only one thread has
+        the turn; it uses the engine's number of threads.
 
-        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` for a closed engine, and
-        `GenerationCancelledError` where one of `cancellations` ends the request while it waits.
+        Raises `EngineBusyError` after waiting for `turn_timeout_seconds`, `EngineStateError` if the engine is closed,
+        and `GenerationCancelledError` if one of `cancellations` ends the request while it waits.
         """
         if self.turns.is_mine and self._process == os.getpid():
             yield  # also while it is closing: the pass says so
@@ -136,11 +140,12 @@ class Passes:
 
     @contextmanager
     def forward_pass(self, given: torch.Tensor, padding: torch.Tensor | None, cache: RowCache | None) -> Iterator[None]:
-        """Prepare and finish one forward pass of the model, within a turn. `given`: token ids [rows, new positions], or
-        their embeddings [rows, new positions, H].
+        """Prepare one forward pass of the model before the `with` block, and finish it afterwards. The thread must have
+        the turn.
 
-        `padding`: [rows, tokens], True at padding positions, which no expert computes. Raises
-        `GenerationCancelledError` where the turn was cancelled, here or in `run_experts`.
+        `given`: token ids [rows, new positions], or their embeddings [rows, new positions, H]. `padding`: [rows, new
+        positions], True at padding, for which no expert is computed. Raises `GenerationCancelledError` if the turn was
+        cancelled; `run_experts` also raises it.
         """
         self.refuse_in_pass("the model")
         self._is_in_pass = True
@@ -169,7 +174,7 @@ class Passes:
             self._is_in_pass = False
 
     def _note_silent(self, tokens: int, padding: torch.Tensor | None, cache: RowCache | None) -> None:
-        """Determine the positions of the pass that need no expert: padding, and finished rows."""
+        """Find the positions of the pass that need no expert: padding, and rows whose text has ended."""
         silent = cache.padding(tokens) if padding is None and cache is not None else padding
         if cache is not None and cache.ended is not None:
             ended = cache.ended.unsqueeze(1).expand(-1, tokens)
@@ -188,8 +193,8 @@ class Passes:
     def run_experts(
         self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the experts of one layer -> [T, H]. Shapes are the library's: hidden [T, H], top_k_index and
-        top_k_weights [T, K]."""
+        """Return the weighted sum of one layer's experts [T, H]. `hidden` [T, H] is the experts' input; `top_k_index`
+        and `top_k_weights` [T, K] are the router's choice, as the library passes them."""
         self.turns.check()
         if self._silent is not None:
             top_k_index = top_k_index.masked_fill(self._silent.unsqueeze(1), self._experts[layer])
@@ -204,42 +209,44 @@ class Passes:
         return output
 
     def note_logits(self, layer: int, logits: torch.Tensor) -> None:
-        """Store a router's logits [T, E] until the experts of its layer run."""
+        """Store the logits [T, E] of one layer's router until `run_experts` of that layer uses them."""
         self._logits[layer] = logits
 
     def _apart(self, cache: RowCache | None, tokens: int) -> AbstractContextManager[bool]:
-        """Compute rows of separate texts separately during a pass. Yield whether each row is computed as it would be
-        alone."""
+        """Compute the rows of a batch as separate texts during the `with` block. Yield whether each row gets the same
+        bits as in a pass of its own."""
         if cache is None or cache.row_lengths is None or self.rows_of_pass is None:
             return nullcontext(False)
         return self.rows_of_pass.apart(cache.row_keys(tokens), tokens)
 
     def _threads_for(self, positions: int, alone: bool) -> AbstractContextManager[None]:
-        """Limit the library to one thread where our kernels compute the large products.
+        """Limit the library to one thread during the `with` block if our kernels compute the large products of this
+        pass.
 
-        Dividing such short work takes longer than doing it, and the library's threads, once awake, delay ours: on a
-        busy machine each of a layer's small operations waits for a core, which makes a prompt of 16 tokens three times
-        as slow. Our kernels' bits for one token have been compared with the library's on one thread and on all; a
-        remaining product that depends on it uses all threads (`fastpath/linear.py`).
+        The library's remaining work is so short that dividing it takes longer than doing it. Its threads, once awake,
+        also delay ours: on a busy machine each small operation of a layer waits for a core, and a prompt of 16 tokens
+        takes three times as long. Our kernels were compared with the library for one token, on one thread and on all.
+        If a remaining product has other bits on one thread, it uses all threads (`fastpath/linear.py`).
         """
         is_several = positions > 1 and not alone
         return threads(1) if (self._leaves_little_of_prompts if is_several else self._leaves_little) else nullcontext()
 
     def _check_usable(self) -> None:
-        """Raise `EngineStateError` where the engine is closed or belongs to the parent of a forked process."""
+        """Raise `EngineStateError` if the engine is closed, or if it belongs to the parent of a forked process."""
         if self._shut_down is not None:
             raise EngineStateError("this model was closed; load it again with smoe.from_pretrained")
         if self._process != os.getpid():
             raise EngineStateError("this model was loaded before a fork; load it in the child process instead")
 
     def refuse_in_pass(self, what: str) -> None:
-        """Raise `EngineStateError` where a pass is running."""
+        """Raise `EngineStateError` while a forward pass is running. `what`: what cannot be called then, for the
+        message."""
         if self._is_in_pass:
             raise EngineStateError(f"{what} cannot be called inside a forward pass (a hook?) of the same model")
 
 
 class Turns:
-    """The turns of one engine. A turn that a thread begins within its own turn is part of the first."""
+    """The turns of one engine. If a thread begins a turn within its own turn, both are the same turn."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -263,10 +270,11 @@ class Turns:
     def taken(
         self, timeout_seconds: float | None, bound: str, cancellations: Sequence[Cancellation] = ()
     ) -> Iterator[None]:
-        """Give the calling thread the turn for the duration of the `with` block.
+        """Give the calling thread the turn during the `with` block.
 
-        Raises `EngineBusyError` after waiting `timeout_seconds` (None: for ever); `bound` is the user's name of that
-        time. Raises `GenerationCancelledError` where one of `cancellations` ends the call before its turn.
+        Raises `EngineBusyError` after waiting for `timeout_seconds` (None: no limit); `bound` is the name that the
+        error gives to this limit. Raises `GenerationCancelledError` if one of `cancellations` ends the call before its
+        turn.
         """
         if self.is_mine:
             yield
@@ -284,7 +292,8 @@ class Turns:
                 self._end()  # again, in case an interrupt occurred within the first call
 
     def cancel(self, why: str) -> bool:
-        """Make the running turn raise at its next layer; returns whether there was one. Any thread may call this."""
+        """Make the running turn raise an error with the text `why` at its next layer. Return False if no turn is
+        running. Any thread may call this."""
         with self._changed:
             if self._holder is None:
                 return False
@@ -292,7 +301,7 @@ class Turns:
             return True
 
     def check(self) -> None:
-        """Raise `GenerationCancelledError` where the running turn was cancelled."""
+        """Raise `GenerationCancelledError` if the running turn was cancelled."""
         if self._why_cancelled is not None:
             raise GenerationCancelledError(self._why_cancelled)
         _check(self._cancellations)

@@ -1,15 +1,16 @@
-"""Prefetches for later layers: a predictor runs at its moment, and the loads of what it predicts begin.
+"""Prefetches for later layers: runs a predictor when it is due, and starts loads of the experts that it predicts.
 
-One layer in decode, time to the right:
+When a predictor runs is its `Moment`; the moments are in capitals. One layer in decode, time to the right:
 
-    computing thread   | router | plan | ROUTED | resident experts | RESIDENTS_DONE | wait | expert | wait | expert
-    predictor thread                   | CONCURRENT, FIRST_DONE .......... |
-    next layer's loads                           | begin, after those that this layer waits for
+    computing thread     | router | plan | ROUTED | resident experts | RESIDENTS_DONE | wait | expert | wait | expert
+    predictor thread                     | CONCURRENT, FIRST_DONE .......... |
+    next layer's loads                             | begin, after those that this layer waits for
 
-A phase without a predictor uses nothing of this (`execute.py`). A prediction on the predictor's thread ends before the
-next router is observed, so one thread at a time uses the predictor's state, and the prediction does not depend on
-timing. The computing thread checks for it between experts: from the start, or only after the first expert, as in the
-paper (DuoServe-MoE, section 5.3), whose loads overwrite that expert (`prefetch_asked`).
+A phase that has no predictor uses nothing of this module (`execute.py`). A prediction on the predictor's thread ends
+before the next layer's router is observed. So only one thread at a time uses the predictor's state, and the prediction
+does not depend on timing. Between two experts the computing thread checks whether the prediction is done. The setting
+`prefetch_asked` decides whether the checks begin at once or after the first expert, as in the paper (DuoServe-MoE,
+section 5.3), where prefetched experts overwrite that expert.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _MOST_AWAITED = 8
 """The maximum number of recent layers whose loads may still run while the host computes later layers."""
 
 Guess = Callable[[Iterable[Prediction]], Iterable[Prediction]]
-"""Announces predictions to other units and returns those to prefetch on this machine."""
+"""A function that passes predictions to other units, and returns those that this machine should prefetch."""
 
 
 class Prefetching:
-    """The predictors of one engine at work. One thread at a time may use it."""
+    """Runs the predictors of one engine and starts their loads. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -53,19 +54,19 @@ class Prefetching:
         guess: Guess,
         trial: Trial | None = None,
     ) -> None:
-        """`trial` decides whether prefetching in decode pays (None: always)."""
+        """`trial` decides whether prefetching in decode pays; None: it always runs."""
         self.predictors = predictors
         self.trial = trial
         self.look_ahead_trial = LookAheadTrial()
-        """Decides whether there is time for a look-ahead."""
+        """Decides whether there is enough time for a look-ahead."""
         self.arrivals = arrivals
         self.pacing = pacing
         self.now = pacing.now
         self._guess = guess
         self._asking = Asking()
         self.awaited: deque[tuple[list[Ticket], float]] = deque(maxlen=_MOST_AWAITED)
-        """For each of the last layers, the loads that it waited for when its resident experts were done, and the time
-        of that."""
+        """For each of the last layers: the loads that it waited for when its resident experts were computed, and the
+        time of that moment."""
 
     def use(self, predictors: Mapping[Phase, Predictor]) -> None:
         """Run these predictors from now on, one for each phase."""
@@ -77,8 +78,8 @@ class Prefetching:
         return self.trial is None or self.trial.is_on
 
     def begin(self, step: Step, decision: Decision) -> Meanwhile:
-        """Run the predictor of the step's phase if this is its moment, or start it concurrently with the experts.
-        Return what is left to do while they are computed."""
+        """Run the predictor of the step's phase if it is due before the experts, or start it concurrently with them.
+        Return the work that remains to be done between the experts."""
         predictor, plan = self.predictors[step.phase], decision.plan
         sight = Sight(step.layer, step.hidden, None, real_rows(decision.routing))
         if predictor.asked is Moment.RESIDENTS_DONE:
@@ -97,25 +98,26 @@ class Prefetching:
         return NOTHING
 
     def has_room(self, phase: Phase, plan: LayerPlan) -> bool:
-        """Return whether a prefetch has a free slot and something to load, and pays at present."""
+        """Return whether a prefetch could load something: an expert is missing, a slot is free, and prefetching pays at
+        present."""
         if self.arrivals.is_all_here or not has_prefetch_slots(self.arrivals.table, plan):
             return False
         return phase is Phase.PREFILL or self.is_on
 
     def predict(self, predictor: Predictor, sight: Sight) -> tuple[float, Iterable[Prediction]]:
-        """Return the time when the predictor began, on the real clock, and its predictions."""
+        """Return the predictions of `predictor`, and the time on the real clock when it began."""
         began, is_single = time.perf_counter(), sight.hidden.shape[0] == 1
-        with threads(1) if is_single else nullcontext():  # a second would wait for a reading thread's core
+        with threads(1) if is_single else nullcontext():  # a second thread would wait for a reading thread's core
             return began, predictor.predict(sight)
 
     def bring(self, predictions: Iterable[Prediction], plan: LayerPlan) -> None:
-        """Start the loads of predicted experts, after those that the running layer waits for."""
+        """Start loads of predicted experts. They follow the loads that the running layer waits for."""
         planning = self.pacing.begin_planning()
         self.arrivals.prefetch(plan_prefetch(self._guess(predictions), self.arrivals.table, plan))
         self.pacing.end_planning(planning)
 
     def note_pass(self, phase: Phase, seconds: float) -> None:
-        """Note the duration of a forward pass for the trial."""
+        """Record the duration of a forward pass, from which `trial` decides whether prefetching pays."""
         counters, trial = self.arrivals.counters, self.trial
         if trial is None:
             return
@@ -126,13 +128,13 @@ class Prefetching:
             trial.pass_over(*guesses)
 
     def reset(self) -> None:
-        """Reset the measurements."""
+        """Forget all measurements."""
         self.look_ahead_trial = LookAheadTrial()
         self.trial = Trial() if self.trial is not None else None
         self.awaited.clear()
 
     def recover(self) -> None:
-        """End the predictor's work after an error."""
+        """Wait until no prediction is running, after an error in a pass."""
         self._asking.drain()
         self.awaited.clear()
 
@@ -142,7 +144,8 @@ class Prefetching:
 
 
 class _Concurrent(Meanwhile):
-    """A prediction on the predictor's thread: its loads begin as soon as it is there."""
+    """The work between experts for a predictor that runs on its own thread: loads begin as soon as its prediction is
+    done."""
 
     may_start_loads = True
 
@@ -158,7 +161,7 @@ class _Concurrent(Meanwhile):
         self._take(waits=True)  # no other thread uses the predictor when it observes the next router
 
     def _take(self, waits: bool) -> None:
-        """Start the loads of the prediction, if it is there."""
+        """Start the loads of the prediction, if the prediction is done or `waits` is true."""
         prefetching = self._prefetching
         asked = prefetching.now()
         predictions = self._asking.take(waits)
@@ -168,7 +171,8 @@ class _Concurrent(Meanwhile):
 
 
 class _LookAhead(Meanwhile):
-    """The next layer's router on the experts' output so far, while the layer waits for loads."""
+    """The work between experts for a predictor that uses the output of the resident experts, while the layer waits for
+    loads."""
 
     def __init__(self, prefetching: Prefetching, predictor: Predictor, sight: Sight, plan: LayerPlan) -> None:
         self._prefetching, self._predictor, self._sight, self._plan = prefetching, predictor, sight, plan
@@ -191,9 +195,10 @@ class _LookAhead(Meanwhile):
         counters.look_ahead_seconds += seconds
 
     def end(self) -> None:
-        """Measure how long a layer's loads took after its resident experts were done, once all have ended.
+        """Measure how long the loads of earlier layers took after the resident experts had been computed, for layers
+        whose loads have all ended.
 
-        On a GPU that is some layers later: the device waits for them while the host goes on.
+        On a GPU this is some layers later, because the device waits for loads while the host continues.
         """
         ours = self._prefetching
         while ours.awaited and all(ticket.is_over for ticket in ours.awaited[0][0]):
@@ -203,7 +208,7 @@ class _LookAhead(Meanwhile):
 
 
 class Asking:
-    """A predictor on a thread of its own, one prediction at a time. Only the computing thread may call its methods."""
+    """Runs one prediction at a time on a thread. Only the computing thread may call its methods."""
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, "smoe-asking")  # its thread begins with the first prediction
@@ -216,7 +221,8 @@ class Asking:
         return self._answer is not None
 
     def begin(self, predictor: Predictor, sight: Sight) -> None:
-        """Start a prediction. The predictor must not be used until the prediction has been taken."""
+        """Start `predictor` on the thread, with the input `sight`. Nothing else may use the predictor until `take` has
+        returned its prediction."""
         assert self._answer is None, "one prediction at a time"
         if not self._has_begun:
             self._has_begun, count = True, torch.get_num_threads()
@@ -225,7 +231,7 @@ class Asking:
         self._answer = self._worker.submit(_predict, predictor, sight)
 
     def take(self, waits: bool) -> Sequence[Prediction] | None:
-        """Return the prediction; None where none was started, or where it is unfinished and `waits` is false.
+        """Return the prediction; None if no prediction was started, or if it is unfinished and `waits` is false.
 
         An exception of the predictor is raised here.
         """
@@ -236,7 +242,7 @@ class Asking:
         return found
 
     def drain(self) -> None:
-        """Drop the prediction after it has ended."""
+        """Wait for the running prediction and drop its result."""
         if self._answer is not None:
             self._answer.cancel()
             wait([self._answer])
@@ -248,7 +254,7 @@ class Asking:
 
 
 def _begin() -> None:
-    torch.set_num_threads(1)  # the experts need the others
+    torch.set_num_threads(1)  # the experts need the other threads
     torch.set_grad_enabled(False)
 
 

@@ -1,11 +1,14 @@
-"""The KV caches within the memory budget; lends unused workspace and KV cache to experts, and takes them back in time.
+"""The KV caches within the memory budget. Reserved memory that is not in use (workspace and KV cache) is lent to
+experts, and taken back before it is needed.
 
-    KV cache    |####..........|  positions without text
-    workspace   |##............|  positions beyond this step's
-                     `--> spare slots, as many as fit; withdrawn, and their memory freed, before it is needed
+In each line, `#` is memory in use and `.` is memory that experts may use:
 
-Before a pass, and before positions are written between passes, slots are withdrawn until there is room. They return
-after two successive passes that leave room for them, so that pieces of one prompt between steps of other texts do not
+    KV cache    |####..........|    unused: positions without text
+    workspace   |##............|    unused: what this step does not need
+                     `--> spare slots, as many as fit in the unused memory
+
+Before a pass, and before positions are written between passes, slots are withdrawn until there is room. Slots return
+after two successive passes that leave room for them. Otherwise chunks of one prompt between steps of other texts would
 take the same slots again and again.
 """
 
@@ -23,12 +26,13 @@ from smoe.policy.budget import Ledger
 from smoe.runtime.execute import LayerExecutor
 
 _WORTH_RETURNING = 4 * 2**20
-"""The least bytes of a finished step that the allocator must return to the system."""
+"""The smallest number of bytes, freed by a step, for which the allocator is asked to return memory to the operating
+system."""
 
 
 class Reserve:
-    """The bytes of a budget that are reserved for the largest step and the longest texts. One thread at a time may use
-    it."""
+    """The bytes of the budget that are reserved for the largest step and the longest texts. Only one thread at a time
+    may use it."""
 
     def __init__(
         self,
@@ -40,26 +44,26 @@ class Reserve:
         sequences: int,
         position_bytes: int,
     ) -> None:
-        """`config`: the model's. `position_bytes`: bytes of the KV cache for each of `context_tokens * sequences`
-        positions; the rest of its entry is always in use."""
+        """`config`: the model's configuration. `position_bytes`: the bytes of the KV cache for one of the
+        `context_tokens * sequences` positions. What remains of the KV cache's entry is always in use."""
         self._ledger, self._executor, self._arena = ledger, executor, arena
         cache_bytes = ledger.demand.kv_cache_bytes
         self.caches = Caches(config, context_tokens, sequences, cache_bytes, self.note_growth)
         self._position_bytes = position_bytes
         self._state_bytes = cache_bytes - position_bytes * context_tokens * sequences
         self.is_lent = any(pool.spare for pool in ledger.pools)
-        """Whether experts use what is unused."""
+        """Whether experts may use reserved memory that is not in use."""
         self._step_bytes = 0
-        """Bytes of the last pass's step."""
+        """Bytes of workspace that the last pass needed."""
         self._last_bytes = ledger.demand.reserve_bytes
         """Bytes in use in the last pass."""
         self._settled_bytes = ledger.demand.reserve_bytes
-        """Bytes of the reserve that are free of experts at present."""
+        """Bytes of the reserve that no slot occupies at present."""
         self.peak_bytes = 0
         """The highest number of bytes that slots, caches and a step have taken together."""
 
     def begin(self, positions: int) -> None:
-        """Start a pass over `positions` new positions of all sequences together."""
+        """Make room for a pass over `positions` new positions, counted over all sequences."""
         before = self._step_bytes
         self._step_bytes = self._ledger.demand.step_bytes(positions)
         used = self._cache_bytes + self._step_bytes
@@ -71,12 +75,12 @@ class Reserve:
         self.peak_bytes = max(self.peak_bytes, self._slots_bytes + used)
 
     def note_growth(self) -> None:
-        """Make room for positions without memory that are about to be written."""
+        """Make room for positions that are about to be written and have no memory yet."""
         if self.is_lent and self._cache_bytes > self._settled_bytes:
             self._make_room(self._cache_bytes)
 
     def _make_room(self, nbytes: int) -> None:
-        """Withdraw or return slots so that exactly `nbytes` of the reserve are free of experts."""
+        """Withdraw or return slots so that `nbytes` of the reserve, and no more, are free of slots."""
         if nbytes == self._settled_bytes:
             return
         self._settled_bytes = nbytes
@@ -97,8 +101,8 @@ class Reserve:
 
 
 class Caches:
-    """The KV caches of one engine, `context_tokens * sequences` positions in all. A new cache invalidates the oldest
-    ones where there is no room."""
+    """The KV caches of one engine: at most `context_tokens * sequences` positions together. If a new cache does not
+    fit, the oldest caches are invalidated."""
 
     def __init__(
         self,
@@ -108,7 +112,8 @@ class Caches:
         promised_bytes: int,
         note_growth: Callable[[], None],
     ) -> None:
-        """`promised_bytes`: the ledger's entry. `note_growth` is called before more of them are used."""
+        """`promised_bytes`: the ledger's entry for KV caches, in bytes. `note_growth` is called before positions
+        without memory are written."""
         self._config = config
         self._context_tokens, self._sequences = context_tokens, sequences
         self._promised_bytes = promised_bytes
@@ -117,23 +122,23 @@ class Caches:
         self.peak_bytes = 0
 
     def new(self, sequences: int) -> RowCache:
-        """Return a cache of `sequences` rows, which share all positions."""
+        """Return a cache of `sequences` rows that divide all positions among them."""
         return self._kept(self._made_of(sequences, self._reserved // sequences))
 
     def new_ones(self) -> list[RowCache]:
-        """Return one cache for every sequence."""
+        """Return one cache of one row for each sequence of the budget."""
         return [self._kept(self._made_of(1, self._context_tokens)) for _ in range(self._sequences)]
 
     @property
     def backed_tokens(self) -> int:
-        """The number of positions of all sequences that may have memory."""
+        """The number of positions, in all caches, for which memory may be allocated."""
         return sum(cache.backed_tokens for cache in self._alive())
 
     def _made_of(self, rows: int, tokens: int) -> RowCache:
         return RowCache(self._config, rows, tokens, weakref.ref(self))
 
     def check(self) -> None:
-        """Assert that the caches in use fit their entry of the ledger."""
+        """Assert that the caches in use take no more bytes than the ledger's entry for them."""
         used = sum(cache.nbytes for cache in self._alive())
         self.peak_bytes = max(self.peak_bytes, used)
         assert used <= self._promised_bytes, f"the KV caches take {used} bytes, the ledger has {self._promised_bytes}"

@@ -1,9 +1,10 @@
-"""One token's experts where all experts of the model are in cache slots: nothing can be missing, loaded or evicted.
+"""Computes the experts of one token without a plan, while all experts of the model are in cache slots. Then no expert
+can be missing, loaded or evicted.
 
-Then a layer needs no plan. Its router is part of the attention's work and completes the tasks of the experts that it
-chooses (`kernels/token_router.py`), so Python only starts those tasks. Steps that something observes or
-changes (observers, substitution, other units) go the usual way (`execute.py`). Predictors observe no step here: nothing
-is prefetched.
+A layer's router is then part of the attention's kernel call and fills in the addresses of the experts that it chooses
+(`kernels/token_router.py`), so Python only starts the computation. Steps that something observes or changes (observers,
+substitution, other units) are executed by plans (`execute.py`). Predictors observe nothing here, because nothing is
+prefetched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from smoe.runtime.execute import LayerExecutor
 
 
 def pass_resident_experts(token_pass: TokenPass, engine: Engine) -> None:
-    """Let decode steps of one token compute a layer's experts without a plan, as long as all experts are resident."""
+    """Let decode steps of one token compute experts without a plan, whenever all experts are resident."""
     routed = {layer.index: layer.routed for layer in token_pass.layers if layer.routed is not None}
     if len(routed) == len(token_pass.layers) and engine.store.layers.keys() == routed.keys():
         residents = ResidentExperts(engine, [(layer, of.router) for layer, of in routed.items()])
@@ -28,17 +29,17 @@ def pass_resident_experts(token_pass: TokenPass, engine: Engine) -> None:
 
 
 class ResidentExperts:
-    """The experts of all layers, once all are resident."""
+    """The experts of all layers, to be computed without plans while all of them are resident."""
 
     def __init__(self, engine: Engine, routers: list[tuple[int, TokenRouter]]) -> None:
         self._engine, self._routers = engine, routers
         self._experts = len(engine.store.keys())
         self._layers: list[_ResidentLayer] = []
         self._arrived = -1
-        """The loads that had ended when the layers were made."""
+        """The number of loads that had ended when `_layers` was made."""
 
     def layers(self) -> list[_ResidentLayer] | None:
-        """Return the layers in their order; None while an expert is missing, or an observer or lossy option is
+        """Return the layers in their order; None while an expert is missing, or while an observer or a lossy option is
         active."""
         executor = self._engine.executor
         table = executor.table
@@ -53,8 +54,7 @@ class ResidentExperts:
         return self._layers
 
     def _made(self, executor: LayerExecutor) -> list[_ResidentLayer]:
-        """Return the resident layers that the CPU kernels can compute directly; a layer without such a kernel is
-        missing."""
+        """Return the layers whose experts the CPU kernels can compute directly; others are left out."""
         made = []
         for layer, router in self._routers:
             kernel = executor.compute.experts.token_kernels[layer]
@@ -64,7 +64,8 @@ class ResidentExperts:
 
 
 class _ResidentLayer:
-    """The resident experts of one layer, and the kernel call that computes those that the router has chosen."""
+    """The resident experts of one layer, and the prepared kernel call that computes those that the router has
+    chosen."""
 
     def __init__(self, executor: LayerExecutor, layer: int, router: TokenRouter, kernel: TokenExperts) -> None:
         ready, experts = executor.arrivals.ready, executor.arrivals.stores[EXACT].layers[layer].experts
@@ -74,14 +75,14 @@ class _ResidentLayer:
         self._prepare()
 
     def _prepare(self) -> None:
-        chosen = self._matrices[: self._router.top_k]  # the same tasks for all: the router writes the addresses
+        chosen = self._matrices[: self._router.top_k]  # any experts: the router writes the addresses
         self._prepared = PreparedToken(self._kernel, chosen, self._router.gains_at)
         each = self._addresses.shape[1]
         places = [(at, *divmod(n, each)) for at, n in self._prepared.places()]
         self._router.complete(self._addresses, np.array(places, np.int64), self._prepared)
 
     def __call__(self, after: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Return after + experts(normed), all [1, 1, H], with the experts that the router has just chosen."""
+        """Return after + experts(normed) for the experts that the router has just chosen; all tensors are [1, 1, H]."""
         executor = self._executor
         counters, began = executor.counters, executor.now()
         out = torch.empty_like(after)
@@ -96,8 +97,8 @@ class _ResidentLayer:
 
 
 def _is_plain(executor: LayerExecutor) -> bool:
-    """Return whether a step only computes the chosen experts on this device, without lossy options, predictions or
-    measurements."""
+    """Return whether a step only computes the chosen experts, on this device: no lossy option, observer or other unit
+    takes part."""
     switches = executor.substitution.switches
     return (
         not executor.observers

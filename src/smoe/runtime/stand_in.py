@@ -1,6 +1,8 @@
-"""Replaces the experts of a layer by a function (a stand-in), to measure the quality cost of another resolution.
+"""Replaces the experts of a layer by a function (a stand-in), to measure the quality cost of resolving misses in
+another way.
 
-A stand-in may run the layer's experts any number of times, with different indices and weights, on full or low copies.
+A stand-in may compute the layer's experts any number of times, with different indices and weights, from full or low
+copies.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from smoe.runtime.step import Step
 
 
 class LayerExperts(NamedTuple):
-    """The experts of one layer in one step."""
+    """The experts of one layer in one step, for a stand-in to compute."""
 
     executor: LayerExecutor
     step: Step
@@ -29,27 +31,28 @@ class LayerExperts(NamedTuple):
         return self.executor.arrivals.stores[EXACT].layers[self.step.layer].experts
 
     def routed(self) -> torch.Tensor:
-        """Return [T, H], the output for the router's choice."""
+        """Return the output [T, H] of the experts that the router chose."""
         return self.executor.run(self.step)
 
     def own(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return [T, H], the output of full copies; top_k_index [T, K] with the index E for no expert."""
+        """Return the output [T, H] of the full copies of the experts `top_k_index` [T, K] with the weights
+        `top_k_weights` [T, K]; the index E means "no expert"."""
         return self.executor.run(self.step._replace(top_k_index=top_k_index, top_k_weights=top_k_weights))
 
     def low(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Return [T, H], the output of low copies, which the engine must have."""
+        """Return the output [T, H] as `own` does, but of low copies, which the engine must have."""
         with self.executor.by_low_copies():
             return self.own(top_k_index, top_k_weights)
 
 
 StandIn: TypeAlias = Callable[[LayerExperts], torch.Tensor]
-"""A function that returns the experts' output [T, H] of one layer."""
+"""A function that takes one layer's experts and returns their output [T, H]."""
 
 
 @contextmanager
 def answered_by(engine: Engine, stand_in: StandIn) -> Iterator[None]:
-    """Let `stand_in` compute the output of every layer's experts for the duration of the `with` block, without
-    substitution or dropping; observers receive that output."""
+    """Let `stand_in` compute the output of every layer's experts during the `with` block, without substitution or
+    dropping. Observers receive that output."""
     executor = engine.executor
     with executor.exactly(), engine.passes.answered_by(lambda step: stand_in(LayerExperts(executor, step))):
         yield
