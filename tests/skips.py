@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 CI = "`make test-all` in CI: Linux, x86-64 with AVX2, no GPU"
-BF16_CPU = "`make test-all` on a CPU with AVX-512 BF16; on the reference CPU they fail where they cannot run"
+BF16_CPU = (
+    "`make test-all` on a CPU with AVX-512 BF16; on the reference CPU (Zen 5) such a test fails instead of being "
+    "skipped"
+)
 ANY_CPU = "`make test-all` on a CPU that has it; NEON also by `make test-optional`, emulated"
 GPU = "`make gpu` on a machine with an NVIDIA GPU"
 OPTIONAL = "`make test-optional`"
@@ -37,7 +40,7 @@ GROUPS = (
     Group("an NVIDIA GPU", "needs a CUDA device", GPU),
     Group("no GPU", "there is a GPU|needs experts in host memory|programs would wait for what never comes", CI),
     Group(
-        "torch's order of sums in our kernels",
+        "kernels of smoe that add numbers in torch's order",
         "not on this machine, where smoe leaves it to torch|this CPU has no bf16 dot products|torch sums bf16 products "
         "in another order|this CPU has no products in the library's order|no kernel|this CPU's library sums",
         BF16_CPU,
