@@ -205,7 +205,7 @@ class EngineConfig:
     cache_weights: tuple[float, ...] | None = setting(
         None,
         NumberTuple("four numbers of at least 0 whose sum is 1, for lru, lfu, lhu and fld", are_cache_weights),
-        "With --eviction multidimensional: weights of lru, lfu, lhu, fld (sum 1).",
+        "With --eviction multidimensional: its four weights, such as 0.4,0.3,0.2,0.1.",
         left_out="as smoe tune --cache found for the model, else the usual weights",
         owner="eviction",
     )
@@ -337,7 +337,9 @@ class EngineConfig:
     """Whether the CPU also computes missing experts of prompts: those with few tokens, as long as that shortens the
     layer."""
     prefill_keep: str = setting(
-        "last-uses", OneOf(*PREFILL_KEEP), "Which experts stay after a prompt: its last tokens' ones, or by --eviction."
+        "last-uses",
+        OneOf(*PREFILL_KEEP),
+        "Experts that stay after a prompt: those of its last tokens, or by --eviction.",
     )
     """Which experts stay resident after a prompt. last-uses: in each layer, those that the prompt's last tokens use
     most. eviction: those that the eviction policy ranks highest, over all layers."""
