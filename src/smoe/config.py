@@ -339,7 +339,7 @@ class EngineConfig:
     prefill_keep: str = setting(
         "last-uses",
         OneOf(*PREFILL_KEEP),
-        "Experts that stay after a prompt: those of its last tokens, or by --eviction.",
+        "Experts resident after a prompt: those of its last tokens, or by --eviction.",
     )
     """Which experts stay resident after a prompt. last-uses: in each layer, those that the prompt's last tokens use
     most. eviction: those that the eviction policy ranks highest, over all layers."""
