@@ -45,7 +45,7 @@ _EXPERTS = 8
 
 
 class ChosenArithmetic(NamedTuple):
-    """The result of the choice: the arithmetic of the experts, and what is known about a whole token."""
+    """The result of the choice: the arithmetic of the experts, and how much of the model our kernels compute."""
 
     experts: Experts
     leaves_little: bool = False

@@ -29,7 +29,7 @@ from smoe.policy.prices import PriceTable
 
 
 class Divided(NamedTuple):
-    """The memory budget by purpose, and the final settings."""
+    """The purposes among which the memory budget is divided, with their bytes, and the final settings."""
 
     ledger: Ledger
     budget_reason: str

@@ -65,8 +65,8 @@ class Arrivals:
 
     @property
     def is_all_here(self) -> bool:
-        """Whether every expert is resident, so that nothing must be read. Always False if there are low copies, which
-        would be useless with such a budget."""
+        """Whether every expert is resident, so that nothing must be read. Always False if the settings use low copies,
+        which only a budget that is too small for all experts needs."""
         return not self.table.has_low and len(self.table.ready) == self._experts
 
     @property
