@@ -260,7 +260,7 @@ def test_before_the_first_run_of_a_model_every_speed_is_a_range(run, checkpoint)
     assert low < 0.5 * value["tokens_per_second"] and high > 1.3 * value["tokens_per_second"]
     untaught = run(*asked)
     assert all(re.search(r"\d - \d", line) for line in (*speeds_in(untaught),))
-    assert "no run of this model (--precision auto) on this machine is stored yet" in " ".join(untaught.err.split())
+    assert "no run of this model in precision auto on this machine is stored yet" in " ".join(untaught.err.split())
     remember(checkpoint, "auto", False, Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5), LastRun(1.1, 0.9))
     remember(checkpoint, "auto", True, Pace(layer=1e-3, expert=1e-5, load=1e-5, first_pass=1.5), LastRun(1.1, 0.9))
     taught, value = run(*asked), run(*asked, "--json").json["forecast"]

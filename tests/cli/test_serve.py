@@ -96,12 +96,12 @@ def test_a_server_answers_and_ends_in_order(sent: signal.Signals, code: int, opt
         listening, ended = told
         assert (listening["event"], listening["url"], listening["model"]) == ("listening", address, "little")
         assert (listening["context_tokens"], listening["max_sequences"]) == (384, 4)
-        assert (ended["event"], ended["requests"], ended["new_tokens"]) == ("ended", 1, 80)
+        assert (ended["event"], ended["requests"], ended["new_tokens"]) == ("ended", 2, 80)  # with the list of models
         assert 0 < ended["peak_memory_bytes"] <= ended["memory_budget_bytes"] == listening["memory_budget_bytes"]
     else:
         assert not told
     assert ("POST /v1/chat/completions 200 " in err) == (option == "-v")
-    assert ("1 request\n" in err and "80 new" in err) == (option == "-v")
+    assert ("2 requests\n" in err and "80 new" in err) == (option == "-v")
 
 
 def test_tools_work_by_a_template_of_the_user(tmp_path: Path) -> None:

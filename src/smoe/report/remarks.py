@@ -9,11 +9,11 @@ from smoe.report.pace import LastRun, Pace
 from smoe.simulator.synthetic import SAYS
 
 _UNTAUGHT = (
-    "the speeds are wide ranges because no run of this model (--precision {}) on this machine is stored yet; one smoe "
+    "the speeds are wide ranges because no run of this model in precision {} on this machine is stored yet; one smoe "
     "generate of 20 tokens or more makes them exact"
 )
 _TAUGHT = (
-    "the speeds use times measured in earlier runs of this model (--precision {}); rows of other precisions use this "
+    "the speeds use times measured in earlier runs of this model in precision {}; rows of other precisions use this "
     "machine's rates until such a run exists, and are too optimistic"
 )
 _BUSY = (
